@@ -1,0 +1,71 @@
+# Everlift: `make help` lists what is here. Everything runs in .venv, which is made when it is missing.
+
+PYTHON ?= python3
+VENV := .venv
+# A second environment: protobuf 6's compiler and the linter. The stubs are made here, so that they run on
+# protobuf 6 and 7, and the client library is tested here on protobuf 6.
+PROTO_VENV := .venv-proto
+BIN := $(VENV)/bin
+PROTO_BIN := $(PROTO_VENV)/bin
+PROTOS := $(sort $(wildcard proto/everlift/v1/*.proto))
+TORCH := 2.13.0
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-long check lint types imports proto proto-check clean
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1\t/' | expand -t 16
+
+install: $(VENV)/.installed ## make .venv with everything that Everlift needs
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Everlift needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing Everlift into $(VENV): one to several minutes the first time"
+	@command -v nvidia-smi >/dev/null || \
+	  $(BIN)/pip install -q --no-deps torch==$(TORCH)+cpu --retries 1 \
+	    --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null || \
+	  echo "no CPU build of torch $(TORCH) here: taking the package index's own"
+	$(BIN)/pip install -q -e '.[dev]'
+	@touch $@
+
+$(PROTO_VENV)/.installed: Makefile
+	$(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_BIN)/pip install -q grpcio-tools==1.76.0 buf-bin==1.75.0 mypy-protobuf==3.7.0
+	@touch $@
+
+demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no token
+	@$(BIN)/everlift demo
+
+test: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests (under 20 minutes on 2 cores)
+	$(BIN)/pytest -q -m "not long"
+
+test-long: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests that take longer
+	$(BIN)/pytest -q -m long
+
+check: lint types imports proto-check ## style, types, import rules, wire contract
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+imports: $(VENV)/.installed
+	$(BIN)/lint-imports
+
+proto: $(PROTO_VENV)/.installed ## generate the stubs in proto/everlift/v1
+	@tools/generate_stubs.sh $(PROTO_BIN) proto $(PROTOS)
+
+proto-check: $(PROTO_VENV)/.installed
+	$(PROTO_BIN)/buf lint
+	@rm -rf build/stubs && mkdir -p build/stubs
+	@tools/generate_stubs.sh $(PROTO_BIN) build/stubs $(PROTOS)
+	@for stub in build/stubs/everlift/v1/*; do \
+	  cmp -s $$stub proto/everlift/v1/$$(basename $$stub) || \
+	  { echo "proto/everlift/v1/$$(basename $$stub) is not current: run make proto"; exit 1; }; done
+	@echo "stubs are current"
+
+clean: ## remove the environments and everything built
+	rm -rf $(VENV) $(PROTO_VENV) build

@@ -1,0 +1,1 @@
+"""A whole cluster: configuration, command line, starting and watching it."""

@@ -1,0 +1,1 @@
+"""Everlift's client library and wire contract: all that a customer imports."""

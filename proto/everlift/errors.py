@@ -1,0 +1,152 @@
+"""The error tree: one class a cause that a caller can act on.
+
+    EverliftError
+    ├── InvalidRequest            the request can never work as it is
+    │   ├── EmptyPrompt
+    │   ├── PromptTooLong
+    │   ├── NotUtf8
+    │   └── OutOfRange            a parameter's value
+    ├── UnknownModel
+    ├── UnknownRequest            never seen, or past its retention
+    ├── OffsetOutOfRange          Attach beyond what exists
+    ├── RequestConflict           the request id is taken by another body
+    ├── QueueFull                 try again later
+    ├── DeadlineExceeded
+    ├── Cancelled
+    ├── AttemptsExhausted         its workers were lost too often
+    ├── EngineFailed              the engine could not go on with it
+    ├── NoLeader                  nobody leads the admission queue
+    ├── LedgerUnavailable
+    ├── RouterStopping            this replica drains: go to another one, nothing is lost
+    └── DataLoss                  what was acknowledged is gone
+
+One slug serves log, metric and wire. This module knows no transport: it names gRPC codes as words.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+#: Trailing metadata that carries the slug beside a gRPC status.
+SLUG_METADATA_KEY = "everlift-error"
+#: Trailing metadata: seconds after which a retry makes sense.
+RETRY_AFTER_METADATA_KEY = "retry-after"
+
+
+class EverliftError(Exception):
+    """An answer that is not a result. ``str(error)`` is the cause in words for the client."""
+
+    slug: ClassVar[str] = "internal"
+    grpc_status: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str = "", *, retry_after_s: float | None = None) -> None:
+        super().__init__(message or self.slug.replace("_", " "))
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(EverliftError):
+    slug = "invalid_request"
+    grpc_status = "INVALID_ARGUMENT"
+    http_status = 400
+
+
+class EmptyPrompt(InvalidRequest):
+    slug = "empty_prompt"
+
+
+class PromptTooLong(InvalidRequest):
+    slug = "prompt_too_long"
+
+
+class NotUtf8(InvalidRequest):
+    slug = "not_utf8"
+
+
+class OutOfRange(InvalidRequest):
+    slug = "out_of_range"
+
+
+class UnknownModel(EverliftError):
+    slug = "unknown_model"
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+
+
+class UnknownRequest(EverliftError):
+    slug = "unknown_request"
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+
+
+class OffsetOutOfRange(EverliftError):
+    slug = "offset_out_of_range"
+    grpc_status = "OUT_OF_RANGE"
+    http_status = 416
+
+
+class RequestConflict(EverliftError):
+    slug = "request_conflict"
+    grpc_status = "ALREADY_EXISTS"
+    http_status = 409
+
+
+class QueueFull(EverliftError):
+    slug = "queue_full"
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 429
+
+
+class DeadlineExceeded(EverliftError):
+    slug = "deadline_exceeded"
+    grpc_status = "DEADLINE_EXCEEDED"
+    http_status = 504
+
+
+class Cancelled(EverliftError):
+    slug = "cancelled"
+    grpc_status = "CANCELLED"
+    http_status = 499
+
+
+class AttemptsExhausted(EverliftError):
+    slug = "attempts_exhausted"
+
+
+class EngineFailed(EverliftError):
+    slug = "engine_failed"
+
+
+class NoLeader(EverliftError):
+    slug = "no_leader"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+
+
+class LedgerUnavailable(EverliftError):
+    slug = "ledger_unavailable"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+
+
+class RouterStopping(EverliftError):
+    slug = "router_stopping"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+
+
+class DataLoss(EverliftError):
+    slug = "data_loss"
+    grpc_status = "DATA_LOSS"
+
+
+def _tree(cls: type[EverliftError]) -> list[type[EverliftError]]:
+    return [cls, *(below for child in cls.__subclasses__() for below in _tree(child))]
+
+
+BY_SLUG: dict[str, type[EverliftError]] = {cls.slug: cls for cls in _tree(EverliftError)}
+
+
+def from_slug(slug: str, message: str) -> EverliftError:
+    """The error that ``slug`` names; an unknown slug (a newer peer's) becomes an EverliftError."""
+    return BY_SLUG.get(slug, EverliftError)(message)

@@ -1,0 +1,238 @@
+"""Requests, validated at birth: a value of these types cannot be wrong.
+
+``Submission`` is what a client asked for. ``Request`` is what is to be run: the same with every default
+resolved against the served model, the prompt tokenised and the seed drawn. The ledger keeps ``Request``;
+together with the tokens generated so far it is all that a continuation needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Self
+
+from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import ledger_pb2
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 1024
+MAX_STOP_TOKEN_IDS = 64
+MAX_TOP_K = 1 << 20
+MAX_TIMEOUT_S = 7 * 24 * 3600.0
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class OnDisconnect(Enum):
+    #: the request ends when its last client is gone
+    CANCEL = pb.ON_DISCONNECT_CANCEL
+    #: it goes on for the router's grace, then ends
+    GRACE = pb.ON_DISCONNECT_GRACE
+    #: it goes on to its end
+    CONTINUE = pb.ON_DISCONNECT_CONTINUE
+
+
+class FinishReason(Enum):
+    #: end-of-sequence token, stop token or stop string
+    STOP = pb.FINISH_REASON_STOP
+    #: max_tokens, or the context is full
+    LENGTH = pb.FINISH_REASON_LENGTH
+
+
+def check_request_id(request_id: str) -> str:
+    """Returns ``request_id`` if it is one; raises InvalidRequest."""
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise InvalidRequest("request_id must be 1 to 128 characters of A-Z a-z 0-9 . _ : -")
+    return request_id
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise OutOfRange(f"{name} must be from {low:g} to {high:g}, not {value:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn. ``temperature`` 0 is greedy; ``top_k`` 0 sets no limit."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise OutOfRange("top_p must be above 0")
+        _check_range("top_k", self.top_k, 0, MAX_TOP_K)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        if not 0 <= self.seed < 1 << 64:
+            raise OutOfRange("seed must be an unsigned 64-bit integer")
+
+    @classmethod
+    def from_proto(cls, message: pb.Sampling, seed: int) -> Self:
+        """``seed`` is used where the message has none."""
+        return cls(
+            temperature=message.temperature if message.HasField("temperature") else 1.0,
+            top_p=message.top_p if message.HasField("top_p") else 1.0,
+            top_k=message.top_k,
+            min_p=message.min_p,
+            seed=message.seed if message.HasField("seed") else seed,
+        )
+
+    def to_proto(self) -> pb.Sampling:
+        return pb.Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A client's request as it came, checked as far as this is possible without the model.
+
+    ``max_tokens`` and ``timeout_s`` are None where the client set none. ``body_hash`` names everything
+    that shapes the result, so that a repeated request id can be told from a reused one.
+    """
+
+    request_id: str
+    model: str
+    prompt: str | tuple[int, ...]
+    max_tokens: int | None
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    on_disconnect: OnDisconnect
+    timeout_s: float | None
+    body_hash: bytes
+
+    def __post_init__(self) -> None:
+        check_request_id(self.request_id)
+        if not self.prompt:
+            raise EmptyPrompt("the prompt is empty")
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, 1 << 30)
+        if self.timeout_s is not None:
+            _check_range("timeout", self.timeout_s, 0.001, MAX_TIMEOUT_S)
+        _check_stops(self.stop)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise OutOfRange(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids")
+
+    @classmethod
+    def from_proto(cls, message: pb.GenerateRequest, request_id: str, seed: int) -> Self:
+        """``request_id`` and ``seed`` are used where the message has none. Raises InvalidRequest."""
+        if message.n > 1:
+            raise OutOfRange(f"n must be 1 in this version, not {message.n}")
+        return cls(
+            request_id=message.request_id or request_id,
+            model=message.model,
+            prompt=_prompt(message),
+            max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+            sampling=SamplingParams.from_proto(message.sampling, seed),
+            stop=tuple(message.stop),
+            stop_token_ids=tuple(message.stop_token_ids),
+            ignore_eos=message.ignore_eos,
+            on_disconnect=_on_disconnect(message.on_disconnect),
+            timeout_s=message.timeout_ms / 1e3 if message.HasField("timeout_ms") else None,
+            body_hash=_body_hash(message),
+        )
+
+
+def _prompt(message: pb.GenerateRequest) -> str | tuple[int, ...]:
+    if message.WhichOneof("prompt") == "tokens":
+        return tuple(message.tokens.ids)
+    return message.text
+
+
+def _on_disconnect(value: int) -> OnDisconnect:
+    if value == pb.ON_DISCONNECT_UNSPECIFIED:
+        return OnDisconnect.CANCEL
+    try:
+        return OnDisconnect(value)
+    except ValueError:
+        raise OutOfRange(f"on_disconnect has no value {value}") from None
+
+
+def _check_stops(stops: tuple[str, ...]) -> None:
+    if len(stops) > MAX_STOP_STRINGS:
+        raise OutOfRange(f"at most {MAX_STOP_STRINGS} stop strings, not {len(stops)}")
+    for stop in stops:
+        if not stop:
+            raise InvalidRequest("a stop string is empty")
+        if len(stop.encode()) > MAX_STOP_BYTES:
+            raise OutOfRange(f"a stop string is longer than {MAX_STOP_BYTES} bytes")
+
+
+def _body_hash(message: pb.GenerateRequest) -> bytes:
+    body = pb.GenerateRequest()
+    body.CopyFrom(message)
+    body.DiscardUnknownFields()
+    # What may differ between two tries of the same request.
+    for field in ("request_id", "timeout_ms", "on_disconnect"):
+        body.ClearField(field)
+    return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be run, with every default resolved. ``deadline`` is ledger time in seconds.
+
+    ``stop_token_ids`` holds the model's eos ids too, unless they are to be ignored.
+    """
+
+    request_id: str
+    model: str
+    fingerprint: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    on_disconnect: OnDisconnect
+    deadline: float | None
+    body_hash: bytes
+    salt: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        return ledger_pb2.StoredRequest(
+            request_id=self.request_id,
+            model=self.model,
+            fingerprint=self.fingerprint,
+            prompt_ids=self.prompt_ids,
+            max_tokens=self.max_tokens,
+            sampling=self.sampling.to_proto(),
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            on_disconnect=self.on_disconnect.value,
+            deadline=self.deadline,
+            body_hash=self.body_hash,
+            salt=self.salt,
+        ).SerializeToString()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        stored = ledger_pb2.StoredRequest.FromString(data)
+        return cls(
+            request_id=stored.request_id,
+            model=stored.model,
+            fingerprint=stored.fingerprint,
+            prompt_ids=tuple(stored.prompt_ids),
+            max_tokens=stored.max_tokens,
+            sampling=SamplingParams.from_proto(stored.sampling, seed=0),
+            stop=tuple(stored.stop),
+            stop_token_ids=tuple(stored.stop_token_ids),
+            on_disconnect=OnDisconnect(stored.on_disconnect),
+            deadline=stored.deadline if stored.HasField("deadline") else None,
+            body_hash=stored.body_hash,
+            salt=stored.salt,
+        )

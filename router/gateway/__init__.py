@@ -1,0 +1,1 @@
+"""The part of a router replica that speaks with clients."""

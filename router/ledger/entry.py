@@ -1,0 +1,118 @@
+"""A request's life as a table.
+
+    open                   -> queued
+    queued     dispatch    -> running     fenced by the leader's term
+    running    append      -> running     fenced by the epoch; with a finish reason -> finished
+    running    release     -> queued      fenced by the epoch; its worker is lost or gave it back
+    running    release     -> failed      ... and it was lost too often
+    queued     take over   -> queued      another gateway goes on with it
+    running    take over   -> queued      ... fencing off what runs
+    queued     end         -> failed | cancelled | expired
+    running    end         -> failed | cancelled | expired
+
+The other four states are final: nothing leaves them. Every state but running has epoch 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from everlift.messages import FinishReason, Request
+
+
+class State(Enum):
+    #: waits for a worker
+    QUEUED = "queued"
+    #: one worker has it, under the entry's epoch
+    RUNNING = "running"
+    #: complete: all its tokens are in the ledger
+    FINISHED = "finished"
+    #: given up; the entry's error says why
+    FAILED = "failed"
+    #: ended by the client, or because its last client was gone
+    CANCELLED = "cancelled"
+    #: its deadline passed
+    EXPIRED = "expired"
+
+    @property
+    def is_final(self) -> bool:
+        return self not in (State.QUEUED, State.RUNNING)
+
+
+class Move(Enum):
+    """Each move with the states that it may start from and end in."""
+
+    OPEN = ((), (State.QUEUED,))
+    DISPATCH = ((State.QUEUED,), (State.RUNNING,))
+    APPEND = ((State.RUNNING,), (State.RUNNING, State.FINISHED))
+    RELEASE = ((State.RUNNING,), (State.QUEUED, State.FAILED))
+    TAKE_OVER = ((State.QUEUED, State.RUNNING), (State.QUEUED,))
+    END = ((State.QUEUED, State.RUNNING), (State.FAILED, State.CANCELLED, State.EXPIRED))
+
+    @property
+    def sources(self) -> tuple[State, ...]:
+        return self.value[0]
+
+    @property
+    def targets(self) -> tuple[State, ...]:
+        return self.value[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the ledger says of a request, without prompt and tokens.
+
+    ``arrived`` is ledger time in seconds and never changes: the key under which the request queues.
+    ``attempts`` counts dispatches, ``losses`` those of them whose worker was lost.
+    """
+
+    request_id: str
+    state: State
+    gateway: str
+    arrived: float
+    num_tokens: int = 0
+    worker: str = ""
+    epoch: int = 0
+    attempts: int = 0
+    losses: int = 0
+    finish_reason: FinishReason | None = None
+    error_slug: str = ""
+    error_message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An entry with its request and its tokens from ``offset`` on."""
+
+    entry: Entry
+    request: Request
+    offset: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Tokens of one choice of one request, made under ``epoch``, the first of them at ``offset``."""
+
+    request_id: str
+    epoch: int
+    offset: int
+    tokens: tuple[int, ...]
+    choice: int = 0
+    finish_reason: FinishReason | None = None
+
+
+class Appended(Enum):
+    #: stored, or already there: a repeated append changes nothing
+    OK = "ok"
+    #: the epoch is not the request's: somebody else goes on with it
+    FENCED = "fenced"
+    #: the request is in a final state
+    ENDED = "ended"
+    #: offset lies beyond what is stored: tokens are missing in between
+    GAP = "gap"
+    #: more tokens than the request's max_tokens
+    LIMIT = "limit"
+    #: no such request
+    UNKNOWN = "unknown"

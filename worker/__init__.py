@@ -1,0 +1,1 @@
+"""One tensor-parallel group of ranks: one engine, one paged KV cache."""
