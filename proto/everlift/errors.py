@@ -18,6 +18,7 @@
     ├── NoLeader                  nobody leads the admission queue
     ├── LedgerUnavailable
     ├── RouterStopping            this replica drains: go to another one, nothing is lost
+    ├── Moved                     another router goes on with the request: attach again
     └── DataLoss                  what was acknowledged is gone
 
 One slug serves log, metric and wire. This module knows no transport: it names gRPC codes as words.
@@ -131,6 +132,12 @@ class LedgerUnavailable(EverliftError):
 
 class RouterStopping(EverliftError):
     slug = "router_stopping"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+
+
+class Moved(EverliftError):
+    slug = "moved"
     grpc_status = "UNAVAILABLE"
     http_status = 503
 

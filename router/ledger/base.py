@@ -1,8 +1,8 @@
 """The ledger: the durable record of every request, and of who is there.
 
-Every method is one atomic move that checks state and mover, changes, and answers. Repeating a move with
-the same arguments, because the reply was lost, changes nothing more and answers the same. Time is the
-ledger's own: callers pass durations, never moments. Only routers call this.
+Every method is one atomic move that checks state and mover, changes, and answers. Repeating a move
+with the same arguments, because the reply was lost, changes nothing more and answers the same.
+Time is the ledger's own: callers pass durations, never moments. Only routers call this.
 """
 
 from __future__ import annotations
@@ -52,33 +52,40 @@ class Ledger(Protocol):
     # requests
 
     async def open(self, request: Request, gateway: str, timeout_s: float | None = None) -> Opened:
-        """Files a new request as QUEUED, owned by ``gateway``. The stored deadline is ledger time plus
-        ``timeout_s``. Raises RequestConflict when the id is known with another body hash."""
+        """Files a new request as QUEUED, owned by ``gateway``. The stored deadline is ledger time
+        plus ``timeout_s``. Raises RequestConflict when the id is known with another body hash."""
         ...
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
-        """QUEUED -> RUNNING under the caller's fresh random ``epoch``. Raises StaleTerm, NotQueued."""
+        """QUEUED -> RUNNING under the caller's fresh random ``epoch``. Raises StaleTerm,
+        NotQueued."""
         ...
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
-        """Stores tokens; with a finish reason RUNNING -> FINISHED. One round trip for all of them. What
-        overlaps stored tokens is trimmed. An item that is refused changes nothing and does not disturb
-        the others."""
+        """Stores tokens; with a finish reason RUNNING -> FINISHED. One round trip for all of them.
+        What overlaps stored tokens is trimmed. An item that is refused changes nothing and does
+        not disturb the others."""
         ...
 
     async def release(self, request_id: str, epoch: int, *, lost: bool, max_losses: int) -> Entry:
-        """RUNNING -> QUEUED. With ``lost`` one more loss is counted, and at ``max_losses`` it goes to
-        FAILED (attempts_exhausted) instead. Answers the entry as it is when the epoch is not current."""
+        """RUNNING -> QUEUED. With ``lost`` one more loss is counted, and at ``max_losses`` it goes
+        to FAILED (attempts_exhausted) instead. Answers the entry as it is when the epoch is not
+        current."""
         ...
 
     async def take_over(self, request_id: str, gateway: str) -> Stored:
-        """QUEUED or RUNNING -> QUEUED, owned by ``gateway`` from now on; what ran is fenced off. A final
-        request is answered as it is. Raises UnknownRequest."""
+        """QUEUED or RUNNING -> QUEUED, owned by ``gateway`` from now on; what ran is fenced off. A
+        final request is answered as it is. Raises UnknownRequest."""
+        ...
+
+    async def discard(self, request_id: str) -> None:
+        """QUEUED -> gone: the id may be opened again. Any other state, or no request, stays as it
+        is."""
         ...
 
     async def end(self, request_id: str, state: State, slug: str, message: str) -> Entry:
-        """QUEUED or RUNNING -> ``state`` (FAILED, CANCELLED or EXPIRED). A final request is answered as
-        it is. Raises UnknownRequest."""
+        """QUEUED or RUNNING -> ``state`` (FAILED, CANCELLED or EXPIRED). A final request is
+        answered as it is. Raises UnknownRequest."""
         ...
 
     async def get(self, request_id: str) -> Entry:
@@ -86,7 +93,8 @@ class Ledger(Protocol):
         ...
 
     async def read(self, request_id: str, offset: int = 0) -> Stored:
-        """Raises UnknownRequest; OffsetOutOfRange for an offset beyond the stored tokens or below 0."""
+        """Raises UnknownRequest; OffsetOutOfRange for an offset beyond the stored tokens or below
+        0."""
         ...
 
     # gateways
@@ -104,15 +112,15 @@ class Ledger(Protocol):
         ...
 
     async def orphans(self, limit: int) -> list[str]:
-        """Up to ``limit`` unfinished requests whose gateway's lease is over, oldest gateway first. The
-        cost does not grow with the requests of living gateways."""
+        """Up to ``limit`` unfinished requests whose gateway's lease is over, oldest gateway first.
+        The cost does not grow with the requests of living gateways."""
         ...
 
     # leadership
 
     async def lead(self, router: str, address: str, term: int, lease_s: float) -> bool:
-        """Takes the leader's lease if it is free, or renews it if it is held under ``term``; False if
-        somebody else holds it. From then on dispatches of older terms are refused."""
+        """Takes the leader's lease if it is free, or renews it if it is held under ``term``; False
+        if somebody else holds it. From then on dispatches of older terms are refused."""
         ...
 
     async def resign(self, term: int) -> None:

@@ -7,6 +7,7 @@
     running    release     -> failed      ... and it was lost too often
     queued     take over   -> queued      another gateway goes on with it
     running    take over   -> queued      ... fencing off what runs
+    queued     discard     -> (gone)      as if it had never been opened: the queue was full
     queued     end         -> failed | cancelled | expired
     running    end         -> failed | cancelled | expired
 
@@ -48,15 +49,12 @@ class Move(Enum):
     APPEND = ((State.RUNNING,), (State.RUNNING, State.FINISHED))
     RELEASE = ((State.RUNNING,), (State.QUEUED, State.FAILED))
     TAKE_OVER = ((State.QUEUED, State.RUNNING), (State.QUEUED,))
+    DISCARD = ((State.QUEUED,), ())
     END = ((State.QUEUED, State.RUNNING), (State.FAILED, State.CANCELLED, State.EXPIRED))
 
-    @property
-    def sources(self) -> tuple[State, ...]:
-        return self.value[0]
-
-    @property
-    def targets(self) -> tuple[State, ...]:
-        return self.value[1]
+    def __init__(self, sources: tuple[State, ...], targets: tuple[State, ...]) -> None:
+        self.sources = sources
+        self.targets = targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +81,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An entry with its request and its tokens from ``offset`` on."""
+    """An entry with its request and its tokens from ``offset`` on, as of ``now`` (ledger time)."""
 
     entry: Entry
     request: Request
     offset: int
     tokens: tuple[int, ...]
+    now: float
 
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Tokens of one choice of one request, made under ``epoch``, the first of them at ``offset``."""
+    """Tokens of one choice of one request, made under ``epoch``, the first of them at
+    ``offset``."""
 
     request_id: str
     epoch: int

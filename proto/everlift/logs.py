@@ -1,0 +1,101 @@
+"""Structured logs: one JSON line an event, on standard error or in a file.
+
+    log = logs.get(__name__)
+    log.info("request finished", request_id=request_id, output_tokens=17)
+
+A line holds ts, level, component, pid, logger and event, then the fields that the caller named and
+nothing else: prompts, token ids and secrets are nobody's to name. A field called like one of the
+fixed keys gets a trailing underscore.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+#: Whose events follow the configured level; everybody else's are shown from warning on.
+_PACKAGES = ("everlift", "router", "worker", "cluster")
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+class Logger:
+    """The events of one module."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def debug(self, event: str, /, **fields: object) -> None:
+        self._log(logging.DEBUG, event, fields)
+
+    def info(self, event: str, /, **fields: object) -> None:
+        self._log(logging.INFO, event, fields)
+
+    def warning(self, event: str, /, **fields: object) -> None:
+        self._log(logging.WARNING, event, fields)
+
+    def error(self, event: str, /, **fields: object) -> None:
+        self._log(logging.ERROR, event, fields)
+
+    def exception(self, event: str, /, **fields: object) -> None:
+        """An error with the traceback of the exception that is being handled."""
+        self._log(logging.ERROR, event, fields, exc_info=True)
+
+    def _log(
+        self, level: int, event: str, fields: Mapping[str, object], exc_info: bool = False
+    ) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(
+                level, "%s", event, exc_info=exc_info, extra={"everlift_fields": fields}
+            )
+
+
+def get(name: str) -> Logger:
+    """The logger of module ``name``; nothing is written anywhere before ``configure``."""
+    return Logger(logging.getLogger(name))
+
+
+def configure(component: str, level: str = "info", path: Path | None = None) -> None:
+    """Writes this process's events from ``level`` on to ``path``, or to standard error.
+
+    ``component`` names the process: "router-0", "worker-1.rank-0". A later call replaces this one.
+    """
+    if level not in _LEVELS:
+        raise ValueError(f"log level must be one of {', '.join(_LEVELS)}, not {level!r}")
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if isinstance(h.formatter, _JsonFormatter)]:
+        root.removeHandler(handler)
+        handler.close()
+    handler = logging.StreamHandler() if path is None else logging.FileHandler(path)
+    handler.setFormatter(_JsonFormatter(component))
+    root.addHandler(handler)
+    for package in _PACKAGES:
+        logging.getLogger(package).setLevel(_LEVELS[level])
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, component: str) -> None:
+        super().__init__()
+        self._component = component
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "component": self._component,
+            "pid": record.process,
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        fields: Mapping[str, object] = getattr(record, "everlift_fields", {})
+        line |= {f"{key}_" if key in line else key: value for key, value in fields.items()}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)

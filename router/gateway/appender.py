@@ -1,0 +1,73 @@
+"""Tokens on their way into the ledger: one append in flight, whatever comes meanwhile joins the
+next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from everlift import logs
+from everlift.errors import LedgerUnavailable
+
+from router.ledger.base import Ledger
+from router.ledger.entry import Append, Appended
+
+log = logs.get(__name__)
+
+_Key = tuple[str, int, int]
+
+
+class Appender:
+    """``on_stored`` hears the ledger's answer to every append; ``on_away`` every append that waits
+    while the ledger cannot be reached, at each further try."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        on_stored: Callable[[Append, Appended], None],
+        on_away: Callable[[Append], None],
+        retry_s: float = 0.1,
+    ) -> None:
+        self._ledger = ledger
+        self._on_stored = on_stored
+        self._on_away = on_away
+        self._retry_s = retry_s
+        self._pending: dict[_Key, Append] = {}
+        self._more = asyncio.Event()
+
+    def put(self, append: Append) -> None:
+        """Appends of one epoch must come in the order of their offsets."""
+        key = (append.request_id, append.choice, append.epoch)
+        earlier = self._pending.get(key)
+        self._pending[key] = append if earlier is None else _joined(earlier, append)
+        self._more.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            batch, self._pending = self._pending, {}
+            try:
+                answers = await self._ledger.append(list(batch.values()))
+            except LedgerUnavailable as error:
+                await self._wait_for_ledger(batch, error)
+                continue
+            for append, answer in zip(batch.values(), answers, strict=True):
+                self._on_stored(append, answer)
+
+    async def _wait_for_ledger(self, batch: dict[_Key, Append], error: LedgerUnavailable) -> None:
+        log.warning("ledger away", cause=str(error), appends=len(batch))
+        later, self._pending = self._pending, batch
+        for append in later.values():
+            self.put(append)
+        for append in self._pending.values():
+            self._on_away(append)
+        await asyncio.sleep(self._retry_s)
+        self._more.set()
+
+
+def _joined(earlier: Append, later: Append) -> Append:
+    assert earlier.finish_reason is None
+    assert earlier.offset + len(earlier.tokens) == later.offset
+    return replace(earlier, tokens=earlier.tokens + later.tokens, finish_reason=later.finish_reason)

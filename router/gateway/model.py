@@ -1,0 +1,159 @@
+"""What a gateway has to know of the served model: its tokenizer and its limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import tokenizers
+from everlift import text
+from everlift.errors import EmptyPrompt, OutOfRange, PromptTooLong, UnknownModel
+from everlift.messages import Request, Submission
+
+#: The longest tokens of common vocabularies are runs of 128 spaces.
+_MAX_CHARACTERS_PER_TOKEN = 128
+
+
+class Tokenizer(text.Tokenizer, Protocol):
+    def encode(self, text: str) -> list[int]: ...
+
+
+class HuggingFaceTokenizer:
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def is_text(self, token_id: int) -> bool:
+        return token_id not in self._special and token_id < self.vocab_size
+
+
+class ByteTokenizer:
+    """The fake runner's: a token is a byte, and what lies beyond is written as its number."""
+
+    vocab_size = 1024
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(
+            bytes([token]) if token < 256 else f"<{token}>".encode() for token in ids
+        ).decode(errors="replace")
+
+    def is_text(self, token_id: int) -> bool:
+        return True
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """``max_model_len`` is the most tokens of prompt and output together."""
+
+    name: str
+    fingerprint: str
+    tokenizer: Tokenizer
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    max_model_len: int
+
+    @classmethod
+    def load(cls, model: str) -> Self:
+        """``model`` is a Hugging Face directory, or "fake". Raises UnknownModel."""
+        if model == "fake":
+            return cls("fake", "", ByteTokenizer(), (), ByteTokenizer.vocab_size, 4096)
+        directory = Path(model)
+        config, tokenizer = directory / "config.json", directory / "tokenizer.json"
+        for path in (config, tokenizer):
+            if not path.is_file():
+                raise UnknownModel(f"no model at {model!r}: {path.name} is missing there")
+        facts = json.loads(config.read_text())
+        return cls(
+            name=directory.resolve().name,
+            fingerprint="",
+            tokenizer=HuggingFaceTokenizer(tokenizer),
+            eos_ids=_eos_ids(directory, facts),
+            vocab_size=int(facts["vocab_size"]),
+            max_model_len=int(facts["max_position_embeddings"]),
+        )
+
+    def limit(self, fingerprint: str, max_model_len: int, kv_tokens: int) -> None:
+        """A worker that runs the model says what it can hold."""
+        self.fingerprint = fingerprint
+        self.max_model_len = min(self.max_model_len, max_model_len, kv_tokens)
+
+    def resolve(self, submission: Submission) -> Request:
+        """Every default filled in, every limit of the model checked.
+
+        Raises UnknownModel, PromptTooLong, OutOfRange.
+        """
+        if submission.model not in ("", self.name):
+            raise UnknownModel(
+                f"the model {submission.model!r} is not served here; {self.name!r} is"
+            )
+        prompt_ids = self._prompt_ids(submission.prompt)
+        room = self.max_model_len - len(prompt_ids)
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt_ids)} tokens; the context of {self.max_model_len} "
+                "has to hold at least one more"
+            )
+        self._check_ids("stop_token_ids", submission.stop_token_ids)
+        eos_ids = () if submission.ignore_eos else self.eos_ids
+        return Request(
+            request_id=submission.request_id,
+            model=self.name,
+            fingerprint=self.fingerprint,
+            prompt_ids=prompt_ids,
+            max_tokens=min(room, submission.max_tokens or room),
+            sampling=submission.sampling,
+            stop=submission.stop,
+            stop_token_ids=tuple(dict.fromkeys(submission.stop_token_ids + eos_ids)),
+            on_disconnect=submission.on_disconnect,
+            deadline=None,
+            body_hash=submission.body_hash,
+        )
+
+    def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return self._encode(prompt)
+        self._check_ids("prompt", prompt)
+        return prompt
+
+    def _encode(self, prompt: str) -> tuple[int, ...]:
+        # A token stands for a few dozen characters at most: what cannot fit is not even tokenised.
+        if len(prompt) > self.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} characters; the context is "
+                f"{self.max_model_len} tokens"
+            )
+        ids = tuple(self.tokenizer.encode(prompt))
+        if not ids:
+            raise EmptyPrompt("the prompt has no token")
+        return ids
+
+    def _check_ids(self, name: str, ids: tuple[int, ...]) -> None:
+        worst = max(ids, default=0)
+        if worst >= self.vocab_size:
+            raise OutOfRange(f"{name} holds token {worst}; the vocabulary has {self.vocab_size}")
+
+
+def _eos_ids(directory: Path, config: dict[str, object]) -> tuple[int, ...]:
+    generation = directory / "generation_config.json"
+    facts = json.loads(generation.read_text()) if generation.is_file() else {}
+    eos = facts.get("eos_token_id", config.get("eos_token_id"))
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)

@@ -1,0 +1,158 @@
+"""One router replica: all its parts, wired together, started and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Coroutine
+from typing import Any, Self
+
+import grpc
+from everlift import logs
+from everlift.blockhash import BLOCK_SIZE
+from everlift.errors import LedgerUnavailable
+from everlift.v1 import session_pb2, session_pb2_grpc
+
+from router.config import RouterConfig
+from router.fleet import Fleet
+from router.gateway.grpc_server import InferenceServer
+from router.gateway.model import ServedModel
+from router.gateway.requests import Requests
+from router.gateway.status import Status
+from router.internal_server import InternalServer
+from router.leader import Leader
+from router.ledger.base import Ledger
+from router.line import AdmissionLine
+from router.sessions import Sessions
+
+log = logs.get(__name__)
+
+_SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    # Two routers must not share a port by accident.
+    ("grpc.so_reuseport", 0),
+]
+
+
+class Router:
+    """Build it with ``start``; end it with ``stop``."""
+
+    def __init__(self, config: RouterConfig, ledger: Ledger, model: ServedModel) -> None:
+        self.config = config
+        self.router_id = secrets.token_hex(8)
+        self.address = self.internal_address = ""
+        self._ledger = ledger
+        self._model = model
+        self._public = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._internal = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(cls, config: RouterConfig, ledger: Ledger) -> Self:
+        """A replica that serves. Raises UnknownModel, LedgerUnavailable, OSError (port taken)."""
+        router = cls(config, ledger, ServedModel.load(config.model))
+        router._bind()
+        await router._wire(await ledger.cluster_id())
+        await router._internal.start()
+        await router._public.start()
+        log.info("router ready", router_id=router.router_id, address=router.address)
+        return router
+
+    def _bind(self) -> None:
+        config = self.config
+        self.address = _listen(self._public, config.host, config.port)
+        self.internal_address = _listen(self._internal, config.internal_host, config.internal_port)
+
+    async def _wire(self, cluster_id: str) -> None:
+        config, ledger = self.config, self._ledger
+        hello = session_pb2.RouterHello(router_id=self.router_id, cluster_id=cluster_id)
+        self._sessions = Sessions(config, hello, self)
+        self._leader = Leader(config, self.router_id, self.internal_address, ledger)
+        self._line = AdmissionLine(self.router_id, self._leader)
+        self._requests = Requests(
+            config, self.router_id, ledger, self._model, self._sessions, self._line
+        )
+        self._line.serve(self._requests)
+        self._fleet = Fleet(
+            config,
+            self.router_id,
+            self.internal_address,
+            ledger,
+            self._sessions,
+            self._leader,
+            self._line,
+        )
+        self._serve(cluster_id)
+        for work in (self._leader.run(), self._fleet.run(), self._requests.run()):
+            self._tasks.append(asyncio.create_task(_guarded(work)))
+
+    def _serve(self, cluster_id: str) -> None:
+        status = Status(
+            cluster_id, self._model, self._requests, self._sessions, self._line, self._fleet
+        )
+        inference = InferenceServer(self._requests, status).handlers()
+        self._public.add_generic_rpc_handlers((inference,))
+        # Other gateways relay their clients' Attach and Cancel to the one that has the request.
+        self._internal.add_generic_rpc_handlers((inference,))
+        session_pb2_grpc.add_RouterInternalServicer_to_server(
+            InternalServer(self._fleet, self._leader), self._internal
+        )
+
+    async def announce(self, info: session_pb2.WorkerInfo) -> None:
+        await self._fleet.announce(info)
+
+    async def wait(self) -> None:
+        """Until a part fails; raises its error."""
+        await asyncio.gather(*self._tasks)
+
+    async def stop(self) -> None:
+        """Lets streams finish for the configured drain, sends the rest elsewhere, gives leases
+        back."""
+        log.info("router stops", router_id=self.router_id, requests=len(self._requests))
+        await self._requests.stop(self.config.drain)
+        await self._public.stop(grace=0.5)
+        await self._line.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._sessions.close()
+        await self._internal.stop(grace=0.5)
+        try:
+            await self._ledger.leave(self.router_id)
+        except LedgerUnavailable:
+            log.info("gateway lease left to run out", router_id=self.router_id)
+        await self._ledger.close()
+
+    # workers, as the sessions hear them
+
+    def worker_up(self, info: session_pb2.WorkerInfo) -> None:
+        log.info("worker up", worker_id=info.worker_id, address=info.address)
+        self._model.limit(info.fingerprint, info.max_model_len, info.num_blocks * BLOCK_SIZE)
+        self._leader.worker_up(info)
+
+    def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
+        self._leader.worker_frame(worker_id, frame)
+        for progress in frame.progress:
+            self._requests.progress(worker_id, progress)
+
+    def worker_lost(self, worker_id: str) -> None:
+        self._leader.worker_lost(worker_id)
+        self._requests.worker_lost(worker_id)
+
+
+def _listen(server: grpc.aio.Server, host: str, port: int) -> str:
+    """Binds; raises OSError when the port is taken."""
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {host}:{port}: is another router there?") from error
+    return f"{host}:{bound}"
+
+
+async def _guarded(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("a part of the router failed")
+        raise

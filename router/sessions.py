@@ -1,0 +1,200 @@
+"""The streams to the workers: starts and aborts go out, one frame an engine step comes in.
+
+A worker is up from its hello until its stream breaks or it is silent for too long. A silent
+worker's stream stays open: if it speaks again it is up again, and what it still runs of the past
+is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+from everlift import logs
+from everlift.blockhash import BLOCK_SIZE
+from everlift.v1 import inference_pb2, session_pb2, session_pb2_grpc
+
+from router.config import RouterConfig
+
+log = logs.get(__name__)
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+_RECONNECT_S = 0.2
+
+
+class Listener(Protocol):
+    """Who hears of the workers. Called from the event loop; must not block."""
+
+    def worker_up(self, info: session_pb2.WorkerInfo) -> None: ...
+
+    def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None: ...
+
+    def worker_lost(self, worker_id: str) -> None: ...
+
+
+class WorkerLink:
+    """One worker's stream, dialled again and again until closed. Times are monotonic seconds."""
+
+    def __init__(
+        self,
+        info: session_pb2.WorkerInfo,
+        hello: session_pb2.RouterHello,
+        listener: Listener,
+        silence_s: float,
+    ) -> None:
+        self.info = info
+        self.state = session_pb2.WorkerState()
+        self.running: list[inference_pb2.RunningSequence] = []
+        self.is_up = False
+        self.last_heard = time.monotonic()
+        self._hello = hello
+        self._listener = listener
+        self._silence_s = silence_s
+        self._outbox = session_pb2.RouterFrame()
+        self._outgoing = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._dial()), asyncio.create_task(self._watch())]
+
+    def start(self, start: session_pb2.Start) -> None:
+        self._outbox.starts.append(start)
+        self._outgoing.set()
+
+    def abort(self, epoch: int) -> None:
+        self._outbox.aborts.append(session_pb2.Abort(epoch=epoch))
+        self._outgoing.set()
+
+    def drain(self) -> None:
+        self._outbox.drain = True
+        self._outgoing.set()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _dial(self) -> None:
+        async with grpc.aio.insecure_channel(self.info.address, options=CHANNEL_OPTIONS) as channel:
+            stub = session_pb2_grpc.WorkerSessionStub(channel)
+            while True:
+                try:
+                    await self._talk(stub)
+                except grpc.aio.AioRpcError as error:
+                    log.debug("stream ended", worker_id=self.info.worker_id, code=error.code().name)
+                finally:
+                    self._down()
+                await asyncio.sleep(_RECONNECT_S)
+
+    async def _talk(self, stub: session_pb2_grpc.WorkerSessionAsyncStub) -> None:
+        self._outbox = session_pb2.RouterFrame(hello=self._hello)
+        self._outgoing.set()
+        async for frame in stub.Connect(self._frames()):
+            self.last_heard = time.monotonic()
+            if frame.HasField("hello") and not self._welcome(frame.hello):
+                return
+            if not self.is_up:
+                self._up()
+            self._heard(frame)
+
+    async def _frames(self) -> AsyncIterator[session_pb2.RouterFrame]:
+        while True:
+            await self._outgoing.wait()
+            self._outgoing.clear()
+            frame, self._outbox = self._outbox, session_pb2.RouterFrame()
+            yield frame
+
+    def _welcome(self, info: session_pb2.WorkerInfo) -> bool:
+        """False for another incarnation that listens at this address by now."""
+        if info.worker_id != self.info.worker_id:
+            log.info("address has another worker", worker_id=self.info.worker_id)
+            return False
+        return True
+
+    def _heard(self, frame: session_pb2.WorkerFrame) -> None:
+        if frame.HasField("state"):
+            self.state = frame.state
+            if frame.state.running or not frame.state.num_running:
+                self.running = list(frame.state.running)
+        self._listener.worker_frame(self.info.worker_id, frame)
+
+    async def _watch(self) -> None:
+        while True:
+            quiet = time.monotonic() - self.last_heard
+            if self.is_up and quiet > self._silence_s:
+                log.warning("worker silent", worker_id=self.info.worker_id, seconds=round(quiet, 2))
+                self._down()
+            await asyncio.sleep(self._silence_s / 10)
+
+    def _up(self) -> None:
+        self.is_up = True
+        self._listener.worker_up(self.info)
+
+    def _down(self) -> None:
+        if self.is_up:
+            self.is_up = False
+            self._listener.worker_lost(self.info.worker_id)
+
+
+class Sessions:
+    """One link for each worker that the ledger's table names."""
+
+    def __init__(
+        self, config: RouterConfig, hello: session_pb2.RouterHello, listener: Listener
+    ) -> None:
+        self._config = config
+        self._hello = hello
+        self._listener = listener
+        self._links: dict[str, WorkerLink] = {}
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        return list(self._links.values())
+
+    def start(self, worker_id: str, start: session_pb2.Start) -> bool:
+        link = self._links.get(worker_id)
+        if link is None or not link.is_up:
+            return False
+        link.start(start)
+        return True
+
+    def abort(self, worker_id: str, epoch: int) -> None:
+        link = self._links.get(worker_id)
+        if link is not None and link.is_up:
+            link.abort(epoch)
+
+    async def reconcile(self, workers: list[session_pb2.WorkerInfo]) -> None:
+        """Dials who is new in the table, hangs up on who is gone."""
+        named = {info.worker_id: info for info in workers if _speaks_our_blocks(info)}
+        for worker_id in self._links.keys() - named.keys():
+            await self._hang_up(worker_id)
+        for worker_id in named.keys() - self._links.keys():
+            self._links[worker_id] = WorkerLink(
+                named[worker_id], self._hello, self._listener, self._config.worker_silence
+            )
+
+    def unreachable(self) -> list[str]:
+        """Workers that nobody has heard for so long that they may be forgotten."""
+        oldest = time.monotonic() - self._config.worker_forget
+        return [
+            worker_id
+            for worker_id, link in self._links.items()
+            if not link.is_up and link.last_heard < oldest
+        ]
+
+    async def _hang_up(self, worker_id: str) -> None:
+        await self._links.pop(worker_id).close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self._hang_up(worker_id) for worker_id in list(self._links)))
+
+
+def _speaks_our_blocks(info: session_pb2.WorkerInfo) -> bool:
+    return info.block_size == BLOCK_SIZE
