@@ -24,6 +24,7 @@ from router.admission.policy import Fifo, Waiting
 from router.admission.queue import AdmissionQueue
 from router.config import RouterConfig
 from router.ledger.base import Ledger, NotQueued, StaleTerm
+from router.ledger.entry import Entry
 
 log = logs.get(__name__)
 
@@ -130,8 +131,8 @@ class Leader:
         for request_id in message.withdraw:
             self._queue.withdraw(request_id)
         refused = [w.request_id for w in message.enqueue if not self._enqueue(gateway, w)]
-        if refused and gateway in self._gateways:
-            self._gateways[gateway](session_pb2.LeaderMessage(refused=refused, queued=self.queued))
+        if refused:
+            self._tell(gateway, session_pb2.LeaderMessage(refused=refused))
         self._wake.set()
 
     def _enqueue(self, gateway: str, message: session_pb2.Waiting) -> bool:
@@ -192,32 +193,38 @@ class Leader:
     async def _dispatch(self, assignment: _Assignment) -> None:
         waiting, worker_id, epoch = assignment.waiting, assignment.worker_id, assignment.epoch
         try:
-            entry = await self._ledger.dispatch(waiting.request_id, worker_id, epoch, self._term)
+            entry = await self._move(assignment)
         except NotQueued:
             self._placement.acknowledge(worker_id, epoch)
-            log.info("not queued any more", request_id=waiting.request_id)
+            self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
             return
         except StaleTerm:
             self._step_down()
             return
-        except LedgerUnavailable:
-            self._placement.acknowledge(worker_id, epoch)
-            self._queue.push(waiting)
-            await asyncio.sleep(_TICK_S)
-            return
-        self._tell(waiting.gateway, entry.request_id, worker_id, epoch, entry.attempts)
-
-    def _tell(
-        self, gateway: str, request_id: str, worker_id: str, epoch: int, attempt: int
-    ) -> None:
-        send = self._gateways.get(gateway)
-        if send is None:
-            # The gateway is gone: once its lease is over, the sweep finds the request.
-            return
         dispatched = session_pb2.Dispatched(
-            request_id=request_id, worker_id=worker_id, epoch=epoch, attempt=attempt
+            request_id=entry.request_id, worker_id=worker_id, epoch=epoch, attempt=entry.attempts
         )
-        send(session_pb2.LeaderMessage(dispatched=[dispatched], queued=self.queued))
+        self._tell(waiting.gateway, session_pb2.LeaderMessage(dispatched=[dispatched]))
+
+    async def _move(self, assignment: _Assignment) -> Entry:
+        """The ledger's word. An answer that was lost is asked for again, under the same epoch."""
+        while True:
+            try:
+                return await self._ledger.dispatch(
+                    assignment.waiting.request_id,
+                    assignment.worker_id,
+                    assignment.epoch,
+                    self._term,
+                )
+            except LedgerUnavailable:
+                await asyncio.sleep(_TICK_S)
+
+    def _tell(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
+        """A gateway that is gone hears nothing: the sweep finds its requests in the ledger."""
+        send = self._gateways.get(gateway)
+        if send is not None:
+            message.queued = self.queued
+            send(message)
 
     async def _tick(self) -> None:
         """What time alone changes: credits that run out, and what gateways know of the queue."""

@@ -31,6 +31,8 @@ class Gateway(Protocol):
 
     def adopt_soon(self, request_id: str) -> None: ...
 
+    def stale(self, request_id: str) -> None: ...
+
 
 class AdmissionLine:
     def __init__(self, router_id: str, leader: Leader) -> None:
@@ -87,8 +89,6 @@ class AdmissionLine:
             try:
                 async for message in stub.Admission(self._messages()):
                     self._heard(message)
-                    if message.resigned:
-                        return
             except grpc.aio.AioRpcError as error:
                 log.info("line to the leader broke", address=address, code=error.code().name)
 
@@ -113,3 +113,7 @@ class AdmissionLine:
             self._gateway.refused(request_id)
         for request_id in message.adopt:
             self._gateway.adopt_soon(request_id)
+        for request_id in message.stale:
+            self._gateway.stale(request_id)
+        if message.resigned and self._task is not None:
+            self._task.cancel()

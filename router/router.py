@@ -106,6 +106,12 @@ class Router:
         """Until a part fails; raises its error."""
         await asyncio.gather(*self._tasks)
 
+    def check(self) -> None:
+        """Raises the error of a part that failed."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
     async def stop(self) -> None:
         """Lets streams finish for the configured drain, sends the rest elsewhere, gives leases
         back."""

@@ -51,7 +51,8 @@ class LiveRequest:
         self.timers: list[asyncio.TimerHandle] = []
         self._epochs: list[tuple[int, int]] = [(0, 0)]
         self._unledgered_from: int | None = None
-        self._readers: set[asyncio.Event] = set()
+        self._watchers: set[asyncio.Event] = set()
+        self._num_readers = 0
         self._began = self._waiting_since = now
         self._queued_s = 0.0
         self._first_token: float | None = None
@@ -67,7 +68,7 @@ class LiveRequest:
 
     @property
     def has_readers(self) -> bool:
-        return bool(self._readers)
+        return self._num_readers > 0
 
     # what happens to it
 
@@ -117,21 +118,30 @@ class LiveRequest:
 
     @contextmanager
     def reader(self) -> Iterator[asyncio.Event]:
-        """An event that is set whenever there may be more to read."""
+        """A client that reads: an event that is set whenever there may be more."""
+        self._num_readers += 1
+        try:
+            with self._watch() as wake:
+                yield wake
+        finally:
+            self._num_readers -= 1
+
+    @contextmanager
+    def _watch(self) -> Iterator[asyncio.Event]:
         wake = asyncio.Event()
-        self._readers.add(wake)
+        self._watchers.add(wake)
         try:
             yield wake
         finally:
-            self._readers.discard(wake)
+            self._watchers.discard(wake)
 
     def wake(self) -> None:
-        for event in self._readers:
+        for event in self._watchers:
             event.set()
 
     async def all_stored(self) -> None:
         """Waits until the ledger has every token that came so far, or the request is over."""
-        with self.reader() as wake:
+        with self._watch() as wake:
             while self.stored < len(self.output) and not self.is_over:
                 wake.clear()
                 await wake.wait()

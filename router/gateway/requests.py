@@ -31,6 +31,7 @@ from everlift.errors import (
     QueueFull,
     RequestConflict,
     RouterStopping,
+    UnknownRequest,
     from_slug,
 )
 from everlift.messages import FinishReason, OnDisconnect, Request, Submission
@@ -40,6 +41,7 @@ from everlift.v1 import session_pb2
 
 from router.config import RouterConfig
 from router.gateway.appender import Appender
+from router.gateway.keyed_lock import KeyedLock
 from router.gateway.live import LiveRequest, Phase
 from router.gateway.model import ServedModel
 from router.gateway.output import Output
@@ -107,7 +109,7 @@ class Requests:
         self._line = line
         self._live: dict[str, LiveRequest] = {}
         self._by_epoch: dict[int, LiveRequest] = {}
-        self._opening: dict[str, asyncio.Future[LiveRequest]] = {}
+        self._moving = KeyedLock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ledger_away_since: float | None = None
         self._appender = Appender(ledger, self._stored, self._away)
@@ -127,20 +129,31 @@ class Requests:
         """The request of a new submission, or the one that its id already names.
 
         Raises InvalidRequest, UnknownModel, RequestConflict, QueueFull, RouterStopping,
-        LedgerUnavailable.
+        LedgerUnavailable, Elsewhere.
         """
         request = self._model.resolve(submission)
-        if (known := self._live.get(request.request_id)) is not None:
-            return _same(known, request)
-        self._check_room()
-        opened = await self._ledger.open(request, self._router_id, timeout_s)
-        if not opened.created:
-            return await self.attach(request.request_id, 0)
-        if (known := self._live.get(request.request_id)) is not None:
-            return _same(known, request)
-        live = self._take(request, opened.entry, ())
-        self._expire_in(live, timeout_s)
-        return live
+        opening = asyncio.ensure_future(self._open(request, timeout_s))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # Its client is gone, but the ledger may have the request by now.
+            self._spawn(self._nobody_reads(opening))
+            raise
+
+    async def _open(self, request: Request, timeout_s: float | None) -> LiveRequest:
+        async with self._moving.hold(request.request_id):
+            if (known := self._live.get(request.request_id)) is not None:
+                return _same(known, request)
+            self._check_room()
+            opened = await self._ledger.open(request, self._router_id, timeout_s)
+            if opened.created:
+                live = self._take(request, opened.entry, ())
+                self._expire_in(live, timeout_s)
+                return live
+        return await self.attach(request.request_id, 0)
+
+    async def _nobody_reads(self, opening: asyncio.Future[LiveRequest]) -> None:
+        self._reader_left(await opening)
 
     def _check_room(self) -> None:
         if self.stopping:
@@ -172,17 +185,20 @@ class Requests:
 
     async def adopt(self, request_id: str) -> LiveRequest:
         """Goes on with a request whose gateway is gone. It has the grace until a client comes."""
-        if request_id in self._live:
-            return self._live[request_id]
-        if self.stopping:
-            raise RouterStopping("this router is stopping: attach through another one")
-        stored = await self._ledger.take_over(request_id, self._router_id)
-        if (live := self._live.get(request_id)) is not None:
-            return live
-        if stored.entry.state.is_final:
-            return self._replayed(stored)
-        log.info("request adopted", request_id=request_id, tokens=len(stored.tokens))
-        live = self._take(stored.request, stored.entry, stored.tokens)
+        async with self._moving.hold(request_id):
+            if (live := self._live.get(request_id)) is not None:
+                return live
+            if self.stopping:
+                raise RouterStopping("this router is stopping: attach through another one")
+            stored = await self._ledger.take_over(request_id, self._router_id)
+            if stored.entry.state.is_final:
+                return self._replayed(stored)
+            return self._resume(stored)
+
+    def _resume(self, stored: Stored) -> LiveRequest:
+        entry = stored.entry
+        log.info("request adopted", request_id=entry.request_id, tokens=entry.num_tokens)
+        live = self._take(stored.request, entry, stored.tokens)
         if stored.request.deadline is not None:
             self._expire_in(live, stored.request.deadline - stored.now)
         self._wait_for_reader(live)
@@ -211,9 +227,9 @@ class Requests:
 
     async def stream(self, live: LiveRequest, offset: int) -> AsyncIterator[pb.GenerateResponse]:
         """The pieces of a stream from ``offset`` on; raises the request's error at its end."""
-        yield live.head(offset)
         try:
             with live.reader() as wake:
+                yield live.head(offset)
                 while True:
                     wake.clear()
                     while (piece := live.piece(offset)) is not None:
@@ -315,6 +331,12 @@ class Requests:
         if live is not None and live.phase is Phase.WAITING:
             self._spawn(self._discard(live))
 
+    def stale(self, request_id: str) -> None:
+        """The ledger would not let the leader dispatch it: a move of it was lost on the way."""
+        live = self._live.get(request_id)
+        if live is not None and live.phase is Phase.WAITING:
+            self._spawn(self._follow(live))
+
     async def _discard(self, live: LiveRequest) -> None:
         self._forget(live)
         await self._persist(lambda: self._ledger.discard(live.request_id))
@@ -395,10 +417,11 @@ class Requests:
         await live.all_stored()
         if live.phase is not Phase.RUNNING:
             return
-        entry = await self._persist(
+        entry = await self._ask(
+            live,
             lambda: self._ledger.release(
                 live.request_id, epoch, lost=lost, max_losses=self._config.max_losses
-            )
+            ),
         )
         if live.phase is not Phase.RUNNING:
             return
@@ -435,11 +458,18 @@ class Requests:
         log.info("finished", request_id=live.request_id, tokens=len(live.output))
 
     async def _follow(self, live: LiveRequest) -> None:
-        """The ledger refused our tokens: somebody else moved the request."""
-        entry = await self._persist(lambda: self._ledger.get(live.request_id))
-        if entry.state.is_final or entry.gateway != self._router_id:
+        """The ledger has the request in another state than we do: it is right."""
+        async with self._moving.hold(live.request_id):
+            entry = await self._ask(live, lambda: self._ledger.get(live.request_id))
+            if live.is_over or (entry.epoch, entry.gateway) == (live.epoch, self._router_id):
+                return
             self._drop_attempt(live)
-            self._settle_as(live, entry)
+            if entry.state.is_final or entry.gateway != self._router_id:
+                self._settle_as(live, entry)
+                return
+            await self._ask(live, lambda: self._ledger.take_over(live.request_id, self._router_id))
+            live.wait_again(_now())
+            self._line.enqueue(live.waiting())
 
     def _away(self, append: Append) -> None:
         now = _now()
@@ -453,8 +483,8 @@ class Requests:
 
     async def _end(self, live: LiveRequest, state: State, error: EverliftError) -> Entry:
         self._drop_attempt(live)
-        entry = await self._persist(
-            lambda: self._ledger.end(live.request_id, state, error.slug, str(error))
+        entry = await self._ask(
+            live, lambda: self._ledger.end(live.request_id, state, error.slug, str(error))
         )
         self._settle_as(live, entry)
         return entry
@@ -473,6 +503,7 @@ class Requests:
         self._forget(live)
         if entry.state is State.FINISHED:
             live.finish_reason = entry.finish_reason
+            live.mark_stored(len(live.output), _now())
             live.output.finish()
             live.settle(_now())
             return
@@ -498,6 +529,16 @@ class Requests:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # plumbing
+
+    async def _ask(self, live: LiveRequest, move: Callable[[], Awaitable[T]]) -> T:
+        """A move of a live request; one that the ledger does not know any more ends as DataLoss."""
+        try:
+            return await self._persist(move)
+        except UnknownRequest:
+            self._drop_attempt(live)
+            self._forget(live)
+            live.settle(_now(), DataLoss("the ledger does not know this request any more"))
+            raise
 
     async def _persist(self, move: Callable[[], Awaitable[T]]) -> T:
         """Asks for a move until the ledger answers. Moves may be repeated without harm."""

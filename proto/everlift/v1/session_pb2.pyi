@@ -347,6 +347,65 @@ class Progress(google.protobuf.message.Message):
 Global___Progress: typing_extensions.TypeAlias = Progress
 
 @typing.final
+class StepLogHello(google.protobuf.message.Message):
+    """Between the ranks of one worker, on a connection of their own. The first message of a rank above 0."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    token: builtins.str
+    """of the address that rank 0 gave out"""
+    rank: builtins.int
+    fingerprint: builtins.str
+    """of its copy of the model"""
+    def __init__(
+        self,
+        *,
+        token: builtins.str = ...,
+        rank: builtins.int = ...,
+        fingerprint: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "rank", b"rank", "token", b"token"]) -> None: ...
+
+Global___StepLogHello: typing_extensions.TypeAlias = StepLogHello
+
+@typing.final
+class StepLog(google.protobuf.message.Message):
+    """What rank 0 does before and in one step, and every other rank does too: starts, then aborts, then the
+    step.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STARTS_FIELD_NUMBER: builtins.int
+    ABORTS_FIELD_NUMBER: builtins.int
+    PREVIOUS_DIGEST_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    previous_digest: builtins.bytes
+    """of the plan of the step before"""
+    stop: builtins.bool
+    """instead of a step: the end"""
+    @property
+    def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Start]: ...
+    @property
+    def aborts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """epochs"""
+
+    def __init__(
+        self,
+        *,
+        starts: collections.abc.Iterable[Global___Start] | None = ...,
+        aborts: collections.abc.Iterable[builtins.int] | None = ...,
+        previous_digest: builtins.bytes = ...,
+        stop: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "previous_digest", b"previous_digest", "starts", b"starts", "stop", b"stop"]) -> None: ...
+
+Global___StepLog: typing_extensions.TypeAlias = StepLog
+
+@typing.final
 class AnnounceRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -465,6 +524,7 @@ class LeaderMessage(google.protobuf.message.Message):
     REFUSED_FIELD_NUMBER: builtins.int
     RESIGNED_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
+    STALE_FIELD_NUMBER: builtins.int
     resigned: builtins.bool
     """no longer the leader: look for the new one"""
     queued: builtins.int
@@ -478,6 +538,10 @@ class LeaderMessage(google.protobuf.message.Message):
     def refused(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """the queue is full"""
 
+    @property
+    def stale(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """the ledger did not let these be dispatched: look there"""
+
     def __init__(
         self,
         *,
@@ -486,7 +550,8 @@ class LeaderMessage(google.protobuf.message.Message):
         refused: collections.abc.Iterable[builtins.str] | None = ...,
         resigned: builtins.bool = ...,
         queued: builtins.int = ...,
+        stale: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "queued", b"queued", "refused", b"refused", "resigned", b"resigned"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "queued", b"queued", "refused", b"refused", "resigned", b"resigned", "stale", b"stale"]) -> None: ...
 
 Global___LeaderMessage: typing_extensions.TypeAlias = LeaderMessage

@@ -1,0 +1,1 @@
+"""`everlift demo`: a cluster on this machine that loses a worker and no token."""

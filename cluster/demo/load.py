@@ -1,0 +1,154 @@
+"""The demo's clients: requests over gRPC, with everything that arrives written down.
+
+They speak the wire contract directly and not through the client library, which drops what is repeated:
+here it shall be counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import quantiles
+from typing import TypedDict
+
+import grpc
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
+
+from cluster.demo.tasks import Example
+
+
+class Percentiles(TypedDict):
+    p50: float
+    p99: float
+
+
+class Summary(TypedDict):
+    """What `everlift demo --json` writes. Latencies are milliseconds, seen by the clients."""
+
+    requests: int
+    completed: int
+    right_answers: int
+    output_tokens: int
+    migrated: int
+    tokens_lost: int
+    tokens_repeated: int
+    ttft_ms: Percentiles
+    inter_token_ms: Percentiles
+    output_tokens_per_s: float
+
+
+@dataclass
+class Transcript:
+    """One request as its client saw it. Times are monotonic seconds."""
+
+    task: Example
+    request_id: str = ""
+    began: float = 0.0
+    text: str = ""
+    #: arrival of each token, in the order of arrival
+    times: list[float] = field(default_factory=list)
+    #: offset of each token, in the order of arrival
+    offsets: list[int] = field(default_factory=list)
+    #: of the attempts that made the tokens, in order
+    epochs: list[int] = field(default_factory=list)
+    finished: bool = False
+    stored_tokens: int = 0
+    error: str = ""
+
+    def add(self, piece: pb.GenerateResponse, now: float) -> None:
+        self.request_id = piece.request_id
+        self.text += piece.text
+        count = len(piece.token_ids)
+        self.times.extend([now] * count)
+        self.offsets.extend(range(piece.offset, piece.offset + count))
+        if count and piece.epoch not in self.epochs[-1:]:
+            self.epochs.append(piece.epoch)
+        self.finished = bool(piece.finish_reason)
+
+    @property
+    def migrated(self) -> bool:
+        """Tokens of it came from more than one attempt."""
+        return len(self.epochs) > 1
+
+    @property
+    def lost(self) -> int:
+        """Tokens that the ledger has and the client never saw."""
+        return self.stored_tokens - len(set(self.offsets))
+
+    @property
+    def repeated(self) -> int:
+        return len(self.offsets) - len(set(self.offsets))
+
+    @property
+    def is_right(self) -> bool:
+        return self.finished and self.text == self.task.answer
+
+
+class Load:
+    """All tasks at once against one router."""
+
+    def __init__(self, address: str, tasks: Sequence[Example]) -> None:
+        self.transcripts = [Transcript(task) for task in tasks]
+        self.began = self.ended = 0.0
+        self._address = address
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(t.offsets) for t in self.transcripts)
+
+    @property
+    def completed(self) -> int:
+        return sum(t.finished for t in self.transcripts)
+
+    async def run(self) -> None:
+        async with grpc.aio.insecure_channel(self._address) as channel:
+            stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+            self.began = time.monotonic()
+            await asyncio.gather(*(_follow(stub, t) for t in self.transcripts))
+            self.ended = time.monotonic()
+            for transcript in self.transcripts:
+                await _count_stored(stub, transcript)
+
+    def summary(self) -> Summary:
+        done = self.transcripts
+        gaps = [later - earlier for t in done for earlier, later in pairwise(t.times)]
+        return Summary(
+            requests=len(done),
+            completed=self.completed,
+            right_answers=sum(t.is_right for t in done),
+            output_tokens=self.output_tokens,
+            migrated=sum(t.migrated for t in done),
+            tokens_lost=sum(t.lost for t in done),
+            tokens_repeated=sum(t.repeated for t in done),
+            ttft_ms=_percentiles([t.times[0] - t.began for t in done if t.times]),
+            inter_token_ms=_percentiles(gaps),
+            output_tokens_per_s=round(self.output_tokens / (self.ended - self.began), 1),
+        )
+
+
+async def _follow(stub: inference_pb2_grpc.InferenceAsyncStub, transcript: Transcript) -> None:
+    request = pb.GenerateRequest(
+        text=transcript.task.prompt, sampling=pb.Sampling(temperature=0.0)
+    )
+    transcript.began = time.monotonic()
+    try:
+        async for piece in stub.Generate(request):
+            transcript.add(piece, time.monotonic())
+    except grpc.aio.AioRpcError as error:
+        transcript.error = f"{error.code().name}: {error.details()}"
+
+
+async def _count_stored(
+    stub: inference_pb2_grpc.InferenceAsyncStub, transcript: Transcript
+) -> None:
+    known = await stub.GetRequest(pb.GetRequestRequest(request_id=transcript.request_id))
+    transcript.stored_tokens = known.output_tokens
+
+
+def _percentiles(seconds: Sequence[float]) -> Percentiles:
+    cuts = quantiles(seconds, n=100, method="inclusive")
+    return Percentiles(p50=round(cuts[49] * 1e3, 2), p99=round(cuts[98] * 1e3, 2))

@@ -1,0 +1,91 @@
+"""Who occupied which batch slot when, as a picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+
+@dataclass
+class Stay:
+    """One request in one slot of one worker, in seconds since the load began."""
+
+    worker_id: str
+    slot: int
+    request_id: str
+    began: float
+    ended: float
+
+
+class Occupancy:
+    """Stays, put together from snapshots of who runs where."""
+
+    def __init__(self) -> None:
+        self.stays: list[Stay] = []
+        self._open: dict[tuple[str, int], Stay] = {}
+
+    def snapshot(self, now: float, running: dict[tuple[str, int], str]) -> None:
+        """``running``: the request in each (worker, slot) at ``now``."""
+        for key, request_id in running.items():
+            stay = self._open.get(key)
+            if stay is None or stay.request_id != request_id:
+                stay = self._open[key] = Stay(*key, request_id, now, now)
+                self.stays.append(stay)
+            stay.ended = now
+        for key in self._open.keys() - running.keys():
+            del self._open[key]
+
+    def moved(self) -> set[str]:
+        """Requests that were seen on more than one worker."""
+        homes: dict[str, set[str]] = {}
+        for stay in self.stays:
+            homes.setdefault(stay.request_id, set()).add(stay.worker_id)
+        return {request_id for request_id, workers in homes.items() if len(workers) > 1}
+
+
+def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> None:
+    """One panel a worker, one row a slot, one bar a stay; what moved is coloured, the same on both
+    workers, and the rest is grey."""
+    workers = sorted({stay.worker_id for stay in occupancy.stays}, key=lambda w: w != killed)
+    figure, panels = pyplot.subplots(
+        len(workers), 1, sharex=True, squeeze=False, figsize=(12, 2.2 + 2.4 * len(workers))
+    )
+    moved = sorted(occupancy.moved())
+    colours = {r: pyplot.get_cmap("tab20")(i % 20) for i, r in enumerate(moved)}
+    for panel, worker_id in zip(panels[:, 0], workers, strict=True):
+        _draw_worker(panel, worker_id, occupancy, colours)
+        panel.axvline(killed_at, color="crimson", linestyle="--", linewidth=1)
+    panels[0, 0].set_title(
+        f"Batch slots over time. Worker {killed} was killed at the dashed line; the "
+        f"{len(moved)} coloured requests went on elsewhere.",
+        fontsize=10,
+    )
+    panels[-1, 0].set_xlabel("seconds since the first request")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw_worker(
+    panel: Axes, worker_id: str, occupancy: Occupancy, colours: dict[str, tuple[float, ...]]
+) -> None:
+    for stay in occupancy.stays:
+        if stay.worker_id == worker_id:
+            panel.barh(
+                stay.slot,
+                max(stay.ended - stay.began, 0.02),
+                left=stay.began,
+                height=0.85,
+                color=colours.get(stay.request_id, "lightgrey"),
+                edgecolor="white",
+                linewidth=0.4,
+            )
+    panel.set_ylabel(f"worker {worker_id[:8]}\nslot", fontsize=9)
+    panel.yaxis.get_major_locator().set_params(integer=True)

@@ -1,0 +1,124 @@
+"""The demo from start to end: load, a kill in the middle, a count of what was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from cluster.demo.load import Load, Summary
+from cluster.demo.picture import Occupancy, draw
+from cluster.demo.prompts import mixed
+from cluster.demo.view import Rates, show
+
+REQUESTS = 32
+_SEED = 1
+_REFRESH_S = 0.1
+#: The kill comes when this part of the expected text has arrived.
+_KILL_AT = 0.3
+
+
+@dataclass
+class _Scene:
+    """What happens on the stage, apart from the load."""
+
+    occupancy: Occupancy = field(default_factory=Occupancy)
+    rates: Rates = field(default_factory=Rates)
+    killed: str = ""
+    killed_at: float = 0.0
+    note: str = "one of the two workers will be killed in the middle"
+
+
+async def run(address: str, picture: Path, console: Console) -> Summary:
+    """Drives the cluster at ``address``; returns what was counted. Writes the picture."""
+    load, scene = Load(address, mixed(REQUESTS, _SEED)), _Scene()
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+        work = asyncio.create_task(load.run())
+        try:
+            await _watch(stub, load, scene, work, console)
+        finally:
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+    draw(scene.occupancy, scene.killed, scene.killed_at, picture)
+    return load.summary()
+
+
+async def _watch(
+    stub: inference_pb2_grpc.InferenceAsyncStub,
+    load: Load,
+    scene: _Scene,
+    work: asyncio.Task[None],
+    console: Console,
+) -> None:
+    with Live(console=console, refresh_per_second=8) as live:
+        while True:
+            status = await stub.GetStatus(pb.GetStatusRequest())
+            now = time.monotonic() - load.began
+            scene.occupancy.snapshot(now, _running(status))
+            if not scene.killed and _is_in_the_middle(load):
+                _kill_one(status, scene, now)
+            live.update(show(status, load, scene.rates, now, scene.note))
+            if work.done():
+                return
+            await asyncio.sleep(_REFRESH_S)
+
+
+def _running(status: pb.GetStatusResponse) -> dict[tuple[str, int], str]:
+    return {
+        (worker.worker_id, sequence.slot): sequence.request_id
+        for worker in status.workers
+        if worker.alive
+        for sequence in worker.running
+    }
+
+
+def _is_in_the_middle(load: Load) -> bool:
+    wanted = sum(len(t.task.answer) for t in load.transcripts)
+    return sum(len(t.text) for t in load.transcripts) >= _KILL_AT * wanted
+
+
+def _kill_one(status: pb.GetStatusResponse, scene: _Scene, now: float) -> None:
+    """The worker that runs most loses its process, without a warning."""
+    victim = max((w for w in status.workers if w.alive), key=lambda w: w.num_running)
+    os.kill(victim.pid, signal.SIGKILL)
+    scene.killed, scene.killed_at = victim.worker_id[:8], now
+    scene.note = (
+        f"worker {scene.killed} (process {victim.pid}, {victim.num_running} running) was killed "
+        f"after {now:.1f} s: its streams go on elsewhere"
+    )
+
+
+def describe(summary: Summary) -> Table:
+    """The summary as people read it."""
+    table = Table("what", "value", title="everlift demo", title_justify="left")
+    rows = [
+        ("requests", f"{summary['completed']} of {summary['requests']} complete"),
+        ("right answers", f"{summary['right_answers']} of {summary['requests']}"),
+        ("output tokens", str(summary["output_tokens"])),
+        ("output tokens/s", f"{summary['output_tokens_per_s']:.0f}"),
+        ("time to first token", _milliseconds(summary["ttft_ms"])),
+        ("time between tokens", _milliseconds(summary["inter_token_ms"])),
+        ("requests migrated", str(summary["migrated"])),
+        ("tokens lost", str(summary["tokens_lost"])),
+        ("tokens repeated", str(summary["tokens_repeated"])),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _milliseconds(percentiles: dict[str, float]) -> str:
+    return f"p50 {percentiles['p50']:.1f} ms, p99 {percentiles['p99']:.1f} ms"

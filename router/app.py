@@ -1,0 +1,69 @@
+"""The router as a Ray Serve deployment: a shell that starts, watches and stops a Router.
+
+Serve places it, restarts it and asks after its health; no request and no token passes through
+Serve.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Coroutine
+
+from everlift import logs
+from everlift.errors import EverliftError
+from everlift.v1 import session_pb2
+from ray import serve
+
+from router.config import RouterConfig
+from router.ledger.config import LedgerConfig
+from router.ledger.redis_ledger import connect
+from router.router import Router
+
+
+@serve.deployment(
+    name="router",
+    ray_actor_options={"num_cpus": 0},
+    health_check_period_s=1.0,
+    health_check_timeout_s=10.0,
+)
+class RouterDeployment:
+    """``log_level`` as in everlift.logs."""
+
+    async def __init__(self, config: RouterConfig, ledger: LedgerConfig, log_level: str) -> None:
+        # type: ignore[misc]
+        logs.configure("router", log_level)
+        self._router: Router | None = await Router.start(config, await connect(ledger))
+
+    async def announce(self, worker: bytes) -> str:
+        """A worker is ready: its WorkerInfo. Answers with the cause when it is refused, else ""."""
+        try:
+            await self._running.announce(session_pb2.WorkerInfo.FromString(worker))
+        except EverliftError as error:
+            return str(error)
+        return ""
+
+    async def describe(self) -> dict[str, str | int]:
+        """Where this replica listens, and its process id."""
+        router = self._running
+        return {
+            "router_id": router.router_id,
+            "address": router.address,
+            "internal_address": router.internal_address,
+            "pid": os.getpid(),
+        }
+
+    async def check_health(self) -> None:
+        """Serve calls this; an error makes it start a new replica."""
+        self._running.check()
+
+    @property
+    def _running(self) -> Router:
+        if self._router is None:
+            raise RuntimeError("the router has stopped")
+        return self._router
+
+    def __del__(self) -> Coroutine[None, None, None] | None:
+        """Serve awaits this once when it stops the replica; what Python itself calls later is
+        moot."""
+        router, self._router = self.__dict__.get("_router"), None
+        return router.stop() if router is not None else None

@@ -1,0 +1,96 @@
+"""The admission queue keeps the policy's order through requeues and withdrawals."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.admission.policy import Fifo, Waiting
+from router.admission.queue import AdmissionQueue
+
+
+def waiting(request_id: str, arrived: float, gateway: str = "g") -> Waiting:
+    return Waiting(request_id, gateway, arrived, prefill_tokens=10, max_tokens=5)
+
+
+def drain(queue: AdmissionQueue) -> list[str]:
+    return [queue.pop().request_id for _ in range(len(queue))]
+
+
+def test_requests_leave_by_arrival_and_not_by_when_they_were_pushed() -> None:
+    queue = AdmissionQueue(Fifo())
+    for request_id, arrived in [("b", 2.0), ("c", 3.0), ("a", 1.0)]:
+        queue.push(waiting(request_id, arrived))
+    assert drain(queue) == ["a", "b", "c"]
+
+
+def test_a_request_that_comes_back_keeps_its_place() -> None:
+    queue = AdmissionQueue(Fifo())
+    for request_id, arrived in [("a", 1.0), ("b", 2.0)]:
+        queue.push(waiting(request_id, arrived))
+    first = queue.pop()
+    queue.push(waiting("c", 3.0))
+    queue.push(first)
+    assert drain(queue) == ["a", "b", "c"]
+
+
+def test_a_request_that_is_told_twice_waits_once() -> None:
+    queue = AdmissionQueue(Fifo())
+    queue.push(waiting("a", 1.0))
+    queue.push(waiting("a", 1.0))
+    assert len(queue) == 1
+    assert drain(queue) == ["a"]
+
+
+def test_withdrawn_requests_leave_no_trace() -> None:
+    queue = AdmissionQueue(Fifo())
+    for number in range(500):
+        queue.push(waiting(f"r{number}", float(number)))
+    for number in range(499):
+        assert queue.withdraw(f"r{number}")
+    assert not queue.withdraw("r0")
+    assert "r0" not in queue
+    assert len(queue._heap) <= 64
+    assert drain(queue) == ["r499"]
+    assert queue.peek() is None
+    with pytest.raises(IndexError):
+        queue.pop()
+
+
+def test_a_dead_gateway_takes_only_its_own_requests_along() -> None:
+    queue = AdmissionQueue(Fifo())
+    queue.push(waiting("a", 1.0, gateway="dead"))
+    queue.push(waiting("b", 2.0, gateway="alive"))
+    queue.push(waiting("c", 3.0, gateway="dead"))
+    queue.withdraw_gateway("dead")
+    assert drain(queue) == ["b"]
+
+
+def test_the_work_of_an_operation_does_not_grow_with_what_waits() -> None:
+    """Counted in key comparisons, not seconds: log2 of a thousandfold queue is 10 more levels."""
+    comparisons = {size: _comparisons_of_push_and_pop(size) for size in (100, 100_000)}
+    assert comparisons[100_000] <= 3 * comparisons[100]
+
+
+class _CountingKey(tuple[float]):
+    count = 0
+
+    def __lt__(self, other: object) -> bool:
+        _CountingKey.count += 1
+        return tuple(self) < tuple(other)  # type: ignore[arg-type]
+
+    __hash__ = tuple.__hash__
+
+
+class _CountingPolicy:
+    def key(self, waiting: Waiting) -> tuple[float | str, ...]:
+        return _CountingKey((waiting.arrived,))
+
+
+def _comparisons_of_push_and_pop(size: int) -> float:
+    queue = AdmissionQueue(_CountingPolicy())
+    for number in range(size):
+        queue.push(waiting(f"r{number}", float(number)))
+    _CountingKey.count = 0
+    for _ in range(50):
+        queue.push(queue.pop())
+    return _CountingKey.count / 50

@@ -1,0 +1,89 @@
+"""Credits: a dispatch needs room that the worker's state and what is on its way leave."""
+
+from __future__ import annotations
+
+from router.admission.placement import Capacity, Load, Placement
+from router.admission.policy import Waiting
+
+CAPACITY = Capacity(max_num_seqs=2, num_blocks=100, max_model_len=1000)
+
+
+def waiting(prefill_tokens: int = 10) -> Waiting:
+    return Waiting("r", "g", 0.0, prefill_tokens, max_tokens=10)
+
+
+def placement_of(**loads: Load) -> Placement:
+    placement = Placement(local_depth=2, max_pending_prefill=100, ack=1.0)
+    for worker_id, load in loads.items():
+        placement.join(worker_id, CAPACITY)
+        placement.report(worker_id, load)
+    return placement
+
+
+def test_a_worker_that_has_not_spoken_yet_gets_nothing() -> None:
+    placement = Placement(2, 100, 1.0)
+    placement.join("a", CAPACITY)
+    assert placement.choose(waiting()) is None
+
+
+def test_the_worker_with_the_fewest_committed_tokens_is_chosen() -> None:
+    placement = placement_of(
+        a=Load(1, num_running=1, committed_tokens=50), b=Load(1, num_running=1, committed_tokens=20)
+    )
+    assert placement.choose(waiting()) == "b"
+
+
+def test_a_dispatch_counts_until_the_worker_acknowledges_it() -> None:
+    placement = placement_of(a=Load(1), b=Load(1))
+    first = placement.choose(waiting())
+    assert first == "a"
+    placement.reserve("a", 7, waiting(), now=0.0)
+    assert placement.choose(waiting()) == "b"
+    placement.acknowledge("a", 7)
+    assert placement.choose(waiting()) == "a"
+
+
+def test_local_depth_bounds_what_a_full_worker_holds() -> None:
+    placement = placement_of(a=Load(1, num_running=2))
+    for epoch in (1, 2):
+        assert placement.choose(waiting()) == "a"
+        placement.reserve("a", epoch, waiting(), now=0.0)
+    assert placement.choose(waiting()) is None
+
+
+def test_an_unacknowledged_dispatch_is_released_after_a_while() -> None:
+    placement = placement_of(a=Load(1, num_running=2, num_waiting=1))
+    placement.reserve("a", 1, waiting(), now=0.0)
+    placement.expire(now=0.9)
+    assert placement.choose(waiting()) is None
+    placement.expire(now=1.1)
+    assert placement.choose(waiting()) == "a"
+
+
+def test_pending_prefill_is_bounded_but_a_long_prompt_still_gets_its_turn() -> None:
+    busy = placement_of(a=Load(1, num_running=1, pending_prefill_tokens=60))
+    assert busy.choose(waiting(prefill_tokens=41)) is None
+    assert busy.choose(waiting(prefill_tokens=40)) == "a"
+    idle = placement_of(a=Load(1, num_running=1))
+    assert idle.choose(waiting(prefill_tokens=500)) == "a"
+
+
+def test_a_prompt_waits_until_its_blocks_are_free() -> None:
+    placement = placement_of(a=Load(1, num_running=1, blocks_used=98))
+    assert placement.choose(waiting(prefill_tokens=64)) is None
+    assert placement.choose(waiting(prefill_tokens=32)) == "a"
+
+
+def test_an_older_state_does_not_overwrite_a_newer_one() -> None:
+    placement = placement_of(a=Load(5, draining=True))
+    placement.report("a", Load(4))
+    assert placement.choose(waiting()) is None
+    placement.report("a", Load(6))
+    assert placement.choose(waiting()) == "a"
+
+
+def test_a_worker_that_left_is_forgotten() -> None:
+    placement = placement_of(a=Load(1))
+    placement.leave("a")
+    placement.acknowledge("a", 1)
+    assert placement.choose(waiting()) is None
