@@ -238,7 +238,7 @@ class Requests:
                             return
                         offset += len(piece.token_ids)
                     if live.error is not None:
-                        raise live.error
+                        raise live.error.with_traceback(None)
                     await wake.wait()
         finally:
             self._reader_left(live)

@@ -1,0 +1,382 @@
+"""The gateway's requests against a memory ledger, a recorded worker and a recorded queue."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from everlift.errors import (
+    AttemptsExhausted,
+    Cancelled,
+    DeadlineExceeded,
+    EverliftError,
+    OffsetOutOfRange,
+    QueueFull,
+    RequestConflict,
+    RouterStopping,
+)
+from everlift.messages import Submission
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.ledger.memory import MemoryLedger
+
+from router.config import RouterConfig
+from router.gateway.live import LiveRequest
+from router.gateway.model import ServedModel
+from router.gateway.requests import Elsewhere, Requests
+from router.ledger.entry import State
+
+CONFIG = RouterConfig(model="fake", grace=0.05, max_losses=2, max_queued=3)
+TERM = 5
+
+
+class RecordedWorkers:
+    def __init__(self) -> None:
+        self.started: list[session_pb2.Start] = []
+        self.aborted: list[int] = []
+        self.reachable = True
+
+    def start(self, worker_id: str, start: session_pb2.Start) -> bool:
+        if self.reachable:
+            self.started.append(start)
+        return self.reachable
+
+    def abort(self, worker_id: str, epoch: int) -> None:
+        self.aborted.append(epoch)
+
+
+class RecordedLine:
+    def __init__(self) -> None:
+        self.queued = 0
+        self.enqueued: list[session_pb2.Waiting] = []
+        self.withdrawn: list[str] = []
+
+    def enqueue(self, waiting: session_pb2.Waiting) -> None:
+        self.enqueued.append(waiting)
+
+    def withdraw(self, request_id: str) -> None:
+        self.withdrawn.append(request_id)
+
+
+class Gateway:
+    """One gateway with everything around it in reach."""
+
+    def __init__(self, ledger: MemoryLedger, name: str = "gateway") -> None:
+        self.ledger = ledger
+        self.name = name
+        self.workers = RecordedWorkers()
+        self.line = RecordedLine()
+        self.requests = Requests(
+            CONFIG, name, ledger, ServedModel.load("fake"), self.workers, self.line
+        )
+        self.epochs = iter(range(100, 1000))
+
+    async def submit(self, timeout_s: float | None = None, **fields: object) -> LiveRequest:
+        message = pb.GenerateRequest(**{"text": "hi", "request_id": "r", "max_tokens": 8} | fields)
+        submission = Submission.from_proto(message, request_id="made", seed=1)
+        return await self.requests.submit(submission, timeout_s)
+
+    async def dispatch(self, request_id: str = "r", worker_id: str = "w") -> int:
+        epoch = next(self.epochs)
+        entry = await self.ledger.dispatch(request_id, worker_id, epoch, TERM)
+        self.requests.dispatched(
+            session_pb2.Dispatched(
+                request_id=request_id, worker_id=worker_id, epoch=epoch, attempt=entry.attempts
+            )
+        )
+        return epoch
+
+    def make(
+        self,
+        epoch: int,
+        offset: int,
+        text: str,
+        stop: session_pb2.StopCause = session_pb2.STOP_CAUSE_UNSPECIFIED,
+    ) -> None:
+        self.requests.progress(
+            "w",
+            session_pb2.Progress(epoch=epoch, offset=offset, token_ids=text.encode(), stop=stop),
+        )
+
+    async def stored(self, request_id: str = "r") -> tuple[State, bytes]:
+        stored = await self.ledger.read(request_id)
+        return stored.entry.state, bytes(stored.tokens)
+
+    async def read(self, live: LiveRequest, offset: int = 0) -> list[pb.GenerateResponse]:
+        return [piece async for piece in self.requests.stream(live, offset)]
+
+
+@pytest.fixture
+async def ledger() -> MemoryLedger:
+    ledger = MemoryLedger(time.monotonic)
+    await ledger.lead("leader", "", TERM, 1000.0)
+    await ledger.beat("gateway", "here:1", 1000.0)
+    return ledger
+
+
+@pytest.fixture
+async def gateway(ledger: MemoryLedger) -> AsyncIterator[Gateway]:
+    gateway = Gateway(ledger)
+    run = asyncio.create_task(gateway.requests.run())
+    yield gateway
+    await gateway.requests.stop(0.0)
+    run.cancel()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def texts(pieces: list[pb.GenerateResponse]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+async def test_tokens_pass_from_worker_to_ledger_to_client(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    assert [w.request_id for w in gateway.line.enqueued] == ["r"]
+    epoch = await gateway.dispatch()
+    assert bytes(gateway.workers.started[0].prompt_ids) == b"hi"
+    gateway.make(epoch, 0, "abc")
+    gateway.make(epoch, 3, "d", session_pb2.STOP_CAUSE_LENGTH)
+    pieces = await gateway.read(live)
+    assert texts(pieces) == "abcd"
+    assert pieces[0] == pb.GenerateResponse(request_id="r")
+    assert pieces[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert pieces[-1].usage == pb.Usage(prompt_tokens=2, output_tokens=4)
+    assert {piece.epoch for piece in pieces[1:]} == {epoch}
+    assert await gateway.stored() == (State.FINISHED, b"abcd")
+
+
+async def test_a_stop_string_cuts_before_the_append(gateway: Gateway) -> None:
+    live = await gateway.submit(stop=["END"])
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "abE")
+    gateway.make(epoch, 3, "NDxyz")
+    pieces = await gateway.read(live)
+    assert texts(pieces) == "ab"
+    assert pieces[-1].usage.output_tokens == 5
+    assert await gateway.stored() == (State.FINISHED, b"abEND")
+    assert gateway.workers.aborted == [epoch]
+
+
+async def test_a_lost_worker_costs_no_token_and_repeats_none(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    first = await gateway.dispatch()
+    gateway.make(first, 0, "abc")
+    gateway.requests.worker_lost("w")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    before, again = gateway.line.enqueued
+    assert again.arrived == before.arrived
+    assert again.prompt_tokens == 5
+    gateway.make(first, 3, "LATE")
+    assert gateway.workers.aborted == [first]
+    second = await gateway.dispatch(worker_id="other")
+    assert bytes(gateway.workers.started[-1].output_ids) == b"abc"
+    gateway.make(second, 3, "de", session_pb2.STOP_CAUSE_EOS)
+    pieces = await gateway.read(live)
+    assert texts(pieces) == "abcde"
+    assert [(p.offset, p.epoch) for p in pieces[1:]] == [(0, first), (3, second)]
+    assert (pieces[-1].timing.attempts, pieces[-1].timing.migrations) == (2, 1)
+
+
+async def test_repeated_tokens_are_dropped_and_a_gap_costs_the_attempt(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "abc")
+    gateway.make(epoch, 1, "bcd")
+    await until(lambda: live.stored == 4)
+    gateway.make(epoch, 5, "f")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    assert await gateway.stored() == (State.QUEUED, b"abcd")
+
+
+async def test_a_request_fails_when_its_workers_were_lost_too_often(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    for _ in range(CONFIG.max_losses):
+        await gateway.dispatch()
+        gateway.requests.worker_lost("w")
+        await until(lambda: live.phase.value != "running")
+    with pytest.raises(AttemptsExhausted):
+        await gateway.read(live)
+    assert (await gateway.stored())[0] is State.FAILED
+
+
+async def test_what_a_draining_worker_gives_back_is_not_a_loss(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    for round_trip in range(CONFIG.max_losses + 1):
+        epoch = await gateway.dispatch()
+        gateway.make(epoch, round_trip, "x", session_pb2.STOP_CAUSE_RETURNED)
+        await until(lambda: live.phase.value == "waiting")
+    assert await gateway.stored() == (State.QUEUED, b"xxx")
+
+
+async def test_a_plain_clients_disconnect_cancels_and_frees_the_worker(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    epoch = await gateway.dispatch()
+    stream = gateway.requests.stream(live, 0)
+    await anext(stream)
+    await stream.aclose()
+    await until(lambda: live.is_over)
+    assert gateway.workers.aborted == [epoch]
+    assert (await gateway.stored())[0] is State.CANCELLED
+
+
+async def test_grace_waits_for_the_client_and_then_cancels(gateway: Gateway) -> None:
+    live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_GRACE)
+    await _leave(gateway, live)
+    again = asyncio.create_task(gateway.read(live))
+    await asyncio.sleep(2 * CONFIG.grace)
+    assert not live.is_over
+    again.cancel()
+    await until(lambda: live.is_over)
+    assert isinstance(live.error, Cancelled)
+
+
+async def test_continue_goes_on_without_a_client(gateway: Gateway) -> None:
+    live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_CONTINUE)
+    await _leave(gateway, live)
+    await asyncio.sleep(2 * CONFIG.grace)
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "done", session_pb2.STOP_CAUSE_EOS)
+    await until(lambda: live.is_over)
+    assert await gateway.stored() == (State.FINISHED, b"done")
+
+
+async def _leave(gateway: Gateway, live: LiveRequest) -> None:
+    stream = gateway.requests.stream(live, 0)
+    await anext(stream)
+    await stream.aclose()
+
+
+async def test_the_deadline_ends_a_request_wherever_it_is(gateway: Gateway) -> None:
+    waits = await gateway.submit(timeout_s=0.02, request_id="waits")
+    runs = await gateway.submit(timeout_s=0.02, request_id="runs")
+    epoch = await gateway.dispatch("runs")
+    for live in (waits, runs):
+        with pytest.raises(DeadlineExceeded):
+            await gateway.read(live)
+    assert gateway.line.withdrawn == ["waits"]
+    assert gateway.workers.aborted == [epoch]
+    assert (await gateway.stored("runs"))[0] is State.EXPIRED
+
+
+async def test_the_same_request_twice_is_one_run_with_two_streams(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    twin = await gateway.submit()
+    assert twin is live
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "ab", session_pb2.STOP_CAUSE_EOS)
+    first, second = await asyncio.gather(gateway.read(live), gateway.read(twin))
+    assert texts(first) == texts(second) == "ab"
+    assert len(gateway.line.enqueued) == 1
+    late = await gateway.submit()
+    assert texts(await gateway.read(late)) == "ab"
+    with pytest.raises(RequestConflict):
+        await gateway.submit(max_tokens=3)
+
+
+async def test_attach_goes_on_at_any_offset_live_and_ended(gateway: Gateway) -> None:
+    live = await gateway.submit(stop=["#"], max_tokens=20)
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "caf\u00e9 au")
+    await until(lambda: live.stored == 8)
+    running = [
+        asyncio.create_task(gateway.read(await gateway.requests.attach("r", offset), offset))
+        for offset in range(9)
+    ]
+    with pytest.raises(OffsetOutOfRange):
+        await gateway.requests.attach("r", 9)
+    gateway.make(epoch, 8, " lait", session_pb2.STOP_CAUSE_EOS)
+    whole = texts(await gateway.read(live))
+    assert whole == "caf\u00e9 au lait"
+    live_texts = [texts(await task) for task in running]
+    ended = [texts(await gateway.read(await gateway.requests.attach("r", k), k)) for k in range(9)]
+    assert live_texts == ended
+    # Half a character has no text: offset 4 stands between the two bytes of the accent.
+    expected = [whole[k:] for k in range(4)] + [whole[3:]] + [whole[k - 1 :] for k in range(5, 9)]
+    assert ended == expected
+
+
+async def test_a_dead_gateways_request_goes_on_where_a_client_attaches(
+    gateway: Gateway, ledger: MemoryLedger
+) -> None:
+    live = await gateway.submit()
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "abc")
+    await until(lambda: live.stored == 3)
+    other = Gateway(ledger, "other")
+    run = asyncio.create_task(other.requests.run())
+    with pytest.raises(Elsewhere) as elsewhere:
+        await other.requests.attach("r", 3)
+    assert elsewhere.value.address == "here:1"
+    await ledger.leave("gateway")
+    adopted = await other.requests.attach("r", 3)
+    assert [w.prompt_tokens for w in other.line.enqueued] == [5]
+    gateway.make(epoch, 3, "LATE")
+    with pytest.raises(EverliftError, match="attach again"):
+        await gateway.read(live, 3)
+    other.epochs = iter([7])
+    await other.dispatch()
+    other.make(7, 3, "de", session_pb2.STOP_CAUSE_EOS)
+    assert texts(await other.read(adopted, 3)) == "de"
+    assert await gateway.stored() == (State.FINISHED, b"abcde")
+    run.cancel()
+
+
+async def test_an_adopted_request_has_the_grace_even_if_its_client_was_plain(
+    ledger: MemoryLedger,
+) -> None:
+    gone = Gateway(ledger, "gone")
+    await gone.submit()
+    other = Gateway(ledger, "other")
+    live = await other.requests.adopt("r")
+    assert not live.is_over
+    await until(lambda: live.is_over)
+    assert isinstance(live.error, Cancelled)
+    await other.requests.stop(0.0)
+
+
+async def test_a_full_queue_refuses_at_the_door_and_leaves_nothing_behind(
+    gateway: Gateway,
+) -> None:
+    gateway.line.queued = CONFIG.max_queued
+    with pytest.raises(QueueFull):
+        await gateway.submit()
+    gateway.line.queued = 0
+    live = await gateway.submit()
+    gateway.requests.refused("r")
+    with pytest.raises(QueueFull):
+        await gateway.read(live)
+    again = await gateway.submit()
+    assert again is not live
+
+
+async def test_a_worker_that_cannot_be_reached_costs_no_attempt(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    gateway.workers.reachable = False
+    await gateway.dispatch()
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    assert live.entry.losses == 0
+    assert (await gateway.ledger.get("r")).losses == 0
+
+
+async def test_cancelling_a_finished_request_changes_nothing(gateway: Gateway) -> None:
+    await gateway.submit()
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "ab", session_pb2.STOP_CAUSE_EOS)
+    await until(lambda: gateway.requests.counters.completed == 1)
+    assert (await gateway.requests.cancel("r")).state is State.FINISHED
+
+
+async def test_a_stopping_router_sends_its_clients_elsewhere(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    await gateway.requests.stop(0.0)
+    with pytest.raises(RouterStopping):
+        await gateway.read(live)
+    with pytest.raises(RouterStopping):
+        await gateway.submit(request_id="next")
+    assert (await gateway.stored())[0] is State.QUEUED
