@@ -7,7 +7,6 @@ told everything that waits here. While nobody leads, requests simply wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Protocol
 
 import grpc
@@ -15,6 +14,7 @@ from everlift import logs
 from everlift.v1 import session_pb2, session_pb2_grpc
 
 from router.leader import Leader
+from router.outbox import Outbox
 from router.sessions import CHANNEL_OPTIONS
 
 log = logs.get(__name__)
@@ -39,8 +39,7 @@ class AdmissionLine:
         self._router_id = router_id
         self._local = leader
         self._gateway: Gateway | None = None
-        self._outbox = session_pb2.GatewayMessage()
-        self._outgoing = asyncio.Event()
+        self._outbox = Outbox(session_pb2.GatewayMessage())
         self._task: asyncio.Task[None] | None = None
         self._followed = ("", "")
         self.queued = 0
@@ -50,12 +49,10 @@ class AdmissionLine:
         self._gateway = gateway
 
     def enqueue(self, waiting: session_pb2.Waiting) -> None:
-        self._outbox.enqueue.append(waiting)
-        self._outgoing.set()
+        self._outbox.add(session_pb2.GatewayMessage(enqueue=[waiting]))
 
     def withdraw(self, request_id: str) -> None:
-        self._outbox.withdraw.append(request_id)
-        self._outgoing.set()
+        self._outbox.add(session_pb2.GatewayMessage(withdraw=[request_id]))
 
     async def follow(self, leader: str, address: str) -> None:
         """Holds the line to this leader from now on; nothing happens if it does already."""
@@ -78,7 +75,7 @@ class AdmissionLine:
         send = self._heard
         self._local.connect(self._router_id, send)
         try:
-            async for message in self._messages():
+            async for message in self._new_outbox().messages():
                 self._local.receive(self._router_id, message)
         finally:
             self._local.disconnect(self._router_id, send)
@@ -87,22 +84,21 @@ class AdmissionLine:
         async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             stub = session_pb2_grpc.RouterInternalStub(channel)
             try:
-                async for message in stub.Admission(self._messages()):
+                async for message in stub.Admission(self._new_outbox().messages()):
                     self._heard(message)
             except grpc.aio.AioRpcError as error:
                 log.info("line to the leader broke", address=address, code=error.code().name)
+            finally:
+                self._outbox.close()
 
-    async def _messages(self) -> AsyncIterator[session_pb2.GatewayMessage]:
+    def _new_outbox(self) -> Outbox[session_pb2.GatewayMessage]:
         """Everything that waits, then what changes."""
         assert self._gateway is not None
-        self._outbox = session_pb2.GatewayMessage()
-        yield session_pb2.GatewayMessage(router_id=self._router_id, enqueue=self._gateway.waiting())
-        while True:
-            await self._outgoing.wait()
-            self._outgoing.clear()
-            message, self._outbox = self._outbox, session_pb2.GatewayMessage()
-            if message.enqueue or message.withdraw:
-                yield message
+        waiting = self._gateway.waiting()
+        self._outbox = Outbox(
+            session_pb2.GatewayMessage(router_id=self._router_id, enqueue=waiting)
+        )
+        return self._outbox
 
     def _heard(self, message: session_pb2.LeaderMessage) -> None:
         assert self._gateway is not None

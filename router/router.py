@@ -30,6 +30,9 @@ log = logs.get(__name__)
 _SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
+    # Peers and clients send keepalive pings every 10 s, also while a stream says nothing.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
     # Two routers must not share a port by accident.
     ("grpc.so_reuseport", 0),
 ]

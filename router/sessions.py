@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Protocol
 
 import grpc
@@ -18,6 +17,7 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import inference_pb2, session_pb2, session_pb2_grpc
 
 from router.config import RouterConfig
+from router.outbox import Outbox
 
 log = logs.get(__name__)
 
@@ -60,21 +60,17 @@ class WorkerLink:
         self._hello = hello
         self._listener = listener
         self._silence_s = silence_s
-        self._outbox = session_pb2.RouterFrame()
-        self._outgoing = asyncio.Event()
+        self._outbox = Outbox(session_pb2.RouterFrame())
         self._tasks = [asyncio.create_task(self._dial()), asyncio.create_task(self._watch())]
 
     def start(self, start: session_pb2.Start) -> None:
-        self._outbox.starts.append(start)
-        self._outgoing.set()
+        self._outbox.add(session_pb2.RouterFrame(starts=[start]))
 
     def abort(self, epoch: int) -> None:
-        self._outbox.aborts.append(session_pb2.Abort(epoch=epoch))
-        self._outgoing.set()
+        self._outbox.add(session_pb2.RouterFrame(aborts=[session_pb2.Abort(epoch=epoch)]))
 
     def drain(self) -> None:
-        self._outbox.drain = True
-        self._outgoing.set()
+        self._outbox.add(session_pb2.RouterFrame(drain=True))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -90,26 +86,19 @@ class WorkerLink:
                 except grpc.aio.AioRpcError as error:
                     log.debug("stream ended", worker_id=self.info.worker_id, code=error.code().name)
                 finally:
+                    self._outbox.close()
                     self._down()
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _talk(self, stub: session_pb2_grpc.WorkerSessionAsyncStub) -> None:
-        self._outbox = session_pb2.RouterFrame(hello=self._hello)
-        self._outgoing.set()
-        async for frame in stub.Connect(self._frames()):
+        self._outbox = Outbox(session_pb2.RouterFrame(hello=self._hello))
+        async for frame in stub.Connect(self._outbox.messages()):
             self.last_heard = time.monotonic()
             if frame.HasField("hello") and not self._welcome(frame.hello):
                 return
             if not self.is_up:
                 self._up()
             self._heard(frame)
-
-    async def _frames(self) -> AsyncIterator[session_pb2.RouterFrame]:
-        while True:
-            await self._outgoing.wait()
-            self._outgoing.clear()
-            frame, self._outbox = self._outbox, session_pb2.RouterFrame()
-            yield frame
 
     def _welcome(self, info: session_pb2.WorkerInfo) -> bool:
         """False for another incarnation that listens at this address by now."""

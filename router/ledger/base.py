@@ -3,6 +3,9 @@
 Every method is one atomic move that checks state and mover, changes, and answers. Repeating a move
 with the same arguments, because the reply was lost, changes nothing more and answers the same.
 Time is the ledger's own: callers pass durations, never moments. Only routers call this.
+
+Every method raises LedgerUnavailable when the ledger cannot be reached or cannot write: the move
+may have happened or not, and may be repeated.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Protocol
 from everlift.messages import Request
 from everlift.v1 import session_pb2
 
-from router.ledger.entry import Append, Appended, Entry, State, Stored
+from router.ledger.entry import Append, Appended, Entry, Move, State, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,25 @@ class StaleTerm(Exception):
 
 
 class NotQueued(Exception):
-    """The request is not waiting (any more), or its gateway is another one by now."""
+    """The request is not waiting (any more). ``entry`` says what it is instead; None if gone."""
+
+    def __init__(self, entry: Entry | None) -> None:
+        super().__init__(entry.state.value if entry else "gone")
+        self.entry = entry
+
+
+def check_nonce(value: int) -> int:
+    """Returns an epoch or term that can be one; raises ValueError. 0 means none."""
+    if not 0 < value < 1 << 64:
+        raise ValueError("an epoch or term must be from 1 to 2**64 - 1")
+    return value
+
+
+def check_end(state: State) -> State:
+    """Returns a state that ``end`` can end in; raises ValueError."""
+    if state not in Move.END.targets:
+        raise ValueError(f"nothing is ended as {state.value}")
+    return state
 
 
 class Ledger(Protocol):
@@ -53,12 +74,13 @@ class Ledger(Protocol):
 
     async def open(self, request: Request, gateway: str, timeout_s: float | None = None) -> Opened:
         """Files a new request as QUEUED, owned by ``gateway``. The stored deadline is ledger time
-        plus ``timeout_s``. Raises RequestConflict when the id is known with another body hash."""
+        plus ``timeout_s``, whatever ``request`` says. Raises RequestConflict when the id is known
+        with another body hash."""
         ...
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
-        """QUEUED -> RUNNING under the caller's fresh random ``epoch``. Raises StaleTerm,
-        NotQueued."""
+        """QUEUED -> RUNNING under the caller's fresh random ``epoch``, which names the dispatch: to
+        repeat it answers the entry, under whatever term. Raises StaleTerm, NotQueued."""
         ...
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
@@ -70,7 +92,7 @@ class Ledger(Protocol):
     async def release(self, request_id: str, epoch: int, *, lost: bool, max_losses: int) -> Entry:
         """RUNNING -> QUEUED. With ``lost`` one more loss is counted, and at ``max_losses`` it goes
         to FAILED (attempts_exhausted) instead. Answers the entry as it is when the epoch is not
-        current."""
+        current. Raises UnknownRequest."""
         ...
 
     async def take_over(self, request_id: str, gateway: str) -> Stored:

@@ -12,7 +12,7 @@ MAX_SHARDS = 1024
 
 
 class LedgerSetupError(Exception):
-    """The ledger cannot be used as it is set up. The message says what to change; trying again does
+    """The ledger cannot be used as it is set up. The message says what to change; to try again does
     not help."""
 
 
@@ -37,18 +37,17 @@ class LedgerConfig:
     maxmemory_mb: int = 1024
 
     def __post_init__(self) -> None:
-        scheme = urlsplit(self.url).scheme
-        if self.url != EMBEDDED and scheme not in SCHEMES:
+        if self.url != EMBEDDED and urlsplit(self.url).scheme not in SCHEMES:
             # Never the url itself: it may hold a password.
             known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-            raise LedgerSetupError(f"ledger url must be {EMBEDDED!r} or begin with {known}")
+            raise ValueError(f"url must be {EMBEDDED} or begin with one of {known}")
         if not self.key_prefix or set(self.key_prefix) & set("{}"):
-            raise LedgerSetupError("ledger key_prefix must not be empty nor contain { or }")
+            raise ValueError("key_prefix must not be empty nor contain { or }")
         if not 1 <= self.shards <= MAX_SHARDS:
-            raise LedgerSetupError(f"ledger shards must be from 1 to {MAX_SHARDS}")
+            raise ValueError(f"shards must be from 1 to {MAX_SHARDS}, not {self.shards}")
         for name in ("retention_s", "timeout_s", "max_connections", "maxmemory_mb"):
-            if getattr(self, name) <= 0:
-                raise LedgerSetupError(f"ledger {name} must be above 0")
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
 
 
 DEFAULTS = LedgerConfig()

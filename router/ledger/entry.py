@@ -11,7 +11,8 @@
     queued     end         -> failed | cancelled | expired
     running    end         -> failed | cancelled | expired
 
-The other four states are final: nothing leaves them. Every state but running has epoch 0.
+The other four states are final: nothing leaves them. Every state but running has epoch 0 and no
+worker.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from everlift.messages import FinishReason, Request
+
+#: The message of a request that failed with attempts_exhausted.
+LOST_TOO_OFTEN = "its workers were lost too often"
 
 
 class State(Enum):
@@ -101,6 +105,10 @@ class Append:
     tokens: tuple[int, ...]
     choice: int = 0
     finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if self.choice != 0:
+            raise ValueError(f"a request has one choice in this version: no {self.choice}")
 
 
 class Appended(Enum):

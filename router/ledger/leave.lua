@@ -1,0 +1,5 @@
+-- Ends a gateway's lease.
+-- ARGV: gateway
+
+redis.call('ZADD', ROOT .. 'leases', 'XX', 'LT', digits(now()), ARGV[1])
+return {'ok'}

@@ -1,0 +1,287 @@
+"""The ledger in the memory of one process: the same contract, gone with the process. Pure.
+
+For the durability class ``memory``, the simulator and tests. It knows no scripts or shards.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+
+from everlift.errors import (
+    AttemptsExhausted,
+    OffsetOutOfRange,
+    RequestConflict,
+    UnknownRequest,
+)
+from everlift.messages import Request
+from everlift.v1 import session_pb2
+
+from router.ledger.base import (
+    Membership,
+    NotQueued,
+    Opened,
+    StaleTerm,
+    check_end,
+    check_nonce,
+)
+from router.ledger.config import DEFAULTS, LedgerConfig
+from router.ledger.entry import LOST_TOO_OFTEN, Append, Appended, Entry, Move, State, Stored
+
+
+@dataclass(slots=True)
+class _Record:
+    request: Request
+    entry: Entry
+    tokens: list[int] = field(default_factory=list)
+    #: the epoch whose append finished it
+    finished_by: int = 0
+
+    def store(self, item: Append) -> Appended:
+        """Stores what lies beyond the tokens that are known."""
+        if item.offset > len(self.tokens):
+            return Appended.GAP
+        fresh = item.tokens[len(self.tokens) - item.offset :]
+        if len(self.tokens) + len(fresh) > self.request.max_tokens:
+            return Appended.LIMIT
+        self.tokens.extend(fresh)
+        self.entry = replace(self.entry, num_tokens=len(self.tokens))
+        return Appended.OK
+
+    def is_repeated(self, item: Append) -> bool:
+        """Whether the item is the one that finished the request."""
+        return (
+            item.epoch == self.finished_by
+            and item.finish_reason is self.entry.finish_reason
+            and item.offset + len(item.tokens) <= len(self.tokens)
+        )
+
+    def stored(self, offset: int, now: float) -> Stored:
+        return Stored(self.entry, self.request, offset, tuple(self.tokens[offset:]), now)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    address: str
+    ends: float
+
+
+_NEVER = _Lease("", float("-inf"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Leader:
+    router: str
+    address: str
+    term: int
+    ends: float
+
+
+_NOBODY = _Leader("", "", 0, float("-inf"))
+
+
+class MemoryLedger:
+    """A Ledger. ``clock`` answers seconds and never goes back."""
+
+    def __init__(self, clock: Callable[[], float], config: LedgerConfig = DEFAULTS) -> None:
+        self._clock = clock
+        self._retention_s = config.retention_s
+        self._records: dict[str, _Record] = {}
+        #: unfinished requests by gateway, no gateway without any
+        self._owned: dict[str, dict[str, None]] = {}
+        #: final requests in the order of their ends, with the time when each is forgotten
+        self._ended: deque[tuple[float, str]] = deque()
+        self._leases: dict[str, _Lease] = {}
+        self._leader = _NOBODY
+        self._term = 0
+        self._workers: dict[str, bytes] = {}
+        self._workers_version = 0
+        self._cluster_id = secrets.token_hex(8)
+
+    def _find(self, request_id: str) -> _Record | None:
+        while self._ended and self._ended[0][0] <= self._clock():
+            del self._records[self._ended.popleft()[1]]
+        return self._records.get(request_id)
+
+    def _get(self, request_id: str) -> _Record:
+        if (record := self._find(request_id)) is None:
+            raise UnknownRequest(f"no request {request_id}")
+        return record
+
+    # requests
+
+    async def open(self, request: Request, gateway: str, timeout_s: float | None = None) -> Opened:
+        record = self._find(request.request_id)
+        if record is None:
+            return Opened(self._create(request, gateway, timeout_s), created=True)
+        if record.request.body_hash != request.body_hash:
+            raise RequestConflict(f"request id {request.request_id} is taken by another body")
+        return Opened(record.entry, created=False)
+
+    def _create(self, request: Request, gateway: str, timeout_s: float | None) -> Entry:
+        now = self._clock()
+        deadline = None if timeout_s is None else now + timeout_s
+        entry = Entry(request.request_id, State.QUEUED, gateway, arrived=now)
+        self._records[entry.request_id] = _Record(replace(request, deadline=deadline), entry)
+        self._own(entry)
+        return entry
+
+    async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
+        check_nonce(epoch), check_nonce(term)
+        record = self._find(request_id)
+        entry = record.entry if record else None
+        if entry and entry.epoch == epoch:
+            return entry
+        if term != self._term:
+            raise StaleTerm
+        if record is None or entry is None or entry.state not in Move.DISPATCH.sources:
+            raise NotQueued(entry)
+        record.entry = replace(
+            entry, state=State.RUNNING, worker=worker, epoch=epoch, attempts=entry.attempts + 1
+        )
+        return record.entry
+
+    async def append(self, appends: Sequence[Append]) -> list[Appended]:
+        return [self._append(item) for item in appends]
+
+    def _append(self, item: Append) -> Appended:
+        record = self._find(item.request_id)
+        if record is None:
+            return Appended.UNKNOWN
+        if record.entry.state.is_final:
+            return Appended.OK if record.is_repeated(item) else Appended.ENDED
+        if record.entry.state not in Move.APPEND.sources or record.entry.epoch != item.epoch:
+            return Appended.FENCED
+        answer = record.store(item)
+        if answer is Appended.OK and item.finish_reason:
+            record.finished_by = item.epoch
+            record.entry = replace(record.entry, finish_reason=item.finish_reason)
+            self._finish(record, State.FINISHED)
+        return answer
+
+    async def release(self, request_id: str, epoch: int, *, lost: bool, max_losses: int) -> Entry:
+        record = self._get(request_id)
+        if record.entry.state not in Move.RELEASE.sources or record.entry.epoch != epoch:
+            return record.entry
+        losses = record.entry.losses + lost
+        record.entry = replace(record.entry, losses=losses)
+        if lost and losses >= max_losses:
+            self._finish(record, State.FAILED, AttemptsExhausted.slug, LOST_TOO_OFTEN)
+        else:
+            record.entry = replace(record.entry, state=State.QUEUED, worker="", epoch=0)
+        return record.entry
+
+    async def take_over(self, request_id: str, gateway: str) -> Stored:
+        record = self._get(request_id)
+        if record.entry.state in Move.TAKE_OVER.sources:
+            self._disown(record.entry)
+            record.entry = replace(
+                record.entry, state=State.QUEUED, gateway=gateway, worker="", epoch=0
+            )
+            self._own(record.entry)
+        return record.stored(0, self._clock())
+
+    async def discard(self, request_id: str) -> None:
+        record = self._find(request_id)
+        if record and record.entry.state in Move.DISCARD.sources:
+            self._disown(record.entry)
+            del self._records[request_id]
+
+    async def end(self, request_id: str, state: State, slug: str, message: str) -> Entry:
+        check_end(state)
+        record = self._get(request_id)
+        if record.entry.state in Move.END.sources:
+            self._finish(record, state, slug, message)
+        return record.entry
+
+    def _finish(self, record: _Record, state: State, slug: str = "", message: str = "") -> None:
+        self._disown(record.entry)
+        self._ended.append((self._clock() + self._retention_s, record.entry.request_id))
+        record.entry = replace(
+            record.entry,
+            state=state,
+            worker="",
+            epoch=0,
+            error_slug=slug,
+            error_message=message,
+        )
+
+    async def get(self, request_id: str) -> Entry:
+        return self._get(request_id).entry
+
+    async def read(self, request_id: str, offset: int = 0) -> Stored:
+        record = self._get(request_id)
+        if not 0 <= offset <= len(record.tokens):
+            raise OffsetOutOfRange(f"offset {offset} is not stored")
+        return record.stored(offset, self._clock())
+
+    # gateways
+
+    def _own(self, entry: Entry) -> None:
+        self._owned.setdefault(entry.gateway, {})[entry.request_id] = None
+
+    def _disown(self, entry: Entry) -> None:
+        owned = self._owned[entry.gateway]
+        del owned[entry.request_id]
+        if not owned:
+            del self._owned[entry.gateway]
+
+    async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
+        now = self._clock()
+        self._leases[gateway] = _Lease(address, now + lease_s)
+        leader = self._leader if self._leader.ends > now else _NOBODY
+        return Membership(now, leader.router, leader.address, leader.term, self._workers_version)
+
+    async def leave(self, gateway: str) -> None:
+        if (lease := self._leases.get(gateway)) is not None:
+            self._leases[gateway] = replace(lease, ends=min(lease.ends, self._clock()))
+
+    async def gateways(self) -> dict[str, str]:
+        now = self._clock()
+        return {gateway: it.address for gateway, it in self._leases.items() if it.ends > now}
+
+    async def orphans(self, limit: int) -> list[str]:
+        now = self._clock()
+        ends = {gateway: self._leases.get(gateway, _NEVER).ends for gateway in self._owned}
+        dead = sorted((gateway for gateway in ends if ends[gateway] <= now), key=ends.__getitem__)
+        return list(islice(chain.from_iterable(self._owned[gateway] for gateway in dead), limit))
+
+    # leadership
+
+    async def lead(self, router: str, address: str, term: int, lease_s: float) -> bool:
+        now = self._clock()
+        if self._leader.term != check_nonce(term) and self._leader.ends > now:
+            return False
+        self._leader = _Leader(router, address, term, now + lease_s)
+        self._term = term
+        return True
+
+    async def resign(self, term: int) -> None:
+        if self._leader.term == term:
+            self._leader = _NOBODY
+
+    # workers
+
+    async def put_worker(self, info: session_pb2.WorkerInfo) -> None:
+        stored = info.SerializeToString(deterministic=True)
+        if self._workers.get(info.worker_id) != stored:
+            self._workers[info.worker_id] = stored
+            self._workers_version += 1
+
+    async def drop_worker(self, worker_id: str) -> None:
+        if self._workers.pop(worker_id, None) is not None:
+            self._workers_version += 1
+
+    async def workers(self) -> list[session_pb2.WorkerInfo]:
+        return [
+            session_pb2.WorkerInfo.FromString(info) for _, info in sorted(self._workers.items())
+        ]
+
+    async def cluster_id(self) -> str:
+        return self._cluster_id
+
+    async def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,249 @@
+"""The ledger in Redis or Valkey: each move one Lua script, each request on one shard.
+
+What a key holds is written in ``common.lua``; how it behaves, in ``base.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from everlift import logs
+from everlift.errors import (
+    AttemptsExhausted,
+    OffsetOutOfRange,
+    RequestConflict,
+    UnknownRequest,
+)
+from everlift.messages import Request
+from everlift.v1 import session_pb2
+
+from router.ledger import codec, scripts
+from router.ledger.base import Membership, NotQueued, Opened, StaleTerm, check_end, check_nonce
+from router.ledger.config import EMBEDDED, LedgerConfig
+from router.ledger.entry import LOST_TOO_OFTEN, Append, Appended, Entry, State, Stored
+from router.ledger.scripts import Script
+from router.ledger.server import SCHEMA, check_layout, check_server
+from router.ledger.shards import Argument, Call, Shards
+
+log = logs.get(__name__)
+
+#: Where the lease table, the leader and the workers are.
+_CONTROL = 0
+#: What nobody moved for so long is forgotten, even unfinished. Deadlines are shorter.
+_UNFINISHED_MS = 8 * 24 * 3600 * 1000
+
+
+async def connect(config: LedgerConfig | str) -> RedisLedger:
+    """The ledger at a url, its server and layout checked.
+
+    Raises LedgerSetupError for a server or layout that cannot be used, LedgerUnavailable for one
+    that does not answer, ValueError for what is no url.
+    """
+    config = LedgerConfig(url=config) if isinstance(config, str) else config
+    if config.url == EMBEDDED:
+        raise ValueError("an embedded ledger is reached by the url that its start answers")
+    shards = Shards(config)
+    try:
+        server = await shards.attempt("connect", lambda: _server(shards))
+        cluster_id = await shards.attempt("connect", lambda: _cluster_id(shards, config))
+    except BaseException:
+        await shards.close()
+        raise
+    log.info("ledger connected", server=server, cluster_id=cluster_id, shards=config.shards)
+    return RedisLedger(shards, config, cluster_id)
+
+
+async def _server(shards: Shards) -> str:
+    return check_server(await shards.client.info())
+
+
+async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
+    """Checks the layout. The first router of a ledger writes it down, with the cluster's new id."""
+    key = f"{config.key_prefix}:layout"
+    pipeline = shards.client.pipeline(transaction=False)
+    pipeline.hsetnx(key, "schema", SCHEMA)
+    pipeline.hsetnx(key, "shards", config.shards)
+    pipeline.hsetnx(key, "cluster_id", secrets.token_hex(8))
+    pipeline.hmget(key, ["schema", "shards", "cluster_id"])
+    *_, (schema, num_shards, cluster_id) = await pipeline.execute()
+    check_layout(config, int(schema), int(num_shards))
+    return str(cluster_id.decode())
+
+
+class RedisLedger:
+    """A Ledger. ``connect`` makes one."""
+
+    def __init__(self, shards: Shards, config: LedgerConfig, cluster_id: str) -> None:
+        self._shards = shards
+        self._retention_ms = round(config.retention_s * 1000)
+        self._cluster_id = cluster_id
+
+    async def _move(self, script: Script, request_id: str, *arguments: Argument) -> tuple[str, Any]:
+        """The script's first word and the rest of its answer. Raises UnknownRequest."""
+        shard = self._shards.of(request_id)
+        word, *rest = await self._shards.run(script, shard, request_id, *arguments)
+        if word == b"unknown":
+            raise UnknownRequest(f"no request {request_id}")
+        return word.decode(), rest
+
+    # requests
+
+    async def open(self, request: Request, gateway: str, timeout_s: float | None = None) -> Opened:
+        word, rest = await self._move(
+            scripts.OPEN,
+            request.request_id,
+            gateway,
+            "" if timeout_s is None else codec.microseconds(timeout_s),
+            request.max_tokens,
+            request.body_hash,
+            request.to_bytes(),
+            os.urandom(8),
+            _UNFINISHED_MS,
+        )
+        if word == "conflict":
+            raise RequestConflict(f"request id {request.request_id} is taken by another body")
+        return Opened(codec.entry(request.request_id, rest[0]), created=word == "created")
+
+    async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
+        word, rest = await self._move(
+            scripts.DISPATCH,
+            request_id,
+            worker,
+            check_nonce(epoch),
+            check_nonce(term),
+            _UNFINISHED_MS,
+        )
+        if word == "stale_term":
+            raise StaleTerm
+        if word == "not_queued":
+            raise NotQueued(codec.entry(request_id, rest[0]) if rest[0] else None)
+        return codec.entry(request_id, rest[0])
+
+    async def append(self, appends: Sequence[Append]) -> list[Appended]:
+        by_shard: dict[int, list[Append]] = {}
+        for item in appends:
+            by_shard.setdefault(self._shards.of(item.request_id), []).append(item)
+        answers = await self._shards.run_all(
+            [self._append_call(shard, items) for shard, items in by_shard.items()]
+        )
+        # Each shard answers in the order of its own items.
+        words = {shard: iter(answer) for shard, answer in zip(by_shard, answers, strict=True)}
+        return [
+            Appended(next(words[self._shards.of(item.request_id)]).decode()) for item in appends
+        ]
+
+    def _append_call(self, shard: int, items: Sequence[Append]) -> Call:
+        fields = (field for item in items for field in codec.append_fields(item))
+        return Call(scripts.APPEND, shard, [self._retention_ms, *fields])
+
+    async def release(self, request_id: str, epoch: int, *, lost: bool, max_losses: int) -> Entry:
+        _, rest = await self._move(
+            scripts.RELEASE,
+            request_id,
+            epoch,
+            int(lost),
+            max_losses,
+            AttemptsExhausted.slug,
+            LOST_TOO_OFTEN,
+            self._retention_ms,
+            _UNFINISHED_MS,
+        )
+        return codec.entry(request_id, rest[0])
+
+    async def take_over(self, request_id: str, gateway: str) -> Stored:
+        _, rest = await self._move(
+            scripts.TAKE_OVER, request_id, gateway, os.urandom(8), _UNFINISHED_MS
+        )
+        return codec.stored(request_id, 0, rest)
+
+    async def discard(self, request_id: str) -> None:
+        await self._move(scripts.DISCARD, request_id)
+
+    async def end(self, request_id: str, state: State, slug: str, message: str) -> Entry:
+        _, rest = await self._move(
+            scripts.END, request_id, check_end(state).value, slug, message, self._retention_ms
+        )
+        return codec.entry(request_id, rest[0])
+
+    async def get(self, request_id: str) -> Entry:
+        _, rest = await self._move(scripts.GET, request_id)
+        return codec.entry(request_id, rest[0])
+
+    async def read(self, request_id: str, offset: int = 0) -> Stored:
+        word, rest = await self._move(scripts.READ, request_id, offset)
+        if word == "beyond":
+            raise OffsetOutOfRange(f"offset {offset} is not stored")
+        return codec.stored(request_id, offset, rest)
+
+    # gateways
+
+    async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
+        return codec.membership(
+            await self._shards.run(
+                scripts.BEAT, _CONTROL, gateway, address, codec.microseconds(lease_s)
+            )
+        )
+
+    async def leave(self, gateway: str) -> None:
+        await self._shards.run(scripts.LEAVE, _CONTROL, gateway)
+
+    async def gateways(self) -> dict[str, str]:
+        now, leases = await self._leases()
+        return {gateway: address for gateway, address, ends in leases if int(ends) > now}
+
+    async def _leases(self) -> tuple[int, list[tuple[str, str, bytes]]]:
+        """Now in µs, and of every gateway that has or had a lease: id, address, end of it in µs."""
+        now, *fields = await self._shards.run(scripts.LEASES, _CONTROL)
+        leases = zip(fields[::3], fields[1::3], fields[2::3], strict=True)
+        return int(now), [(g.decode(), address.decode(), ends) for g, address, ends in leases]
+
+    async def orphans(self, limit: int) -> list[str]:
+        now, leases = await self._leases()
+        ends = [field for gateway, _, end in leases for field in (gateway, end)]
+        calls = [
+            Call(scripts.ORPHANS, shard, [limit, now, *ends]) for shard in range(len(self._shards))
+        ]
+        found = [pair for answer in await self._shards.run_all(calls) for pair in answer]
+        found.sort(key=lambda pair: int(pair[0]))
+        return [request_id.decode() for _, request_id in found[:limit]]
+
+    # leadership
+
+    async def lead(self, router: str, address: str, term: int, lease_s: float) -> bool:
+        since = await self._shards.run(
+            scripts.LEAD, _CONTROL, router, address, check_nonce(term), codec.microseconds(lease_s)
+        )
+        if since is None:
+            return False
+        fences = [Call(scripts.FENCE, n, [term, since]) for n in range(len(self._shards))]
+        return all(await self._shards.run_all(fences))
+
+    async def resign(self, term: int) -> None:
+        await self._shards.run(scripts.RESIGN, _CONTROL, term)
+
+    # workers
+
+    async def put_worker(self, info: session_pb2.WorkerInfo) -> None:
+        await self._shards.run(
+            scripts.SET_WORKER, _CONTROL, info.worker_id, info.SerializeToString(deterministic=True)
+        )
+
+    async def drop_worker(self, worker_id: str) -> None:
+        await self._shards.run(scripts.SET_WORKER, _CONTROL, worker_id, b"")
+
+    async def workers(self) -> list[session_pb2.WorkerInfo]:
+        stored = await self._shards.attempt("workers", self._stored_workers)
+        return sorted(map(session_pb2.WorkerInfo.FromString, stored), key=lambda w: w.worker_id)
+
+    async def _stored_workers(self) -> list[bytes]:
+        stored: list[Any] = await self._shards.client.hvals(self._shards.key("workers"))
+        return stored
+
+    async def cluster_id(self) -> str:
+        return self._cluster_id
+
+    async def close(self) -> None:
+        await self._shards.close()

@@ -1,0 +1,15 @@
+-- queued or running -> queued, owned by `gateway`. Answers what is stored, or unknown.
+-- ARGV: id, gateway, call, unfinished_ms
+
+local id, gateway, call, unfinished_ms = unpack(ARGV)
+
+local known = redis.call('HMGET', request_key(id), 'state', 'gateway', 'call')
+local state, its_gateway, its_call = unpack(known)
+if not state then
+    return {'unknown'}
+elseif not is_final(state) and its_call ~= call then
+    disown(id, its_gateway)
+    own(id, gateway)
+    queue(id, unfinished_ms, 'gateway', gateway, 'call', call)
+end
+return continuation(id, 0)

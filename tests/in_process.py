@@ -1,0 +1,156 @@
+"""A cluster inside one process: routers and fake workers over real gRPC, one ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from everlift.client import AsyncClient
+from everlift.v1 import inference_pb2 as pb
+
+from router.config import RouterConfig
+from router.ledger.base import Ledger
+from router.ledger.memory import MemoryLedger
+from router.router import Router
+from worker.config import FakeModel, WorkerConfig
+from worker.fake_runner import expected_tokens
+from worker.rank import Rank
+
+ROUTER = RouterConfig(model="fake", port=0, drain=0.2)
+WORKER = WorkerConfig(model="fake", num_blocks=256, fake=FakeModel(step_time=0.002))
+
+
+class KeptLedger(MemoryLedger):
+    """Outlives the routers that close it."""
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class Cluster:
+    """Parts are started and ended by name; what is left at the end is ended."""
+
+    ledger: Ledger = field(default_factory=lambda: KeptLedger(time.monotonic))
+    router_config: RouterConfig = ROUTER
+    worker_config: WorkerConfig = WORKER
+    routers: list[Router] = field(default_factory=list)
+    workers: list[Rank] = field(default_factory=list)
+    infos: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        return self.routers[0].address
+
+    async def add_router(self) -> Router:
+        router = await Router.start(self.router_config, self.ledger)
+        self.routers.append(router)
+        return router
+
+    async def add_worker(self, **changes: object) -> Rank:
+        rank = Rank(replace(self.worker_config, **changes))  # type: ignore[arg-type]
+        info = await rank.start()
+        self.workers.append(rank)
+        await self.routers[0].announce(info)
+        await until(lambda: self._is_up_everywhere(rank.worker_id))
+        return rank
+
+    def _is_up_everywhere(self, worker_id: str) -> bool:
+        return all(
+            any(link.info.worker_id == worker_id and link.is_up for link in router._sessions.links)
+            for router in self.routers
+        )
+
+    async def kill_worker(self, rank: Rank) -> None:
+        """Without handing anything back."""
+        self.workers.remove(rank)
+        await rank.stop()
+
+    async def drain_worker(self, rank: Rank) -> None:
+        await rank.drain()
+        await self.kill_worker(rank)
+
+    async def kill_router(self, router: Router) -> None:
+        """Without giving back leases or telling clients: its streams just break."""
+        self.routers.remove(router)
+        for task in router._tasks:
+            task.cancel()
+        router._leader.is_leading = False
+        router._requests.stopping = True
+        await router._public.stop(None)
+        await router._internal.stop(None)
+        await router._line.close()
+        await router._sessions.close()
+
+    async def stop(self) -> None:
+        for router in self.routers:
+            await router.stop()
+        for rank in self.workers:
+            await rank.stop()
+
+
+@asynccontextmanager
+async def cluster(
+    routers: int = 1,
+    workers: int = 2,
+    router_config: RouterConfig = ROUTER,
+    worker_config: WorkerConfig = WORKER,
+) -> AsyncIterator[Cluster]:
+    parts = Cluster(router_config=router_config, worker_config=worker_config)
+    try:
+        for _ in range(routers):
+            await parts.add_router()
+        for _ in range(workers):
+            await parts.add_worker()
+        yield parts
+    finally:
+        await parts.stop()
+
+
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Waits for a condition; a timeout is a failure."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@dataclass
+class Received:
+    """A stream as its client saw it: every token with its offset, in the order of arrival."""
+
+    request_id: str
+    tokens: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    migrations: int = 0
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.offsets == list(range(len(self.offsets)))
+
+
+async def receive(
+    client: AsyncClient, prompt: list[int], count: int, **options: object
+) -> Received:
+    """Greedy tokens of one request, to its end."""
+    stream = client.generate(prompt, max_tokens=count, temperature=0.0, **options)  # type: ignore[arg-type]
+    received = Received(stream.request_id)
+    async for chunk in stream:
+        received.tokens.extend(chunk.token_ids)
+        received.offsets.extend(range(chunk.offset, chunk.offset + len(chunk.token_ids)))
+        received.epochs.append(chunk.epoch)
+    assert stream.timing is not None
+    received.migrations = stream.timing.migrations
+    return received
+
+
+def right_tokens(prompt: list[int], count: int, config: WorkerConfig = WORKER) -> list[int]:
+    return expected_tokens(prompt, count, config.fake)
+
+
+async def worker_status(client: AsyncClient, worker_id: str) -> pb.WorkerStatus:
+    status = await client.status()
+    return next(worker for worker in status.workers if worker.worker_id == worker_id)

@@ -1,0 +1,173 @@
+"""Routers, fake workers and a ledger over real gRPC: what is lost goes on elsewhere, exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+from everlift.client import AsyncClient
+from everlift.messages import OnDisconnect
+
+from tests.in_process import WORKER, Received, cluster, receive, right_tokens, until
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = Random(seed)
+    return [[rng.randrange(256) for _ in range(rng.randint(1, 120))] for _ in range(count)]
+
+
+def check(received: list[Received], asked: list[list[int]], count: int) -> None:
+    for one, prompt in zip(received, asked, strict=True):
+        assert one.tokens == right_tokens(prompt, count)
+        assert one.is_contiguous
+
+
+async def test_many_requests_at_once_are_complete_and_right() -> None:
+    asked = prompts(60)
+    async with cluster() as parts, AsyncClient(parts.address) as client:
+        received = await asyncio.gather(*(receive(client, p, 40) for p in asked))
+        check(received, asked, 40)
+        status = await client.status()
+    assert (status.completed, status.queued, status.failed, status.migrated) == (60, 0, 0, 0)
+    assert status.output_tokens == 60 * 40
+    assert all(worker.output_tokens for worker in status.workers)
+
+
+@pytest.mark.parametrize("tokens_before", [0, 1, 7, 60, 119])
+async def test_a_killed_workers_streams_go_on_elsewhere(tokens_before: int) -> None:
+    asked = prompts(24, seed=tokens_before)
+    async with cluster() as parts, AsyncClient(parts.address) as client:
+        work = [asyncio.create_task(receive(client, p, 120)) for p in asked]
+        victim = parts.workers[0]
+        link = parts.routers[0]._sessions._links[victim.worker_id]
+        await until(lambda: link.state.num_running > 8)
+        await until(lambda: link.state.output_tokens >= 8 * tokens_before)
+        await parts.kill_worker(victim)
+        received = await asyncio.gather(*work)
+        status = await client.status()
+    check(received, asked, 120)
+    assert status.failed == 0
+    assert sum(one.migrations for one in received) == status.migrated
+    if tokens_before:
+        assert status.migrated > 0
+
+
+async def test_a_drained_worker_hands_everything_back() -> None:
+    asked = prompts(24)
+    async with cluster() as parts, AsyncClient(parts.address) as client:
+        work = [asyncio.create_task(receive(client, p, 150)) for p in asked]
+        leaving = parts.workers[0]
+        link = parts.routers[0]._sessions._links[leaving.worker_id]
+        await until(lambda: link.state.output_tokens > 100)
+        await parts.drain_worker(leaving)
+        received = await asyncio.gather(*work)
+        entries = [await parts.ledger.get(one.request_id) for one in received]
+    check(received, asked, 150)
+    assert sum(one.migrations for one in received) > 0
+    assert sum(entry.losses for entry in entries) == 0
+
+
+async def test_requests_wait_until_the_first_worker_comes() -> None:
+    asked = prompts(5)
+    async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
+        work = [asyncio.create_task(receive(client, p, 10)) for p in asked]
+        await until(lambda: parts.routers[0]._leader.queued == 5)
+        await parts.add_worker()
+        check(await asyncio.gather(*work), asked, 10)
+
+
+async def test_a_tiny_cache_preempts_and_changes_nothing() -> None:
+    asked = prompts(30)
+    async with cluster(workers=0) as parts, AsyncClient(parts.address) as client:
+        await parts.add_worker(num_blocks=16, max_num_seqs=8)
+        received = await asyncio.gather(*(receive(client, p, 100) for p in asked))
+        check(received, asked, 100)
+        status = await client.status()
+    assert status.workers[0].preemptions > 0
+    assert status.workers[0].blocks_used == 0
+
+
+async def test_a_cancelled_request_frees_its_blocks_within_two_steps() -> None:
+    async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
+        link = parts.routers[0]._sessions.links[0]
+        neighbour = asyncio.create_task(receive(client, [7, 8, 9], 400))
+        stream = client.generate([1, 2, 3] * 40, max_tokens=2000, temperature=0.0)
+        await anext(stream)
+        await until(lambda: link.state.num_running == 2)
+        frames: list[tuple[int, int]] = []
+        parts.routers[0].worker_frame = _noting(parts.routers[0].worker_frame, frames)  # type: ignore[method-assign]
+        before = link.state.step
+        await client.cancel(stream.request_id)
+        await until(lambda: link.state.num_running == 1)
+        freed_at = next(step for step, running in frames if running == 1)
+        # What the worker had begun when the abort reached it, and one more.
+        assert freed_at - before <= 2 + _steps_in(frames, before)
+        assert (await neighbour).tokens == right_tokens([7, 8, 9], 400)
+        await until(lambda: link.state.blocks_used == 0)
+        await stream.aclose()
+
+
+def _noting(frame_of, frames):  # type: ignore[no-untyped-def]
+    def note(worker_id, frame):  # type: ignore[no-untyped-def]
+        frames.append((frame.state.step, frame.state.num_running))
+        frame_of(worker_id, frame)
+
+    return note
+
+
+def _steps_in(frames: list[tuple[int, int]], before: int) -> int:
+    return max((step - before for step, running in frames if running == 2), default=0)
+
+
+async def test_a_router_that_dies_is_replaced_and_its_clients_go_on() -> None:
+    asked = prompts(12)
+    async with cluster(routers=2, workers=2) as parts:
+        first, second = parts.routers
+        async with AsyncClient([first.address, second.address]) as client:
+            work = [asyncio.create_task(receive(client, p, 200)) for p in asked]
+            await until(lambda: first._requests.counters.output_tokens > 300)
+            await parts.kill_router(first)
+            check(await asyncio.gather(*work), asked, 200)
+
+
+async def test_a_restarted_router_knows_what_was_waiting() -> None:
+    asked = prompts(6)
+    async with cluster(routers=1, workers=0) as parts:
+        old = parts.routers[0]
+        async with AsyncClient(old.address) as client:
+            streams = [
+                client.generate(p, max_tokens=9, temperature=0, on_disconnect=OnDisconnect.CONTINUE)
+                for p in asked
+            ]
+            ids = [stream.request_id for stream in streams]
+            work = [asyncio.create_task(anext(stream)) for stream in streams]
+            await until(lambda: old._leader.queued == 6)
+            await parts.kill_router(old)
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+        await parts.add_router()
+        await parts.add_worker()
+        async with AsyncClient(parts.address) as client:
+            for prompt, request_id in zip(asked, ids, strict=True):
+                tokens = [t async for c in client.attach(request_id) for t in c.token_ids]
+                assert tokens == right_tokens(prompt, 9)
+
+
+async def test_two_routers_share_one_queue_and_its_order() -> None:
+    async with cluster(routers=2, workers=0) as parts:
+        await until(lambda: all(router._fleet.leader_id for router in parts.routers))
+        leading = [router for router in parts.routers if router._leader.is_leading]
+        assert len(leading) == 1
+        clients = [AsyncClient(router.address) for router in parts.routers]
+        work = []
+        for number in range(8):
+            client = clients[number % 2]
+            work.append(asyncio.create_task(receive(client, [number + 1], 5)))
+            await until(lambda n=number: leading[0]._leader.queued == n + 1)
+        await parts.add_worker()
+        for number, one in enumerate(await asyncio.gather(*work)):
+            assert one.tokens == right_tokens([number + 1], 5, WORKER)
+        for client in clients:
+            await client.close()
