@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
 
 from everlift import logs
 from everlift.errors import EverliftError
 from everlift.v1 import session_pb2
 from ray import serve
+from ray.util import get_node_ip_address
 
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
@@ -27,11 +30,14 @@ from router.router import Router
     health_check_timeout_s=10.0,
 )
 class RouterDeployment:
-    """``log_level`` as in everlift.logs."""
+    """``log_level`` as in everlift.logs. Workers and other routers find it at its node's address,
+    clients where ``config`` says."""
 
-    async def __init__(self, config: RouterConfig, ledger: LedgerConfig, log_level: str) -> None:
-        # type: ignore[misc]
-        logs.configure("router", log_level)
+    async def __init__(  # type: ignore[misc]
+        self, config: RouterConfig, ledger: LedgerConfig, log_level: str, log_dir: Path
+    ) -> None:
+        logs.configure("router", log_level, log_dir / f"router-{os.getpid()}.log")
+        config = replace(config, internal_host=get_node_ip_address())
         self._router: Router | None = await Router.start(config, await connect(ledger))
 
     async def announce(self, worker: bytes) -> str:

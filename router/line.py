@@ -11,11 +11,11 @@ from typing import Protocol
 
 import grpc
 from everlift import logs
+from everlift.channels import CLIENT_OPTIONS
 from everlift.v1 import session_pb2, session_pb2_grpc
 
 from router.leader import Leader
 from router.outbox import Outbox
-from router.sessions import CHANNEL_OPTIONS
 
 log = logs.get(__name__)
 
@@ -81,7 +81,7 @@ class AdmissionLine:
             self._local.disconnect(self._router_id, send)
 
     async def _speak_to(self, address: str) -> None:
-        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
             stub = session_pb2_grpc.RouterInternalStub(channel)
             try:
                 async for message in stub.Admission(self._new_outbox().messages()):

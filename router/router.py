@@ -10,6 +10,7 @@ from typing import Any, Self
 import grpc
 from everlift import logs
 from everlift.blockhash import BLOCK_SIZE
+from everlift.channels import SERVER_OPTIONS
 from everlift.errors import LedgerUnavailable
 from everlift.v1 import session_pb2, session_pb2_grpc
 
@@ -27,16 +28,6 @@ from router.sessions import Sessions
 
 log = logs.get(__name__)
 
-_SERVER_OPTIONS = [
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-    # Peers and clients send keepalive pings every 10 s, also while a stream says nothing.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Two routers must not share a port by accident.
-    ("grpc.so_reuseport", 0),
-]
-
 
 class Router:
     """Build it with ``start``; end it with ``stop``."""
@@ -47,8 +38,8 @@ class Router:
         self.address = self.internal_address = ""
         self._ledger = ledger
         self._model = model
-        self._public = grpc.aio.server(options=_SERVER_OPTIONS)
-        self._internal = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._public = grpc.aio.server(options=SERVER_OPTIONS)
+        self._internal = grpc.aio.server(options=SERVER_OPTIONS)
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod

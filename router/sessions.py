@@ -14,6 +14,7 @@ from typing import Protocol
 import grpc
 from everlift import logs
 from everlift.blockhash import BLOCK_SIZE
+from everlift.channels import CLIENT_OPTIONS
 from everlift.v1 import inference_pb2, session_pb2, session_pb2_grpc
 
 from router.config import RouterConfig
@@ -21,14 +22,6 @@ from router.outbox import Outbox
 
 log = logs.get(__name__)
 
-CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    ("grpc.use_local_subchannel_pool", 1),
-]
 _RECONNECT_S = 0.2
 
 
@@ -78,7 +71,7 @@ class WorkerLink:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _dial(self) -> None:
-        async with grpc.aio.insecure_channel(self.info.address, options=CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(self.info.address, options=CLIENT_OPTIONS) as channel:
             stub = session_pb2_grpc.WorkerSessionStub(channel)
             while True:
                 try:

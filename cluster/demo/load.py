@@ -131,9 +131,7 @@ class Load:
 
 
 async def _follow(stub: inference_pb2_grpc.InferenceAsyncStub, transcript: Transcript) -> None:
-    request = pb.GenerateRequest(
-        text=transcript.task.prompt, sampling=pb.Sampling(temperature=0.0)
-    )
+    request = pb.GenerateRequest(text=transcript.task.prompt, sampling=pb.Sampling(temperature=0.0))
     transcript.began = time.monotonic()
     try:
         async for piece in stub.Generate(request):

@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 
 @dataclass
@@ -74,7 +75,7 @@ def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> Non
 
 
 def _draw_worker(
-    panel: Axes, worker_id: str, occupancy: Occupancy, colours: dict[str, tuple[float, ...]]
+    panel: Axes, worker_id: str, occupancy: Occupancy, colours: dict[str, tuple[float, float, float, float]]
 ) -> None:
     for stay in occupancy.stays:
         if stay.worker_id == worker_id:
@@ -88,4 +89,4 @@ def _draw_worker(
                 linewidth=0.4,
             )
     panel.set_ylabel(f"worker {worker_id[:8]}\nslot", fontsize=9)
-    panel.yaxis.get_major_locator().set_params(integer=True)
+    panel.yaxis.set_major_locator(MaxNLocator(integer=True))

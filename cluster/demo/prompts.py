@@ -12,7 +12,16 @@ SHOWN = Example(
     "count", "count from 17 to 130:", "".join(f" {number}" for number in range(17, 131))
 )
 #: Kinds of the other requests, long and short answers in turn.
-_KINDS = ("long_count", "json", "long_count", "alphabet", "long_count", "days", "count_by", "repeat")
+_KINDS = (
+    "long_count",
+    "json",
+    "long_count",
+    "alphabet",
+    "long_count",
+    "days",
+    "count_by",
+    "repeat",
+)
 _LINES_BEFORE = (0, 0, 2, 0, 5)
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from cluster.demo.load import Load, Summary
+from cluster.demo.load import Load, Percentiles, Summary
 from cluster.demo.picture import Occupancy, draw
 from cluster.demo.prompts import mixed
 from cluster.demo.view import Rates, show
@@ -120,5 +120,5 @@ def describe(summary: Summary) -> Table:
     return table
 
 
-def _milliseconds(percentiles: dict[str, float]) -> str:
+def _milliseconds(percentiles: Percentiles) -> str:
     return f"p50 {percentiles['p50']:.1f} ms, p99 {percentiles['p99']:.1f} ms"

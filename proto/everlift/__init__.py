@@ -1,1 +1,61 @@
 """Everlift's client library and wire contract: all that a customer imports."""
+
+from everlift.blocking import BlockingStream, Client
+from everlift.client import AsyncClient, GenerateOptions
+from everlift.errors import (
+    AttemptsExhausted,
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    EmptyPrompt,
+    EngineFailed,
+    EverliftError,
+    InvalidRequest,
+    LedgerUnavailable,
+    Moved,
+    NoLeader,
+    NotUtf8,
+    OffsetOutOfRange,
+    OutOfRange,
+    PromptTooLong,
+    QueueFull,
+    RequestConflict,
+    RouterStopping,
+    UnknownModel,
+    UnknownRequest,
+    Unreachable,
+)
+from everlift.messages import FinishReason, OnDisconnect
+from everlift.stream import Chunk, Stream
+
+__all__ = [
+    "AsyncClient",
+    "AttemptsExhausted",
+    "BlockingStream",
+    "Cancelled",
+    "Chunk",
+    "Client",
+    "DataLoss",
+    "DeadlineExceeded",
+    "EmptyPrompt",
+    "EngineFailed",
+    "EverliftError",
+    "FinishReason",
+    "GenerateOptions",
+    "InvalidRequest",
+    "LedgerUnavailable",
+    "Moved",
+    "NoLeader",
+    "NotUtf8",
+    "OffsetOutOfRange",
+    "OnDisconnect",
+    "OutOfRange",
+    "PromptTooLong",
+    "QueueFull",
+    "RequestConflict",
+    "RouterStopping",
+    "Stream",
+    "UnknownModel",
+    "UnknownRequest",
+    "Unreachable",
+]

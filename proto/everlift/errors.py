@@ -19,6 +19,7 @@
     ├── LedgerUnavailable
     ├── RouterStopping            this replica drains: go to another one, nothing is lost
     ├── Moved                     another router goes on with the request: attach again
+    ├── Unreachable               no router answers: what the client itself finds
     └── DataLoss                  what was acknowledged is gone
 
 One slug serves log, metric and wire. This module knows no transport: it names gRPC codes as words.
@@ -138,6 +139,12 @@ class RouterStopping(EverliftError):
 
 class Moved(EverliftError):
     slug = "moved"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+
+
+class Unreachable(EverliftError):
+    slug = "unreachable"
     grpc_status = "UNAVAILABLE"
     http_status = 503
 

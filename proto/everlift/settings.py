@@ -11,7 +11,7 @@ value of another type is an error that says what it should be.
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -60,8 +60,7 @@ def from_environment(
         if name.startswith(ENVIRONMENT_PREFIX) and name not in ignore:
             path = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace(_NESTING, ".")
             if path not in keys:
-                near = keys.nearest(path)
-                raise SettingsError(f"{name}: unknown variable{_hint(near and _variable(near))}")
+                raise keys.unknown(path, spell=_variable)
             _put(layer, path, _parse(keys[path], environ[name], name))
     return layer
 
@@ -110,23 +109,26 @@ class Keys:
     def __getitem__(self, path: str) -> Any:
         return self._types[path]
 
-    def nearest(self, path: str) -> str | None:
-        """The key most like ``path``: of its section, else of its name, else of all."""
-        section, _, name = path.rpartition(".")
-        siblings = [key for key in self._types if key.rpartition(".")[0] == section]
+    def unknown(self, path: str, spell: Callable[[str], str] = str) -> SettingsError:
+        """The error that ``path`` is, which names no key; ``spell`` is how paths are written."""
+        if any(key.startswith(f"{path}.") for key in self._types):
+            return SettingsError(f"{spell(path)}: is a section, only its keys can be set")
+        near = self._nearest(path)
+        hint = f"; did you mean {spell(near)}?" if near else ""
+        return SettingsError(f"{spell(path)}: unknown key{hint}")
+
+    def _nearest(self, path: str) -> str | None:
+        """The key or section most like ``path``: beside it, else of its name, else anywhere."""
+        section, dot, name = path.rpartition(".")
+        prefix = section + dot
+        beside = {
+            prefix + key.removeprefix(prefix).partition(".")[0]
+            for key in self._types
+            if key.startswith(prefix)
+        }
         namesakes = [key for key in self._types if key.rpartition(".")[2] == name]
-        near = get_close_matches(path, siblings, 1, 0.75) or namesakes
+        near = get_close_matches(path, sorted(beside), 1, 0.75) or namesakes
         return next(iter(near or get_close_matches(path, self._types, 1)), None)
-
-    def unknown(self, path: str) -> SettingsError:
-        near, section = self.nearest(path), path.rpartition(".")[0]
-        if near and section and near.rpartition(".")[0] == section:
-            near = near.rpartition(".")[2]
-        return SettingsError(f"{path}: unknown key{_hint(near)}")
-
-
-def _hint(near: str | None) -> str:
-    return f"; did you mean {near}?" if near else ""
 
 
 def _variable(path: str) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: An unfinished UTF-8 sequence has at most three bytes, so at most as many replacement characters.
+#: An unfinished UTF-8 sequence has at most three bytes, so at most as many tokens, and at most as
+#: many replacement characters stand for it.
 _MAX_UNFINISHED = 3
 #: Tokens that are decoded again with the next one, before the older half of them is let go.
 _WINDOW = 12
@@ -67,13 +68,19 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._window: list[int] = []
         self._shown = 0
+        #: tokens since the text last ended with a whole character
+        self._unfinished = 0
 
     def push(self, token_id: int) -> str:
         if not self._tokenizer.is_text(token_id):
             return ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
-        new = self._show(text, len(text) - _unfinished(text))
+        self._unfinished = self._unfinished + 1 if text.endswith(_REPLACEMENT) else 0
+        if 0 < self._unfinished <= _MAX_UNFINISHED:
+            return ""
+        # Whole characters only, or broken bytes that no token can mend any more.
+        new = self._show(text, len(text) - _open_end(text))
         if len(self._window) >= _WINDOW:
             self._halve(text)
         return new
@@ -89,17 +96,16 @@ class Detokenizer:
 
     def _halve(self, text: str) -> None:
         half = len(self._window) // 2
-        head = self._tokenizer.decode(self._window[:half])
         tail = self._tokenizer.decode(self._window[half:])
         dropped = len(text) - len(tail)
-        # A cut inside a character shows: its two halves make more characters than it did.
-        whole = len(head) <= dropped and text.endswith(tail)
-        if whole and tail and dropped <= self._shown:
+        # A cut inside a character shows: the rest of it is not how the text ends. And whatever the
+        # bytes are, four behind the cut they are read as before: UTF-8 synchronises itself.
+        if tail and text.endswith(tail) and dropped <= self._shown:
             del self._window[:half]
             self._shown -= dropped
 
 
-def _unfinished(text: str) -> int:
+def _open_end(text: str) -> int:
     """Characters at the end of ``text`` that more bytes may turn into another one."""
     tail = text[-_MAX_UNFINISHED:]
     return len(tail) - len(tail.rstrip(_REPLACEMENT))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 from everlift import errors, logs
+from everlift.channels import CLIENT_OPTIONS
 from everlift.errors import EverliftError, InvalidRequest, NotUtf8
 from everlift.messages import Submission, check_request_id
 from everlift.v1 import inference_pb2 as pb
@@ -22,7 +23,6 @@ from google.protobuf.message import DecodeError, Message
 from router.gateway.requests import Elsewhere, Requests, new_request_id
 from router.gateway.status import Status
 from router.ledger.entry import Entry, State
-from router.sessions import CHANNEL_OPTIONS
 
 log = logs.get(__name__)
 
@@ -123,7 +123,7 @@ def _earlier(a: float | None, b: float | None) -> float | None:
 
 async def _relay(address: str, attach: pb.AttachRequest) -> AsyncIterator[pb.GenerateResponse]:
     """The stream of another gateway. Its error becomes ours."""
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
         try:
             async for piece in inference_pb2_grpc.InferenceStub(channel).Attach(attach):
                 yield piece

@@ -79,16 +79,19 @@ local function keep_for(id, ms)
     redis.call('PEXPIRE', tokens_key(id), ms)
 end
 
+-- A server that is full refuses a script's first write if that needs memory, and none after it. The
+-- two moves below begin with one that needs none: what lets go of a request always works.
+
 -- queued or running -> a final state, with what else is to be set.
 local function finish(id, gateway, state, retention_ms, ...)
-    redis.call('HSET', request_key(id), 'state', state, 'worker', '', 'epoch', '0', ...)
-    disown(id, gateway)
     keep_for(id, retention_ms)
+    disown(id, gateway)
+    redis.call('HSET', request_key(id), 'state', state, 'worker', '', 'epoch', '0', ...)
 end
 
 -- running -> queued, with what else is to be set.
 local function queue(id, unfinished_ms, ...)
-    redis.call('HSET', request_key(id), 'state', 'queued', 'worker', '', 'epoch', '0', ...)
     keep_for(id, unfinished_ms)
+    redis.call('HSET', request_key(id), 'state', 'queued', 'worker', '', 'epoch', '0', ...)
 end
 

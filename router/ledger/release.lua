@@ -4,16 +4,17 @@
 
 local id, epoch, lost, max_losses, slug, message, retention_ms, unfinished_ms = unpack(ARGV)
 
-local known = redis.call('HMGET', request_key(id), 'state', 'epoch', 'gateway')
-local state, its_epoch, gateway = unpack(known)
+local known = redis.call('HMGET', request_key(id), 'state', 'epoch', 'gateway', 'losses')
+local state, its_epoch, gateway, losses = unpack(known)
 if not state then
     return {'unknown'}
 elseif state == 'running' and its_epoch == epoch then
-    local losses = redis.call('HINCRBY', request_key(id), 'losses', lost)
+    losses = losses + lost
     if lost == '1' and losses >= tonumber(max_losses) then
-        finish(id, gateway, 'failed', retention_ms, 'error_slug', slug, 'error_message', message)
+        finish(id, gateway, 'failed', retention_ms,
+            'losses', losses, 'error_slug', slug, 'error_message', message)
     else
-        queue(id, unfinished_ms)
+        queue(id, unfinished_ms, 'losses', losses)
     end
 end
 return {'ok', entry(id)}

@@ -71,7 +71,7 @@ class Shards:
             raise LedgerUnavailable(f"{name}: no answer within {self._timeout_s:g} s") from error
         except RedisError as error:
             # Only the kind: a server's words may repeat the arguments.
-            raise LedgerUnavailable(f"{name}: {type(error).__name__}") from error
+            raise LedgerUnavailable(f"{name}: {type(_root(error)).__name__}") from error
 
     async def _send(self, calls: Sequence[Call]) -> list[Any]:
         answers = await self._evaluate(calls)
@@ -118,8 +118,13 @@ def _pool(config: LedgerConfig) -> BlockingConnectionPool:
     )
 
 
+def _root(error: BaseException) -> BaseException:
+    """What went wrong on the way to a connection comes wrapped."""
+    return error.__cause__ if isinstance(error.__cause__, RedisError) else error
+
+
 def _may_pass(error: Exception) -> bool:
-    return not isinstance(error, AuthenticationError)
+    return not isinstance(_root(error), AuthenticationError)
 
 
 async def _on_failure(error: Exception) -> None:

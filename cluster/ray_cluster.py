@@ -1,0 +1,177 @@
+"""A cluster under Ray Serve: the same routers and workers, placed and restarted by Ray.
+
+this process ─┬─ valkey-server    unless the ledger has a url
+              └─ Ray              its own on this machine, or one that runs at ray_address
+                   ├─ router deployment
+                   └─ worker deployment, a placement group a replica, an actor a rank
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from everlift import logs
+
+from cluster import loopback
+from cluster.config import Config
+from cluster.threads import rank_environment, threads_per_rank
+from router.ledger.config import EMBEDDED
+from router.ledger.embedded import EmbeddedLedger
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+log = logs.get(__name__)
+
+LOCAL = "local"
+_APPLICATION = "everlift"
+_OBJECT_STORE_BYTES = 100 << 20
+
+
+class RayCluster:
+    """``async with RayCluster(config) as cluster``: inside, all of it is ready."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.addresses: list[str] = []
+        self._ledger = EmbeddedLedger(config.ledger)
+        self._scratch: Path | None = None
+
+    @property
+    def address(self) -> str:
+        """Of the first router."""
+        return self.addresses[0]
+
+    async def start(self) -> None:
+        """Raises LedgerSetupError, and RuntimeError when the application does not come up."""
+        config = self.config
+        self._log_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
+        if config.ledger.url == EMBEDDED:
+            url = await asyncio.to_thread(self._ledger.start, config.state_dir)
+            config = replace(config, ledger=replace(config.ledger, url=url))
+        self._start_ray()
+        from ray import serve
+
+        serve.start(proxy_location="Disabled")
+        serve.run(application(config, self._log_dir()), name=_APPLICATION, route_prefix=None)
+        router = serve.get_deployment_handle("router", _APPLICATION)
+        self.addresses = [(await router.describe.remote())["address"]]
+
+    async def stop(self) -> None:
+        import ray
+        from ray import serve
+
+        if self.config.ray_address == LOCAL:
+            serve.shutdown()
+        else:
+            serve.delete(_APPLICATION)
+        ray.shutdown()
+        await asyncio.to_thread(self._ledger.stop)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    def _log_dir(self) -> Path:
+        return self.config.state_dir / "logs"
+
+    def _start_ray(self) -> None:
+        if self.config.ray_address != LOCAL:
+            import ray
+
+            ray.init(address=self.config.ray_address, log_to_driver=False)
+            return
+        loopback.prepare()
+        import ray
+
+        # Short, since Ray's sockets lie in it: a socket's path has 107 bytes at most.
+        self._scratch = Path(tempfile.mkdtemp(prefix="everlift-ray-"))
+        ray.init(
+            address=LOCAL,
+            num_cpus=max(_cores(), self._needed_cpus()),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            runtime_env={"worker_process_setup_hook": loopback.bind_replicas},
+            _temp_dir=str(self._scratch),
+        )
+
+    def _needed_cpus(self) -> int:
+        ranks = self.config.num_workers * self.config.worker.tensor_parallel
+        return ranks * threads_per_rank(self.config, _cores())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def application(config: Config, log_dir: Path) -> Application:
+    """The Serve application of a configuration whose ledger has a url. Ray must run."""
+    import ray
+
+    from router.app import RouterDeployment
+    from worker.app import WorkerDeployment
+
+    size = config.worker.tensor_parallel
+    threads = threads_per_rank(config, _cores() if config.ray_address == LOCAL else 1)
+    resources = _rank_resources(ray.cluster_resources(), threads)
+    nodes = ray.nodes()
+    router = RouterDeployment.options(  # type: ignore[attr-defined]
+        num_replicas=config.num_routers,
+        max_replicas_per_node=1,
+        graceful_shutdown_timeout_s=config.router.drain + 5.0,
+    ).bind(config.router, config.ledger, config.log_level, log_dir)
+    worker: Application = WorkerDeployment.options(  # type: ignore[attr-defined]
+        num_replicas=config.num_workers,
+        ray_actor_options={"num_cpus": 0},
+        placement_group_bundles=[resources] * size,
+        placement_group_strategy=_strategy(nodes, resources, size),
+        graceful_shutdown_timeout_s=config.worker.drain_timeout + 5.0,
+    ).bind(
+        replace(config.worker, num_threads=threads),
+        router,
+        resources,
+        rank_environment(threads),
+        config.log_level,
+        log_dir,
+    )
+    return worker
+
+
+def _rank_resources(cluster: dict[str, float], threads: int) -> dict[str, float]:
+    """What one rank takes: a core a thread, and a GPU where the cluster has any."""
+    gpu = {"GPU": 1.0} if cluster.get("GPU") else {}
+    return {"CPU": float(threads), **gpu}
+
+
+def _strategy(nodes: list[dict[str, Any]], resources: dict[str, float], size: int) -> str:
+    """All ranks on one node where one is large enough."""
+    fits = any(
+        all(node["Resources"].get(name, 0.0) >= size * each for name, each in resources.items())
+        for node in nodes
+        if node["Alive"]
+    )
+    return "STRICT_PACK" if fits else "PACK"

@@ -1,0 +1,16 @@
+"""CPU threads of a rank, and the environment that has to be in force before torch is imported."""
+
+from __future__ import annotations
+
+from cluster.config import Config
+
+
+def threads_per_rank(config: Config, cores: int) -> int:
+    """What is configured, else an equal share of ``cores`` for every rank of every worker."""
+    ranks = config.num_workers * config.worker.tensor_parallel
+    return config.worker.num_threads or max(1, cores // ranks)
+
+
+def rank_environment(threads: int) -> dict[str, str]:
+    """A waiting OpenMP thread that spins would take the cores of everybody else there."""
+    return {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}

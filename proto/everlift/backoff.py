@@ -1,0 +1,35 @@
+"""When to try again after failures in a row. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+_FIRST_S = 0.05
+_LONGEST_S = 1.0
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Doubling delays with jitter, for ``limit_s`` seconds since the first failure in a row.
+
+    ``random`` answers from 0 to 1.
+    """
+
+    limit_s: float
+    random: Callable[[], float]
+    _failures: int = field(default=0, init=False)
+    _since: float = field(default=0.0, init=False)
+
+    def reset(self) -> None:
+        """Something went well."""
+        self._failures = 0
+
+    def delay(self, now: float, at_least: float = 0.0) -> float | None:
+        """Seconds to wait after a failure at ``now``; None when it was the last that counts."""
+        if not self._failures:
+            self._since = now
+        longest = min(_LONGEST_S, _FIRST_S * 2**self._failures)
+        delay = max(at_least, longest * (0.5 + self.random() / 2))
+        self._failures += 1
+        return delay if now + delay <= self._since + self.limit_s else None

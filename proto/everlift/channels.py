@@ -1,0 +1,32 @@
+"""How connections between clients and routers are set up, at both ends."""
+
+from __future__ import annotations
+
+_MAX_MESSAGE_BYTES = 64 << 20
+_KEEPALIVE_MS = 10_000
+
+_BOTH_ENDS = [
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+]
+
+CLIENT_OPTIONS: list[tuple[str, int]] = [
+    *_BOTH_ENDS,
+    # A router that froze, or a network that drops, is noticed after 15 s, also by a stream that
+    # says nothing because its request waits in the queue.
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A router that comes back is found soon: by default gRPC looks away for up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    *_BOTH_ENDS,
+    # By default a server hangs up on whoever asks more than every five minutes whether it lives.
+    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    # Two servers must not share a port by accident.
+    ("grpc.so_reuseport", 0),
+]

@@ -1,0 +1,171 @@
+"""The client: text generation that goes on when connections, routers and workers do not.
+
+async with AsyncClient("127.0.0.1:50051") as client:
+    async with client.generate("count from 17 to 30:") as stream:
+        async for chunk in stream:
+            print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
+
+import grpc
+
+from everlift import wire
+from everlift.errors import EverliftError, NotUtf8, OutOfRange
+from everlift.messages import OnDisconnect, check_request_id
+from everlift.routers import Routers
+from everlift.stream import Stream
+from everlift.v1 import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from everlift.v1.inference_pb2_grpc import InferenceAsyncStub
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+Prompt = str | Sequence[int]
+_Method = Callable[["InferenceAsyncStub"], grpc.aio.UnaryUnaryMultiCallable[Q, A]]
+
+_ASK_TIMEOUT_S = 10.0
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What may be said about a request. What is not said, or None, takes its default."""
+
+    #: most tokens to generate; default: what the context leaves
+    max_tokens: int | None
+    #: 0 is greedy; default 1
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    #: same seed, same random numbers
+    seed: int | None
+    #: the output ends before the first of these strings
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    #: go on after an end-of-sequence token
+    ignore_eos: bool
+    #: default: the one model that the cluster serves
+    model: str
+    #: idempotency key: the same request submitted again under its id is the same request
+    request_id: str | None
+    #: default GRACE: the router keeps the request for a while for its client to come back
+    on_disconnect: OnDisconnect
+    #: seconds from now, after which it fails with DeadlineExceeded
+    timeout_s: float | None
+
+
+class AsyncClient:
+    """Speaks with one router at a time, with the next one when it fails.
+
+    ``targets`` is an address such as "host:50051", or several. ``reconnect_s`` is how long a stream
+    tries to go on while no router answers. Errors are those of ``everlift.errors``. Answers of
+    single calls are the messages of ``everlift.v1``.
+    """
+
+    def __init__(self, targets: str | Sequence[str], *, reconnect_s: float = 30.0) -> None:
+        self._routers = Routers([targets] if isinstance(targets, str) else targets)
+        self._reconnect_s = reconnect_s
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+        """Submits a request: text, or token ids. Closing its stream cancels it.
+
+        Raises InvalidRequest for what cannot be sent at all.
+        """
+        submission = _submission(prompt, options)
+        return Stream(self._routers, submission.request_id, submission, 0, self._reconnect_s)
+
+    def attach(self, request_id: str, from_offset: int = 0) -> Stream:
+        """The tokens of a known request from an offset on. Closing this stream only leaves it."""
+        check_request_id(request_id)
+        return Stream(self._routers, request_id, None, from_offset, self._reconnect_s)
+
+    async def cancel(self, request_id: str) -> pb.CancelResponse:
+        """Ends a request. One that is over already stays as it is. Raises UnknownRequest."""
+        message = pb.CancelRequest(request_id=request_id)
+        return await self._ask(lambda stub: stub.Cancel, message)
+
+    async def get_request(self, request_id: str) -> pb.GetRequestResponse:
+        """What is known of a request, without its tokens. Raises UnknownRequest."""
+        message = pb.GetRequestRequest(request_id=request_id)
+        return await self._ask(lambda stub: stub.GetRequest, message)
+
+    async def status(self) -> pb.GetStatusResponse:
+        """Workers, queue and requests of the cluster."""
+        return await self._ask(lambda stub: stub.GetStatus, pb.GetStatusRequest())
+
+    async def close(self) -> None:
+        """Breaks what still runs; requests then go by their ``on_disconnect``."""
+        await self._routers.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _ask(self, method: _Method[Q, A], request: Q) -> A:
+        """The answer of the first router that has one. Raises EverliftError."""
+        last: EverliftError | None = None
+        for _ in range(len(self._routers)):
+            router = self._routers.current
+            call = method(self._routers.stub())(request, timeout=_ASK_TIMEOUT_S)
+            try:
+                return await wire.answer(call, call)
+            except EverliftError as error:
+                if error.grpc_status != "UNAVAILABLE":
+                    raise
+                self._routers.failed(router)
+                last = error
+        assert last is not None
+        raise last
+
+
+def _submission(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    for name in options.keys() - GenerateOptions.__annotations__.keys():
+        raise TypeError(f"generate() has no option {name!r}")
+    if isinstance(prompt, bytes):
+        raise TypeError("a prompt is text or token ids, not bytes")
+    try:
+        message = _unprompted(options)
+        if isinstance(prompt, str):
+            message.text = prompt
+        else:
+            message.tokens.ids.extend(prompt)
+    except UnicodeEncodeError:
+        raise NotUtf8("the prompt or an option is text that UTF-8 cannot hold") from None
+    except (ValueError, OverflowError) as error:
+        raise OutOfRange(str(error)) from None
+    return message
+
+
+def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
+    stop, timeout_s = options.get("stop", ()), options.get("timeout_s")
+    on_disconnect = options.get("on_disconnect", OnDisconnect.GRACE)
+    return pb.GenerateRequest(
+        request_id=check_request_id(options.get("request_id") or uuid.uuid4().hex),
+        model=options.get("model", ""),
+        max_tokens=options.get("max_tokens"),
+        sampling=pb.Sampling(
+            temperature=options.get("temperature"),
+            top_p=options.get("top_p"),
+            top_k=options.get("top_k"),
+            min_p=options.get("min_p"),
+            seed=options.get("seed"),
+        ),
+        stop=[stop] if isinstance(stop, str) else stop,
+        stop_token_ids=options.get("stop_token_ids", ()),
+        ignore_eos=options.get("ignore_eos", False),
+        on_disconnect=on_disconnect.value,
+        timeout_ms=None if timeout_s is None else round(timeout_s * 1e3),
+    )

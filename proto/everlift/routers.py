@@ -1,0 +1,49 @@
+"""The routers that a client may use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import grpc
+
+from everlift.channels import CLIENT_OPTIONS
+from everlift.v1 import inference_pb2_grpc
+
+if TYPE_CHECKING:
+    from everlift.v1.inference_pb2_grpc import InferenceAsyncStub
+
+
+class Routers:
+    """One router is current, until it fails and the next one takes its place."""
+
+    def __init__(self, targets: Sequence[str]) -> None:
+        if not targets:
+            raise ValueError("at least one router address is needed")
+        self._targets = tuple(targets)
+        self._current = 0
+        self._open: dict[str, tuple[grpc.aio.Channel, InferenceAsyncStub]] = {}
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    @property
+    def current(self) -> str:
+        return self._targets[self._current]
+
+    def stub(self) -> InferenceAsyncStub:
+        """Of the current router. Connects at the first call."""
+        if self.current not in self._open:
+            channel = grpc.aio.insecure_channel(self.current, options=CLIENT_OPTIONS)
+            self._open[self.current] = channel, inference_pb2_grpc.InferenceStub(channel)
+        return self._open[self.current][1]
+
+    def failed(self, target: str) -> None:
+        """``target`` did not answer; of the many calls that may say so only the first counts."""
+        if target == self.current:
+            self._current = (self._current + 1) % len(self._targets)
+
+    async def close(self) -> None:
+        for channel, _ in self._open.values():
+            await channel.close()
+        self._open.clear()

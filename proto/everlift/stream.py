@@ -1,0 +1,215 @@
+"""One request's tokens, each offset exactly once, across the loss of connections and routers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from everlift import logs, wire
+from everlift.backoff import Backoff
+from everlift.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    EverliftError,
+    OffsetOutOfRange,
+    UnknownRequest,
+    Unreachable,
+)
+from everlift.messages import FinishReason
+from everlift.routers import Routers
+from everlift.v1 import inference_pb2 as pb
+
+log = logs.get(__name__)
+
+#: The router's own answer to a deadline, which has a cause, should come first.
+_DEADLINE_MARGIN_S = 1.0
+_CANCEL_TIMEOUT_S = 2.0
+#: A connection that has carried pieces for so long is no failure in a row with what was before it.
+_STEADY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of consecutive offsets, the first of them at ``offset``, and the text they released.
+
+    ``epoch`` names the attempt that made them, 0 when they were read back from the ledger.
+    ``unledgered`` says that they came while the ledger was away: its loss could take them back.
+    """
+
+    offset: int
+    token_ids: tuple[int, ...]
+    text: str
+    epoch: int
+    unledgered: bool
+
+
+class Stream(AsyncIterator[Chunk]):
+    """Iterate it, or ``await stream.text()``; best inside ``async with``, whose end closes it.
+
+    Raises EverliftError subclasses: the request's own end, Unreachable when no router answered for
+    ``reconnect_s``, DataLoss when the cluster lost what it had acknowledged. After the last chunk
+    ``finish_reason``, ``usage`` and ``timing`` are set.
+    """
+
+    def __init__(
+        self,
+        routers: Routers,
+        request_id: str,
+        submission: pb.GenerateRequest | None,
+        from_offset: int,
+        reconnect_s: float,
+    ) -> None:
+        """Without a ``submission`` the request must be known already; then closing only leaves."""
+        self.request_id = request_id
+        self.finish_reason: FinishReason | None = None
+        self.usage: pb.Usage | None = None
+        self.timing: pb.Timing | None = None
+        self._routers = routers
+        self._submission = submission
+        self._next = from_offset
+        self._backoff = Backoff(reconnect_s, random.random)
+        self._deadline = _deadline(submission)
+        self._router = ""
+        self._heard_since: float | None = None
+        self._call: grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse] | None = None
+        self._accepted = False
+        self._ended = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        while not self._ended:
+            try:
+                chunk = self._take(await self._read())
+            except EverliftError as error:
+                await self._recover(error)
+            else:
+                if chunk is not None:
+                    return chunk
+        raise StopAsyncIteration
+
+    async def text(self) -> str:
+        """The whole rest of the text."""
+        return "".join([chunk.text async for chunk in self])
+
+    async def aclose(self) -> None:
+        """Ends the request if it is this stream's own and unfinished. Never fails."""
+        ended, self._ended = self._ended, True
+        self._hang_up()
+        if self._submission is not None and not ended:
+            await self._cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def _read(self) -> pb.GenerateResponse:
+        if self._call is None:
+            self._call = self._dial()
+        piece = await wire.read(self._call)
+        if piece is None:
+            raise Unreachable("the stream broke off")
+        self._heard_since = self._heard_since or time.monotonic()
+        return piece
+
+    def _dial(self) -> grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse]:
+        self._router = self._routers.current
+        stub, remaining = self._routers.stub(), self._remaining()
+        timeout = None if remaining is None else remaining + _DEADLINE_MARGIN_S
+        # Until it is accepted it may be submitted again: the request id makes it one request.
+        if self._submission is not None and not self._accepted:
+            if remaining is not None:
+                self._submission.timeout_ms = max(1, round(remaining * 1e3))
+            return stub.Generate(self._submission, timeout=timeout)
+        attach = pb.AttachRequest(request_id=self.request_id, from_offset=self._next)
+        return stub.Attach(attach, timeout=timeout)
+
+    def _remaining(self) -> float | None:
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
+    def _take(self, piece: pb.GenerateResponse) -> Chunk | None:
+        """What is new in ``piece``. Raises DataLoss on a gap."""
+        self._accepted = True
+        end = piece.offset + len(piece.token_ids)
+        if piece.offset > self._next:
+            raise DataLoss(f"offsets {self._next} to {piece.offset - 1} of the stream are missing")
+        if end <= self._next and not piece.finish_reason and piece.token_ids:
+            return None
+        if piece.offset < self._next and piece.token_ids:
+            # Text cannot be cut at a token: let the router cut it.
+            raise Unreachable("a piece overlaps what came before")
+        return self._deliver(piece, end)
+
+    def _deliver(self, piece: pb.GenerateResponse, end: int) -> Chunk | None:
+        self._next = max(self._next, end)
+        if piece.finish_reason:
+            self._finish(piece)
+        if not piece.token_ids and not piece.text:
+            return None
+        self._backoff.reset()
+        return Chunk(
+            piece.offset, tuple(piece.token_ids), piece.text, piece.epoch, piece.unledgered
+        )
+
+    def _finish(self, piece: pb.GenerateResponse) -> None:
+        self.finish_reason = FinishReason(piece.finish_reason)
+        self.usage, self.timing = piece.usage, piece.timing
+        self._ended = True
+        self._hang_up()
+
+    async def _recover(self, error: EverliftError) -> None:
+        """Waits for the next try; raises when there is none."""
+        now = time.monotonic()
+        if self._heard_since is not None and now - self._heard_since > _STEADY_S:
+            self._backoff.reset()
+        self._hang_up()
+        delay = self._backoff.delay(now, error.retry_after_s or 0.0)
+        if error.grpc_status != "UNAVAILABLE" or delay is None:
+            self._ended = True
+            raise self._final(error)
+        if self._deadline is not None and now + delay > self._deadline:
+            self._ended = True
+            raise DeadlineExceeded("the deadline passed while no router answered") from error
+        log.info("stream broke", request_id=self.request_id, offset=self._next, cause=str(error))
+        self._routers.failed(self._router)
+        await asyncio.sleep(delay)
+
+    def _final(self, error: EverliftError) -> EverliftError:
+        if self._accepted and isinstance(error, UnknownRequest | OffsetOutOfRange):
+            return DataLoss(f"the cluster has lost what it had acknowledged: {error}")
+        return error
+
+    def _hang_up(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+            self._call = self._heard_since = None
+
+    async def _cancel(self) -> None:
+        try:
+            message = pb.CancelRequest(request_id=self.request_id)
+            call = self._routers.stub().Cancel(message, timeout=_CANCEL_TIMEOUT_S)
+            await wire.answer(call, call)
+        except EverliftError as error:
+            # The router ends it by itself when the grace for its lost client is over.
+            log.info("cancel failed", request_id=self.request_id, cause=str(error))
+
+
+def _deadline(submission: pb.GenerateRequest | None) -> float | None:
+    if submission is None or not submission.HasField("timeout_ms"):
+        return None
+    return time.monotonic() + submission.timeout_ms / 1e3

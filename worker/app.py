@@ -1,0 +1,151 @@
+"""The worker as a Ray Serve deployment: a replica that owns a placement group and hosts no rank.
+
+Every rank is an actor in one bundle of the replica's placement group. Serve places the replica,
+asks after its health and starts a new one when a rank is gone; no token passes through Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from everlift import logs
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentHandle
+from ray.util import get_current_placement_group, get_node_ip_address
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from worker.config import WorkerConfig
+from worker.rank import Rank
+
+log = logs.get(__name__)
+
+_ANNOUNCE_S = 1.0
+
+
+class RankActor:
+    """One rank in an actor's process, found at its node's address."""
+
+    def __init__(
+        self, config: WorkerConfig, rank: int, rendezvous: str, log_level: str, log_dir: Path
+    ) -> None:
+        logs.configure(
+            f"worker.rank-{rank}", log_level, log_dir / f"worker.rank-{rank}-{os.getpid()}.log"
+        )
+        self._rank = Rank(replace(config, host=get_node_ip_address()), rank, rendezvous)
+
+    async def open(self) -> str:
+        return await self._rank.open()
+
+    async def start(self) -> bytes:
+        """WorkerInfo, when ready."""
+        return (await self._rank.start()).SerializeToString()
+
+    async def wait(self) -> None:
+        await self._rank.wait()
+
+    async def is_alone(self) -> bool:
+        """No router has a session open: it may not know this worker."""
+        return self._rank.is_alone
+
+    async def stop(self) -> None:
+        await self._rank.drain()
+        await self._rank.stop()
+
+
+@serve.deployment(name="worker", health_check_period_s=1.0, health_check_timeout_s=10.0)
+class WorkerDeployment:
+    """``router`` is the handle of the router's deployment."""
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        config: WorkerConfig,
+        router: DeploymentHandle[Any],
+        rank_resources: dict[str, float],
+        rank_env: dict[str, str],
+        log_level: str,
+        log_dir: Path,
+    ) -> None:
+        logs.configure("worker", log_level, log_dir / f"worker-{os.getpid()}.log")
+        self._router = router
+
+        def launch(rank: int, rendezvous: str) -> Any:
+            actor = _rank_actor(rank, rank_resources, rank_env)
+            return actor.remote(config, rank, rendezvous, log_level, log_dir)
+
+        self._ranks = await _launch_all(launch, config.tensor_parallel)
+        infos = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
+        self._info: bytes = infos[0]
+        self._watching = [
+            asyncio.create_task(self._end_with(number, rank))
+            for number, rank in enumerate(self._ranks)
+        ]
+        await self._announce()
+        self._announcing = asyncio.create_task(self._announce_when_alone())
+
+    async def _end_with(self, number: int, rank: Any) -> None:
+        """A replica that lost a rank is of no use, and takes its other ranks along. Its process
+        ends, which Serve sees sooner than a health check that fails three times."""
+        try:
+            await rank.wait.remote()
+            cause = "it was stopped"
+        except RayError as error:
+            cause = str(error)
+        log.error("rank has ended", rank=number, cause=cause)
+        os._exit(1)
+
+    async def _announce(self) -> None:
+        refusal = await self._router.announce.remote(self._info)
+        if refusal:
+            raise RuntimeError(f"the router refuses this worker: {refusal}")
+
+    async def _announce_when_alone(self) -> None:
+        while True:
+            await asyncio.sleep(_ANNOUNCE_S)
+            try:
+                if await self._ranks[0].is_alone.remote():
+                    await self._announce()
+            except Exception as error:
+                log.warning("could not announce", cause=str(error))
+
+    async def _stop(self) -> None:
+        for task in (self._announcing, *self._watching):
+            task.cancel()
+        await asyncio.gather(*(rank.stop.remote() for rank in self._ranks), return_exceptions=True)
+
+    def __del__(self) -> Coroutine[None, None, None] | None:
+        """Serve awaits this once when it stops the replica; what Python itself calls later is
+        moot."""
+        if "_announcing" not in self.__dict__ or self._announcing.cancelled():
+            return None
+        return self._stop()
+
+
+def _rank_actor(rank: int, resources: dict[str, float], env: dict[str, str]) -> Any:
+    """The actor class, bound to its bundle. Its environment is in force before torch is
+    imported."""
+    group = get_current_placement_group()
+    assert group is not None, "the worker's deployment has placement_group_bundles"
+    return ray.remote(RankActor).options(
+        num_cpus=resources.get("CPU", 0),
+        num_gpus=resources.get("GPU", 0),
+        runtime_env={"env_vars": env},
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=rank
+        ),
+    )
+
+
+async def _launch_all(launch: Callable[[int, str], Any], size: int) -> list[Any]:
+    """Rank 0 first: it knows where the others find it."""
+    first = launch(0, "")
+    if size == 1:
+        return [first]
+    rendezvous = await first.open.remote()
+    return [first, *(launch(rank, rendezvous) for rank in range(1, size))]
