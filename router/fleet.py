@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from everlift import logs
 from everlift.errors import InvalidRequest, LedgerUnavailable
@@ -45,7 +46,10 @@ class Fleet:
                 await self._beat()
             except LedgerUnavailable as error:
                 log.warning("beat failed", cause=str(error))
-            await asyncio.sleep(self._config.beat)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.beat):
+                    await self._leader.changed.wait()
+            self._leader.changed.clear()
 
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
         """A worker is ready. Raises InvalidRequest for one that does not fit the others."""

@@ -60,6 +60,8 @@ class Leader:
         self._lease_until = 0.0
         self._wake = asyncio.Event()
         self.is_leading = False
+        #: set when this replica begins or ceases to lead
+        self.changed = asyncio.Event()
 
     @property
     def queued(self) -> int:
@@ -96,6 +98,7 @@ class Leader:
             self._lease_until = now + self._config.lease
         if held and not self.is_leading:
             self.is_leading = True
+            self.changed.set()
             log.info("leading", router_id=self._router_id)
         elif not held and self.is_leading:
             self._step_down()
@@ -103,6 +106,7 @@ class Leader:
     def _step_down(self) -> None:
         log.warning("no longer leading", router_id=self._router_id)
         self.is_leading = False
+        self.changed.set()
         self._queue = AdmissionQueue(Fifo())
         for send in list(self._gateways.values()):
             send(session_pb2.LeaderMessage(resigned=True))
