@@ -86,10 +86,15 @@ class Cluster:
         await router._sessions.close()
 
     async def stop(self) -> None:
+        """Ends what is left; by then no worker may hold a KV block."""
         for router in self.routers:
             await router.stop()
         for rank in self.workers:
+            assert rank._thread is not None
+            engine = rank._thread.ready.result()
+            await until(lambda engine=engine: engine.load().blocks_used == 0)
             await rank.stop()
+            engine.check_integrity()
 
 
 @asynccontextmanager

@@ -1,0 +1,103 @@
+"""After each test no process, listening port or shared memory segment is left."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PATIENCE_S = 15.0
+
+# What a killed parent leaves behind becomes a child of this process, where it can be seen.
+ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Things:
+    processes: frozenset[str]
+    ports: frozenset[str]
+    shared_memory: frozenset[str]
+
+    def __sub__(self, other: Things) -> Things:
+        return Things(
+            self.processes - other.processes,
+            self.ports - other.ports,
+            self.shared_memory - other.shared_memory,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.processes or self.ports or self.shared_memory)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    before = _things()
+    yield
+    deadline = time.monotonic() + _PATIENCE_S
+    while (left := _things() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"left behind: {left}"
+
+
+def _things() -> Things:
+    family = _family()
+    return Things(
+        processes=frozenset(_describe(pid) for pid in family if pid != os.getpid()),
+        ports=frozenset(_listening(family)),
+        shared_memory=frozenset(os.listdir("/dev/shm")),
+    )
+
+
+def _family() -> list[int]:
+    """This process and everything below it, without what has ended."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(entry.name)] = int(parent)
+    family = [os.getpid()]
+    for pid in family:
+        family.extend(child for child, parent in parents.items() if parent == pid)
+    return family
+
+
+def _describe(pid: int) -> str:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        command = "ended"
+    return f"{pid} {command[:120]}"
+
+
+def _listening(family: list[int]) -> Iterator[str]:
+    listening = dict(_listening_inodes())
+    for pid in family:
+        try:
+            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+        except OSError:
+            continue
+        for descriptor in descriptors:
+            try:
+                target = os.readlink(descriptor)
+            except OSError:
+                continue
+            if target in listening:
+                yield f"{pid} listens on {listening[target]}"
+
+
+def _listening_inodes() -> Iterator[tuple[str, str]]:
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                yield f"socket:[{fields[9]}]", fields[1]
