@@ -1,0 +1,196 @@
+"""Real processes and SIGKILL: what clients hold is complete, right, and each token came once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from random import Random
+
+import grpc
+import pytest
+from everlift.client import AsyncClient
+from everlift.messages import OnDisconnect
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
+
+from cluster.config import Config
+from cluster.processes import ProcessCluster
+from router.config import RouterConfig
+from worker.config import FakeModel, WorkerConfig
+from worker.fake_runner import expected_tokens
+
+FAKE = FakeModel(step_time=0.004)
+COUNT = 150
+
+
+def config(state_dir: Path, fake: FakeModel = FAKE) -> Config:
+    return Config(
+        model="fake",
+        num_workers=2,
+        state_dir=state_dir,
+        router=RouterConfig(port=0, grace=20.0),
+        worker=WorkerConfig(model="fake", num_blocks=512, fake=fake),
+    )
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[ProcessCluster]:
+    async with ProcessCluster(config(tmp_path)) as cluster:
+        yield cluster
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = Random(seed)
+    return [[rng.randrange(256) for _ in range(rng.randint(1, 100))] for _ in range(count)]
+
+
+class Wire:
+    """One stream as it comes off the wire, with nothing dropped."""
+
+    def __init__(self, prompt: list[int], request_id: str) -> None:
+        self.prompt = prompt
+        self.request = pb.GenerateRequest(
+            request_id=request_id,
+            tokens=pb.TokenIds(ids=prompt),
+            max_tokens=COUNT,
+            sampling=pb.Sampling(temperature=0.0),
+        )
+        self.tokens: list[int] = []
+        self.offsets: list[int] = []
+        self.migrations = 0
+
+    async def read(self, stub: inference_pb2_grpc.InferenceAsyncStub) -> None:
+        async for piece in stub.Generate(self.request):
+            self.tokens.extend(piece.token_ids)
+            self.offsets.extend(range(piece.offset, piece.offset + len(piece.token_ids)))
+            self.migrations = piece.timing.migrations
+
+    def check(self) -> None:
+        assert self.offsets == list(range(COUNT))
+        assert self.tokens == expected_tokens(self.prompt, COUNT, FAKE)
+
+
+@pytest.mark.parametrize("tokens_before", [1, 5, 40, 100, 140])
+async def test_a_killed_worker_costs_no_token_and_repeats_none(
+    cluster: ProcessCluster, tokens_before: int
+) -> None:
+    streams = [Wire(p, f"r{n}") for n, p in enumerate(prompts(24, tokens_before))]
+    async with grpc.aio.insecure_channel(cluster.address) as channel:
+        stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+        work = [asyncio.create_task(stream.read(stub)) for stream in streams]
+        await until_some_have(streams, tokens_before)
+        await cluster.kill_worker(0)
+        await asyncio.gather(*work)
+        status = await stub.GetStatus(pb.GetStatusRequest())
+    for stream in streams:
+        stream.check()
+    assert status.failed == 0
+    assert sum(stream.migrations for stream in streams) > 0
+
+
+async def until_some_have(streams: list[Wire], tokens: int) -> None:
+    async with asyncio.timeout(30):
+        while sum(len(stream.tokens) >= tokens for stream in streams) < max(1, len(streams) // 2):
+            await asyncio.sleep(0.002)
+
+
+async def test_both_workers_are_killed_in_turn(cluster: ProcessCluster) -> None:
+    asked = prompts(12)
+    async with AsyncClient(cluster.address) as client:
+        work = [asyncio.create_task(received(client, p)) for p in asked]
+        for index in (0, 1):
+            await asyncio.sleep(0.2)
+            await cluster.restart_worker(index)
+        for prompt, tokens in zip(asked, await asyncio.gather(*work), strict=True):
+            assert tokens == expected_tokens(prompt, COUNT, FAKE)
+
+
+async def received(client: AsyncClient, prompt: list[int]) -> list[int]:
+    stream = client.generate(prompt, max_tokens=COUNT, temperature=0)
+    return [token async for chunk in stream for token in chunk.token_ids]
+
+
+async def test_a_restarted_router_goes_on_with_what_ran_and_what_waited(tmp_path: Path) -> None:
+    """More requests than slots: some run, some wait, when the router is killed."""
+    small = WorkerConfig(model="fake", num_blocks=512, max_num_seqs=4, fake=FAKE)
+    async with ProcessCluster(
+        Config(
+            model="fake",
+            num_workers=2,
+            state_dir=tmp_path,
+            router=RouterConfig(port=0, grace=20.0),
+            worker=small,
+        )
+    ) as cluster:
+        asked = prompts(24)
+        async with AsyncClient(cluster.address) as client:
+            work = [asyncio.create_task(received(client, p)) for p in asked]
+            await until_status(client, lambda status: status.queued >= 4 and status.running >= 4)
+            await cluster.kill_router(0)
+            await cluster.restart_router(0)
+            for prompt, tokens in zip(asked, await asyncio.gather(*work), strict=True):
+                assert tokens == expected_tokens(prompt, COUNT, FAKE)
+
+
+async def test_a_client_attaches_again_by_id_and_offset(cluster: ProcessCluster) -> None:
+    [prompt] = prompts(1)
+    async with grpc.aio.insecure_channel(cluster.address) as channel:
+        stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+        stream = Wire(prompt, "mine")
+        work = asyncio.create_task(stream.read(stub))
+        await until_some_have([stream], 20)
+        await cluster.kill_router(0)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await work
+    await cluster.restart_router(0)
+    async with AsyncClient(cluster.address) as client:
+        rest = client.attach("mine", len(stream.tokens))
+        tokens = [token async for chunk in rest for token in chunk.token_ids]
+    assert stream.tokens + tokens == expected_tokens(prompt, COUNT, FAKE)
+
+
+async def test_everything_is_killed_and_started_again(tmp_path: Path) -> None:
+    """The embedded ledger is on disk: finished requests are known, unfinished ones go on."""
+    asked = prompts(6)
+    slow = config(tmp_path, FakeModel(step_time=0.02))
+    async with ProcessCluster(slow) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            finished = client.generate(asked[0], max_tokens=5, temperature=0, request_id="done")
+            before = [token async for chunk in finished for token in chunk.token_ids]
+            for number, prompt in enumerate(asked):
+                stream = client.generate(
+                    prompt,
+                    max_tokens=COUNT,
+                    temperature=0,
+                    request_id=f"r{number}",
+                    on_disconnect=OnDisconnect.CONTINUE,
+                )
+                await anext(stream)
+            # The embedded ledger's durability is everysec: what is older is on disk.
+            await asyncio.sleep(1.5)
+            assert (await client.status()).running == len(asked)
+            await kill_all(cluster)
+    async with (
+        ProcessCluster(slow) as cluster,
+        AsyncClient(cluster.address) as client,
+    ):
+        stream = client.attach("done")
+        assert [token async for chunk in stream for token in chunk.token_ids] == before
+        for number, prompt in enumerate(asked):
+            stream = client.attach(f"r{number}")
+            tokens = [token async for chunk in stream for token in chunk.token_ids]
+            assert tokens == expected_tokens(prompt, COUNT, FAKE)
+
+
+async def kill_all(cluster: ProcessCluster) -> None:
+    await asyncio.gather(cluster.kill_router(0), *(cluster.kill_worker(i) for i in (0, 1)))
+    os.kill(cluster._ledger.pid, signal.SIGKILL)
+
+
+async def until_status(client: AsyncClient, holds) -> None:  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(30):
+        while not holds(await client.status()):
+            await asyncio.sleep(0.01)
