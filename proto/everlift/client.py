@@ -100,7 +100,8 @@ class AsyncClient:
         return await self._ask(lambda stub: stub.GetStatus, pb.GetStatusRequest())
 
     async def close(self) -> None:
-        """Breaks what still runs; requests then go by their ``on_disconnect``."""
+        """Breaks what still runs: streams raise Unreachable, their requests go by their
+        ``on_disconnect``."""
         await self._routers.close()
 
     async def __aenter__(self) -> Self:

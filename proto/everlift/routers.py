@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from everlift.channels import CLIENT_OPTIONS
+from everlift.errors import Unreachable
 from everlift.v1 import inference_pb2_grpc
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Routers:
             raise ValueError("at least one router address is needed")
         self._targets = tuple(targets)
         self._current = 0
+        self.is_closed = False
         self._open: dict[str, tuple[grpc.aio.Channel, InferenceAsyncStub]] = {}
 
     def __len__(self) -> int:
@@ -32,7 +34,9 @@ class Routers:
         return self._targets[self._current]
 
     def stub(self) -> InferenceAsyncStub:
-        """Of the current router. Connects at the first call."""
+        """Of the current router. Connects at the first call. Raises Unreachable when closed."""
+        if self.is_closed:
+            raise Unreachable("the client is closed")
         if self.current not in self._open:
             channel = grpc.aio.insecure_channel(self.current, options=CLIENT_OPTIONS)
             self._open[self.current] = channel, inference_pb2_grpc.InferenceStub(channel)
@@ -44,6 +48,7 @@ class Routers:
             self._current = (self._current + 1) % len(self._targets)
 
     async def close(self) -> None:
+        self.is_closed = True
         for channel, _ in self._open.values():
             await channel.close()
         self._open.clear()

@@ -179,7 +179,7 @@ class Stream(AsyncIterator[Chunk]):
             self._backoff.reset()
         self._hang_up()
         delay = self._backoff.delay(now, error.retry_after_s or 0.0)
-        if error.grpc_status != "UNAVAILABLE" or delay is None:
+        if error.grpc_status != "UNAVAILABLE" or delay is None or self._routers.is_closed:
             self._ended = True
             raise self._final(error)
         if self._deadline is not None and now + delay > self._deadline:

@@ -1,0 +1,416 @@
+"""The client against the fake router, over the real wire."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+import everlift
+import pytest
+from everlift import (
+    AsyncClient,
+    Cancelled,
+    Chunk,
+    Client,
+    DataLoss,
+    DeadlineExceeded,
+    EmptyPrompt,
+    EverliftError,
+    FinishReason,
+    NoLeader,
+    NotUtf8,
+    OnDisconnect,
+    OutOfRange,
+    QueueFull,
+    RequestConflict,
+    RouterStopping,
+    UnknownRequest,
+    Unreachable,
+    errors,
+)
+from everlift.messages import Submission
+from everlift.testing import (
+    Break,
+    BreakOff,
+    FakeRouter,
+    Fault,
+    Hold,
+    Output,
+    Overlap,
+    Refuse,
+    Repeat,
+    Skip,
+)
+from everlift.v1 import inference_pb2 as pb
+
+PROMPT = "zero one two three four"
+TEXT = PROMPT
+CHUNKS = [
+    Chunk(0, (0,), "zero", 1, False),
+    Chunk(1, (1,), " one", 1, False),
+    Chunk(2, (2,), " two", 1, False),
+    Chunk(3, (3,), " three", 1, False),
+    Chunk(4, (4,), " four", 1, False),
+]
+
+
+async def chunks(*faults: Fault | None, reconnect_s: float = 5.0) -> tuple[list[Chunk], list[str]]:
+    """What a stream yields under a script of faults, and the calls that it took."""
+    async with FakeRouter(faults=faults) as router:
+        async with AsyncClient(router.address, reconnect_s=reconnect_s) as client:
+            got = [chunk async for chunk in client.generate(PROMPT)]
+        return got, router.calls
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_stream_yields_each_token_with_its_text_once() -> None:
+    assert await chunks() == (CHUNKS, ["Generate"])
+
+
+async def test_after_the_last_chunk_a_stream_knows_reason_usage_and_timing() -> None:
+    async with FakeRouter() as router, AsyncClient(router.address) as client:
+        stream = client.generate(PROMPT, max_tokens=3)
+        assert (stream.finish_reason, stream.usage, stream.timing) == (None, None, None)
+        assert await stream.text() == "zero one two"
+        assert stream.finish_reason is FinishReason.LENGTH
+        assert stream.usage is not None
+        assert stream.usage.output_tokens == 3
+        assert stream.timing is not None
+        assert stream.timing.attempts == 1
+        assert await stream.text() == ""
+
+
+@pytest.mark.parametrize("fault", [Break, BreakOff])
+@pytest.mark.parametrize("offset", range(6))
+async def test_a_stream_that_breaks_at_any_offset_goes_on_exactly_there(
+    offset: int, fault: type[Break] | type[BreakOff]
+) -> None:
+    assert await chunks(fault(offset)) == (CHUNKS, ["Generate", f"Attach {offset}"])
+
+
+async def test_a_stream_that_breaks_before_every_token_is_complete() -> None:
+    got, calls = await chunks(*(Break(offset) for offset in range(6)))
+    assert got == CHUNKS
+    assert calls == ["Generate"] + [f"Attach {offset}" for offset in range(6)]
+
+
+async def test_text_that_comes_with_the_end_survives_a_break_before_it() -> None:
+    def answer(submission: Submission) -> Output:
+        return Output(((7, "a"), (8, "")), tail="b")
+
+    async with FakeRouter(answer, [Break(2)]) as router, AsyncClient(router.address) as client:
+        got = [chunk async for chunk in client.generate("x")]
+    assert got == [
+        Chunk(0, (7,), "a", 1, False),
+        Chunk(1, (8,), "", 1, False),
+        Chunk(2, (), "b", 1, False),
+    ]
+
+
+@pytest.mark.parametrize("offset", range(5))
+async def test_a_repeated_piece_is_dropped(offset: int) -> None:
+    assert await chunks(Repeat(offset)) == (CHUNKS, ["Generate"])
+
+
+@pytest.mark.parametrize("offset", range(4))
+async def test_a_piece_that_overlaps_the_last_one_is_asked_for_again(offset: int) -> None:
+    assert await chunks(Overlap(offset)) == (CHUNKS, ["Generate", f"Attach {offset + 1}"])
+
+
+async def test_a_gap_is_data_loss() -> None:
+    with pytest.raises(DataLoss, match="offsets 2 to 2"):
+        await chunks(Skip(2))
+
+
+@pytest.mark.parametrize("error", [RouterStopping, NoLeader])
+async def test_a_router_that_cannot_take_it_now_is_asked_again(error: type[EverliftError]) -> None:
+    assert await chunks(Refuse(error())) == (CHUNKS, ["Generate", "Generate"])
+    got = await chunks(Break(2), Refuse(error()))
+    assert got == (CHUNKS, ["Generate", "Attach 2", "Attach 2"])
+
+
+async def test_what_was_accepted_and_is_unknown_now_is_data_loss() -> None:
+    with pytest.raises(DataLoss, match="lost what it had acknowledged"):
+        await chunks(Break(2), Refuse(UnknownRequest()))
+
+
+async def test_every_error_comes_back_as_itself_with_its_cause() -> None:
+    final = [e for e in errors.BY_SLUG.values() if e.grpc_status != "UNAVAILABLE"]
+    assert len(final) > 12
+    async with FakeRouter(faults=[Refuse(e(f"why {e.slug}")) for e in final]) as router:
+        async with AsyncClient(router.address) as client:
+            for error in final:
+                with pytest.raises(error, match=f"why {error.slug}") as caught:
+                    await client.generate(PROMPT).text()
+                assert type(caught.value) is error
+
+
+async def test_an_error_says_when_to_come_again() -> None:
+    async with FakeRouter(faults=[Refuse(QueueFull(retry_after_s=1.5))]) as router:
+        async with AsyncClient(router.address) as client:
+            with pytest.raises(QueueFull) as caught:
+                await client.generate(PROMPT).text()
+    assert caught.value.retry_after_s == 1.5
+
+
+async def test_after_an_error_a_stream_is_over() -> None:
+    async with FakeRouter(faults=[Refuse(EmptyPrompt())]) as router:
+        async with AsyncClient(router.address) as client:
+            async with client.generate(PROMPT) as stream:
+                with pytest.raises(EmptyPrompt):
+                    await anext(stream)
+                assert await stream.text() == ""
+    assert router.calls == ["Generate"]
+
+
+async def test_a_router_that_never_answers_is_given_up_after_reconnect_s() -> None:
+    async with AsyncClient(f"127.0.0.1:{free_port()}", reconnect_s=0.3) as client:
+        with pytest.raises(Unreachable):
+            await client.generate(PROMPT).text()
+        with pytest.raises(Unreachable):
+            await client.status()
+
+
+async def test_a_deadline_ends_the_search_for_a_router() -> None:
+    async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
+        with pytest.raises(DeadlineExceeded, match="no router answered"):
+            await client.generate(PROMPT, timeout_s=0.3).text()
+
+
+async def test_a_deadline_ends_a_stream_that_holds() -> None:
+    async with FakeRouter(faults=[Hold(2)]) as router, AsyncClient(router.address) as client:
+        stream = client.generate(PROMPT, timeout_s=0.3)
+        assert (await anext(stream), await anext(stream)) == (CHUNKS[0], CHUNKS[1])
+        with pytest.raises(DeadlineExceeded):
+            await anext(stream)
+
+
+async def test_a_router_that_stops_and_starts_again_is_found_again() -> None:
+    async with FakeRouter(faults=[Hold(2)]) as router, AsyncClient(router.address) as client:
+        stream = client.generate(PROMPT)
+        got = [await anext(stream), await anext(stream)]
+        await router.stop()
+        rest = asyncio.create_task(stream.text())
+        await router.start()
+        assert await rest == " two three four"
+        assert got == CHUNKS[:2]
+
+
+async def test_the_next_router_is_asked_when_one_is_gone() -> None:
+    async with FakeRouter() as router:
+        targets = [f"127.0.0.1:{free_port()}", router.address]
+        async with AsyncClient(targets) as client:
+            assert await client.generate(PROMPT).text() == TEXT
+        async with AsyncClient(targets) as client:
+            assert (await client.status()).completed == 1
+
+
+async def test_closing_a_stream_cancels_its_request() -> None:
+    async with FakeRouter(faults=[Hold(2)]) as router, AsyncClient(router.address) as client:
+        async with client.generate(PROMPT) as stream:
+            await anext(stream)
+        assert router.requests[stream.request_id].state == pb.REQUEST_STATE_CANCELLED
+
+
+async def test_a_cancelled_task_cancels_its_request() -> None:
+    async with FakeRouter(faults=[Hold(1)]) as router, AsyncClient(router.address) as client:
+        stream = client.generate(PROMPT)
+
+        async def work() -> None:
+            async with stream:
+                await stream.text()
+
+        task = asyncio.create_task(work())
+        await until(lambda: bool(router.requests))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert router.requests[stream.request_id].state == pb.REQUEST_STATE_CANCELLED
+
+
+async def test_closing_a_finished_stream_calls_nothing() -> None:
+    async with FakeRouter() as router, AsyncClient(router.address) as client:
+        async with client.generate(PROMPT) as stream:
+            await stream.text()
+        assert router.calls == ["Generate"]
+
+
+async def test_closing_a_stream_without_a_router_does_not_fail() -> None:
+    async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
+        await client.generate(PROMPT).aclose()
+
+
+async def test_closing_an_attached_stream_only_leaves() -> None:
+    async with FakeRouter(faults=[Hold(2), Hold(2)]) as router:
+        async with AsyncClient(router.address) as client:
+            owner = client.generate(PROMPT)
+            await anext(owner)
+            async with client.attach(owner.request_id) as stream:
+                assert await anext(stream) == CHUNKS[0]
+            assert "Cancel" not in router.calls
+            await owner.aclose()
+
+
+async def test_closing_the_client_breaks_its_streams_and_cancels_nothing() -> None:
+    async with FakeRouter(faults=[Hold(1)]) as router:
+        client = AsyncClient(router.address)
+        stream = client.generate(PROMPT)
+        await anext(stream)
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(Unreachable):
+            await waiting
+        await stream.aclose()
+        with pytest.raises(Unreachable, match="the client is closed"):
+            await client.status()
+        assert router.calls == ["Generate"]
+
+
+async def test_a_request_can_be_attached_to_from_any_offset() -> None:
+    async with FakeRouter() as router, AsyncClient(router.address) as client:
+        stream = client.generate(PROMPT)
+        await stream.text()
+        for offset in range(6):
+            got = [chunk async for chunk in client.attach(stream.request_id, offset)]
+            assert got == CHUNKS[offset:]
+
+
+async def test_a_stream_can_be_read_on_after_a_wait_that_timed_out() -> None:
+    async with FakeRouter(faults=[Hold(2)]) as router, AsyncClient(router.address) as client:
+        stream = client.generate(PROMPT)
+        got = [await anext(stream), await anext(stream)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.1)
+        assert got + [chunk async for chunk in stream] == CHUNKS
+
+
+async def test_the_same_id_is_the_same_request_and_another_body_a_conflict() -> None:
+    async with FakeRouter() as router, AsyncClient(router.address) as client:
+        assert await client.generate(PROMPT, request_id="a").text() == TEXT
+        assert await client.generate(PROMPT, request_id="a", timeout_s=9).text() == TEXT
+        with pytest.raises(RequestConflict):
+            await client.generate("another", request_id="a").text()
+
+
+async def test_calls_answer_about_a_request() -> None:
+    async with FakeRouter() as router, AsyncClient(router.address) as client:
+        await client.generate(PROMPT, request_id="a").text()
+        known = await client.get_request("a")
+        assert (known.state, known.output_tokens) == (pb.REQUEST_STATE_FINISHED, 5)
+        assert (await client.cancel("a")).state == pb.REQUEST_STATE_FINISHED
+        calls: list[Awaitable[object]] = [client.get_request("b"), client.cancel("b")]
+        for call in calls:
+            with pytest.raises(UnknownRequest):
+                await call
+
+
+async def test_a_cancelled_request_ends_with_cancelled_for_its_readers() -> None:
+    async with FakeRouter(faults=[Hold(1)]) as router, AsyncClient(router.address) as client:
+        stream = client.generate(PROMPT)
+        await anext(stream)
+        await client.cancel(stream.request_id)
+        with pytest.raises(Cancelled):
+            await anext(stream)
+
+
+async def test_every_option_reaches_the_router() -> None:
+    async with FakeRouter() as router, AsyncClient(router.address) as client:
+        stream = client.generate(
+            [5, 6],
+            max_tokens=1,
+            temperature=0.5,
+            top_p=0.25,
+            top_k=3,
+            min_p=0.125,
+            seed=9,
+            stop="END",
+            stop_token_ids=[4],
+            ignore_eos=True,
+            model="m",
+            request_id="r",
+            on_disconnect=OnDisconnect.CONTINUE,
+            timeout_s=60.0,
+        )
+        await stream.text()
+        got = router.requests["r"].submission
+    sampling = got.sampling
+    assert (got.prompt, got.max_tokens, got.stop, got.stop_token_ids) == ((5, 6), 1, ("END",), (4,))
+    assert (got.ignore_eos, got.model) == (True, "m")
+    assert got.on_disconnect is OnDisconnect.CONTINUE
+    assert got.timeout_s == pytest.approx(60, abs=5)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 3)
+    assert (sampling.min_p, sampling.seed) == (0.125, 9)
+
+
+async def test_a_client_keeps_its_requests_for_a_grace_unless_told_otherwise() -> None:
+    async with FakeRouter() as router, AsyncClient(router.address) as client:
+        await client.generate(PROMPT, request_id="r").text()
+        assert router.requests["r"].submission.on_disconnect is OnDisconnect.GRACE
+
+
+async def test_what_cannot_be_sent_is_refused_at_once() -> None:
+    client = AsyncClient("127.0.0.1:1")
+    with pytest.raises(OutOfRange):
+        client.generate("x", max_tokens=-1)
+    with pytest.raises(OutOfRange):
+        client.generate([1 << 40])
+    with pytest.raises(OutOfRange):
+        client.generate("x", timeout_s=float("inf"))
+    with pytest.raises(NotUtf8):
+        client.generate("\ud800")
+    with pytest.raises(everlift.InvalidRequest, match="request_id"):
+        client.generate("x", request_id="no spaces")
+    with pytest.raises(TypeError, match="max_token"):
+        client.generate("x", max_token=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="not bytes"):
+        client.generate(b"x")
+    with pytest.raises(ValueError, match="at least one"):
+        AsyncClient([])
+
+
+async def test_the_blocking_client_does_all_of_this_too() -> None:
+    def work(address: str) -> None:
+        with Client(address) as client:
+            stream = client.generate(PROMPT, request_id="a")
+            assert stream.request_id == "a"
+            assert list(stream) == CHUNKS
+            assert stream.finish_reason is FinishReason.STOP
+            assert stream.usage is not None
+            assert stream.timing is not None
+            assert client.attach("a", 3).text() == " three four"
+            assert client.get_request("a").output_tokens == 5
+            assert client.cancel("a").state == pb.REQUEST_STATE_FINISHED
+            assert client.status().completed == 1
+            with pytest.raises(UnknownRequest):
+                client.attach("b").text()
+        client.close()
+
+    async with FakeRouter(faults=[Break(2)]) as router:
+        await asyncio.to_thread(work, router.address)
+
+
+async def test_leaving_a_blocking_stream_cancels_its_request() -> None:
+    def work(address: str) -> None:
+        with Client(address) as client, client.generate(PROMPT, request_id="a") as stream:
+            assert next(stream) == CHUNKS[0]
+
+    async with FakeRouter(faults=[Hold(2)]) as router:
+        await asyncio.to_thread(work, router.address)
+        assert router.requests["a"].state == pb.REQUEST_STATE_CANCELLED
+
+
+def test_the_public_names_are_those_of_the_client_and_its_errors() -> None:
+    public = {name for name in vars(everlift) if name[0].isupper()}
+    assert public == set(everlift.__all__)
+    assert {error.__name__ for error in errors.BY_SLUG.values()} <= public

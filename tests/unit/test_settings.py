@@ -1,0 +1,213 @@
+"""The loader of settings."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from everlift.settings import SettingsError, from_environment, from_flags, load, to_dict
+
+
+class Durability(Enum):
+    MEMORY = 1
+    EVERY_SEC = 2
+
+
+@dataclass(frozen=True)
+class Worker:
+    model: str
+    max_num_seqs: int = 256
+    share: float = 0.9
+    device: Literal["cpu", "cuda"] = "cpu"
+    stops: tuple[int, ...] = ()
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs: must be positive, not {self.max_num_seqs}")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    url: str = "embedded"
+    durability: Durability = Durability.EVERY_SEC
+
+
+@dataclass(frozen=True)
+class Config:
+    worker: Worker = field(default_factory=lambda: Worker("demo"))
+    ledger: Ledger = field(default_factory=Ledger)
+    state_dir: Path = Path("/tmp")
+    verbose: bool = False
+
+
+def error(*layers: dict[str, object]) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(Config, *layers)
+    return str(caught.value)
+
+
+def flag_error(assignment: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        from_flags(Config, [assignment])
+    return str(caught.value)
+
+
+def environment_error(**environ: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        from_environment(Config, environ)
+    return str(caught.value)
+
+
+def test_without_layers_the_defaults_hold() -> None:
+    assert load(Config) == Config()
+
+
+def test_every_type_is_read_from_plain_values() -> None:
+    loaded = load(
+        Config,
+        {
+            "worker": {"model": "m", "share": 1, "device": "cuda", "stops": [1, 2], "threads": 3},
+            "ledger": {"durability": "memory"},
+            "state_dir": "/x",
+            "verbose": True,
+        },
+    )
+    assert loaded == Config(
+        Worker("m", 256, 1.0, "cuda", (1, 2), 3),
+        Ledger(durability=Durability.MEMORY),
+        Path("/x"),
+        True,
+    )
+    assert isinstance(loaded.worker.share, float)
+
+
+def test_a_later_layer_wins_key_by_key() -> None:
+    yaml = {"worker": {"model": "m", "max_num_seqs": 1, "share": 0.5}, "verbose": True}
+    environment = from_environment(Config, {"EVERLIFT_WORKER__MAX_NUM_SEQS": "2"})
+    flags = from_flags(Config, ["worker.share=0.25"])
+    assert load(Config, yaml, environment, flags) == Config(Worker("m", 2, 0.25), verbose=True)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ("worker.max_num_seqs=8", {"worker": {"max_num_seqs": 8}}),
+        ("worker.share=.5", {"worker": {"share": 0.5}}),
+        ("worker.stops=1, 2", {"worker": {"stops": [1, 2]}}),
+        ("worker.stops=", {"worker": {"stops": []}}),
+        ("worker.threads=none", {"worker": {"threads": None}}),
+        ("worker.threads=4", {"worker": {"threads": 4}}),
+        ("worker.model=a=b", {"worker": {"model": "a=b"}}),
+        ("ledger.durability=memory", {"ledger": {"durability": "memory"}}),
+        ("verbose=on", {"verbose": True}),
+        ("verbose=0", {"verbose": False}),
+    ],
+)
+def test_flags_are_read_by_the_type_of_their_key(
+    assignment: str, expected: dict[str, object]
+) -> None:
+    assert from_flags(Config, [assignment]) == expected
+
+
+def test_the_environment_holds_other_variables_too() -> None:
+    environ = {"PATH": "/bin", "EVERLIFT_ADDRESS": "x", "EVERLIFT_STATE_DIR": "/y"}
+    assert from_environment(Config, environ, ["EVERLIFT_ADDRESS"]) == {"state_dir": "/y"}
+
+
+def test_an_unknown_key_names_the_nearest_of_its_section() -> None:
+    expected = "worker.max_num_seq: unknown key; did you mean worker.max_num_seqs?"
+    assert error({"worker": {"max_num_seq": 1}}) == expected
+    assert flag_error("worker.max_num_seq=1") == expected
+
+
+def test_an_unknown_key_in_the_wrong_section_names_the_right_one() -> None:
+    expected = "max_num_seqs: unknown key; did you mean worker.max_num_seqs?"
+    assert error({"max_num_seqs": 1}) == expected
+    assert flag_error("ledger.share=1") == "ledger.share: unknown key; did you mean worker.share?"
+
+
+def test_an_unknown_key_like_no_other_names_none() -> None:
+    assert error({"zzz": 1}) == "zzz: unknown key"
+
+
+def test_a_misspelt_section_names_the_right_one() -> None:
+    assert error({"leger": {"url": "x"}}) == "leger: unknown key; did you mean ledger?"
+    assert flag_error("leger.url=x") == "leger.url: unknown key; did you mean ledger.url?"
+
+
+def test_an_unknown_variable_names_the_nearest_variable() -> None:
+    assert environment_error(EVERLIFT_WORKER__MAX_NUM_SEQ="1") == (
+        "EVERLIFT_WORKER__MAX_NUM_SEQ: unknown key; did you mean EVERLIFT_WORKER__MAX_NUM_SEQS?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"verbose": 1}, "verbose: must be true or false, not 1"),
+        ({"worker": {"max_num_seqs": "8"}}, "worker.max_num_seqs: must be an integer, not '8'"),
+        ({"worker": {"max_num_seqs": True}}, "worker.max_num_seqs: must be an integer, not True"),
+        ({"worker": {"share": "a"}}, "worker.share: must be a number, not 'a'"),
+        ({"worker": {"model": 1}}, "worker.model: must be text, not 1"),
+        ({"worker": {"device": "tpu"}}, "worker.device: must be one of cpu, cuda, not 'tpu'"),
+        ({"worker": {"stops": 1}}, "worker.stops: must be a list, each an integer, not 1"),
+        ({"worker": {"stops": ["a"]}}, "worker.stops: must be an integer, not 'a'"),
+        ({"worker": {"threads": "a"}}, "worker.threads: must be an integer, not 'a'"),
+        ({"worker": 1}, "worker: must be a section of settings, not 1"),
+        (
+            {"ledger": {"durability": "x"}},
+            "ledger.durability: must be one of memory, every_sec, not 'x'",
+        ),
+        ({"state_dir": 1}, "state_dir: must be a path, not 1"),
+    ],
+)
+def test_a_value_of_another_type_is_an_error_that_says_which(
+    layer: dict[str, object], message: str
+) -> None:
+    defaults: dict[str, object] = {"worker": {"model": "m"}}
+    assert error(defaults, layer) == message
+
+
+def test_text_that_is_no_value_of_its_type_names_flag_or_variable() -> None:
+    assert flag_error("worker.max_num_seqs=many") == (
+        "worker.max_num_seqs: must be an integer, not 'many'"
+    )
+    assert environment_error(EVERLIFT_VERBOSE="maybe") == (
+        "EVERLIFT_VERBOSE: must be true or false, not 'maybe'"
+    )
+
+
+def test_a_flag_without_a_value_is_an_error() -> None:
+    assert flag_error("verbose") == "verbose: must be key=value"
+
+
+def test_what_a_dataclass_itself_refuses_is_an_error_with_its_path() -> None:
+    assert error({"worker": {"model": "m", "max_num_seqs": 0}}) == (
+        "worker.max_num_seqs: must be positive, not 0"
+    )
+
+
+def test_a_section_is_no_key() -> None:
+    assert flag_error("worker=x") == "worker: is a section, only its keys can be set"
+    assert environment_error(EVERLIFT_LEDGER="x") == (
+        "EVERLIFT_LEDGER: is a section, only its keys can be set"
+    )
+
+
+def test_a_section_that_is_set_needs_its_required_keys() -> None:
+    assert error({"worker": {"share": 0.5}}) == "worker.model: must be set"
+
+
+def test_a_config_comes_back_from_its_plain_values() -> None:
+    config = Config(Worker("m", stops=(1,)), Ledger(durability=Durability.MEMORY))
+    assert to_dict(config)["worker"] == {
+        "model": "m",
+        "max_num_seqs": 256,
+        "share": 0.9,
+        "device": "cpu",
+        "stops": [1],
+        "threads": None,
+    }
+    assert load(Config, to_dict(config)) == config
