@@ -9,12 +9,13 @@ local function is_repeated(id, epoch, last, finish_reason)
     return by == epoch and reason == finish_reason and last <= redis.call('STRLEN', tokens_key(id))
 end
 
--- Stores what lies beyond `stored`. All positions are in bytes.
-local function store(id, offset, tokens, stored, max_tokens)
-    if offset > stored then return 'gap' end
-    local fresh = tokens:sub(stored - offset + 1)
-    if stored + #fresh > max_tokens * 4 then return 'limit' end
-    if #fresh > 0 then redis.call('APPEND', tokens_key(id), fresh) end
+-- Stores what lies beyond the tokens that are known. All positions are in bytes.
+local function store(key, offset, tokens, max_bytes)
+    local known = redis.call('STRLEN', key)
+    if offset > known then return 'gap' end
+    local fresh = tokens:sub(known - offset + 1)
+    if known + #fresh > max_bytes then return 'limit' end
+    if #fresh > 0 then redis.call('APPEND', key, fresh) end
     return 'ok'
 end
 
@@ -29,8 +30,7 @@ local function append(id, epoch, offset, tokens, finish_reason)
     elseif state ~= 'running' or its_epoch ~= epoch then
         return 'fenced'
     end
-    local stored = redis.call('STRLEN', tokens_key(id))
-    local answer = store(id, offset * 4, tokens, stored, max_tokens)
+    local answer = store(tokens_key(id), offset * 4, tokens, max_tokens * 4)
     if answer == 'ok' and finish_reason ~= '' then
         finish(id, gateway, 'finished', retention_ms,
             'finish_reason', finish_reason, 'finished_by', epoch)

@@ -219,6 +219,8 @@ def _write_private(path: Path, text: str) -> None:
     """Nobody else can read it at any time; it is whole or not there."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(file.name, path)
 
 

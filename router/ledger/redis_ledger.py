@@ -123,17 +123,16 @@ class RedisLedger:
         return codec.entry(request_id, rest[0])
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
+        places = [self._shards.of(item.request_id) for item in appends]
         by_shard: dict[int, list[Append]] = {}
-        for item in appends:
-            by_shard.setdefault(self._shards.of(item.request_id), []).append(item)
+        for shard, item in zip(places, appends, strict=True):
+            by_shard.setdefault(shard, []).append(item)
         answers = await self._shards.run_all(
             [self._append_call(shard, items) for shard, items in by_shard.items()]
         )
         # Each shard answers in the order of its own items.
         words = {shard: iter(answer) for shard, answer in zip(by_shard, answers, strict=True)}
-        return [
-            Appended(next(words[self._shards.of(item.request_id)]).decode()) for item in appends
-        ]
+        return [Appended(next(words[shard]).decode()) for shard in places]
 
     def _append_call(self, shard: int, items: Sequence[Append]) -> Call:
         fields = (field for item in items for field in codec.append_fields(item))

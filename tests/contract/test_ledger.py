@@ -1,0 +1,764 @@
+"""What every ledger does, in memory and on servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+import pytest
+from everlift.errors import (
+    AttemptsExhausted,
+    Cancelled,
+    OffsetOutOfRange,
+    RequestConflict,
+    UnknownRequest,
+)
+from everlift.messages import FinishReason
+from everlift.v1 import session_pb2
+
+from router.ledger.base import Ledger, NotQueued, StaleTerm
+from router.ledger.config import LedgerConfig
+from router.ledger.entry import LOST_TOO_OFTEN, Append, Appended, Entry, Move, State, Stored
+from router.ledger.memory import MemoryLedger
+from tests.ledgers import (
+    Clock,
+    connected,
+    eventually,
+    make_request,
+    redis_server,
+    valkey_server,
+)
+
+TERM = 2**63
+EPOCH = 2**64 - 1
+#: The same double as EPOCH.
+NEAR_EPOCH = 2**64 - 2
+#: Long enough to act within, short enough to wait for.
+LEASE_S = 0.25
+AGES_S = 3600.0
+RETENTION_S = 0.25
+
+TARGETS = {
+    (State.QUEUED, Move.DISPATCH): State.RUNNING,
+    (State.RUNNING, Move.APPEND): State.RUNNING,
+    (State.RUNNING, Move.RELEASE): State.QUEUED,
+    (State.QUEUED, Move.TAKE_OVER): State.QUEUED,
+    (State.RUNNING, Move.TAKE_OVER): State.QUEUED,
+    (State.QUEUED, Move.DISCARD): None,
+    (State.QUEUED, Move.END): State.CANCELLED,
+    (State.RUNNING, Move.END): State.CANCELLED,
+}
+PAIRS = [
+    pytest.param(state, move, id=f"{state.value}-{move.name.lower()}")
+    for move in Move
+    if move is not Move.OPEN
+    for state in State
+]
+
+Tick = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``url`` is empty for the ledger in memory."""
+
+    url: str
+    shards: int = 1
+
+
+@pytest.fixture(scope="module", params=["memory", "valkey", "valkey-4-shards", "redis"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    if request.param == "memory":
+        yield Backend("")
+    elif request.param == "redis":
+        with redis_server() as url:
+            yield Backend(url)
+    else:
+        with valkey_server() as url:
+            yield Backend(url, shards=4 if "shards" in request.param else 1)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def ledger(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
+    if not backend.url:
+        yield MemoryLedger(clock)
+        return
+    async with connected(backend.url, shards=backend.shards) as ledger:
+        yield ledger
+
+
+@pytest.fixture
+async def forgetful(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
+    """A ledger that soon forgets what ended."""
+    if not backend.url:
+        yield MemoryLedger(clock, LedgerConfig(retention_s=RETENTION_S))
+        return
+    async with connected(backend.url, shards=backend.shards, retention_s=RETENTION_S) as ledger:
+        yield ledger
+
+
+@pytest.fixture
+def tick(backend: Backend, clock: Clock) -> Tick:
+    async def pass_time() -> None:
+        clock.now += 0.01
+        await asyncio.sleep(0.01 if backend.url else 0)
+
+    return pass_time
+
+
+async def lead(ledger: Ledger, term: int = TERM) -> None:
+    assert await ledger.lead("router", "127.0.0.1:1", term, AGES_S)
+
+
+async def run(ledger: Ledger, request_id: str = "r", epoch: int = EPOCH) -> Entry:
+    """A request on a worker, with three tokens."""
+    await ledger.open(make_request(request_id), "gateway")
+    await lead(ledger)
+    await ledger.dispatch(request_id, "worker", epoch, TERM)
+    assert await store(ledger, Append(request_id, epoch, 0, (10, 11, 12))) is Appended.OK
+    return await ledger.get(request_id)
+
+
+async def store(ledger: Ledger, item: Append) -> Appended:
+    [answer] = await ledger.append([item])
+    return answer
+
+
+async def bring(ledger: Ledger, state: State) -> Stored:
+    """The request "r" in any state."""
+    await ledger.open(make_request(), "gateway")
+    await lead(ledger)
+    if state is not State.QUEUED:
+        await run(ledger)
+    if state is State.FINISHED:
+        await store(ledger, Append("r", EPOCH, 3, (13,), finish_reason=FinishReason.STOP))
+    elif state.is_final:
+        await ledger.end("r", state, "slug", "message")
+    stored = await ledger.read("r")
+    assert stored.entry.state is state
+    return stored
+
+
+async def make(ledger: Ledger, move: Move) -> object:
+    """The ledger's answer to a move of "r"."""
+    match move:
+        case Move.OPEN:
+            return await ledger.open(make_request(), "gateway")
+        case Move.DISPATCH:
+            return await ledger.dispatch("r", "other worker", 7, TERM)
+        case Move.APPEND:
+            return await store(ledger, Append("r", EPOCH, 3, (20,)))
+        case Move.RELEASE:
+            return await ledger.release("r", EPOCH, lost=False, max_losses=3)
+        case Move.TAKE_OVER:
+            return replace(await ledger.take_over("r", "heir"), now=0.0)
+        case Move.DISCARD:
+            await ledger.discard("r")
+            return None
+        case Move.END:
+            return await ledger.end("r", State.CANCELLED, Cancelled.slug, "why")
+        case _:
+            assert_never(move)
+
+
+async def content(ledger: Ledger) -> Stored | None:
+    """All that there is of "r"; None if there is nothing."""
+    try:
+        return replace(await ledger.read("r"), now=0.0)
+    except UnknownRequest:
+        return None
+
+
+# the table of moves
+
+
+def test_the_expected_moves_are_those_of_the_table() -> None:
+    allowed = {(state, move) for move in Move for state in move.sources}
+    assert set(TARGETS) == allowed
+
+
+@pytest.mark.parametrize(("state", "move"), PAIRS)
+async def test_a_move_is_made_from_its_sources_and_refused_elsewhere(
+    ledger: Ledger, state: State, move: Move
+) -> None:
+    before = replace(await bring(ledger, state), now=0.0)
+    refused = state not in move.sources
+    if refused and move is Move.DISPATCH:
+        with pytest.raises(NotQueued) as error:
+            await make(ledger, move)
+        assert error.value.entry == before.entry
+    else:
+        answer = await make(ledger, move)
+        if refused:
+            assert answer == refusal(move, before)
+    after = await content(ledger)
+    if refused:
+        assert after == before
+    else:
+        assert (after and after.entry.state) == TARGETS[state, move]
+
+
+def refusal(move: Move, before: Stored) -> object:
+    match move:
+        case Move.APPEND:
+            return Appended.ENDED if before.entry.state.is_final else Appended.FENCED
+        case Move.TAKE_OVER:
+            return before
+        case Move.DISCARD:
+            return None
+        case _:
+            return before.entry
+
+
+@pytest.mark.parametrize("state", State)
+async def test_an_id_is_opened_once(ledger: Ledger, state: State) -> None:
+    before = await bring(ledger, state)
+    opened = await ledger.open(make_request(), "other gateway", timeout_s=5.0)
+    assert (opened.created, opened.entry) == (False, before.entry)
+    with pytest.raises(RequestConflict):
+        await ledger.open(make_request(body=b"other"), "gateway")
+    assert replace(await ledger.read("r"), now=before.now) == before
+
+
+@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED, State.EXPIRED])
+@pytest.mark.parametrize("source", [State.QUEUED, State.RUNNING])
+async def test_a_request_ends_as_it_is_told(ledger: Ledger, source: State, state: State) -> None:
+    before = (await bring(ledger, source)).entry
+    entry = await ledger.end("r", state, "some_slug", "some message, ä")
+    assert entry == replace(
+        before,
+        state=state,
+        worker="",
+        epoch=0,
+        error_slug="some_slug",
+        error_message="some message, ä",
+    )
+
+
+@pytest.mark.parametrize("state", [State.QUEUED, State.RUNNING, State.FINISHED])
+async def test_nothing_is_ended_as_what_is_no_failure(ledger: Ledger, state: State) -> None:
+    await run(ledger)
+    with pytest.raises(ValueError, match=state.value):
+        await ledger.end("r", state, "", "")
+
+
+MADE = [pytest.param(s, m, id=f"{s.value}-{m.name.lower()}") for s, m in TARGETS]
+
+
+@pytest.mark.parametrize(("state", "move"), MADE)
+async def test_a_move_made_again_changes_nothing_and_answers_the_same(
+    ledger: Ledger, state: State, move: Move
+) -> None:
+    await bring(ledger, state)
+    first = await make(ledger, move)
+    between = await content(ledger)
+    assert await make(ledger, move) == first
+    assert await content(ledger) == between
+
+
+async def test_every_move_of_an_unknown_request_is_refused(ledger: Ledger) -> None:
+    await lead(ledger)
+    assert await make(ledger, Move.APPEND) is Appended.UNKNOWN
+    assert await make(ledger, Move.DISCARD) is None
+    with pytest.raises(NotQueued) as error:
+        await make(ledger, Move.DISPATCH)
+    assert error.value.entry is None
+    for move in (Move.RELEASE, Move.TAKE_OVER, Move.END):
+        with pytest.raises(UnknownRequest):
+            await make(ledger, move)
+    for ask in (ledger.get, ledger.read):
+        with pytest.raises(UnknownRequest):
+            await ask("r")
+
+
+async def test_a_life_from_open_to_finish_leaves_its_whole_entry(ledger: Ledger) -> None:
+    opened = await ledger.open(make_request(), "gateway")
+    assert opened.created
+    arrived = opened.entry.arrived
+    assert opened.entry == Entry("r", State.QUEUED, "gateway", arrived)
+    await lead(ledger)
+    running = Entry("r", State.RUNNING, "gateway", arrived, 0, "w1", EPOCH, attempts=1)
+    assert await ledger.dispatch("r", "w1", EPOCH, TERM) == running
+    assert await store(ledger, Append("r", EPOCH, 0, (1, 2))) is Appended.OK
+    lost = await ledger.release("r", EPOCH, lost=True, max_losses=3)
+    assert lost == Entry("r", State.QUEUED, "gateway", arrived, 2, attempts=1, losses=1)
+    await ledger.dispatch("r", "w2", 5, TERM)
+    last = Append("r", 5, 2, (3,), finish_reason=FinishReason.LENGTH)
+    assert await store(ledger, last) is Appended.OK
+    assert await ledger.get("r") == Entry(
+        "r",
+        State.FINISHED,
+        "gateway",
+        arrived,
+        num_tokens=3,
+        attempts=2,
+        losses=1,
+        finish_reason=FinishReason.LENGTH,
+    )
+
+
+async def test_a_discarded_id_is_free_again(ledger: Ledger) -> None:
+    await ledger.open(make_request(), "gateway")
+    await ledger.discard("r")
+    opened = await ledger.open(make_request(body=b"other"), "other gateway")
+    assert (opened.created, opened.entry.gateway) == (True, "other gateway")
+    assert await ledger.orphans(10) == ["r"]
+
+
+# what is stored
+
+
+async def test_a_request_comes_back_as_it_was_with_its_deadline(ledger: Ledger) -> None:
+    entry = (await ledger.open(make_request(), "gateway", timeout_s=2.5)).entry
+    stored = await ledger.read("r")
+    assert stored.request.deadline == pytest.approx(entry.arrived + 2.5)
+    assert replace(stored.request, deadline=None) == make_request()
+    assert stored.now >= entry.arrived
+
+
+async def test_a_request_without_timeout_has_no_deadline(ledger: Ledger) -> None:
+    await ledger.open(replace(make_request(), deadline=1.0), "gateway")
+    assert (await ledger.take_over("r", "heir")).request == make_request()
+
+
+TOKENS = (0, 1, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 0x0A0D0A0D, 0x25000000)
+
+
+async def test_tokens_of_every_size_come_back_from_every_offset(ledger: Ledger) -> None:
+    await ledger.open(make_request(max_tokens=len(TOKENS)), "gateway")
+    await lead(ledger)
+    await ledger.dispatch("r", "worker", EPOCH, TERM)
+    assert await store(ledger, Append("r", EPOCH, 0, TOKENS)) is Appended.OK
+    for offset in range(len(TOKENS) + 1):
+        stored = await ledger.read("r", offset)
+        assert (stored.offset, stored.tokens) == (offset, TOKENS[offset:])
+        assert stored.entry.num_tokens == len(TOKENS)
+
+
+@pytest.mark.parametrize("offset", [-1, 4, 2**70])
+async def test_there_is_nothing_to_read_beyond_the_tokens(ledger: Ledger, offset: int) -> None:
+    await run(ledger)
+    with pytest.raises(OffsetOutOfRange):
+        await ledger.read("r", offset)
+
+
+LEGAL = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-"
+
+
+@pytest.mark.parametrize("request_id", [LEGAL, ":", "r:0", "r", "0:0:0", ".", "-" * 128])
+async def test_ids_of_every_legal_character_are_kept_apart(ledger: Ledger, request_id: str) -> None:
+    neighbours = ["r:0:0", "t:r:0", "owners", f"{request_id[:120]}:0"]
+    for neighbour in neighbours:
+        await run(ledger, neighbour)
+    entry = await run(ledger, request_id)
+    assert entry.request_id == request_id
+    assert (await ledger.read(request_id)).tokens == (10, 11, 12)
+    await ledger.end(request_id, State.CANCELLED, Cancelled.slug, "")
+    for neighbour in neighbours:
+        assert (await ledger.get(neighbour)).state is State.RUNNING
+
+
+async def test_a_gateway_may_be_named_like_a_hash_tag(ledger: Ledger) -> None:
+    await ledger.open(make_request(), "{3}:r:{x}")
+    assert await ledger.orphans(10) == ["r"]
+    assert (await ledger.get("r")).gateway == "{3}:r:{x}"
+
+
+# appends
+
+
+async def test_what_overlaps_is_trimmed(ledger: Ledger) -> None:
+    await run(ledger)
+    assert await store(ledger, Append("r", EPOCH, 1, (99, 99, 13, 14))) is Appended.OK
+    assert await store(ledger, Append("r", EPOCH, 0, (99,))) is Appended.OK
+    assert await store(ledger, Append("r", EPOCH, 5, ())) is Appended.OK
+    assert (await ledger.read("r")).tokens == (10, 11, 12, 13, 14)
+
+
+@pytest.mark.parametrize("reason", [None, FinishReason.STOP])
+@pytest.mark.parametrize(
+    ("offset", "tokens", "answer"),
+    [
+        (4, (14,), Appended.GAP),
+        (4, (), Appended.GAP),
+        (100, (14,), Appended.GAP),
+        (3, (0,) * 6, Appended.LIMIT),
+        (0, (0,) * 9, Appended.LIMIT),
+    ],
+)
+async def test_a_gap_or_too_much_is_refused_whole(
+    ledger: Ledger,
+    offset: int,
+    tokens: tuple[int, ...],
+    answer: Appended,
+    reason: FinishReason | None,
+) -> None:
+    before = await run(ledger)
+    item = Append("r", EPOCH, offset, tokens, finish_reason=reason)
+    assert await store(ledger, item) is answer
+    assert await ledger.get("r") == before
+
+
+async def test_exactly_max_tokens_are_taken(ledger: Ledger) -> None:
+    await run(ledger)
+    assert await store(ledger, Append("r", EPOCH, 3, (13, 14, 15, 16, 17))) is Appended.OK
+    assert await store(ledger, Append("r", EPOCH, 8, (18,))) is Appended.LIMIT
+    assert (await ledger.get("r")).num_tokens == 8
+
+
+async def test_a_request_finishes_with_or_without_more_tokens(ledger: Ledger) -> None:
+    for request_id, tokens in (("more", (13,)), ("none", ())):
+        await run(ledger, request_id)
+        item = Append(request_id, EPOCH, 3, tokens, finish_reason=FinishReason.STOP)
+        assert await store(ledger, item) is Appended.OK
+        entry = await ledger.get(request_id)
+        assert (entry.state, entry.num_tokens) == (State.FINISHED, 3 + len(tokens))
+
+
+async def test_only_the_append_that_finished_a_request_may_come_again(ledger: Ledger) -> None:
+    await run(ledger)
+    last = Append("r", EPOCH, 3, (13,), finish_reason=FinishReason.STOP)
+    assert await store(ledger, last) is Appended.OK
+    assert await store(ledger, last) is Appended.OK
+    joined = replace(last, offset=2, tokens=(12, 13))
+    assert await store(ledger, joined) is Appended.OK
+    for other in (
+        replace(last, finish_reason=FinishReason.LENGTH),
+        replace(last, finish_reason=None),
+        replace(last, tokens=(13, 14)),
+        replace(last, offset=5, tokens=()),
+        replace(last, epoch=NEAR_EPOCH),
+    ):
+        assert await store(ledger, other) is Appended.ENDED
+    assert (await ledger.read("r")).tokens == (10, 11, 12, 13)
+
+
+async def test_a_refused_item_does_not_disturb_the_others(ledger: Ledger) -> None:
+    for request_id in ("a", "b", "c", "d", "e"):
+        await run(ledger, request_id)
+    await ledger.end("e", State.CANCELLED, Cancelled.slug, "")
+    answers = await ledger.append(
+        [
+            Append("a", EPOCH, 3, (13,)),
+            Append("nobody", EPOCH, 0, (1,)),
+            Append("b", NEAR_EPOCH, 3, (13,)),
+            Append("c", EPOCH, 4, (14,)),
+            Append("d", EPOCH, 3, (0,) * 6),
+            Append("e", EPOCH, 3, (13,)),
+            Append("a", EPOCH, 4, (14,), finish_reason=FinishReason.STOP),
+        ]
+    )
+    assert [answer.value for answer in answers] == (
+        ["ok", "unknown", "fenced", "gap", "limit", "ended", "ok"]
+    )
+    assert (await ledger.read("a")).tokens == (10, 11, 12, 13, 14)
+    assert [(await ledger.get(i)).num_tokens for i in "bcde"] == [3, 3, 3, 3]
+
+
+async def test_many_items_are_answered_in_their_order(ledger: Ledger) -> None:
+    ids = [f"r{n}" for n in range(100)]
+    await lead(ledger)
+    for n, request_id in enumerate(ids):
+        await ledger.open(make_request(request_id), "gateway")
+        await ledger.dispatch(request_id, "worker", n + 1, TERM)
+    items = [Append(r, n + 1 + n % 2, 0, (n,)) for n, r in enumerate(ids)]
+    assert await ledger.append(items) == [Appended.OK, Appended.FENCED] * 50
+
+
+async def test_nothing_may_be_appended(ledger: Ledger) -> None:
+    assert await ledger.append([]) == []
+
+
+def test_a_second_choice_is_not_of_this_version() -> None:
+    with pytest.raises(ValueError, match="choice"):
+        Append("r", EPOCH, 0, (1,), choice=1)
+
+
+# fences
+
+EPOCHS = [1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
+
+
+@pytest.mark.parametrize("epoch", EPOCHS)
+async def test_epochs_differ_down_to_their_last_bit(ledger: Ledger, epoch: int) -> None:
+    entry = await run(ledger, epoch=epoch)
+    assert entry.epoch == epoch
+    for other in {epoch - 1, (epoch + 1) % 2**64, 0}:
+        assert await store(ledger, Append("r", other, 3, (13,))) is Appended.FENCED
+        assert await ledger.release("r", other, lost=True, max_losses=1) == entry
+
+
+@pytest.mark.parametrize("term", EPOCHS)
+async def test_terms_differ_down_to_their_last_bit(ledger: Ledger, term: int) -> None:
+    await ledger.open(make_request(), "gateway")
+    await lead(ledger, term)
+    for other in {term - 1, (term + 1) % 2**64} - {0}:
+        with pytest.raises(StaleTerm):
+            await ledger.dispatch("r", "worker", 1, other)
+        assert not await ledger.lead("other", "address", other, AGES_S)
+    assert (await ledger.beat("gateway", "address", AGES_S)).term == term
+    assert (await ledger.dispatch("r", "worker", 1, term)).state is State.RUNNING
+
+
+@pytest.mark.parametrize("nonce", [0, -1, 2**64])
+async def test_what_is_no_nonce_is_refused(ledger: Ledger, nonce: int) -> None:
+    await ledger.open(make_request(), "gateway")
+    await lead(ledger)
+    for epoch, term in ((nonce, TERM), (1, nonce)):
+        with pytest.raises(ValueError, match="64"):
+            await ledger.dispatch("r", "worker", epoch, term)
+    with pytest.raises(ValueError, match="64"):
+        await ledger.lead("router", "address", nonce, AGES_S)
+
+
+async def test_a_worker_that_was_given_up_stores_nothing_more(ledger: Ledger) -> None:
+    await run(ledger, epoch=1)
+    await ledger.release("r", 1, lost=True, max_losses=3)
+    assert await store(ledger, Append("r", 1, 3, (99,))) is Appended.FENCED
+    await ledger.dispatch("r", "second worker", 2, TERM)
+    late = Append("r", 1, 3, (99,), finish_reason=FinishReason.STOP)
+    assert await store(ledger, late) is Appended.FENCED
+    entry = await ledger.release("r", 1, lost=True, max_losses=2)
+    assert (entry.state, entry.epoch, entry.losses) == (State.RUNNING, 2, 1)
+    assert await store(ledger, Append("r", 2, 3, (13,))) is Appended.OK
+    assert (await ledger.read("r")).tokens == (10, 11, 12, 13)
+
+
+async def test_losses_count_up_to_the_last_one(ledger: Ledger) -> None:
+    await ledger.open(make_request(), "gateway")
+    await lead(ledger)
+    for epoch in (1, 2, 3):
+        await ledger.dispatch("r", "worker", epoch, TERM)
+        entry = await ledger.release("r", epoch, lost=epoch != 2, max_losses=2)
+    assert (entry.state, entry.attempts, entry.losses) == (State.FAILED, 3, 2)
+    assert (entry.error_slug, entry.error_message) == (AttemptsExhausted.slug, LOST_TOO_OFTEN)
+
+
+async def test_a_dispatch_made_again_is_answered_even_under_an_old_term(ledger: Ledger) -> None:
+    entry = await run(ledger)
+    assert await ledger.dispatch("r", "worker", EPOCH, TERM) == entry
+    await ledger.resign(TERM)
+    await lead(ledger, 5)
+    assert await ledger.dispatch("r", "worker", EPOCH, TERM) == entry
+    with pytest.raises(StaleTerm):
+        await ledger.dispatch("r", "worker", NEAR_EPOCH, TERM)
+    with pytest.raises(NotQueued) as error:
+        await ledger.dispatch("r", "worker", NEAR_EPOCH, 5)
+    assert error.value.entry == entry
+
+
+async def test_of_many_dispatches_at_once_one_wins(ledger: Ledger) -> None:
+    await ledger.open(make_request(), "gateway")
+    await lead(ledger)
+    answers = await asyncio.gather(
+        *(ledger.dispatch("r", f"w{n}", n + 1, TERM) for n in range(100)), return_exceptions=True
+    )
+    [winner] = [answer for answer in answers if isinstance(answer, Entry)]
+    losers = [answer for answer in answers if isinstance(answer, NotQueued)]
+    assert len(losers) == 99
+    assert {loser.entry for loser in losers} == {winner}
+    assert await ledger.get("r") == winner
+
+
+# gateways
+
+
+async def test_what_a_gateway_leaves_behind_is_orphaned(ledger: Ledger, tick: Tick) -> None:
+    await ledger.beat("living", "127.0.0.1:1", AGES_S)
+    for request_id, gateway in (("a", "living"), ("b", "leaving"), ("c", "dying"), ("d", "never")):
+        await ledger.open(make_request(request_id), gateway)
+    await ledger.beat("dying", "127.0.0.1:3", LEASE_S)
+    await ledger.beat("leaving", "127.0.0.1:2", AGES_S)
+    assert await ledger.orphans(10) == ["d"]
+    assert set(await ledger.gateways()) == {"living", "leaving", "dying"}
+
+    async def only_two_live() -> bool:
+        return set(await ledger.gateways()) == {"living", "leaving"}
+
+    await eventually(only_two_live, tick)
+    await tick()
+    await ledger.leave("leaving")
+    assert await ledger.gateways() == {"living": "127.0.0.1:1"}
+    assert await ledger.orphans(10) == ["d", "c", "b"]
+    assert await ledger.orphans(2) == ["d", "c"]
+
+
+async def test_a_lease_that_is_renewed_does_not_end(ledger: Ledger, tick: Tick) -> None:
+    await ledger.open(make_request("kept"), "kept")
+    await ledger.open(make_request("gone"), "gone")
+    await ledger.beat("gone", "address", LEASE_S)
+
+    async def is_gone() -> bool:
+        await ledger.beat("kept", "address", LEASE_S)
+        return await ledger.orphans(10) == ["gone"]
+
+    await eventually(is_gone, tick)
+    assert list(await ledger.gateways()) == ["kept"]
+    await ledger.beat("gone", "new address", AGES_S)
+    assert (await ledger.gateways())["gone"] == "new address"
+
+
+async def test_a_gateway_may_leave_twice_or_unknown(ledger: Ledger) -> None:
+    await ledger.beat("gateway", "address", AGES_S)
+    for _ in range(2):
+        await ledger.leave("gateway")
+        await ledger.leave("nobody")
+    assert await ledger.gateways() == {}
+
+
+async def test_an_orphan_is_one_until_it_is_taken_over_or_over(ledger: Ledger) -> None:
+    await ledger.beat("heir", "address", AGES_S)
+    for request_id in ("adopted", "finished", "discarded"):
+        await ledger.open(make_request(request_id), "dead")
+    await run(ledger, "adopted")
+    assert set(await ledger.orphans(10)) == {"adopted", "finished", "discarded"}
+    await ledger.end("finished", State.EXPIRED, "", "")
+    await ledger.discard("discarded")
+    stored = await ledger.take_over("adopted", "heir")
+    assert (stored.entry.gateway, stored.entry.epoch, stored.tokens) == ("heir", 0, (10, 11, 12))
+    assert await ledger.orphans(10) == []
+    assert await store(ledger, Append("adopted", EPOCH, 3, (13,))) is Appended.FENCED
+    await ledger.leave("heir")
+    assert await ledger.orphans(10) == ["adopted"]
+
+
+async def test_an_arrival_keeps_its_time_over_every_move(ledger: Ledger, tick: Tick) -> None:
+    arrived = (await run(ledger)).arrived
+    await tick()
+    await ledger.release("r", EPOCH, lost=True, max_losses=3)
+    await ledger.take_over("r", "heir")
+    assert (await ledger.dispatch("r", "worker", 5, TERM)).arrived == arrived
+    assert (await ledger.open(make_request("later"), "gateway")).entry.arrived > arrived
+
+
+async def test_what_ended_is_forgotten_and_what_did_not_is_not(
+    forgetful: Ledger, tick: Tick
+) -> None:
+    for request_id in ("finished", "ended", "failed", "running"):
+        await run(forgetful, request_id)
+    last = Append("finished", EPOCH, 3, (), finish_reason=FinishReason.STOP)
+    assert await store(forgetful, last) is Appended.OK
+    await forgetful.end("ended", State.CANCELLED, "", "")
+    await forgetful.release("failed", EPOCH, lost=True, max_losses=1)
+
+    async def all_forgotten() -> bool:
+        known = [await knows(forgetful, r) for r in ("finished", "ended", "failed")]
+        return not any(known)
+
+    assert not await all_forgotten()
+    await eventually(all_forgotten, tick)
+    assert (await forgetful.read("running")).tokens == (10, 11, 12)
+    assert (await forgetful.open(make_request("ended", body=b"other"), "gateway")).created
+
+
+async def knows(ledger: Ledger, request_id: str) -> bool:
+    try:
+        await ledger.get(request_id)
+    except UnknownRequest:
+        return False
+    return True
+
+
+# leadership
+
+
+async def test_nobody_dispatches_before_somebody_leads(ledger: Ledger) -> None:
+    await ledger.open(make_request(), "gateway")
+    with pytest.raises(StaleTerm):
+        await ledger.dispatch("r", "worker", EPOCH, TERM)
+    membership = await ledger.beat("gateway", "address", AGES_S)
+    assert (membership.leader, membership.leader_address, membership.term) == ("", "", 0)
+
+
+async def test_one_leads_until_its_lease_is_over(ledger: Ledger, tick: Tick) -> None:
+    for n in range(10):
+        await ledger.open(make_request(f"r{n}"), "gateway")
+    assert await ledger.lead("first", "127.0.0.1:1", 1, LEASE_S)
+    assert not await ledger.lead("second", "127.0.0.1:2", 2, AGES_S)
+    assert not await ledger.lead("first", "127.0.0.1:1", 3, AGES_S)
+    membership = await ledger.beat("gateway", "address", AGES_S)
+    assert (membership.leader, membership.leader_address) == ("first", "127.0.0.1:1")
+
+    async def nobody_leads() -> bool:
+        return not (await ledger.beat("gateway", "address", AGES_S)).leader
+
+    await eventually(nobody_leads, tick)
+    # Until somebody else leads, the last leader's word stands.
+    await ledger.dispatch("r9", "worker", 9, 1)
+    assert await ledger.lead("second", "127.0.0.1:2", 2, AGES_S)
+    assert not await ledger.lead("first", "127.0.0.1:1", 1, AGES_S)
+    for n in range(9):
+        with pytest.raises(StaleTerm):
+            await ledger.dispatch(f"r{n}", "worker", n + 1, 1)
+        assert (await ledger.dispatch(f"r{n}", "worker", n + 1, 2)).state is State.RUNNING
+
+
+async def test_a_leader_that_renews_goes_on_leading(ledger: Ledger, tick: Tick) -> None:
+    await ledger.beat("watch", "address", 2 * LEASE_S)
+    assert await ledger.lead("first", "address", 1, LEASE_S)
+
+    async def long_after() -> bool:
+        assert await ledger.lead("first", "address", 1, LEASE_S)
+        assert not await ledger.lead("second", "address", 2, LEASE_S)
+        return not await ledger.gateways()
+
+    await eventually(long_after, tick)
+
+
+async def test_a_lease_given_back_is_free_at_once(ledger: Ledger) -> None:
+    await lead(ledger, 1)
+    await ledger.resign(2)
+    assert not await ledger.lead("second", "address", 2, AGES_S)
+    await ledger.resign(1)
+    await ledger.resign(1)
+    assert (await ledger.beat("gateway", "address", AGES_S)).term == 0
+    assert await ledger.lead("second", "address", 2, AGES_S)
+
+
+async def test_leading_moves_from_one_to_the_other_and_back(ledger: Ledger) -> None:
+    await ledger.open(make_request(), "gateway")
+    for term in (1, 2, 1):
+        await lead(ledger, term)
+        await ledger.resign(term)
+    with pytest.raises(StaleTerm):
+        await ledger.dispatch("r", "worker", EPOCH, 2)
+    assert (await ledger.dispatch("r", "worker", EPOCH, 1)).epoch == EPOCH
+
+
+# workers
+
+
+async def test_the_worker_table_tells_every_change_and_nothing_else(ledger: Ledger) -> None:
+    async def version() -> int:
+        return (await ledger.beat("gateway", "address", AGES_S)).workers_version
+
+    first = session_pb2.WorkerInfo(worker_id="w1", address="127.0.0.1:1", num_blocks=64)
+    second = session_pb2.WorkerInfo(worker_id="w0", address="127.0.0.1:2", pid=7)
+    moved = session_pb2.WorkerInfo(worker_id="w1", address="127.0.0.1:3", num_blocks=64)
+    versions = [await version()]
+    for change, table in (
+        (ledger.put_worker(first), [first]),
+        (ledger.put_worker(second), [second, first]),
+        (ledger.put_worker(moved), [second, moved]),
+        (ledger.drop_worker("w1"), [second]),
+    ):
+        await change
+        assert await ledger.workers() == table
+        versions.append(await version())
+    assert len(set(versions)) == 5
+    await ledger.put_worker(second)
+    await ledger.drop_worker("w1")
+    assert await version() == versions[-1]
+
+
+async def test_a_ledger_has_one_cluster_id(ledger: Ledger) -> None:
+    cluster_id = await ledger.cluster_id()
+    assert cluster_id
+    assert await ledger.cluster_id() == cluster_id

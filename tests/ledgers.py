@@ -1,0 +1,144 @@
+"""Ledgers for tests, each thrown away: in memory, on the embedded Valkey, on Debian's Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+from everlift.messages import OnDisconnect, Request, SamplingParams
+from redis import Redis
+from redis.exceptions import RedisError
+
+from router.ledger.config import LedgerConfig
+from router.ledger.embedded import EmbeddedLedger
+from router.ledger.memory import MemoryLedger
+from router.ledger.redis_ledger import RedisLedger, connect
+
+PATIENCE_S = 10.0
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_request(request_id: str = "r", *, max_tokens: int = 8, body: bytes = b"body") -> Request:
+    return Request(
+        request_id=request_id,
+        model="demo",
+        fingerprint="f00d",
+        prompt_ids=(0, 1, 2**32 - 1),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(
+            temperature=0.5, top_p=0.875, top_k=40, min_p=0.125, seed=2**64 - 1
+        ),
+        stop=("end", "ä\n"),
+        stop_token_ids=(2, 7),
+        on_disconnect=OnDisconnect.GRACE,
+        deadline=None,
+        body_hash=body,
+        salt=b"\x00salt",
+    )
+
+
+async def eventually(
+    holds: Callable[[], Awaitable[bool]], tick: Callable[[], Awaitable[None]] | None = None
+) -> None:
+    """Waits until ``holds`` does; ``tick`` lets a little time pass."""
+    give_up = time.monotonic() + PATIENCE_S
+    while not await holds():
+        assert time.monotonic() < give_up, "it never came true"
+        await (tick() if tick else asyncio.sleep(0.01))
+
+
+@contextmanager
+def valkey_server(config: LedgerConfig | None = None) -> Iterator[str]:
+    """The url of an embedded ledger."""
+    with tempfile.TemporaryDirectory() as state_dir:
+        server = EmbeddedLedger(config or LedgerConfig())
+        try:
+            yield server.start(Path(state_dir))
+        finally:
+            server.stop()
+
+
+@contextmanager
+def redis_server(*options: str) -> Iterator[str]:
+    """The url of Debian's redis-server, or of another one on the PATH."""
+    binary = _redis_binary()
+    with tempfile.TemporaryDirectory() as directory:
+        socket = f"{directory}/socket"
+        command = [binary, "--port", "0", "--unixsocket", socket, "--dir", directory]
+        command += ["--save", "", "--appendonly", "yes", "--maxmemory-policy", "noeviction"]
+        process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
+        try:
+            _await_ping(socket)
+            yield f"unix://{socket}"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _redis_binary() -> str:
+    if (binary := shutil.which("redis-server")) is not None:
+        return binary
+    message = "no redis-server here: apt-get install redis-server"
+    if os.environ.get("CI") == "true":
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+def _await_ping(socket: str) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    with Redis(unix_socket_path=socket) as client:
+        while True:
+            try:
+                client.ping()
+                return
+            except RedisError:
+                assert time.monotonic() < give_up, "redis-server does not start"
+                time.sleep(0.01)
+
+
+@asynccontextmanager
+async def connected(url: str, **settings: object) -> AsyncIterator[RedisLedger]:
+    """A ledger of its own on a server that others may use too."""
+    prefix = f"test-{secrets.token_hex(4)}"
+    ledger = await connect(LedgerConfig(**{"url": url, "key_prefix": prefix} | settings))  # type: ignore[arg-type]
+    try:
+        yield ledger
+    finally:
+        await ledger.close()
+
+
+@asynccontextmanager
+async def memory_ledger(clock: Callable[[], float] = time.time) -> AsyncIterator[MemoryLedger]:
+    yield MemoryLedger(clock)
+
+
+@asynccontextmanager
+async def embedded_valkey(**settings: object) -> AsyncIterator[RedisLedger]:
+    with valkey_server() as url:
+        async with connected(url, **settings) as ledger:
+            yield ledger
+
+
+@asynccontextmanager
+async def debian_redis(**settings: object) -> AsyncIterator[RedisLedger]:
+    with redis_server() as url:
+        async with connected(url, **settings) as ledger:
+            yield ledger
