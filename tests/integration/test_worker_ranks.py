@@ -1,0 +1,221 @@
+"""Several ranks with the fake runner, in processes of their own, tied by the step log alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from everlift.v1 import session_pb2
+
+from tests.session_support import Router
+from tests.worker_support import prompt, start, tensor_parallel
+from worker.fake_runner import expected_tokens
+from worker.rank import Rank, RankFailed
+from worker.step_log import ChannelBroken, StepLogListener, StepLogReader
+
+CHILD = Path(__file__).with_name("worker_rank_child.py")
+ROOT = CHILD.parents[2]
+CONFIG = tensor_parallel(2)
+
+
+async def child(rendezvous: str, parent: int | None = None, num_blocks: int = 8) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, str(CHILD), "1", rendezvous),
+        *(str(parent or os.getpid()), str(num_blocks)),
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+        stdout=PIPE,
+    )
+
+
+async def said(process: Process) -> str:
+    assert process.stdout is not None
+    async with asyncio.timeout(20.0):
+        return (await process.stdout.readline()).decode().strip()
+
+
+@asynccontextmanager
+async def two_ranks(num_blocks: int = 8) -> AsyncIterator[tuple[Rank, Process, str]]:
+    """Rank 0 in this process, rank 1 with ``num_blocks`` blocks in another; rank 0's address."""
+    rank = Rank(CONFIG)
+    process = await child(await rank.open(), num_blocks=num_blocks)
+    try:
+        info = await rank.start()
+        assert await said(process) == "ready"
+        yield rank, process, info.address
+    finally:
+        await rank.stop()
+        try:
+            async with asyncio.timeout(10.0):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            raise
+
+
+@asynccontextmanager
+async def router_of(address: str) -> AsyncIterator[Router]:
+    router = Router(address)
+    try:
+        await router.hello()
+        yield router
+    finally:
+        await router.close()
+
+
+async def test_two_ranks_serve_as_one_and_end_together() -> None:
+    """With more sequences than the pool holds, and aborts: the ranks would part if they could."""
+    async with two_ranks() as (rank, process, address), router_of(address) as router:
+        await router.start(*(start(e, prompt(20 + e, e), 60) for e in range(1, 16)))
+        await router.until(lambda: router.tokens.get(2))
+        await router.abort(2)
+        kept = [epoch for epoch in range(1, 16) if epoch != 2]
+        await router.ended(*kept)
+        for epoch in kept:
+            assert router.tokens[epoch] == expected_tokens(prompt(20 + epoch, epoch), 60)
+        assert router.state.preemptions > 0
+        await rank.stop()
+        await rank.wait()
+        assert await process.wait() == 0
+
+
+async def test_two_ranks_drain() -> None:
+    async with two_ranks() as (rank, process, address), router_of(address) as router:
+        await router.start(*(start(e, prompt(20), 200) for e in range(1, 9)))
+        await router.until(lambda: router.tokens.get(1))
+        draining = asyncio.create_task(rank.drain())
+        await router.rest()
+        await draining
+        assert {*router.stops} >= {*range(2, 9)}
+        await rank.stop()
+        assert await process.wait() == 0
+
+
+async def test_ranks_that_are_all_told_to_stop_at_once_still_hand_everything_back() -> None:
+    first = Rank(CONFIG)
+    second = Rank(CONFIG, 1, await first.open())
+    info, _ = await asyncio.gather(first.start(), second.start())
+
+    async def leave(rank: Rank) -> None:
+        await rank.drain()
+        await rank.stop()
+        await rank.wait()
+
+    async with router_of(info.address) as router:
+        await router.start(*(start(e, prompt(20), 200) for e in range(1, 9)))
+        await router.until(lambda: router.tokens.get(1))
+        leaving = asyncio.gather(leave(second), leave(first))
+        await router.rest()
+        assert {*router.stops} == {*range(1, 9)}
+        await leaving
+
+
+async def test_a_rank_0_that_is_never_started_leaves_nothing_open() -> None:
+    rank = Rank(CONFIG)
+    await rank.open()
+    await rank.stop()
+
+
+async def test_an_idle_pair_notices_within_a_moment_that_rank_1_is_gone() -> None:
+    async with two_ranks() as (rank, process, address), router_of(address) as router:
+        await router.read()
+        process.kill()
+        async with asyncio.timeout(2.0):
+            with pytest.raises(RankFailed, match="rank 1 is gone"):
+                await rank.wait()
+            await router_is_cut_off(router)
+
+
+async def router_is_cut_off(router: Router) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await router.until(lambda: False)
+
+
+async def test_rank_1_ends_when_rank_0_is_gone() -> None:
+    listener = StepLogListener("127.0.0.1", "fake 0 0")
+    process = await child(listener.address)
+    writer = await asyncio.to_thread(listener.accept, 2, 10.0)
+    assert await said(process) == "ready"
+    writer.close()
+    listener.close()
+    assert await said(process) == "rank 0 is gone: end of the connection"
+    assert await process.wait() == 3
+
+
+async def test_ranks_that_disagree_end_loudly() -> None:
+    """Rank 1 has a smaller pool, and so preempts where rank 0 does not."""
+    async with two_ranks(num_blocks=5) as (rank, process, address), router_of(address) as router:
+        await router.start(*(start(e, prompt(30), 100) for e in range(1, 5)))
+        assert "is not rank 0's" in await said(process)
+        assert await process.wait() == 3
+        with pytest.raises(RankFailed):
+            await rank.wait()
+
+
+async def test_a_rank_dies_with_the_process_that_started_it() -> None:
+    listener = StepLogListener("127.0.0.1", "fake 0 0")
+    middle = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", MIDDLE, str(CHILD), listener.address),
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+        stdout=PIPE,
+    )
+    writer = await asyncio.to_thread(listener.accept, 2, 10.0)
+    middle.kill()
+    await middle.wait()
+    (line,) = writer.descriptors()
+    gone = asyncio.Event()
+    asyncio.get_running_loop().add_reader(line, gone.set)
+    async with asyncio.timeout(5.0):
+        await gone.wait()
+    asyncio.get_running_loop().remove_reader(line)
+    writer.close()
+    listener.close()
+
+
+#: Starts a rank and waits for it.
+MIDDLE = """
+import os, subprocess, sys
+subprocess.run([sys.executable, sys.argv[1], "1", sys.argv[2], str(os.getpid()), "8"])
+"""
+
+
+async def test_strangers_do_not_become_ranks() -> None:
+    listener = StepLogListener("127.0.0.1", "model")
+    host, port = listener.address.partition("/")[0].split(":")
+    accepting = asyncio.create_task(asyncio.to_thread(listener.accept, 2, 10.0))
+    with socket.create_connection((host, int(port))) as stranger:
+        await asyncio.to_thread(stranger.sendall, b"\xff\xff\xff\xffGET / HTTP/1.1\r\n\r\n")
+    wrong_token = StepLogReader.connect(f"{host}:{port}/0000", 1, "model")
+    wrong_rank = StepLogReader.connect(listener.address, 2, "model")
+    right = StepLogReader.connect(listener.address, 1, "model")
+    writer = await accepting
+    writer.write(session_pb2.StepLog(aborts=[7]))
+    assert next(iter(right)).aborts == [7]
+    for reader in (wrong_token, wrong_rank):
+        with pytest.raises(ChannelBroken):
+            await asyncio.to_thread(next, iter(reader))
+    for end in (wrong_token, wrong_rank, right, writer, listener):
+        end.close()
+
+
+async def test_a_rank_with_another_model_is_refused() -> None:
+    listener = StepLogListener("127.0.0.1", "model")
+    other = StepLogReader.connect(listener.address, 1, "another model")
+    with pytest.raises(ChannelBroken, match="rank 1 has another model"):
+        await asyncio.to_thread(listener.accept, 2, 10.0)
+    other.close()
+    listener.close()
+
+
+async def test_a_rank_that_does_not_come_is_an_error() -> None:
+    listener = StepLogListener("127.0.0.1", "model")
+    with pytest.raises(ChannelBroken, match="not all ranks"):
+        await asyncio.to_thread(listener.accept, 2, 0.05)
+    listener.close()

@@ -1,0 +1,31 @@
+"""A rank above 0 in a process of its own: ``rank``, ``rendezvous``, ``parent pid``, ``num_blocks``.
+
+Ends with status 0 when rank 0 stops, with 3 and the cause on standard output otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from tests.worker_support import tensor_parallel
+from worker.parent import die_with_parent
+from worker.rank import Rank, RankFailed
+
+
+async def main(rank: int, rendezvous: str, num_blocks: int) -> int:
+    this = Rank(tensor_parallel(2, num_blocks), rank, rendezvous)
+    await this.start()
+    print("ready", flush=True)
+    try:
+        await this.wait()
+    except RankFailed as error:
+        print(error, flush=True)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    _, rank, rendezvous, parent, num_blocks = sys.argv
+    die_with_parent(int(parent))
+    sys.exit(asyncio.run(main(int(rank), rendezvous, int(num_blocks))))

@@ -1,0 +1,120 @@
+"""A worker's settings, what limits follow from them, and what names its model."""
+
+from pathlib import Path
+
+import pytest
+
+from worker.config import FakeModel, WorkerConfig
+from worker.fake_runner import FakeRunner
+from worker.fingerprint import model_fingerprint
+from worker.limits import Limits
+from worker.rank import Rank
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"host": "0.0.0.0"}, "host must be an address that routers can dial"),
+        ({"port": 70000}, "port must be from 0 to 65535, not 70000"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be at least 1, not 0"),
+        ({"num_blocks": 0}, "num_blocks must be at least 1, not 0"),
+        ({"num_threads": -1}, "num_threads must be at least 1"),
+        ({"max_model_len": 1}, "max_model_len must be at least 2"),
+        ({"max_num_seqs": 600}, r"max_num_batched_tokens \(512\) must be at least max_num_seqs"),
+        ({"watermark": 1.0}, "watermark must be from 0 to below 1"),
+        ({"beat": 0.0}, "beat must be above 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(fields: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        WorkerConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"vocab_size": 1}, {"step_time": -1.0}, {"eos_token_id": 1024}, {"block_kib": 0}]
+)
+def test_fake_models_that_cannot_be_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        FakeModel(**fields)  # type: ignore[arg-type]
+
+
+def test_the_model_is_called_by_its_directory(tmp_path: Path) -> None:
+    assert WorkerConfig(model=f"{tmp_path}/llama/").name == "llama"
+    assert WorkerConfig(model="fake").name == "fake"
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "num_blocks", "expected"),
+    [(None, 200, 4096), (100, 200, 100), (None, 10, 320), (9999, 200, 4096)],
+)
+def test_the_context_is_the_smallest_of_model_setting_and_pool(
+    max_model_len: int | None, num_blocks: int, expected: int
+) -> None:
+    config = WorkerConfig(model="fake", max_model_len=max_model_len)
+    assert Limits.of(config, FakeRunner(num_blocks, FakeModel())).max_model_len == expected
+
+
+def test_the_watermark_is_a_part_of_the_pool_and_at_least_a_block() -> None:
+    config = WorkerConfig(model="fake", watermark=0.05)
+    for num_blocks, expected in ((10, 1), (200, 10)):
+        limits = Limits.of(config, FakeRunner(num_blocks, FakeModel()))
+        assert limits.watermark_blocks == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "rank", "reason"),
+    [
+        (WorkerConfig(), 0, "model must be set"),
+        (WorkerConfig(model="fake"), 1, "rank must be below tensor_parallel 1"),
+        (WorkerConfig(model="fake", tensor_parallel=2), 1, "needs the rendezvous"),
+        (WorkerConfig(model="/nowhere"), 0, "no model at '/nowhere': config.json is missing"),
+    ],
+)
+async def test_a_rank_that_cannot_run_is_refused(
+    config: WorkerConfig, rank: int, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Rank(config, rank)
+
+
+def model(directory: Path) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text('{"a": 1}')
+    (directory / "tokenizer.json").write_text("{}")
+    header = b'{"w": {}}'
+    weights = len(header).to_bytes(8, "little") + header + b"weights"
+    (directory / "model.safetensors").write_bytes(weights)
+    (directory / "README.md").write_text("read me")
+    return directory
+
+
+def test_copies_of_a_model_have_one_fingerprint(tmp_path: Path) -> None:
+    one, other = model(tmp_path / "one"), model(tmp_path / "other")
+    (other / "README.md").write_text("read me too")
+    assert model_fingerprint(one) == model_fingerprint(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b'{"a": 2}'),
+        ("tokenizer.json", b"{ }"),
+        ("generation_config.json", b"{}"),
+        ("model.safetensors", (9).to_bytes(8, "little") + b'{"v": {}}weights'),
+        ("model.safetensors", (9).to_bytes(8, "little") + b'{"w": {}}more weights'),
+    ],
+)
+def test_what_shapes_tokens_changes_the_fingerprint(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    this = model(tmp_path / "model")
+    before = model_fingerprint(this)
+    (this / name).write_bytes(content)
+    assert model_fingerprint(this) != before
+
+
+def test_weights_that_are_none_are_an_error(tmp_path: Path) -> None:
+    this = model(tmp_path / "model")
+    (this / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(ValueError, match="no safetensors file"):
+        model_fingerprint(this)

@@ -1,0 +1,151 @@
+"""The engine with the fake runner."""
+
+import pytest
+from everlift.errors import EngineFailed
+from everlift.messages import SamplingParams
+
+from tests.worker_support import Collected, engine, limits, prompt, run, sequence
+from worker.config import FakeModel
+from worker.engine import Engine, EngineBroken
+from worker.fake_runner import FakeRunner, expected_tokens
+from worker.limits import Limits
+from worker.outcome import Outcome, SequenceKey, Stop
+from worker.plan import Plan
+
+KEY = SequenceKey(1, 0)
+
+
+@pytest.mark.parametrize("done", range(40))
+def test_a_continuation_is_exact_at_every_offset(done: int) -> None:
+    whole = expected_tokens(prompt(30), 40)
+    this = engine()
+    this.add(sequence(this.limits, 1, prompt(30), max_tokens=40, output=whole[:done]))
+    collected = run(this)
+    assert (collected.tokens[KEY], collected.stops[KEY]) == (whole[done:], Stop.LENGTH)
+
+
+@pytest.mark.parametrize("done", range(0, 20, 3))
+def test_a_sampled_continuation_draws_the_same_numbers(done: int) -> None:
+    sampling = SamplingParams(temperature=0.7, seed=123)
+    whole = expected_tokens(prompt(30), 20, sampling=sampling, choice=3)
+    this = engine()
+    this.add(
+        sequence(
+            this.limits,
+            *(1, prompt(30)),
+            max_tokens=20,
+            output=whole[:done],
+            sampling=sampling,
+            choice=3,
+        )
+    )
+    assert run(this).tokens[SequenceKey(1, 3)] == whole[done:]
+
+
+def test_a_tiny_pool_changes_nothing_but_the_time() -> None:
+    bounds = limits(num_blocks=6, max_num_seqs=4, max_num_batched_tokens=48)
+    this = engine(bounds)
+    for epoch in range(1, 9):
+        this.add(sequence(bounds, epoch, prompt(30 + epoch, epoch), max_tokens=90))
+    collected = run(this)
+    for epoch in range(1, 9):
+        tokens = collected.tokens[SequenceKey(epoch, 0)]
+        assert tokens == expected_tokens(prompt(30 + epoch, epoch), 90)
+    assert this.load().preemptions > 3
+
+
+def test_the_end_of_the_context_ends_a_sequence() -> None:
+    bounds = limits(max_model_len=50)
+    this = engine(bounds)
+    this.add(sequence(bounds, 1, prompt(40), max_tokens=100))
+    collected = run(this)
+    assert collected.tokens[KEY] == expected_tokens(prompt(40), 10)
+    assert collected.stops[KEY] is Stop.LENGTH
+
+
+def test_an_abort_ends_every_choice_and_frees_the_blocks_at_once() -> None:
+    this = engine()
+    for choice in (0, 1):
+        this.add(sequence(this.limits, 1, prompt(40), choice=choice))
+    this.add(sequence(this.limits, 2, prompt(3), max_tokens=5))
+    this.step()
+    this.abort(1)
+    this.abort(77)
+    assert this.load().blocks_used == 0 and this.load().num_waiting == 1
+    assert run(this).stops == {SequenceKey(2, 0): Stop.LENGTH}
+
+
+def test_an_engine_without_work_steps_without_the_runner() -> None:
+    this = Engine(Failing(limits(), RuntimeError(), at=range(100)), limits())
+    assert not this.has_work
+    assert this.step() == []
+
+
+class Failing(FakeRunner):
+    """Raises ``error`` in the steps ``at``."""
+
+    def __init__(self, bounds: Limits, error: Exception, at: range) -> None:
+        super().__init__(bounds.num_blocks, FakeModel())
+        self._error = error
+        self._at = at
+
+    def execute(self, plan: Plan) -> list[int]:
+        if plan.step in self._at:
+            raise self._error
+        return super().execute(plan)
+
+
+def failing(at: range, error: Exception | None = None) -> Engine:
+    bounds = limits(max_num_seqs=1)
+    this = Engine(Failing(bounds, error or RuntimeError("secret"), at), bounds)
+    for epoch in (1, 2, 3):
+        this.add(sequence(bounds, epoch, prompt(3), max_tokens=4))
+    return this
+
+
+def test_a_failed_step_ends_its_sequences_and_the_engine_goes_on() -> None:
+    collected = run(failing(at=range(3, 4)))
+    assert collected.tokens[KEY] == expected_tokens(prompt(3), 2)
+    assert collected.stops[KEY] is Stop.FAILED
+    assert collected.errors[KEY] == "the step failed: RuntimeError"
+    for epoch in (2, 3):
+        assert collected.tokens[SequenceKey(epoch, 0)] == expected_tokens(prompt(3), 4)
+
+
+def test_what_the_runner_says_of_the_model_is_passed_on() -> None:
+    error = EngineFailed("the logits are not finite")
+    (outcome,) = failing(at=range(1, 2), error=error).step()
+    assert outcome == Outcome(KEY, 0, (), Stop.FAILED, "the step failed: the logits are not finite")
+
+
+def test_two_failed_steps_in_a_row_are_the_end() -> None:
+    this = failing(at=range(2, 4))
+    collected = Collected()
+    collected.take(this.step())
+    collected.take(this.step())
+    with pytest.raises(EngineBroken, match="step 3"):
+        this.step()
+
+
+def test_failed_steps_with_a_good_one_between_are_not_the_end() -> None:
+    this = failing(at=range(1, 8, 2))
+    assert {*run(this).stops.values()} == {Stop.FAILED}
+
+
+def test_an_error_that_other_ranks_may_not_have_is_the_end() -> None:
+    bounds = limits()
+    this = Engine(Failing(bounds, RuntimeError(), range(1, 2)), bounds, survivable=EngineFailed)
+    this.add(sequence(bounds, 1, prompt(3)))
+    with pytest.raises(EngineBroken):
+        this.step()
+
+
+def test_the_digest_tells_plans_apart() -> None:
+    one, other = engine(), engine()
+    digests = []
+    for this, first in ((one, 1), (other, 2)):
+        this.add(sequence(this.limits, 1, prompt(3, first)))
+        assert this.digest() == engine().digest(), "nothing planned yet"
+        this.step()
+        digests.append(this.digest())
+    assert digests[0] != digests[1]

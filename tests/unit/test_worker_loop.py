@@ -1,0 +1,144 @@
+"""The engine's loop on rank 0 and on the others, without a socket."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from everlift.v1 import session_pb2
+
+from tests.worker_support import Collected, engine, limits, prompt, sequence
+from worker.fake_runner import expected_tokens
+from worker.loop import LeadingLoop, RanksDisagree, Report, follow
+from worker.orders import Inbox
+from worker.outcome import SequenceKey, Stop
+
+LIMITS = limits(num_blocks=6, max_num_seqs=3)
+
+
+class Log:
+    """Keeps what rank 0 writes, as it would arrive."""
+
+    def __init__(self) -> None:
+        self.entries: list[session_pb2.StepLog] = []
+
+    def write(self, entry: session_pb2.StepLog) -> None:
+        self.entries.append(session_pb2.StepLog.FromString(entry.SerializeToString()))
+
+
+class Lead:
+    """Rank 0's loop in its thread; leaving the context stops it."""
+
+    def __init__(self) -> None:
+        self.inbox, self.log = Inbox(), Log()
+        self.engine = engine(LIMITS)
+        self.reports: list[Report] = []
+        self._reported = threading.Condition()
+        loop = LeadingLoop(self.engine, self.inbox, self._report, self.log)
+        self._thread = threading.Thread(target=loop.run)
+
+    def __enter__(self) -> "Lead":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.inbox.stop()
+        self._thread.join(timeout=10.0)
+        assert not self._thread.is_alive()
+
+    def _report(self, report: Report) -> None:
+        with self._reported:
+            self.reports.append(report)
+            self._reported.notify_all()
+
+    def collected(self) -> Collected:
+        collected = Collected()
+        for report in self.reports:
+            collected.take(report.outcomes)
+        return collected
+
+    def until_ended(self, *epochs: int) -> Collected:
+        keys = {SequenceKey(epoch, 0) for epoch in epochs}
+        with self._reported:
+            assert self._reported.wait_for(lambda: keys <= {*self.collected().stops}, timeout=10.0)
+        return self.collected()
+
+
+def work(lead: Lead) -> None:
+    for epoch in range(1, 8):
+        lead.inbox.start(sequence(LIMITS, epoch, prompt(30 + epoch, epoch), max_tokens=60))
+    lead.inbox.abort(3)
+
+
+def test_orders_become_outcomes_and_the_log_makes_the_same_on_another_rank() -> None:
+    with Lead() as lead:
+        work(lead)
+        collected = lead.until_ended(1, 2, 4, 5, 6, 7)
+    assert SequenceKey(3, 0) not in collected.stops
+    for epoch in (1, 2, 4, 5, 6, 7):
+        tokens = collected.tokens[SequenceKey(epoch, 0)]
+        assert tokens == expected_tokens(prompt(30 + epoch, epoch), 60)
+
+    other = engine(LIMITS)
+    follow(other, lead.log.entries)
+    assert other.digest() == lead.engine.digest()
+    assert other.load() == lead.engine.load()
+    assert other.load().preemptions > 0
+
+
+def test_a_rank_whose_plan_differs_ends_at_the_next_entry() -> None:
+    with Lead() as lead:
+        work(lead)
+        lead.until_ended(1)
+    other = engine(limits(num_blocks=6, max_num_seqs=2))
+    with pytest.raises(RanksDisagree, match="step 1"):
+        follow(other, lead.log.entries)
+
+
+def test_a_drain_gives_everything_back_here_and_on_the_other_ranks() -> None:
+    with Lead() as lead:
+        lead.inbox.start(sequence(LIMITS, 1, prompt(30), max_tokens=3000))
+        lead.inbox.start(sequence(LIMITS, 2, prompt(30), max_tokens=3000, output=[1, 2]))
+        lead.inbox.drain()
+        collected = lead.until_ended(1, 2)
+        assert {*collected.stops.values()} == {Stop.RETURNED}
+        assert collected.tokens == {SequenceKey(1, 0): [], SequenceKey(2, 0): []}
+    other = engine(LIMITS)
+    follow(other, lead.log.entries)
+    assert not other.has_work and not lead.engine.has_work
+
+
+def test_what_is_aborted_together_with_a_drain_is_not_given_back() -> None:
+    with Lead() as lead:
+        for epoch in (1, 2):
+            lead.inbox.start(sequence(LIMITS, epoch, prompt(30), max_tokens=3000))
+        lead.inbox.abort(1)
+        lead.inbox.drain()
+        assert {*lead.until_ended(2).stops} == {SequenceKey(2, 0)}
+
+
+def test_an_engine_that_is_idle_checks_its_books() -> None:
+    lead = Lead()
+    checked = threading.Event()
+    lead.engine.check_integrity = checked.set  # type: ignore[method-assign]
+    with lead:
+        assert checked.wait(timeout=5.0)
+
+
+def test_an_idle_loop_uses_no_time() -> None:
+    with Lead() as lead:
+        lead.inbox.start(sequence(LIMITS, 1, prompt(3), max_tokens=2))
+        lead.until_ended(1)
+        reports, used = len(lead.reports), time.process_time()
+        threading.Event().wait(0.3)
+        assert len(lead.reports) == reports
+        assert time.process_time() - used < 0.1
+
+
+def test_a_follower_raises_what_its_log_raises() -> None:
+    def broken() -> Iterator[session_pb2.StepLog]:
+        raise ConnectionError("gone")
+        yield
+
+    with pytest.raises(ConnectionError, match="gone"):
+        follow(engine(LIMITS), broken())

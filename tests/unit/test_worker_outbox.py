@@ -1,0 +1,77 @@
+"""What a router is still to be told."""
+
+from everlift.v1 import session_pb2
+
+from tests.worker_support import prompt
+from worker.load import Occupant
+from worker.outbox import _MAX_ACCEPTED, Outbox
+from worker.outcome import Outcome, SequenceKey, Stop
+
+A, B = SequenceKey(1, 0), SequenceKey(1, 1)
+
+
+def outbox() -> Outbox:
+    return Outbox(lambda: None)
+
+
+def cut(this: Outbox) -> session_pb2.WorkerFrame:
+    return this.cut(session_pb2.WorkerState(step=9))
+
+
+def test_tokens_of_one_sequence_merge_until_the_frame_is_cut() -> None:
+    this = outbox()
+    this.push(Outcome(A, 5, (10,)))
+    this.push(Outcome(B, 0, (20,)))
+    this.push(Outcome(A, 6, (11, 12)))
+    this.push(Outcome(A, 8, (13,), Stop.EOS))
+    this.push(Outcome(B, 1, (), Stop.FAILED, "why"))
+    assert list(cut(this).progress) == [
+        session_pb2.Progress(
+            epoch=1, offset=5, token_ids=[10, 11, 12, 13], stop=session_pb2.STOP_CAUSE_EOS
+        ),
+        session_pb2.Progress(
+            epoch=1, choice=1, token_ids=[20], stop=session_pb2.STOP_CAUSE_FAILED, error="why"
+        ),
+    ]
+    assert not this
+    this.push(Outcome(A, 9, (14,)))
+    assert cut(this).progress[0].offset == 9
+
+
+def test_every_frame_has_the_state() -> None:
+    assert cut(outbox()) == session_pb2.WorkerFrame(state=session_pb2.WorkerState(step=9))
+
+
+def test_what_was_dropped_is_not_told() -> None:
+    this = outbox()
+    this.push(Outcome(A, 0, (1,)))
+    this.push(Outcome(B, 0, (2,)))
+    this.drop(A)
+    this.drop(SequenceKey(9, 0))
+    assert [p.choice for p in cut(this).progress] == [1]
+
+
+def test_acknowledgements_go_once_and_the_oldest_are_forgotten() -> None:
+    this = outbox()
+    for epoch in range(1, _MAX_ACCEPTED + 3):
+        this.accept(epoch)
+    accepted = cut(this).accepted_epochs
+    assert (accepted[0], len(accepted)) == (3, _MAX_ACCEPTED)
+    assert not cut(this).accepted_epochs
+
+
+def test_occupants_wait_for_a_frame_and_are_no_reason_for_one() -> None:
+    this = outbox()
+    this.show((Occupant(2, "old"),))
+    this.show((Occupant(3, "new"),))
+    assert not this
+    assert [(o.slot, o.request_id) for o in cut(this).state.running] == [(3, "new")]
+    assert not cut(this).state.running
+
+
+def test_whatever_is_worth_a_frame_is_notified() -> None:
+    calls: list[int] = []
+    this = Outbox(lambda: calls.append(1))
+    this.push(Outcome(A, 0, tuple(prompt(3))))
+    this.accept(1)
+    assert len(calls) == 2

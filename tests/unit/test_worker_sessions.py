@@ -1,0 +1,209 @@
+"""Whose sequence is whose, without a socket."""
+
+from everlift.v1 import session_pb2
+
+from tests.worker_support import limits, prompt, start
+from worker.load import Load
+from worker.loop import Report
+from worker.outcome import Outcome, SequenceKey, Stop
+from worker.sequence import Sequence
+from worker.sessions import Session, Sessions
+
+LIMITS = limits()
+
+
+class RecordingEngine:
+    def __init__(self) -> None:
+        self.orders: list[object] = []
+
+    def start(self, sequence: Sequence) -> None:
+        self.orders.append(("start", sequence.key.epoch))
+
+    def abort(self, epoch: int) -> None:
+        self.orders.append(("abort", epoch))
+
+    def drain(self) -> None:
+        self.orders.append("drain")
+
+
+def load(**fields: int) -> Load:
+    names = ("num_running", "num_waiting", "blocks_used", "blocks_total", "pending_prefill_tokens")
+    names += ("committed_tokens", "step", "output_tokens", "preemptions")  # type: ignore[assignment]
+    return Load(**dict.fromkeys(names, 0) | fields)
+
+
+def report(
+    *outcomes: Outcome, started: tuple[SequenceKey, ...] = (), now: Load | None = None
+) -> Report:
+    return Report(started, outcomes, now or load(), occupants=None)
+
+
+class Desk:
+    """Sessions over an engine that only takes notes."""
+
+    def __init__(self) -> None:
+        self.engine = RecordingEngine()
+        self.sessions = Sessions(LIMITS, load(blocks_total=16), self.engine)
+        self.notified: dict[str, int] = {}
+
+    def join(self, router_id: str) -> Session:
+        self.notified[router_id] = 0
+
+        def notify() -> None:
+            self.notified[router_id] += 1
+
+        return self.sessions.join(router_id, notify)
+
+    def send(
+        self, session: Session, *starts: session_pb2.Start, aborts: tuple[int, ...] = ()
+    ) -> None:
+        messages = [session_pb2.Abort(epoch=epoch) for epoch in aborts]
+        self.sessions.receive(session, session_pb2.RouterFrame(starts=starts, aborts=messages))
+
+    def stops(self, session: Session) -> dict[int, int]:
+        return {p.epoch: p.stop for p in self.sessions.cut(session).progress}
+
+
+def test_an_outcome_goes_to_the_router_that_started_it() -> None:
+    desk = Desk()
+    a, b = desk.join("a"), desk.join("b")
+    desk.send(a, start(1, prompt(3)))
+    desk.send(b, start(2, prompt(3)))
+    assert desk.engine.orders == [("start", 1), ("start", 2)]
+    desk.sessions.deliver(report(Outcome(SequenceKey(2, 0), 0, (7,))))
+    assert not desk.sessions.cut(a).progress
+    assert desk.sessions.cut(b).progress[0].token_ids == [7]
+
+
+def test_a_start_counts_from_its_acknowledgement_on_and_once() -> None:
+    desk = Desk()
+    a = desk.join("a")
+    desk.send(a, start(1, prompt(10)))
+    state = desk.sessions.cut(a).state
+    assert (state.num_waiting, state.pending_prefill_tokens, state.committed_tokens) == (1, 10, 10)
+    counted = load(num_running=1, committed_tokens=11, step=1)
+    desk.sessions.deliver(report(started=(SequenceKey(1, 0),), now=counted))
+    state = desk.sessions.cut(a).state
+    assert (state.num_running, state.num_waiting) == (1, 0)
+    assert (state.pending_prefill_tokens, state.committed_tokens) == (0, 11)
+
+
+def test_a_late_outcome_of_an_aborted_sequence_is_nobodys() -> None:
+    desk = Desk()
+    a = desk.join("a")
+    desk.send(a, start(1, prompt(3)))
+    desk.sessions.deliver(report(Outcome(SequenceKey(1, 0), 0, (7,))))
+    desk.send(a, aborts=(1,))
+    desk.sessions.deliver(report(Outcome(SequenceKey(1, 0), 1, (8,), Stop.LENGTH)))
+    assert not desk.sessions.cut(a).progress
+    assert desk.engine.orders == [("start", 1), ("abort", 1)]
+    assert desk.sessions.is_idle
+
+
+def test_a_late_outcome_does_not_reach_another_choice_of_its_epoch() -> None:
+    desk = Desk()
+    a = desk.join("a")
+    desk.send(a, start(1, prompt(3)))
+    desk.send(a, aborts=(1,))
+    desk.send(a, start(1, prompt(3), choice=1))
+    desk.sessions.deliver(report(Outcome(SequenceKey(1, 0), 0, (8,), Stop.LENGTH)))
+    assert not desk.sessions.cut(a).progress
+    assert not desk.sessions.is_idle
+
+
+def test_only_the_router_that_started_an_epoch_can_abort_it() -> None:
+    desk = Desk()
+    a, b = desk.join("a"), desk.join("b")
+    desk.send(a, start(1, prompt(3)))
+    desk.send(b, aborts=(1, 99))
+    assert desk.engine.orders == [("start", 1)]
+    desk.send(b, start(1, prompt(3)))
+    assert desk.stops(b) == {1: session_pb2.STOP_CAUSE_REFUSED}
+    assert desk.engine.orders == [("start", 1)]
+
+
+def test_choices_of_an_epoch_end_one_by_one() -> None:
+    desk = Desk()
+    a = desk.join("a")
+    desk.send(a, start(1, prompt(3)), start(1, prompt(3), choice=1))
+    desk.sessions.deliver(report(Outcome(SequenceKey(1, 0), 0, (7,), Stop.LENGTH)))
+    assert not desk.sessions.is_idle
+    desk.sessions.deliver(report(Outcome(SequenceKey(1, 1), 0, (7,), Stop.LENGTH)))
+    assert desk.sessions.is_idle
+
+
+def test_leaving_aborts_once_what_the_router_had() -> None:
+    desk = Desk()
+    a, b = desk.join("a"), desk.join("b")
+    desk.send(a, start(1, prompt(3)), start(2, prompt(3)))
+    desk.send(b, start(3, prompt(3)))
+    desk.sessions.leave(a)
+    desk.sessions.leave(a)
+    assert desk.engine.orders[3:] == [("abort", 1), ("abort", 2)]
+    assert a.is_over and not b.is_over
+
+
+def test_a_new_stream_of_the_same_router_replaces_the_old_one() -> None:
+    desk = Desk()
+    old = desk.join("a")
+    desk.send(old, start(1, prompt(3)))
+    new = desk.join("a")
+    assert old.is_over and desk.engine.orders == [("start", 1), ("abort", 1)]
+    desk.send(new, start(2, prompt(3)))
+    desk.sessions.leave(old)
+    assert not new.is_over and len(desk.engine.orders) == 3
+
+
+def test_a_new_router_is_told_what_runs() -> None:
+    desk = Desk()
+    desk.send(desk.join("a"), start(1, prompt(3)), start(2, prompt(3)))
+    assert desk.sessions.cut(desk.join("b")).accepted_epochs == [1, 2]
+
+
+def test_every_start_is_acknowledged_even_one_that_is_refused() -> None:
+    desk = Desk()
+    a, b = desk.join("a"), desk.join("b")
+    desk.send(a, start(1, prompt(3)), start(2, []))
+    for session in (a, b):
+        assert desk.sessions.cut(session).accepted_epochs == [1, 2]
+
+
+def test_every_router_hears_at_once_that_there_is_room_again() -> None:
+    desk = Desk()
+    a, _ = desk.join("a"), desk.join("b")
+    desk.send(a, start(1, prompt(3)))
+    before = desk.notified["b"]
+    desk.sessions.deliver(report(Outcome(SequenceKey(1, 0), 0, (7,))))
+    assert desk.notified["b"] == before
+    desk.sessions.deliver(report(Outcome(SequenceKey(1, 0), 1, (7,), Stop.EOS)))
+    assert desk.notified["b"] == before + 1
+
+
+def test_a_drain_is_ordered_once_and_later_starts_come_back() -> None:
+    desk = Desk()
+    a = desk.join("a")
+    desk.send(a, start(1, prompt(3)))
+    desk.sessions.receive(a, session_pb2.RouterFrame(drain=True))
+    desk.sessions.drain()
+    desk.send(a, start(2, prompt(3), output=[4, 5]))
+    frame = desk.sessions.cut(a)
+    assert [(p.epoch, p.offset, p.stop) for p in frame.progress] == [
+        (2, 2, session_pb2.STOP_CAUSE_RETURNED)
+    ]
+    assert frame.state.draining
+    assert desk.engine.orders == [("start", 1), "drain"]
+
+
+def test_every_router_hears_of_a_drain_at_once() -> None:
+    desk = Desk()
+    for router_id in ("a", "b"):
+        desk.join(router_id)
+    desk.sessions.drain()
+    assert desk.notified == {"a": 1, "b": 1}
+
+
+def test_frames_are_numbered_over_all_sessions() -> None:
+    desk = Desk()
+    a, b = desk.join("a"), desk.join("b")
+    numbers = [desk.sessions.cut(session).state.sequence_number for session in (a, b, a)]
+    assert numbers == [1, 2, 3]

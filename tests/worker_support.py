@@ -1,0 +1,118 @@
+"""Shared by the tests of the worker without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from everlift.messages import SamplingParams
+from everlift.v1 import session_pb2
+
+from worker.config import FakeModel, WorkerConfig
+from worker.engine import Engine
+from worker.fake_runner import FakeRunner
+from worker.limits import Limits
+from worker.outcome import Outcome, SequenceKey, Stop
+from worker.sequence import Sequence as EngineSequence
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def limits(
+    num_blocks: int = 16,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 4096,
+    watermark_blocks: int = 1,
+    model: FakeModel | None = None,
+) -> Limits:
+    return Limits(
+        num_blocks=num_blocks,
+        vocab_size=(model or FakeModel()).vocab_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        watermark_blocks=watermark_blocks,
+    )
+
+
+def engine(bounds: Limits | None = None, model: FakeModel | None = None) -> Engine:
+    bounds = bounds or limits(model=model)
+    return Engine(FakeRunner(bounds.num_blocks, model or FakeModel()), bounds)
+
+
+def start(
+    epoch: int,
+    prompt: Iterable[int],
+    max_tokens: int = 8,
+    output: Iterable[int] = (),
+    choice: int = 0,
+    sampling: SamplingParams = GREEDY,
+    stop_token_ids: Iterable[int] = (),
+    salt: bytes = b"",
+) -> session_pb2.Start:
+    return session_pb2.Start(
+        epoch=epoch,
+        choice=choice,
+        request_id=f"request-{epoch}",
+        prompt_ids=prompt,
+        output_ids=output,
+        max_tokens=max_tokens,
+        sampling=sampling.to_proto(),
+        stop_token_ids=stop_token_ids,
+        salt=salt,
+    )
+
+
+def sequence(bounds: Limits, epoch: int, prompt: Iterable[int], **fields: Any) -> EngineSequence:
+    return EngineSequence.from_start(start(epoch, prompt, **fields), bounds)
+
+
+def prompt(length: int, first: int = 1) -> list[int]:
+    """``length`` tokens that count from ``first``."""
+    return [(first + i) % 1000 for i in range(length)]
+
+
+class Collected:
+    """What an engine said, by sequence; checks that offsets are contiguous and nothing follows a
+    stop."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[SequenceKey, list[int]] = {}
+        self.stops: dict[SequenceKey, Stop] = {}
+        self.errors: dict[SequenceKey, str] = {}
+        self._offsets: dict[SequenceKey, int] = {}
+
+    def take(self, outcomes: Iterable[Outcome]) -> None:
+        for outcome in outcomes:
+            key = outcome.key
+            assert key not in self.stops, "an outcome after the end"
+            assert outcome.offset == self._offsets.get(key, outcome.offset), "a gap or a repetition"
+            self._offsets[key] = outcome.offset + len(outcome.tokens)
+            self.tokens.setdefault(key, []).extend(outcome.tokens)
+            if outcome.stop is not None:
+                self.stops[key] = outcome.stop
+                self.errors[key] = outcome.error
+
+
+def run(engine: Engine, collected: Collected | None = None, max_steps: int = 10_000) -> Collected:
+    """Steps until nothing is left, checking the books after each."""
+    collected = collected or Collected()
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return collected
+        collected.take(engine.step())
+        engine.check_integrity()
+    raise AssertionError(f"still at work after {max_steps} steps: {engine.load()}")
+
+
+def tensor_parallel(ranks: int, num_blocks: int = 8) -> WorkerConfig:
+    """A small worker of several ranks with the fake runner."""
+    return WorkerConfig(
+        model="fake",
+        tensor_parallel=ranks,
+        num_blocks=num_blocks,
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+        join_timeout=10.0,
+    )

@@ -1,0 +1,116 @@
+"""What an operator can set about a worker. Every default of this layer stands here. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+#: The model name that stands for the fake runner.
+FAKE = "fake"
+_WILDCARDS = frozenset({"0.0.0.0", "::", "[::]", ""})
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    """What the fake runner pretends to be."""
+
+    vocab_size: int = 1024
+    #: most tokens of one sequence, prompt and output
+    max_model_len: int = 4096
+    #: seconds that every step takes
+    step_time: float = 0.0
+    #: the token that ends a sequence; never made while eos_one_in is 0
+    eos_token_id: int = 0
+    #: one token of so many is the end, 0 for none; which one is decided by the tokens before it
+    eos_one_in: int = 0
+    #: what a block takes of kv_cache_mib
+    block_kib: int = 512
+
+    def __post_init__(self) -> None:
+        _at_least("vocab_size", self.vocab_size, 2)
+        _at_least("max_model_len", self.max_model_len, 2)
+        _at_least("step_time", self.step_time, 0)
+        _at_least("eos_one_in", self.eos_one_in, 0)
+        _at_least("block_kib", self.block_kib, 1)
+        if not 0 <= self.eos_token_id < self.vocab_size:
+            raise ValueError(f"eos_token_id must be a token below {self.vocab_size}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker: the same value goes to each of its ranks. Durations are seconds."""
+
+    #: Hugging Face directory of the model, or "fake"; a rank needs one
+    model: str = ""
+    #: where routers dial, so no wildcard; other ranks find rank 0 here too
+    host: str = "127.0.0.1"
+    #: 0 takes a free one
+    port: int = 0
+    #: ranks that share the model
+    tensor_parallel: int = 1
+    #: blocks of the KV cache; not set: what fits into kv_cache_mib
+    num_blocks: int | None = None
+    #: memory of the KV cache, over all ranks
+    kv_cache_mib: int = 256
+    #: sequences in one batch
+    max_num_seqs: int = 256
+    #: tokens computed in one step: one for each sequence that decodes, the rest for prefill
+    max_num_batched_tokens: int = 512
+    #: most tokens of one sequence, prompt and output; not set: what the model was made for
+    max_model_len: int | None = None
+    #: part of the blocks that admission leaves free, so that what runs can grow
+    watermark: float = 0.01
+    #: auto is a GPU where there is one
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    #: auto is bfloat16 where the device computes in it natively
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    #: CPU threads of one rank; not set: the process's share of cores
+    num_threads: int | None = None
+    #: the only cluster whose routers are served; empty serves any
+    cluster_id: str = ""
+    #: a router hears from the worker at least so often
+    beat: float = 0.15
+    #: how long the ranks wait for each other to start
+    join_timeout: float = 120.0
+    #: what has been handed back has so long to reach the routers when the worker stops
+    drain_timeout: float = 1.0
+    #: used with the model "fake" only
+    fake: FakeModel = field(default_factory=FakeModel)
+
+    def __post_init__(self) -> None:
+        if self.host in _WILDCARDS:
+            raise ValueError(f"host must be an address that routers can dial, not {self.host!r}")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"port must be from 0 to 65535, not {self.port}")
+        for name in ("tensor_parallel", "kv_cache_mib", "max_num_seqs", "max_num_batched_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("num_blocks", "num_threads"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): each sequence decodes one token a step"
+            )
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark:g}")
+        for name in ("beat", "join_timeout", "drain_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
+
+    @property
+    def is_fake(self) -> bool:
+        return self.model == FAKE
+
+    @property
+    def name(self) -> str:
+        """What clients call the model: the name of its directory."""
+        return Path(self.model).resolve().name if not self.is_fake else FAKE
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"{name} must be at least {least:g}, not {value:g}")

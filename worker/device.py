@@ -1,0 +1,44 @@
+"""On what a rank computes: device, dtype and threads, as the configuration asks for them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(wanted: str) -> torch.device:
+    """``auto`` is a GPU where there is one. Raises ValueError where ``wanted`` is not there."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch finds no CUDA device here")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 where the device computes in it natively, else float32."""
+    if wanted != "auto":
+        return _DTYPES[wanted]
+    native = torch.cuda.is_bf16_supported if device.type == "cuda" else _cpu_has_bfloat16
+    return torch.bfloat16 if native() else torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Without these instructions bfloat16 is converted, and slower than float32."""
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+
+
+def use_threads(wanted: int | None) -> None:
+    """Sets torch's threads, for the process: ``wanted``, or one for each core it may run on."""
+    torch.set_num_threads(wanted or _cores())
+
+
+def _cores() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,93 @@
+"""The engine: continuous batching, one step at a time. It has no thread, no clock, and no torch.
+
+    step = schedule -> execute -> commit
+
+Every rank of a worker runs one; with the same adds and aborts between the same steps they all do
+the same.
+"""
+
+from __future__ import annotations
+
+from everlift import logs
+from everlift.errors import EngineFailed
+
+from worker.digest import plan_digest
+from worker.limits import Limits
+from worker.load import Load, Occupant
+from worker.outcome import Outcome
+from worker.plan import Plan, Runner
+from worker.scheduler import Scheduler
+from worker.sequence import Sequence
+
+log = logs.get(__name__)
+
+
+class EngineBroken(Exception):
+    """The runner does not work any more: this rank must end."""
+
+
+class Engine:
+    """A step that raises a ``survivable`` exception ends the sequences that it was to compute; any
+    other, or a second such step in a row, is the engine's end."""
+
+    def __init__(
+        self, runner: Runner, limits: Limits, survivable: type[Exception] = Exception
+    ) -> None:
+        self.limits = limits
+        self._runner = runner
+        self._scheduler = Scheduler(limits)
+        self._survivable = survivable
+        self._last_failed = False
+        self._plan = Plan(0, ())
+
+    @property
+    def has_work(self) -> bool:
+        return len(self._scheduler) > 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes in a sequence that was checked against this engine's limits, is not at its end, and
+        whose key no other one here has."""
+        self._scheduler.add(sequence)
+
+    def abort(self, epoch: int) -> None:
+        """Ends every choice of ``epoch``, if there is one; their blocks are free at once."""
+        for sequence in self._scheduler.of_epoch(epoch):
+            self._scheduler.remove(sequence)
+
+    def sequences(self) -> list[Sequence]:
+        """All that is here, running or waiting."""
+        return list(self._scheduler)
+
+    def step(self) -> list[Outcome]:
+        """One forward pass over some of what is known. Raises EngineBroken."""
+        self._plan = self._scheduler.schedule()
+        if not self._plan.rows:
+            return []
+        try:
+            tokens = self._runner.execute(self._plan)
+        except Exception as error:
+            return self._failed(error)
+        self._last_failed = False
+        return self._scheduler.commit(self._plan, tokens)
+
+    def _failed(self, error: Exception) -> list[Outcome]:
+        log.exception("step failed", step=self._plan.step)
+        if self._last_failed or not isinstance(error, self._survivable):
+            raise EngineBroken(f"step {self._plan.step}: {error!r}") from error
+        self._last_failed = True
+        cause = str(error) if isinstance(error, EngineFailed) else type(error).__name__
+        return self._scheduler.fail(self._plan, f"the step failed: {cause}")
+
+    def digest(self) -> bytes:
+        """Of the last step's plan."""
+        return plan_digest(self._plan)
+
+    def load(self) -> Load:
+        return self._scheduler.load()
+
+    def occupants(self) -> tuple[Occupant, ...]:
+        return self._scheduler.occupants()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the engine's books do not agree."""
+        self._scheduler.check_integrity()

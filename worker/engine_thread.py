@@ -1,0 +1,96 @@
+"""The part of a rank that stays in one thread from building the runner to closing it, because CUDA
+and OpenMP keep state by thread.
+
+The thread is a daemon: a step that never returns does not keep a process that wants to end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from everlift.errors import EngineFailed
+
+from worker.config import WorkerConfig
+from worker.engine import Engine
+from worker.fake_runner import FakeRunner
+from worker.limits import Limits
+from worker.loop import LeadingLoop, Report, follow
+from worker.meeting import Ties
+from worker.orders import Inbox
+from worker.plan import Runner
+from worker.step_log import StepLogReader
+
+
+class EngineThread:
+    """``meet`` brings this rank together with the others. ``report`` is called from the thread.
+
+    ``ready`` and ``ended`` resolve from the thread; what fails before the engine is ready is in
+    both. Whoever hears of the end closes ``ties``.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        meet: Callable[[], Ties],
+        inbox: Inbox,
+        report: Callable[[Report], None],
+    ) -> None:
+        self.ready: Future[Engine] = Future()
+        self.ended: Future[None] = Future()
+        self.ties = Ties()
+        self._config = config
+        self._meet = meet
+        self._inbox = inbox
+        self._report = report
+        # From here on nobody can cancel them.
+        self.ready.set_running_or_notify_cancel()
+        self.ended.set_running_or_notify_cancel()
+        threading.Thread(target=self._live, name="engine", daemon=True).start()
+
+    def stop(self) -> None:
+        """After the step that runs; on ranks above 0 it reads as the loss of rank 0."""
+        self._inbox.stop()
+        if isinstance(self.ties.log, StepLogReader):
+            self.ties.log.interrupt()
+
+    def _live(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+
+    def _run(self) -> None:
+        self.ties = self._meet()
+        runner = _build_runner(self._config, self.ties)
+        try:
+            self._loop(self._build_engine(runner))
+        finally:
+            runner.close()
+
+    def _build_engine(self, runner: Runner) -> Engine:
+        """Of several ranks each goes on after an error only where all of them have it."""
+        survivable = Exception if self._config.tensor_parallel == 1 else EngineFailed
+        return Engine(runner, Limits.of(self._config, runner), survivable)
+
+    def _loop(self, engine: Engine) -> None:
+        self.ready.set_result(engine)
+        if isinstance(self.ties.log, StepLogReader):
+            follow(engine, self.ties.log)
+        else:
+            LeadingLoop(engine, self._inbox, self._report, self.ties.log).run()
+
+
+def _build_runner(config: WorkerConfig, ties: Ties) -> Runner:
+    if config.is_fake:
+        num_blocks = config.num_blocks or config.kv_cache_mib * 1024 // config.fake.block_kib
+        return FakeRunner(num_blocks, config.fake)
+    from worker.parallel import Group
+    from worker.runner import build_runner
+
+    return build_runner(config, ties.group or Group.single())

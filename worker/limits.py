@@ -1,0 +1,43 @@
+"""What bounds an engine: the model's limits and the operator's, resolved once at start. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from everlift.blockhash import BLOCK_SIZE
+
+from worker.config import WorkerConfig
+from worker.plan import Runner
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Blocks that hold the KV of so many tokens."""
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``max_model_len`` counts prompt and output; ``watermark_blocks`` stay free when a sequence is
+    admitted beside others."""
+
+    num_blocks: int
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    watermark_blocks: int
+
+    @classmethod
+    def of(cls, config: WorkerConfig, runner: Runner) -> Self:
+        """A pool smaller than the model's context makes the context smaller: routers are told so,
+        and no sequence outgrows the pool."""
+        wanted = config.max_model_len or runner.max_model_len
+        return cls(
+            num_blocks=runner.num_blocks,
+            vocab_size=runner.vocab_size,
+            max_model_len=min(wanted, runner.max_model_len, runner.num_blocks * BLOCK_SIZE),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            watermark_blocks=max(1, int(config.watermark * runner.num_blocks)),
+        )

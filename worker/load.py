@@ -1,0 +1,30 @@
+"""The load of an engine, as routers are told. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """``pending_prefill_tokens`` are known and not computed, without the one token of each sequence
+    that decodes; ``committed_tokens`` are the known tokens of all sequences. The last three count
+    from the engine's start."""
+
+    num_running: int
+    num_waiting: int
+    blocks_used: int
+    blocks_total: int
+    pending_prefill_tokens: int
+    committed_tokens: int
+    step: int
+    output_tokens: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    """Who has a batch slot."""
+
+    slot: int
+    request_id: str

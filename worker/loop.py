@@ -1,0 +1,128 @@
+"""The engine's loop, in a thread of its own: on rank 0 from orders, elsewhere from rank 0's log.
+
+Rank 0:       take orders, write the log entry, apply, step, report
+other ranks:  read the log entry, compare the digest of rank 0's plan before it, apply, step
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from everlift.v1 import session_pb2
+
+from worker.engine import Engine
+from worker.load import Load, Occupant
+from worker.orders import Inbox, Orders
+from worker.outcome import Outcome, SequenceKey, Stop
+from worker.sequence import Sequence
+
+#: An engine without work checks its books after so long.
+_IDLE_S = 0.5
+#: Who has which slot is told so often.
+_OCCUPANTS_S = 1.0
+
+
+class RanksDisagree(Exception):
+    """This rank's plan is not rank 0's: their caches hold different things from here on."""
+
+
+class StepLog(Protocol):
+    """Where rank 0 writes what it does."""
+
+    def write(self, entry: session_pb2.StepLog) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One turn of the loop. ``started`` are counted in ``load`` from now on. ``occupants`` is None
+    where it was told a short while ago."""
+
+    started: tuple[SequenceKey, ...]
+    outcomes: tuple[Outcome, ...]
+    load: Load
+    occupants: tuple[Occupant, ...] | None
+
+
+class LeadingLoop:
+    """Rank 0's loop. ``report`` is called after each turn, in this thread, and must not wait."""
+
+    def __init__(
+        self, engine: Engine, inbox: Inbox, report: Callable[[Report], None], log: StepLog | None
+    ) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._report = report
+        self._log = log
+        self._occupants_told = 0.0
+
+    def run(self) -> None:
+        """Until the stop order. Raises EngineBroken, and what the log raises."""
+        while True:
+            orders = self._next_orders()
+            returned = self._give_back(orders) if orders.drain else []
+            self._write(orders)
+            if orders.stop:
+                return
+            _apply(self._engine, orders.starts, orders.aborts)
+            self._tell(orders, [*returned, *self._engine.step()])
+
+    def _next_orders(self) -> Orders:
+        if self._engine.has_work:
+            return self._inbox.take(timeout_s=0)
+        if orders := self._inbox.take(timeout_s=_IDLE_S):
+            return orders
+        self._engine.check_integrity()
+        return self._inbox.take(timeout_s=None)
+
+    def _give_back(self, orders: Orders) -> list[Outcome]:
+        """Turns the drain into aborts, which is how the other ranks see it."""
+        leaving = [
+            sequence
+            for sequence in [*self._engine.sequences(), *orders.starts]
+            if sequence.key.epoch not in orders.aborts
+        ]
+        orders.aborts.extend(dict.fromkeys(sequence.key.epoch for sequence in leaving))
+        return [Outcome(s.key, s.num_output, (), Stop.RETURNED) for s in leaving]
+
+    def _write(self, orders: Orders) -> None:
+        if self._log is not None:
+            self._log.write(
+                session_pb2.StepLog(
+                    starts=[sequence.to_start() for sequence in orders.starts],
+                    aborts=orders.aborts,
+                    previous_digest=self._engine.digest(),
+                    stop=orders.stop,
+                )
+            )
+
+    def _tell(self, orders: Orders, outcomes: Iterable[Outcome]) -> None:
+        now, occupants = time.monotonic(), None
+        if now - self._occupants_told >= _OCCUPANTS_S:
+            self._occupants_told, occupants = now, self._engine.occupants()
+        started = tuple(sequence.key for sequence in orders.starts)
+        self._report(Report(started, tuple(outcomes), self._engine.load(), occupants))
+
+
+def follow(engine: Engine, log: Iterable[session_pb2.StepLog]) -> None:
+    """The loop of every other rank, until the log's stop.
+
+    Raises RanksDisagree, EngineBroken, and what the log raises.
+    """
+    for entry in log:
+        if entry.stop:
+            return
+        if entry.previous_digest != engine.digest():
+            raise RanksDisagree(f"the plan of step {engine.load().step} is not rank 0's")
+        starts = [Sequence.from_start(start, engine.limits) for start in entry.starts]
+        _apply(engine, starts, entry.aborts)
+        engine.step()
+
+
+def _apply(engine: Engine, starts: Iterable[Sequence], aborts: Iterable[int]) -> None:
+    for sequence in starts:
+        engine.add(sequence)
+    for epoch in aborts:
+        engine.abort(epoch)

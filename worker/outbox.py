@@ -1,0 +1,71 @@
+"""What a router is still to be told. Pure.
+
+Nothing is queued: a router that reads slowly finds the tokens of many steps merged into one
+Progress a sequence, and the newest state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from everlift.v1 import inference_pb2, session_pb2
+
+from worker.load import Occupant
+from worker.outcome import Outcome, SequenceKey
+
+#: Acknowledgements kept for a router that does not read; leaders give up on them within seconds.
+_MAX_ACCEPTED = 65_536
+
+
+class Outbox:
+    """``notify`` is called whenever something is worth a frame of its own."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self.notify = notify
+        self._progress: dict[SequenceKey, session_pb2.Progress] = {}
+        self._accepted: deque[int] = deque(maxlen=_MAX_ACCEPTED)
+        self._occupants: tuple[Occupant, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._progress or self._accepted)
+
+    def push(self, outcome: Outcome) -> None:
+        """Outcomes of one sequence come in the order of their offsets."""
+        progress = self._progress.get(outcome.key)
+        if progress is None:
+            progress = session_pb2.Progress(
+                epoch=outcome.key.epoch, choice=outcome.key.choice, offset=outcome.offset
+            )
+            self._progress[outcome.key] = progress
+        progress.token_ids.extend(outcome.tokens)
+        if outcome.stop is not None:
+            progress.stop = outcome.stop.value
+            progress.error = outcome.error
+        self.notify()
+
+    def accept(self, epoch: int) -> None:
+        self._accepted.append(epoch)
+        self.notify()
+
+    def show(self, occupants: tuple[Occupant, ...]) -> None:
+        """For the next frame, whenever it goes."""
+        self._occupants = occupants
+
+    def drop(self, key: SequenceKey) -> None:
+        """Nothing more is to be said of an aborted sequence."""
+        self._progress.pop(key, None)
+
+    def cut(self, state: session_pb2.WorkerState) -> session_pb2.WorkerFrame:
+        """One frame with ``state`` and everything unsent."""
+        state.running.extend(
+            inference_pb2.RunningSequence(request_id=o.request_id, slot=o.slot)
+            for o in self._occupants
+        )
+        frame = session_pb2.WorkerFrame(
+            state=state, accepted_epochs=self._accepted, progress=self._progress.values()
+        )
+        self._progress.clear()
+        self._accepted.clear()
+        self._occupants = ()
+        return frame

@@ -1,0 +1,155 @@
+"""The ranks of one tensor-parallel worker: how they meet, and the collectives that they use.
+
+Rank 0 creates a store and tells the others its address; each rank then joins the group over it.
+Nothing here touches torch.distributed's process-wide default group, so a process may hold several.
+Every listening socket is bound to one address: the one by which its rank reaches the store, unless
+it is given.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in its stubs
+    ProcessGroupGloo,
+    TCPStore,
+)
+
+#: A rank that has not come to a collective after this long is taken for lost.
+TIMEOUT = timedelta(minutes=5)
+
+
+class Group:
+    """A rank's end of its group. This class is the group of one: each collective is the identity.
+
+    Every rank calls the same collectives in the same order with tensors of the same shape and
+    dtype. A lost peer raises RuntimeError, and the group is of no more use.
+    """
+
+    rank = 0
+    size = 1
+
+    @staticmethod
+    def single() -> Group:
+        return Group()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """``tensor``, replaced by the sum over all ranks."""
+        return tensor
+
+    def gather_to_first(self, shard: Tensor) -> Tensor | None:
+        """The ranks' shards side by side along the last dimension, on rank 0; None elsewhere."""
+        return shard
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """``tensor``, replaced by rank 0's."""
+        return tensor
+
+    def barrier(self) -> None:
+        """Returns when every rank has come here."""
+
+    def close(self) -> None:
+        """Releases the group's sockets and threads. May be called again."""
+
+
+class _CollectiveGroup(Group):
+    """A group over a torch.distributed backend (ProcessGroupGloo or ProcessGroupNCCL)."""
+
+    def __init__(self, backend: Any, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._backend = backend
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self._backend.allreduce([tensor]).wait()
+        return tensor
+
+    def gather_to_first(self, shard: Tensor) -> Tensor | None:
+        shard = shard.contiguous()
+        parts = [torch.empty_like(shard) for _ in range(self.size)] if self.rank == 0 else []
+        self._backend.gather(parts, shard, 0).wait()
+        return torch.cat(parts, dim=-1) if parts else None
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        self._backend.broadcast(tensor, 0).wait()
+        return tensor
+
+    def barrier(self) -> None:
+        self._backend.barrier().wait()
+
+    def close(self) -> None:
+        if self._backend is not None:
+            self._backend.shutdown()
+            self._backend = None  # gloo listens until it is destroyed
+
+
+def create_store(host: str = "127.0.0.1") -> tuple[TCPStore, str]:
+    """Rank 0's meeting point, on a free port of ``host``, and its address for join_store."""
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))  # TCPStore alone would listen on every interface
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=TIMEOUT,
+    )
+    return store, f"{host}:{port}"
+
+
+def join_store(address: str) -> TCPStore:
+    """Another rank's end of the store at ``address``."""
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), timeout=TIMEOUT)
+
+
+def init_group(
+    store: TCPStore, rank: int, size: int, device: torch.device, host: str | None = None
+) -> Group:
+    """Joins rank ``rank`` of ``size``; returns when all of them have. NCCL on CUDA, gloo elsewhere.
+
+    ``host`` is this rank's own address, found from its way to the store when None.
+    """
+    if size == 1:
+        return Group.single()
+    if device.type == "cuda":
+        backend = _nccl(store, rank, size)
+    else:
+        backend = _gloo(store, rank, size, host or _own_address(store))
+    group = _CollectiveGroup(backend, rank, size)
+    group.barrier()
+    return group
+
+
+def _gloo(store: TCPStore, rank: int, size: int, host: str) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # By default gloo binds to whatever the machine's own name resolves to.
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = TIMEOUT
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: TCPStore, rank: int, size: int) -> Any:
+    """NCCL picks its interface itself, or by NCCL_SOCKET_IFNAME."""
+    from torch.distributed import ProcessGroupNCCL  # only in CUDA builds
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return ProcessGroupNCCL(store, rank, size, options)
+
+
+def _own_address(store: TCPStore) -> str:
+    """From which address this machine reaches the store. A datagram connect sends nothing."""
+    family, kind, _, _, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[
+        0
+    ]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

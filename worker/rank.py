@@ -1,0 +1,213 @@
+"""One rank of a worker: an engine in its thread and, on rank 0, the server in the event loop's.
+
+    rank 0 of one                 start -> wait      drain -> stop
+    rank 0 of several     open -> start -> wait      drain -> stop
+    other ranks                   start -> wait               stop
+
+Whatever ends one rank ends them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from everlift import logs
+from everlift.blockhash import BLOCK_SIZE
+from everlift.v1 import session_pb2
+
+from worker.config import WorkerConfig
+from worker.engine import Engine
+from worker.engine_thread import EngineThread
+from worker.fingerprint import model_fingerprint
+from worker.limits import Limits
+from worker.loop import Report
+from worker.meeting import MeetingPoint, Ties, join
+from worker.orders import Inbox
+from worker.server import SessionServer
+from worker.sessions import Sessions
+from worker.step_log import StepLogWriter
+
+log = logs.get(__name__)
+
+
+class RankFailed(Exception):
+    """The rank has ended by itself; the cause says why. Its worker is lost."""
+
+
+class Rank:
+    """Rank ``rank`` of ``config.tensor_parallel``. All calls come from one event loop.
+
+    Of several ranks, 0 is opened first, which gives the ``rendezvous`` that the others need. All
+    are then started at the same time, since they wait for each other.
+    """
+
+    def __init__(self, config: WorkerConfig, rank: int = 0, rendezvous: str = "") -> None:
+        """Raises ValueError for a configuration that cannot run."""
+        if not config.model:
+            raise ValueError('model must be set, to a directory or "fake"')
+        if not 0 <= rank < config.tensor_parallel:
+            raise ValueError(f"rank must be below tensor_parallel {config.tensor_parallel}")
+        if rank and not rendezvous:
+            raise ValueError("a rank above 0 needs the rendezvous of rank 0")
+        self.worker_id = secrets.token_hex(8)
+        self._config = config
+        self._rank = rank
+        self._rendezvous = rendezvous
+        self._files = _files(config)
+        self._meeting_point: MeetingPoint | None = None
+        self._inbox = Inbox()
+        self._thread: EngineThread | None = None
+        self._server: SessionServer | None = None
+        self._watched: list[int] = []
+        self._ended = asyncio.Event()
+        self._error: BaseException | None = None
+        self._is_stopping = False
+
+    @property
+    def is_alone(self) -> bool:
+        """No router is connected: it may be that none knows this worker."""
+        return self._server is None or self._server.is_alone
+
+    async def open(self) -> str:
+        """Makes rank 0 of several findable: the rendezvous that the others need."""
+        self._meeting_point = await asyncio.to_thread(MeetingPoint, self._config, self._files)
+        return self._meeting_point.address
+
+    async def start(self) -> session_pb2.WorkerInfo:
+        """Returns when ready to serve. On a rank above 0 the info lacks worker_id and address.
+
+        Raises whatever keeps the runner from being built, ChannelBroken when ranks are missing,
+        OSError when the port is taken.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._thread = EngineThread(self._config, self._meeting(), self._inbox, self._report)
+        self._thread.ended.add_done_callback(
+            lambda ended: self._loop.call_soon_threadsafe(self._thread_ended, ended.exception())
+        )
+        engine = await asyncio.wrap_future(self._thread.ready)
+        info = self._info(engine.limits)
+        if self._rank == 0:
+            await self._serve(engine, info)
+        log.info("rank ready", worker_id=info.worker_id, rank=self._rank, address=info.address)
+        return info
+
+    async def wait(self) -> None:
+        """Returns when the rank was stopped, or rank 0's was. Raises RankFailed for another end."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise RankFailed(str(self._error)) from self._error
+
+    async def drain(self) -> None:
+        """Starts nothing more and hands everything back; returns when the routers have it, or after
+        ``drain_timeout``. Rank 0 does it for all: the others wait for its end, since theirs would
+        come in between."""
+        if self._rank:
+            await self._until_ended(2 * self._config.drain_timeout)
+        elif self._server is not None and not self._ended.is_set():
+            await self._server.drain()
+
+    async def stop(self) -> None:
+        """Ends the rank, and with it the worker. May be called at any time, and again."""
+        self._is_stopping = True
+        self._unwatch()
+        if self._server is not None:
+            await self._server.stop()
+        if self._meeting_point is not None:
+            self._meeting_point.close()
+        if self._thread is not None:
+            self._thread.stop()
+            await self._until_ended(self._config.drain_timeout)
+
+    async def _until_ended(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+
+    def _meeting(self) -> partial[Ties]:
+        if self._rank:
+            return partial(join, self._config, self._rank, self._rendezvous, self._files)
+        if self._config.tensor_parallel == 1:
+            return partial(Ties)
+        assert self._meeting_point is not None, "rank 0 of several was started, but not opened"
+        return partial(self._meeting_point.gather)
+
+    async def _serve(self, engine: Engine, info: session_pb2.WorkerInfo) -> None:
+        self._server = SessionServer(
+            self._config, Sessions(engine.limits, engine.load(), self._inbox)
+        )
+        info.worker_id = self.worker_id
+        info.address = self._server.address
+        await self._server.start(info)
+        self._watch()
+
+    def _watch(self) -> None:
+        """The other ranks say nothing: anything to read from one is its end."""
+        if self._thread is not None and isinstance(self._thread.ties.log, StepLogWriter):
+            self._watched = self._thread.ties.log.descriptors()
+        for rank, line in enumerate(self._watched, 1):
+            self._loop.add_reader(line, self._end, RankFailed(f"rank {rank} is gone"))
+
+    def _unwatch(self) -> None:
+        while self._watched:
+            self._loop.remove_reader(self._watched.pop())
+
+    def _report(self, report: Report) -> None:
+        """Called from the engine's thread."""
+        assert self._server is not None, "a report before there was an order"
+        self._loop.call_soon_threadsafe(self._server.deliver, report)
+
+    def _thread_ended(self, error: BaseException | None) -> None:
+        self._end(error)
+        assert self._thread is not None
+        self._thread.ties.close()
+
+    def _end(self, error: BaseException | None) -> None:
+        """The thread has ended, or another rank is gone."""
+        if self._ended.is_set():
+            return
+        self._unwatch()
+        self._ended.set()
+        if error is None or self._is_stopping:
+            return
+        self._error = error
+        log.error("rank failed", worker_id=self.worker_id, rank=self._rank, error=str(error))
+        if self._server is not None:
+            self._closing = self._loop.create_task(self._server.stop())
+
+    def _info(self, limits: Limits) -> session_pb2.WorkerInfo:
+        config = self._config
+        shape = (self._files, _dtype(config), limits.vocab_size, limits.max_model_len)
+        return session_pb2.WorkerInfo(
+            model=config.name,
+            fingerprint=hashlib.sha256(repr(shape).encode()).hexdigest(),
+            block_size=BLOCK_SIZE,
+            num_blocks=limits.num_blocks,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            tensor_parallel=config.tensor_parallel,
+            pid=os.getpid(),
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+
+
+def _files(config: WorkerConfig) -> str:
+    """What names the model that a rank reads."""
+    if config.is_fake:
+        return f"fake {config.fake.eos_token_id} {config.fake.eos_one_in}"
+    return model_fingerprint(Path(config.model))
+
+
+def _dtype(config: WorkerConfig) -> str:
+    """What auto stands for on this machine."""
+    if config.is_fake:
+        return "none"
+    from worker.device import choose_device, choose_dtype
+
+    return str(choose_dtype(config.dtype, choose_device(config.device)))

@@ -1,0 +1,150 @@
+"""One generation inside the engine. Pure.
+
+    tokens      |---- prompt ----|-------- output --------|
+                0            num_prompt               num_known
+    KV cache    |------ computed ------|-- remaining --|
+                0                 num_computed     num_known
+
+A step computes some of what remains; where it computes the last known token, the next is drawn.
+Output of earlier attempts is output like any other, so a continuation differs from an undisturbed
+run in ``num_computed`` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from everlift.blockhash import BLOCK_SIZE, block_hash
+from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange, PromptTooLong
+from everlift.messages import SamplingParams
+from everlift.v1 import session_pb2
+
+from worker.limits import Limits, blocks_for
+from worker.outcome import SequenceKey, Stop
+from worker.plan import Row
+
+#: The slot of a sequence that is not in the batch.
+NO_SLOT = -1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """``tokens`` is prompt and output, ``max_tokens`` bounds the whole output. ``order`` is its
+    place by arrival, which it keeps over preemptions."""
+
+    key: SequenceKey
+    request_id: str
+    tokens: list[int]
+    num_prompt: int
+    max_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    salt: bytes
+    order: int = 0
+    num_computed: int = 0
+    slot: int = NO_SLOT
+    block_table: tuple[int, ...] = ()
+    _hashes: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def from_start(cls, start: session_pb2.Start, limits: Limits) -> Self:
+        """Raises InvalidRequest where this worker can never run it."""
+        sequence = cls(
+            key=SequenceKey(start.epoch, start.choice),
+            request_id=start.request_id,
+            tokens=[*start.prompt_ids, *start.output_ids],
+            num_prompt=len(start.prompt_ids),
+            max_tokens=start.max_tokens,
+            sampling=SamplingParams.from_proto(start.sampling, seed=0),
+            stop_token_ids=frozenset(start.stop_token_ids),
+            salt=start.salt,
+        )
+        sequence._check(limits)
+        return sequence
+
+    def to_start(self) -> session_pb2.Start:
+        """The Start that continues this sequence."""
+        return session_pb2.Start(
+            epoch=self.key.epoch,
+            choice=self.key.choice,
+            request_id=self.request_id,
+            prompt_ids=self.tokens[: self.num_prompt],
+            output_ids=self.tokens[self.num_prompt :],
+            max_tokens=self.max_tokens,
+            sampling=self.sampling.to_proto(),
+            stop_token_ids=sorted(self.stop_token_ids),
+            salt=self.salt,
+        )
+
+    def _check(self, limits: Limits) -> None:
+        if not self.key.epoch:
+            raise InvalidRequest("epoch must be set")
+        if not self.num_prompt:
+            raise EmptyPrompt("the prompt has no tokens")
+        if self.max_tokens < max(1, self.num_output):
+            raise OutOfRange(
+                f"max_tokens must be at least 1 and the {self.num_output} tokens so far, "
+                f"not {self.max_tokens}"
+            )
+        if self.num_prompt >= limits.max_model_len or self.num_known > limits.max_model_len:
+            raise PromptTooLong(
+                f"{self.num_prompt} prompt tokens and {self.num_output} so far leave no room for "
+                f"more in a context of {limits.max_model_len}"
+            )
+        if max(self.tokens) >= limits.vocab_size:
+            raise OutOfRange(f"a token id is {limits.vocab_size}, the vocabulary's size, or more")
+        needed = blocks_for(self.num_known + 1)
+        if self.stop(limits) is None and needed > limits.num_blocks:
+            raise PromptTooLong(
+                f"{self.num_known} tokens need {needed} blocks of KV cache; "
+                f"this worker has {limits.num_blocks}"
+            )
+
+    @property
+    def num_known(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens that are not computed."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_blocks_lacking(self) -> int:
+        """Blocks that its known tokens need beyond its table."""
+        return blocks_for(len(self.tokens)) - len(self.block_table)
+
+    def stop(self, limits: Limits) -> Stop | None:
+        """Whether its tokens end it."""
+        if self.num_output and self.tokens[-1] in self.stop_token_ids:
+            return Stop.EOS
+        if self.num_output >= self.max_tokens or self.num_known >= limits.max_model_len:
+            return Stop.LENGTH
+        return None
+
+    def row(self, count: int) -> Row:
+        """Its share of a step that computes its next ``count`` tokens."""
+        end = self.num_computed + count
+        return Row(
+            slot=self.slot,
+            tokens=tuple(self.tokens[self.num_computed : end]),
+            start=self.num_computed,
+            block_table=self.block_table,
+            samples=end == self.num_known,
+            sampling=self.sampling,
+            choice=self.key.choice,
+            seed_position=self.num_output,
+        )
+
+    def block_hash(self, index: int) -> bytes:
+        """Hash of its ``index``-th block, all of whose tokens are known."""
+        while len(self._hashes) <= index:
+            start = len(self._hashes) * BLOCK_SIZE
+            parent = self._hashes[-1] if self._hashes else self.salt
+            self._hashes.append(block_hash(parent, self.tokens[start : start + BLOCK_SIZE]))
+        return self._hashes[index]

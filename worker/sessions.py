@@ -1,0 +1,216 @@
+"""Who is connected, and whose sequence is whose: router frames become orders, outcomes find their
+router. It knows no socket and no clock; it lives in the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from everlift import logs
+from everlift.errors import InvalidRequest
+from everlift.v1 import session_pb2
+
+from worker.limits import Limits
+from worker.load import Load
+from worker.loop import Report
+from worker.outbox import Outbox
+from worker.outcome import Outcome, SequenceKey, Stop
+from worker.sequence import Sequence
+
+log = logs.get(__name__)
+
+
+class Engine(Protocol):
+    """The engine as seen from here: none of this waits."""
+
+    def start(self, sequence: Sequence) -> None: ...
+
+    def abort(self, epoch: int) -> None: ...
+
+    def drain(self) -> None: ...
+
+
+class Session:
+    """One router's stream. ``is_over`` tells its writer to send what is left and go."""
+
+    def __init__(self, router_id: str, notify: Callable[[], None]) -> None:
+        self.router_id = router_id
+        self.outbox = Outbox(notify)
+        self.is_over = False
+
+    def end(self) -> None:
+        self.is_over = True
+        self.outbox.notify()
+
+
+class Claim:
+    """One epoch: the session that started it, and its choices that are not at their end."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.choices: set[int] = set()
+
+
+class Sessions:
+    """All routers that are connected to this worker."""
+
+    def __init__(self, limits: Limits, load: Load, engine: Engine) -> None:
+        self._limits = limits
+        self._load = load
+        self._engine = engine
+        self._sessions: dict[str, Session] = {}
+        self._claims: dict[int, Claim] = {}
+        #: started, but not yet counted in the load, with their known tokens
+        self._pending: dict[SequenceKey, int] = {}
+        self._frames = 0
+        self.is_draining = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of any router is here."""
+        return not self._claims
+
+    # routers come and go
+
+    def join(self, router_id: str, notify: Callable[[], None]) -> Session:
+        """A router has one stream: an older one of the same router ends. What others have started
+        is acknowledged to the new one too, for it may lead."""
+        if (older := self._sessions.get(router_id)) is not None:
+            self.leave(older)
+        session = self._sessions[router_id] = Session(router_id, notify)
+        for epoch in self._claims:
+            session.outbox.accept(epoch)
+        log.info("session opened", router_id=router_id)
+        return session
+
+    def leave(self, session: Session) -> None:
+        """What the router started ends at once; its blocks stay hashed for where it goes on. A
+        second time changes nothing."""
+        if self._sessions.get(session.router_id) is not session:
+            return
+        del self._sessions[session.router_id]
+        epochs = [epoch for epoch, claim in self._claims.items() if claim.session is session]
+        for epoch in epochs:
+            self._abort(session, epoch)
+        session.end()
+        log.info("session closed", router_id=session.router_id, aborted=len(epochs))
+
+    def end_all(self) -> None:
+        """Every session ends when it has sent what is left."""
+        for session in self._sessions.values():
+            session.end()
+
+    # frames in
+
+    def receive(self, session: Session, frame: session_pb2.RouterFrame) -> None:
+        for start in frame.starts:
+            self._start(session, start)
+        for abort in frame.aborts:
+            self._abort(session, abort.epoch)
+        if frame.drain:
+            log.info("drain ordered", router_id=session.router_id)
+            self.drain()
+
+    def drain(self) -> None:
+        """From now on nothing is started, and what is here goes back to its routers."""
+        if not self.is_draining:
+            self.is_draining = True
+            self._engine.drain()
+            for session in self._sessions.values():
+                session.outbox.notify()
+
+    def _start(self, session: Session, start: session_pb2.Start) -> None:
+        key = SequenceKey(start.epoch, start.choice)
+        claim = self._claims.get(key.epoch)
+        if claim is not None and claim.session is session and key.choice in claim.choices:
+            log.warning("repeated start", request_id=start.request_id)
+            return
+        self._acknowledge(key.epoch)
+        end = self._end_at_start(start, claim, session)
+        if end is not None:
+            session.outbox.push(end)
+
+    def _end_at_start(
+        self, start: session_pb2.Start, claim: Claim | None, session: Session
+    ) -> Outcome | None:
+        """Starts a sequence, or says how it ends right here."""
+        key, offset = SequenceKey(start.epoch, start.choice), len(start.output_ids)
+        if self.is_draining:
+            return Outcome(key, offset, (), Stop.RETURNED)
+        try:
+            if claim is not None and claim.session is not session:
+                raise InvalidRequest("another router runs this epoch")
+            sequence = Sequence.from_start(start, self._limits)
+        except InvalidRequest as error:
+            log.warning("start refused", request_id=start.request_id, error=error.slug)
+            return Outcome(key, offset, (), Stop.REFUSED, str(error))
+        if (stop := sequence.stop(self._limits)) is not None:
+            return Outcome(key, offset, (), stop)
+        self._claims.setdefault(key.epoch, Claim(session)).choices.add(key.choice)
+        self._pending[key] = sequence.num_known
+        self._engine.start(sequence)
+        return None
+
+    def _acknowledge(self, epoch: int) -> None:
+        for session in self._sessions.values():
+            session.outbox.accept(epoch)
+
+    def _abort(self, session: Session, epoch: int) -> None:
+        claim = self._claims.get(epoch)
+        if claim is None or claim.session is not session:
+            return
+        del self._claims[epoch]
+        for choice in claim.choices:
+            session.outbox.drop(SequenceKey(epoch, choice))
+        self._engine.abort(epoch)
+
+    # results out
+
+    def deliver(self, report: Report) -> None:
+        """Puts a turn's outcomes where their routers will find them."""
+        self._load = report.load
+        for key in report.started:
+            self._pending.pop(key, None)
+        ended = [self._forward(outcome) for outcome in report.outcomes]
+        for session in self._sessions.values():
+            if report.occupants is not None:
+                session.outbox.show(report.occupants)
+            # Whoever leads wants to know of the room, whosever sequence it was.
+            if any(ended):
+                session.outbox.notify()
+
+    def _forward(self, outcome: Outcome) -> bool:
+        """Whether it is a sequence's end. What was aborted meanwhile is nobody's."""
+        epoch, choice = outcome.key
+        claim = self._claims.get(epoch)
+        if claim is None or choice not in claim.choices:
+            return False
+        claim.session.outbox.push(outcome)
+        if outcome.stop is None:
+            return False
+        claim.choices.remove(choice)
+        if not claim.choices:
+            del self._claims[epoch]
+        return True
+
+    def cut(self, session: Session) -> session_pb2.WorkerFrame:
+        """The session's next frame."""
+        return session.outbox.cut(self._state())
+
+    def _state(self) -> session_pb2.WorkerState:
+        load, pending = self._load, sum(self._pending.values())
+        self._frames += 1
+        return session_pb2.WorkerState(
+            sequence_number=self._frames,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + len(self._pending),
+            blocks_used=load.blocks_used,
+            blocks_total=load.blocks_total,
+            pending_prefill_tokens=load.pending_prefill_tokens + pending,
+            committed_tokens=load.committed_tokens + pending,
+            step=load.step,
+            output_tokens=load.output_tokens,
+            preemptions=load.preemptions,
+            draining=self.is_draining,
+        )

@@ -1,0 +1,183 @@
+"""Rank 0's log on its way to the other ranks: TCP of its own, never a collective, so nothing times
+out while nobody asks for anything.
+
+    rank r -> rank 0    StepLogHello, once
+    rank 0 -> rank r    StepLog, one a step
+
+Each message follows its length in four bytes, big-endian. The end of the connection is the end of
+both ranks.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Self
+
+from everlift import logs
+from everlift.v1 import session_pb2
+
+log = logs.get(__name__)
+
+_LENGTH = struct.Struct(">I")
+_MAX_HELLO = 1024
+#: Whoever connects has so long to say who it is.
+_HELLO_S = 5.0
+
+
+class ChannelBroken(Exception):
+    """The line between two ranks is gone: neither can go on."""
+
+
+class StepLogListener:
+    """Rank 0's end before the others have come. ``address`` is what they need to connect."""
+
+    def __init__(self, host: str, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
+        self._token = secrets.token_hex(16)
+        self._server = socket.create_server((host, 0))
+        self.address = f"{host}:{self._server.getsockname()[1]}/{self._token}"
+
+    def accept(self, ranks: int, timeout_s: float) -> StepLogWriter:
+        """Waits until ranks 1 to ``ranks`` - 1 have connected. Raises ChannelBroken if they don't
+        in time, or one has another model."""
+        deadline = time.monotonic() + timeout_s
+        lines: dict[int, socket.socket] = {}
+        with ExitStack() as unless_complete:
+            while len(lines) < ranks - 1:
+                line = unless_complete.enter_context(self._next_connection(deadline))
+                rank = self._admit(line, ranks)
+                if rank is None or rank in lines:
+                    line.close()
+                else:
+                    lines[rank] = line
+            unless_complete.pop_all()
+        return StepLogWriter([lines[rank] for rank in sorted(lines)])
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _next_connection(self, deadline: float) -> socket.socket:
+        self._server.settimeout(max(0.0, deadline - time.monotonic()))
+        try:
+            line, _ = self._server.accept()
+        except (TimeoutError, BlockingIOError):
+            raise ChannelBroken("not all ranks have connected in time") from None
+        return line
+
+    def _admit(self, line: socket.socket, ranks: int) -> int | None:
+        """The rank at the other end; None for a stranger."""
+        line.settimeout(_HELLO_S)
+        try:
+            hello = session_pb2.StepLogHello.FromString(_receive(line, _MAX_HELLO))
+        except Exception as error:  # whatever a stranger may send
+            log.warning("a stranger at the step log", error=type(error).__name__)
+            return None
+        if not hmac.compare_digest(hello.token, self._token) or not 0 < hello.rank < ranks:
+            log.warning("a stranger at the step log", rank=hello.rank)
+            return None
+        if hello.fingerprint != self._fingerprint:
+            raise ChannelBroken(f"rank {hello.rank} has another model than rank 0")
+        _prepare(line)
+        return hello.rank
+
+
+class StepLogWriter:
+    """Rank 0's end, to all other ranks."""
+
+    def __init__(self, lines: list[socket.socket]) -> None:
+        self._lines = lines
+
+    def descriptors(self) -> list[int]:
+        """Of the lines, by rank. There is something to read exactly where a rank is gone."""
+        return [line.fileno() for line in self._lines if line.fileno() >= 0]
+
+    def write(self, entry: session_pb2.StepLog) -> None:
+        """Raises ChannelBroken."""
+        for rank, line in enumerate(self._lines, 1):
+            try:
+                _send(line, entry.SerializeToString())
+            except OSError as error:
+                raise ChannelBroken(f"rank {rank} is gone: {error}") from error
+
+    def close(self) -> None:
+        for line in self._lines:
+            line.close()
+
+
+class StepLogReader:
+    """The end of a rank above 0: an iterator over rank 0's entries."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+
+    @classmethod
+    def connect(cls, address: str, rank: int, fingerprint: str) -> Self:
+        """``address`` as the listener gave it. Raises ChannelBroken."""
+        place, _, token = address.rpartition("/")
+        host, _, port = place.rpartition(":")
+        hello = session_pb2.StepLogHello(token=token, rank=rank, fingerprint=fingerprint)
+        try:
+            line = socket.create_connection((host, int(port)), timeout=_HELLO_S)
+        except OSError as error:
+            raise ChannelBroken(f"rank 0 is not to be reached: {error}") from error
+        _prepare(line)
+        # A line that breaks meanwhile is noticed where it is read.
+        with suppress(OSError):
+            _send(line, hello.SerializeToString())
+        return cls(line)
+
+    def __iter__(self) -> Iterator[session_pb2.StepLog]:
+        """Raises ChannelBroken at the end of the connection."""
+        while True:
+            try:
+                data = _receive(self._line)
+            except OSError as error:
+                raise ChannelBroken(f"rank 0 is gone: {error}") from error
+            yield session_pb2.StepLog.FromString(data)
+
+    def interrupt(self) -> None:
+        """Ends an iteration that waits in another thread, with ChannelBroken."""
+        with suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._line.close()
+
+
+def _prepare(line: socket.socket) -> None:
+    """A step's entry leaves at once; a peer whose machine is gone is noticed in half a minute."""
+    line.settimeout(None)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+
+
+def _send(line: socket.socket, data: bytes) -> None:
+    line.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(line: socket.socket, limit: int = 1 << 32) -> bytes:
+    """Raises ConnectionError, also for a message longer than ``limit`` bytes."""
+    (length,) = _LENGTH.unpack(_receive_exactly(line, _LENGTH.size))
+    if length > limit:
+        raise ConnectionError(f"a message of {length} bytes")
+    return _receive_exactly(line, length)
+
+
+def _receive_exactly(line: socket.socket, length: int) -> bytes:
+    data = bytearray(length)
+    view, filled = memoryview(data), 0
+    while filled < length:
+        count = line.recv_into(view[filled:])
+        if not count:
+            raise ConnectionError("end of the connection")
+        filled += count
+    return bytes(data)
