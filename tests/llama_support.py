@@ -1,0 +1,121 @@
+"""Random Llama checkpoints, and what transformers makes of them: the oracle of the torch side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from everlift.messages import SamplingParams
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.utils import logging
+
+from worker.uniform import uniform
+
+logging.disable_progress_bar()
+
+#: Two runs may part where the reference's margin is below this: rounding may decide there.
+NEAR = 1e-3
+#: GQA, heads that are not hidden / heads wide, and a vocabulary that no number of ranks divides.
+SIZES: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 5,
+    "tie_word_embeddings": False,
+}
+
+
+def save_llama(directory: Path, *, max_shard_size: str = "5GB", **overrides: Any) -> Path:
+    """A random model, its logits spread wide enough to make near ties rare."""
+    torch.manual_seed(20)
+    model = LlamaForCausalLM(LlamaConfig(**(SIZES | overrides)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name
+            parameter.normal_(std=0.2 if is_norm else 0.3).add_(is_norm)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def load_llama(directory: Path) -> LlamaForCausalLM:
+    """The same checkpoint as transformers runs it, in fp32."""
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What should come out; ``margins`` say how clearly each token won."""
+
+    tokens: list[int]
+    margins: list[float]
+
+    def near_ties(self, tokens: Sequence[int]) -> int:
+        """0 if ``tokens`` are the same, 1 if they part first at a near tie; else an AssertionError.
+
+        Identical as design.md 7 defines it.
+        """
+        for i, (got, expected) in enumerate(zip(tokens, self.tokens, strict=False)):
+            if got != expected:
+                assert self.margins[i] < NEAR, f"token {i} is {got}, not {expected}"
+                return 1
+        assert len(tokens) == len(self.tokens)
+        return 0
+
+
+def generate(model: LlamaForCausalLM, prompt: Sequence[int], max_tokens: int) -> Reference:
+    """transformers' own greedy decoding; a margin is the gap between the two largest logits."""
+    result = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best, second = torch.cat(result.logits).topk(2).values.unbind(-1)
+    return Reference(result.sequences[0, len(prompt) :].tolist(), (best - second).tolist())
+
+
+@torch.inference_mode()
+def redraw(
+    model: LlamaForCausalLM, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
+) -> Reference:
+    """Each token of ``output`` drawn again, after those before it, by transformers' logits and
+    filters; a margin is the distance of the uniform number to the nearest edge between tokens."""
+    logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+    edges = warped(logits, params).double().softmax(-1).cumsum(-1)
+    numbers = torch.tensor([[uniform(params.seed, 0, i)] for i in range(len(output))]).double()
+    margins = (edges - numbers).abs().min(-1).values
+    tokens = torch.searchsorted(edges, numbers, right=True)[:, 0]
+    return Reference(tokens.tolist(), margins.tolist())
+
+
+def warped(scores: Tensor, params: SamplingParams) -> Tensor:
+    """What transformers' filters leave of ``scores`` [n, vocab]; -inf is removed."""
+    ids = torch.zeros(len(scores), 1, dtype=torch.int64)
+    warpers = [TemperatureLogitsWarper(params.temperature)]
+    warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
+    warpers += [TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+    warpers += [MinPLogitsWarper(params.min_p)] if params.min_p else []
+    for warper in warpers:
+        scores = warper(ids, scores)
+    return scores

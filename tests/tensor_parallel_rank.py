@@ -1,0 +1,64 @@
+"""One rank of a tensor-parallel engine, as a process: python -m tests.tensor_parallel_rank TASK.
+
+TASK is JSON: {"store", "rank", "size", "host", "models": [directory, ...], "prompts"}. Prints JSON:
+{"outputs": {directory: tokens of each prompt}, "parameter_bytes": {directory: n}, "listening"}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tensor_parallel_worker import NUM_BLOCKS
+from tests.torch_engine import TorchEngine, greedy_jobs
+from worker.model.decoder import Decoder
+from worker.model.layers import Placement
+from worker.model.spec import ModelSpec
+from worker.parallel import Group, init_group, join_store
+
+CPU = torch.device("cpu")
+#: 127.0.0.1 as /proc/net/tcp writes it.
+LOOPBACK = "0100007F"
+
+
+def main(task: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    store = join_store(task["store"])
+    group = init_group(store, task["rank"], task["size"], CPU, task["host"])
+    jobs = greedy_jobs(task["prompts"], max_tokens=24)
+    models = task["models"]
+    result = {
+        "outputs": {m: TorchEngine(Path(m), NUM_BLOCKS, group).serve(jobs) for m in models},
+        "parameter_bytes": {m: parameter_bytes(m, group) for m in models},
+        "listening": sorted(address for address, _ in listening()),
+    }
+    group.barrier()
+    group.close()
+    return result
+
+
+def parameter_bytes(model: str, group: Group) -> int:
+    decoder = Decoder(ModelSpec.from_hf(model), 64, Placement(group, torch.float32, CPU))
+    return sum(piece.into.nbytes for piece in decoder.pieces())
+
+
+def listening() -> set[tuple[str, str]]:
+    """Address and port of this process's listening TCP sockets, as /proc/net/tcp writes them."""
+    links = (link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in own:
+                address, port = fields[1].split(":")
+                found.add((address, port))
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))

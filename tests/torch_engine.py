@@ -1,0 +1,109 @@
+"""An engine on the torch runner, for tests that compare its tokens. Needs no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from everlift.messages import SamplingParams
+from everlift.v1 import session_pb2
+
+from tests.worker_support import run, start
+from worker.config import WorkerConfig
+from worker.engine import Engine
+from worker.limits import Limits
+from worker.model.spec import ModelSpec
+from worker.parallel import Group
+from worker.plan import Plan
+from worker.runner import TorchRunner, build_runner
+from worker.sequence import Sequence as EngineSequence
+
+
+@dataclass(frozen=True)
+class Job:
+    """``sampling.seed`` tells whose row is whose, so no two jobs of an engine share one."""
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: SamplingParams
+
+
+def greedy_jobs(prompts: Sequence[list[int]], max_tokens: int) -> list[Job]:
+    """Of slightly different lengths, so that they do not all end at once."""
+    return [
+        Job(prompt, max_tokens - i % 7, SamplingParams(temperature=0.0, seed=i))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def starts(jobs: Sequence[Job], stop_token_ids: Sequence[int]) -> list[session_pb2.Start]:
+    """Their epochs count from 1."""
+    return [
+        start(epoch, j.prompt, j.max_tokens, sampling=j.sampling, stop_token_ids=stop_token_ids)
+        for epoch, j in enumerate(jobs, 1)
+    ]
+
+
+class RecordingRunner:
+    """A Runner that keeps the plans it was given."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self._runner = runner
+        self.plans: list[Plan] = []
+        self.num_blocks = runner.num_blocks
+        self.vocab_size = runner.vocab_size
+        self.max_model_len = runner.max_model_len
+        self.close = runner.close
+
+    def execute(self, plan: Plan) -> list[int]:
+        self.plans.append(plan)
+        return self._runner.execute(plan)
+
+
+class TorchEngine:
+    """One engine over ``directory`` in fp32, under a token budget that cuts most prompts."""
+
+    def __init__(self, directory: Path, num_blocks: int, group: Group | None = None) -> None:
+        config = WorkerConfig(
+            model=str(directory),
+            device="cpu",
+            dtype="float32",
+            num_threads=1,
+            num_blocks=num_blocks,
+            max_num_seqs=16,
+            max_num_batched_tokens=48,
+        )
+        self._eos = ModelSpec.from_hf(directory).eos_token_ids
+        self._runner = RecordingRunner(build_runner(config, group or Group.single()))
+        self._limits = Limits.of(config, self._runner)
+        self._engine = Engine(self._runner, self._limits)
+
+    def serve(self, jobs: Sequence[Job]) -> list[list[int]]:
+        """Output tokens of ``jobs``, all there from the start."""
+        for message in starts(jobs, self._eos):
+            self._engine.add(EngineSequence.from_start(message, self._limits))
+        tokens = run(self._engine).tokens
+        return [tokens[epoch, 0] for epoch in range(1, len(jobs) + 1)]
+
+    @property
+    def preemptions(self) -> int:
+        return self._engine.load().preemptions
+
+    def first_position(self, job: Job) -> int:
+        """Where the first row of ``job`` began; what lies before it was cached."""
+        rows = (row for plan in self._runner.plans for row in plan.rows)
+        return next(row.start for row in rows if row.sampling.seed == job.sampling.seed)
+
+    @property
+    def mixed_steps(self) -> int:
+        """Steps in which a part of a prompt was computed beside sequences that decode."""
+        return sum(
+            not plan.rows[-1].samples and plan.rows[0].start > 0 and plan.rows[0].samples
+            for plan in self._runner.plans
+        )
+
+    @property
+    def widest_step(self) -> int:
+        """Most rows of a step."""
+        return max(len(plan.rows) for plan in self._runner.plans)

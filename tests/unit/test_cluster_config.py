@@ -1,0 +1,99 @@
+"""The configuration of a whole cluster."""
+
+from pathlib import Path
+
+import pytest
+from everlift import settings
+from everlift.settings import SettingsError
+
+from cluster.config import DEMO_MODEL, Config, load
+
+
+def test_without_anything_it_serves_the_demo_model() -> None:
+    config = load(None, {})
+    assert config == Config()
+    assert config.model == config.router.model == config.worker.model == str(DEMO_MODEL)
+
+
+def test_yaml_environment_flags_and_options_lie_over_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        """
+        model: fake
+        num_workers: 2
+        router: {port: 1, grace: 5}
+        worker: {max_num_seqs: 1, num_blocks: 10}
+        """
+    )
+    environ = {"EVERLIFT_ROUTER__PORT": "2", "EVERLIFT_WORKER__MAX_NUM_SEQS": "2", "PATH": "/"}
+    config = load(
+        file, environ, ["router.port=3", "worker.num_blocks=3"], {"worker": {"num_blocks": 4}}
+    )
+    assert (config.model, config.num_workers) == ("fake", 2)
+    assert (config.router.grace, config.router.port) == (5.0, 3)
+    assert (config.worker.max_num_seqs, config.worker.num_blocks) == (2, 4)
+
+
+def test_the_model_is_one_for_all_and_its_path_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    config = Config(model="models/llama")
+    assert config.model == config.router.model == config.worker.model == "/models/llama"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("worker.model=x", "model is set for the whole cluster, not for a part of it"),
+        ("num_workers=0", "num_routers and num_workers must be at least 1"),
+        ("worker.tensor_parallel=0", "worker.tensor_parallel must be at least 1, not 0"),
+        ("worker.max_num_seq=1", "did you mean worker.max_num_seqs?"),
+        ("num_worker=1", "did you mean num_workers?"),
+        ("ledger.url=http://x:secret@y", "ledger.url must be embedded or begin with"),
+        ("log_level=loud", "log_level: must be one of debug, info, warning, error, not 'loud'"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_explained(assignment: str, message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(None, {}, [assignment])
+    assert message in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a", "must hold settings by their names"),
+        ("{", "is not YAML"),
+        ("worker: {max_num_seq: 1}", "worker.max_num_seq: unknown key"),
+        ("1: 2", "1: unknown key"),
+    ],
+)
+def test_a_file_that_cannot_be_is_explained(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        load(file, {})
+
+
+def test_an_empty_file_says_nothing_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    with pytest.raises(SettingsError, match="No such file"):
+        load(file, {})
+    file.touch()
+    assert load(file, {}) == Config()
+
+
+def test_variables_of_client_commands_are_no_settings() -> None:
+    assert load(None, {"EVERLIFT_ADDRESS": "x"}) == Config()
+    with pytest.raises(SettingsError, match="EVERLIFT_ADRESS: unknown key"):
+        load(None, {"EVERLIFT_ADRESS": "x"})
+
+
+def test_the_state_directory_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/somewhere")
+    assert Config().state_dir == Path("/somewhere/everlift")
+
+
+def test_a_config_survives_the_way_through_plain_values() -> None:
+    config = load(None, {}, ["model=fake", "worker.num_blocks=7", "ledger.url=unix:///x"])
+    assert settings.load(Config, settings.to_dict(config)) == config

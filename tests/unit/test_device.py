@@ -1,0 +1,62 @@
+"""Which device and dtype a configuration means here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from worker.device import choose_device, choose_dtype, use_threads
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_auto_is_the_gpu_where_there_is_one(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert choose_device("auto").type == ("cuda" if there else "cpu")
+    assert choose_device("cpu").type == "cpu"
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no CUDA device"):
+        choose_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    [
+        ({"avx2": True}, torch.float32),
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True}, torch.bfloat16),
+        ({"avx512_bf16": False, "amx_bf16": False}, torch.float32),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_auto_is_bfloat16_where_the_cpu_has_it(
+    features: dict[str, bool], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    assert choose_dtype("auto", CPU) is dtype
+
+
+def test_a_named_dtype_is_taken_as_it_is() -> None:
+    assert choose_dtype("float32", CPU) is torch.float32
+    assert choose_dtype("bfloat16", CPU) is torch.bfloat16
+
+
+def test_threads_are_the_cores_it_may_run_on_unless_a_number_is_given() -> None:
+    use_threads(None)
+    assert torch.get_num_threads() == len(os.sched_getaffinity(0))
+    use_threads(1)
+    assert torch.get_num_threads() == 1

@@ -1,0 +1,26 @@
+"""The KV cache's layout, which offload and transfer will rely on."""
+
+from __future__ import annotations
+
+import torch
+from everlift.blockhash import BLOCK_SIZE
+
+from worker.kv_cache import KVCache, block_bytes
+
+CPU = torch.device("cpu")
+
+
+def test_a_block_is_one_contiguous_run_of_all_layers() -> None:
+    cache = KVCache(5, 3, 2, 8, torch.bfloat16, CPU)
+    assert cache.num_blocks == 5
+    assert cache.tensor.shape == (5, 3, 2, 2, BLOCK_SIZE, 8)
+    assert cache.tensor[1].is_contiguous()
+    assert cache.tensor[0].nbytes == block_bytes(3, 2, 8, torch.bfloat16) == 3 * 2 * 2 * 32 * 8 * 2
+
+
+def test_a_layer_is_a_view_of_the_whole() -> None:
+    cache = KVCache(2, 3, 1, 4, torch.float32, CPU)
+    cache.tensor.zero_()
+    cache.layer(1)[0, 1, 0, 31] = torch.arange(4.0)
+    assert cache.tensor[0, 1, 1, 0, 31].tolist() == [0, 1, 2, 3]
+    assert cache.tensor.sum() == 6

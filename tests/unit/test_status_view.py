@@ -1,0 +1,74 @@
+"""The status as a table."""
+
+from everlift.v1 import inference_pb2 as pb
+from rich.console import Console, RenderableType
+
+from cluster.status_view import Rates, show
+
+
+def text(renderable: RenderableType) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+STATUS = pb.GetStatusResponse(
+    model="demo",
+    leader="leader-of-all",
+    queued=7,
+    running=3,
+    completed=11,
+    migrated=2,
+    output_tokens=500,
+    workers=[
+        pb.WorkerStatus(
+            worker_id="aaaabbbbcccc",
+            address="127.0.0.1:9",
+            pid=42,
+            alive=True,
+            num_running=3,
+            blocks_used=5,
+            blocks_total=64,
+            output_tokens=100,
+        ),
+        pb.WorkerStatus(worker_id="dead", alive=False, num_running=9),
+        pb.WorkerStatus(worker_id="leaving", alive=True, draining=True),
+    ],
+)
+
+
+def test_each_worker_is_a_row() -> None:
+    rows = [line for line in text(show(STATUS)).splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
+    assert cells[0] == ["aaaabbbb", "127.0.0.1:9", "42", "up", "3", "0", "5 / 64", "100"]
+    assert cells[1][3:] == ["lost", "-", "-", "-", "-"]
+    assert cells[2][3] == "draining"
+
+
+def test_the_counters_stand_below() -> None:
+    shown = text(show(STATUS))
+    assert "model demo   leader leader-o" in shown
+    assert "queue 7   running 3   completed 11   failed 0   migrated 2" in shown
+    assert "leader none" in text(show(pb.GetStatusResponse()))
+
+
+def test_a_rate_needs_two_moments() -> None:
+    rates = Rates()
+    assert rates.update("w", 10.0, 100) == 0.0
+    assert rates.update("w", 10.5, 200) == 0.0
+    assert rates.update("w", 12.0, 300) == 100.0
+    assert rates.update("w", 12.5, 300) == 100.0
+    assert rates.update("w", 13.0, 300) == 0.0
+    assert rates.update("other", 13.0, 5) == 0.0
+
+
+def test_watching_shows_the_rate() -> None:
+    rates = Rates()
+    show(STATUS, rates, 0.0)
+    later = pb.GetStatusResponse()
+    later.CopyFrom(STATUS)
+    later.workers[0].output_tokens = 350
+    shown = text(show(later, rates, 2.0))
+    assert "tokens/s" in shown
+    assert "│ 125" in shown

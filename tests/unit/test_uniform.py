@@ -1,0 +1,40 @@
+"""The uniform number of a token: fixed for ever, and as even as chance."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from worker.uniform import uniform
+
+BINS = 64
+DRAWS = 16_000
+
+
+def test_the_numbers_never_change_for_a_running_request_may_meet_another_version() -> None:
+    assert uniform(0, 0, 0) == 0.13870941014555427
+    assert uniform(7, 0, 1) == 0.9633517225922468
+    assert uniform(2**64 - 1, 3, 2**20) == 0.9222960302900421
+
+
+@pytest.mark.parametrize("varied", ["seed", "choice", "position"])
+def test_consecutive_counters_give_evenly_spread_numbers(varied: str) -> None:
+    point = {"seed": 1, "choice": 0, "position": 0}
+    values = [uniform(**(point | {varied: i})) for i in range(DRAWS)]
+    assert all(0 <= value < 1 for value in values)
+    assert chi_square(Counter(int(value * BINS) for value in values), BINS) < 115  # p = 0.0001
+
+
+def test_neighbours_are_not_correlated() -> None:
+    values = [uniform(5, 0, i) for i in range(DRAWS)]
+    pairs = Counter(
+        (int(a * 8), int(b * 8)) for a, b in zip(values[::2], values[1::2], strict=True)
+    )
+    assert chi_square(pairs, 64) < 115
+
+
+def chi_square(counts: Counter[object] | Counter[int], bins: int) -> float:
+    expected = counts.total() / bins
+    empty = bins - len(counts)
+    return sum((n - expected) ** 2 / expected for n in counts.values()) + empty * expected
