@@ -1,0 +1,241 @@
+"""The command line: ``everlift``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from everlift import AsyncClient, EverliftError, GenerateOptions, Stream, Unreachable
+from everlift.settings import SettingsError
+from everlift.v1 import inference_pb2 as pb
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+
+from cluster import config as configuration
+from cluster import endpoint, serving
+from cluster.config import ADDRESS_VARIABLE
+from cluster.errors import ClusterFailed
+from cluster.status_view import Rates, show
+from router.config import RouterConfig
+from router.ledger.config import LedgerSetupError
+
+_REFRESH_S = 0.5
+#: What the caller can act on. Anything else is our mistake, and shows its traceback.
+_EXPLAINED = (EverliftError, SettingsError, LedgerSetupError, ClusterFailed, OSError)
+
+
+class _Commands(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except _EXPLAINED as error:
+            Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Serves large language models on a cluster; no request is lost.",
+)
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        envvar=ADDRESS_VARIABLE,
+        metavar="HOST:PORT",
+        help="The router; several separated by commas. Default: the cluster on this machine.",
+    ),
+]
+RequestId = Annotated[str, typer.Argument(metavar="ID", help="The request's id.")]
+
+
+@app.command(
+    epilog="""
+**Examples**
+
+- `everlift up` serves the demo model
+- `everlift up --model ~/models/llama --workers 2 --tensor-parallel 2`
+- `everlift up --no-ray --set router.port=0 --set ledger.url=redis://10.0.0.5`
+- `EVERLIFT_WORKER__MAX_NUM_SEQS=64 everlift up --config cluster.yaml`
+"""
+)
+def up(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help='Hugging Face directory, or "fake". Default: the demo\'s.'
+        ),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="How many workers.")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks that share the model in each worker.")
+    ] = None,
+    no_ray: Annotated[bool, typer.Option("--no-ray", help="Plain processes without Ray.")] = False,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings in YAML.")] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. router.port=0."),
+    ] = None,
+) -> None:
+    """Serve on this machine until Ctrl-C."""
+    options = _given(
+        model=model, num_workers=workers, worker=_given(tensor_parallel=tensor_parallel) or None
+    )
+    loaded = configuration.load(config, os.environ, assignments or (), options)
+    asyncio.run(serving.serve(loaded, Console(highlight=False), with_ray=not no_ray))
+
+
+@app.command(
+    epilog="""
+**Examples**
+
+- `everlift generate "count from 17 to 30:" --temperature 0`
+- `everlift generate "Once" --max-tokens 50 --stop "." --seed 7`
+"""
+)
+def generate(
+    prompt: str,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only the K likeliest tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Only tokens so likely as the best.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same output.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="The output ends before this text. Repeatable.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds until it fails.")] = None,
+    request_id: Annotated[
+        str | None, typer.Option(help="The same id again is the same request.")
+    ] = None,
+    address: Address = None,
+) -> None:
+    """Stream the continuation of a prompt. Ctrl-C cancels it."""
+    options: GenerateOptions = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or (),
+        "timeout_s": timeout,
+        "request_id": request_id,
+    }
+    asyncio.run(_generate(address, prompt, options))
+
+
+@app.command(epilog="**Example:** `everlift attach 3f2a… --from-offset 100`")
+def attach(
+    request_id: RequestId,
+    from_offset: Annotated[int, typer.Option(help="The first token to show.")] = 0,
+    address: Address = None,
+) -> None:
+    """Stream a request that was submitted before. Ctrl-C only leaves it."""
+    asyncio.run(_attach(address, request_id, from_offset))
+
+
+@app.command(epilog="**Example:** `everlift cancel 3f2a…`")
+def cancel(request_id: RequestId, address: Address = None) -> None:
+    """End a request."""
+    asyncio.run(_cancel(address, request_id))
+
+
+@app.command(epilog="**Example:** `everlift status --watch`")
+def status(
+    watch: Annotated[bool, typer.Option("--watch", help="Until Ctrl-C.")] = False,
+    address: Address = None,
+) -> None:
+    """Show workers, queue and requests."""
+    asyncio.run(_watch(address) if watch else _status(address))
+
+
+def main() -> None:
+    app()
+
+
+async def _generate(address: str | None, prompt: str, options: GenerateOptions) -> None:
+    async with _client(address) as client, client.generate(prompt, **options) as stream:
+        await _print(stream)
+
+
+async def _attach(address: str | None, request_id: str, from_offset: int) -> None:
+    async with _client(address) as client, client.attach(request_id, from_offset) as stream:
+        await _print(stream)
+
+
+async def _print(stream: Stream) -> None:
+    async for chunk in stream:
+        typer.echo(chunk.text, nl=False)
+    typer.echo()
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal and stream.usage is not None and stream.finish_reason is not None:
+        console.print(
+            f"[dim]{stream.usage.output_tokens} tokens, {stream.finish_reason.name.lower()}, "
+            f"request {stream.request_id}[/]"
+        )
+
+
+async def _cancel(address: str | None, request_id: str) -> None:
+    async with _client(address) as client:
+        response = await client.cancel(request_id)
+    state = pb.RequestState.Name(response.state).removeprefix("REQUEST_STATE_")
+    typer.echo(state.lower())
+
+
+async def _status(address: str | None) -> None:
+    async with _client(address) as client:
+        Console().print(show(await client.status()))
+
+
+async def _watch(address: str | None) -> None:
+    rates = Rates()
+    async with _client(address) as client:
+        with Live(console=Console()) as live:
+            while True:
+                live.update(show(await client.status(), rates, time.monotonic()))
+                await asyncio.sleep(_REFRESH_S)
+
+
+@asynccontextmanager
+async def _client(address: str | None) -> AsyncIterator[AsyncClient]:
+    """A client of a cluster that answers. Raises Unreachable with advice."""
+    addresses = _addresses(address)
+    async with AsyncClient(addresses) as client:
+        try:
+            await client.status()
+        except Unreachable:
+            place = ", ".join(addresses)
+            raise Unreachable(
+                f"no cluster answers at {place}: start one with `everlift up`"
+            ) from None
+        yield client
+
+
+def _addresses(given: str | None) -> list[str]:
+    if given:
+        return given.split(",")
+    defaults = RouterConfig()
+    state_dir = configuration.load(None, os.environ).state_dir
+    return endpoint.find(state_dir) or [f"{defaults.host}:{defaults.port}"]
+
+
+def _given(**options: object) -> dict[str, object]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The configuration of a whole cluster. The defaults stand in the dataclasses of its layers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from everlift import settings
+from everlift.settings import SettingsError
+
+from router.config import RouterConfig
+from router.ledger.config import LedgerConfig
+from worker.config import FAKE, WorkerConfig
+
+DEMO_MODEL = Path(__file__).with_name("demo_model")
+ADDRESS_VARIABLE = "EVERLIFT_ADDRESS"
+#: Variables of ours that are no settings: for client commands, and for the tests.
+_OTHER_VARIABLES = frozenset({ADDRESS_VARIABLE, "EVERLIFT_PROTO_VENV"})
+
+
+def _default_state_dir() -> Path:
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home) / "everlift"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Relative paths are taken from the working directory, once."""
+
+    #: Hugging Face directory of the model that routers and workers serve, or "fake"
+    model: str = str(DEMO_MODEL)
+    num_routers: int = 1
+    num_workers: int = 1
+    #: the embedded ledger's data, the logs, and where the other commands find the cluster
+    state_dir: Path = field(default_factory=_default_state_dir)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    #: a running Ray cluster's address or "auto"; "local" starts one on this machine
+    ray_address: str = "local"
+    router: RouterConfig = field(default_factory=RouterConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_routers < 1 or self.num_workers < 1:
+            raise ValueError("num_routers and num_workers must be at least 1")
+        self._set("state_dir", self.state_dir.expanduser().absolute())
+        if self.model != FAKE:
+            self._set("model", str(Path(self.model).expanduser().absolute()))
+        for part in (self.router, self.worker):
+            if part.model not in ("", self.model):
+                raise ValueError("model is set for the whole cluster, not for a part of it")
+        self._set("router", replace(self.router, model=self.model))
+        self._set("worker", replace(self.worker, model=self.model))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def load(
+    file: Path | None,
+    environ: Mapping[str, str],
+    assignments: Sequence[str] = (),
+    options: Mapping[str, object] | None = None,
+) -> Config:
+    """YAML file, then environment, then ``key=value`` assignments, then ``options``, a nested
+    mapping. Raises SettingsError."""
+    return settings.load(
+        Config,
+        _read(file) if file else {},
+        settings.from_environment(Config, environ, ignore=_OTHER_VARIABLES),
+        settings.from_flags(Config, assignments),
+        options or {},
+    )
+
+
+def _read(file: Path) -> Mapping[str, object]:
+    try:
+        loaded = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise SettingsError(f"{file}: must hold settings by their names")
+    return loaded

@@ -1,0 +1,7 @@
+"""What can go wrong with a cluster as a whole."""
+
+from __future__ import annotations
+
+
+class ClusterFailed(Exception):
+    """A part did not start, or has ended by itself. The message says which, why, and its log."""

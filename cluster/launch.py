@@ -1,0 +1,56 @@
+"""What a process of a cluster without Ray is told at its start, and how its reports are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import ClassVar
+
+from everlift import settings
+
+from router.config import RouterConfig
+from router.ledger.config import LedgerConfig
+from worker.config import WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLaunch:
+    role: ClassVar[str] = "router"
+
+    name: str
+    log_level: str
+    router: RouterConfig
+    #: with the ledger's password in its url: goes over a pipe, never by command line or environment
+    ledger: LedgerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankLaunch:
+    """One rank of a worker. Rank 0 of several reports the ``rendezvous`` of the others."""
+
+    role: ClassVar[str] = "rank"
+
+    name: str
+    log_level: str
+    worker: WorkerConfig
+    rank: int = 0
+    rendezvous: str = ""
+    #: internal addresses of the routers, to which rank 0 announces the worker
+    routers: tuple[str, ...] = ()
+
+
+Launch = RouterLaunch | RankLaunch
+#: What a process says of itself, by name: its addresses, or the cause of its failure as "error".
+Report = dict[str, str]
+
+
+def encode(launch: Launch) -> bytes:
+    return json.dumps(settings.to_dict(launch)).encode()
+
+
+def decode(role: str, data: bytes) -> Launch:
+    """Raises SettingsError."""
+    values = json.loads(data)
+    if role == RouterLaunch.role:
+        return settings.load(RouterLaunch, values)
+    return settings.load(RankLaunch, values)

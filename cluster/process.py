@@ -1,0 +1,132 @@
+"""One process of a cluster without Ray: ``python -m cluster.process router`` or ``rank``.
+
+    stdin     parent's process id, then its launch, each a line
+    stdout    reports, a line of JSON each: what it serves when it does, or the cause of its failure
+    stderr    its log
+
+SIGTERM ends it in good order. It never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from everlift import logs
+from everlift.errors import EverliftError
+from everlift.v1 import session_pb2
+
+from cluster.announcer import Announcer
+from cluster.launch import Launch, RankLaunch, Report, RouterLaunch, decode
+from router.ledger.config import LedgerSetupError
+from worker.parent import die_with_parent
+
+if TYPE_CHECKING:
+    from worker.rank import Rank
+
+log = logs.get(__name__)
+
+Tell = Callable[[Report], None]
+
+
+def main() -> None:
+    tell = _take_stdout()
+    die_with_parent(int(sys.stdin.readline()))
+    launch = decode(sys.argv[1], sys.stdin.readline().encode())
+    logs.configure(launch.name, launch.log_level)
+    try:
+        asyncio.run(_run(launch, tell))
+    except (EverliftError, LedgerSetupError, OSError, ValueError) as error:
+        log.error("failed", cause=str(error))
+        tell({"error": str(error)})
+        sys.exit(1)
+    except Exception as error:
+        log.exception("failed")
+        tell({"error": f"{type(error).__name__}: {error}"})
+        sys.exit(1)
+
+
+def _take_stdout() -> Tell:
+    """Reports alone go where stdout leads: what others print goes to the log."""
+    reports = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(report: Report) -> None:
+        print(json.dumps(report), file=reports, flush=True)
+
+    return tell
+
+
+async def _run(launch: Launch, tell: Tell) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    if isinstance(launch, RouterLaunch):
+        await _run_router(launch, tell, stop)
+    else:
+        await _run_rank(launch, tell, stop)
+
+
+async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> None:
+    # Imported here so that a router knows nothing of torch, and a rank nothing of Redis.
+    from router.ledger.redis_ledger import connect
+    from router.router import Router
+
+    router = await Router.start(launch.router, await connect(launch.ledger))
+    tell({"address": router.address, "internal_address": router.internal_address})
+    try:
+        await _first(stop.wait(), router.wait())
+    finally:
+        await router.stop()
+
+
+async def _run_rank(launch: RankLaunch, tell: Tell, stop: asyncio.Event) -> None:
+    from worker.rank import Rank
+
+    rank = Rank(launch.worker, launch.rank, launch.rendezvous)
+    try:
+        await _first(stop.wait(), _live(rank, launch, tell))
+        await rank.drain()
+    finally:
+        await rank.stop()
+
+
+async def _live(rank: Rank, launch: RankLaunch, tell: Tell) -> None:
+    if launch.rank == 0 and launch.worker.tensor_parallel > 1:
+        tell({"rendezvous": await rank.open()})
+    info = await rank.start()
+    if launch.rank == 0:
+        await _first(rank.wait(), _announce(rank, info, launch, tell))
+    else:
+        tell({})
+        await rank.wait()
+
+
+async def _announce(
+    rank: Rank, info: session_pb2.WorkerInfo, launch: RankLaunch, tell: Tell
+) -> None:
+    announcer = Announcer(info, launch.routers)
+    await announcer.announce()
+    tell({"worker_id": info.worker_id, "address": info.address})
+    await announcer.keep(lambda: rank.is_alone)
+
+
+async def _first(*works: Coroutine[Any, Any, object]) -> None:
+    """Until the first of them ends. Raises its error; the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""A cluster in plain processes, without Ray: the embedded ledger, routers, workers.
+
+    this process ─┬─ valkey-server          unless the ledger has a url
+                  ├─ router-0 ...
+                  └─ worker-0, worker-0.1 ... one process a rank
+
+All of them end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from everlift import logs
+from everlift.client import AsyncClient
+from everlift.errors import EverliftError
+
+from cluster.config import Config
+from cluster.errors import ClusterFailed
+from cluster.launch import RankLaunch, RouterLaunch
+from cluster.replica import Replica, RouterReplica, WorkerReplica
+from cluster.threads import rank_environment, threads_per_rank
+from router.ledger.config import EMBEDDED, LedgerConfig
+from router.ledger.embedded import EmbeddedLedger
+
+log = logs.get(__name__)
+
+_SETTLE_S = 60.0
+_LOOK_S = 0.05
+_RESTART_S = 1.0
+
+
+class ProcessCluster:
+    """``async with ProcessCluster(config) as cluster``: inside, every router knows every worker.
+
+    Routers and workers are counted from 0. A router keeps its addresses over a restart; a restarted
+    worker is another worker.
+    """
+
+    def __init__(self, config: Config, *, revive: bool = False) -> None:
+        """With ``revive`` whatever ends by itself is started again."""
+        self.config = config
+        self._revive = revive
+        self._reviving: asyncio.Task[None] | None = None
+        self.routers: list[RouterReplica] = []
+        self.workers: list[WorkerReplica] = []
+        self._log_dir = config.state_dir / "logs"
+        self._ledger = EmbeddedLedger(config.ledger)
+
+    @property
+    def address(self) -> str:
+        """Of the first router."""
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [router.address for router in self.routers]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of every process: the embedded ledger, the routers, the ranks of the workers."""
+        ledger = [self._ledger.pid] if self._ledger.pid else []
+        replicas = (*self.routers, *self.workers)
+        return [*ledger, *(pid for replica in replicas for pid in replica.pids)]
+
+    async def start(self) -> None:
+        """Raises ClusterFailed, LedgerSetupError, OSError; then nothing of it is left."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        ledger = await self._start_ledger()
+        for index in range(self.config.num_routers):
+            self.routers.append(self._router(index, ledger))
+        await _start_all(self.routers)
+        for index in range(self.config.num_workers):
+            self.workers.append(self._worker(index))
+        await _start_all(self.workers)
+        await self._settle()
+        if self._revive:
+            self._reviving = asyncio.create_task(_revive_all((*self.routers, *self.workers)))
+
+    async def stop(self) -> None:
+        """Ends everything: routers finish or hand on what they have, then workers, then ledger."""
+        if self._reviving is not None:
+            self._reviving.cancel()
+            await asyncio.gather(self._reviving, return_exceptions=True)
+        for replicas in (self.routers, self.workers):
+            await asyncio.gather(*(replica.stop() for replica in replicas))
+        await asyncio.to_thread(self._ledger.stop)
+
+    # for tests and demonstrations: one replica by its number
+
+    async def kill_router(self, index: int) -> None:
+        await self.routers[index].kill()
+
+    async def restart_router(self, index: int) -> None:
+        """Kills it if it still runs."""
+        await self._restart(self.routers[index])
+
+    async def kill_worker(self, index: int) -> None:
+        """All its ranks."""
+        await self.workers[index].kill()
+
+    async def restart_worker(self, index: int) -> None:
+        """Kills it if it still runs."""
+        await self._restart(self.workers[index])
+
+    async def _restart(self, replica: Replica) -> None:
+        await replica.kill()
+        await replica.start()
+        await self._settle()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def _start_ledger(self) -> LedgerConfig:
+        config = self.config.ledger
+        if config.url != EMBEDDED:
+            return config
+        url = await asyncio.to_thread(self._ledger.start, self.config.state_dir)
+        return replace(config, url=url)
+
+    def _router(self, index: int, ledger: LedgerConfig) -> RouterReplica:
+        config = self.config
+        router = replace(
+            config.router,
+            port=config.router.port and config.router.port + index,
+            internal_port=config.router.internal_port and config.router.internal_port + index,
+        )
+        launch = RouterLaunch(f"router-{index}", config.log_level, router, ledger)
+        return RouterReplica(launch, {}, self._log_dir)
+
+    def _worker(self, index: int) -> WorkerReplica:
+        config = self.config
+        threads = threads_per_rank(config, len(os.sched_getaffinity(0)))
+        launch = RankLaunch(
+            f"worker-{index}",
+            config.log_level,
+            replace(config.worker, num_threads=threads),
+            routers=tuple(router.internal_address for router in self.routers),
+        )
+        return WorkerReplica(launch, rank_environment(threads), self._log_dir)
+
+    async def _settle(self) -> None:
+        """Until every running router is connected with every running worker."""
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                for router in self.routers:
+                    while router.is_running and not await self._knows_all(router):
+                        await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            raise ClusterFailed(
+                f"{router.name} did not connect with all workers in {_SETTLE_S:g} s "
+                f"(logs: {self._log_dir})"
+            ) from None
+
+    async def _knows_all(self, router: RouterReplica) -> bool:
+        async with AsyncClient(router.address) as client:
+            try:
+                status = await client.status()
+            except EverliftError:
+                return False
+        known = {worker.worker_id for worker in status.workers if worker.alive}
+        return known >= {worker.worker_id for worker in self.workers if worker.is_running}
+
+
+async def _start_all(replicas: Sequence[Replica]) -> None:
+    """At the same time. The first error is raised when all have come to an end with starting."""
+    results = await asyncio.gather(*(r.start() for r in replicas), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _revive_all(replicas: Sequence[Replica]) -> None:
+    """Until cancelled."""
+    while True:
+        await asyncio.sleep(_RESTART_S)
+        await asyncio.gather(*(_revive(r) for r in replicas if not r.is_running))
+
+
+async def _revive(replica: Replica) -> None:
+    log.warning("starting again", replica=replica.name)
+    try:
+        await replica.kill()
+        await replica.start()
+    except ClusterFailed as error:
+        log.error("could not be started again", replica=replica.name, cause=str(error))

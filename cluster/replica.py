@@ -1,0 +1,113 @@
+"""What a cluster without Ray has several of: a router, or a worker with all its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.child import Child
+from cluster.launch import Launch, RankLaunch, RouterLaunch
+
+#: Beyond what a process may take by its own configuration to end.
+_STOP_MARGIN_S = 5.0
+
+
+class Replica(ABC):
+    """The first of its processes is the one that others speak with."""
+
+    def __init__(self, name: str, environment: Mapping[str, str], log_dir: Path) -> None:
+        self.name = name
+        self._environment = environment
+        self._log_dir = log_dir
+        self._children: list[Child] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """Of its processes, the first one's first."""
+        return [child.pid for child in self._children]
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._children) and all(child.is_running for child in self._children)
+
+    async def start(self) -> None:
+        """Returns when it serves. Raises ClusterFailed, and then nothing of it is left."""
+        self._children = []
+        try:
+            await self._start()
+        except BaseException:
+            await self.kill()
+            raise
+
+    @abstractmethod
+    async def _start(self) -> None: ...
+
+    @property
+    @abstractmethod
+    def _bound_s(self) -> float:
+        """The longest that its good order may take."""
+
+    async def stop(self) -> None:
+        """In good order, which the first of its processes keeps for all."""
+        for child in self._children:
+            await child.stop(self._bound_s + _STOP_MARGIN_S)
+
+    async def kill(self) -> None:
+        """SIGKILL for each of its processes; returns when they are gone."""
+        await asyncio.gather(*(child.kill() for child in self._children))
+
+    async def _spawn(self, launch: Launch) -> Child:
+        child = Child(launch, self._environment, self._log_dir / f"{launch.name}.log")
+        self._children.append(child)
+        await child.start()
+        return child
+
+
+class RouterReplica(Replica):
+    """Takes its ports at the first start and keeps them."""
+
+    def __init__(self, launch: RouterLaunch, environment: Mapping[str, str], log_dir: Path) -> None:
+        super().__init__(launch.name, environment, log_dir)
+        self._launch = launch
+        self.address = self.internal_address = ""
+
+    async def _start(self) -> None:
+        report = await (await self._spawn(self._launch)).report()
+        self.address, self.internal_address = report["address"], report["internal_address"]
+        port, internal_port = _port(self.address), _port(self.internal_address)
+        router = replace(self._launch.router, port=port, internal_port=internal_port)
+        self._launch = replace(self._launch, router=router)
+
+    @property
+    def _bound_s(self) -> float:
+        return self._launch.router.drain
+
+
+class WorkerReplica(Replica):
+    """One process a rank. Every start makes another worker of it."""
+
+    def __init__(self, launch: RankLaunch, environment: Mapping[str, str], log_dir: Path) -> None:
+        super().__init__(launch.name, environment, log_dir)
+        self._launch = launch
+        self.worker_id = ""
+
+    async def _start(self) -> None:
+        first = await self._spawn(self._launch)
+        num_ranks = self._launch.worker.tensor_parallel
+        rendezvous = (await first.report())["rendezvous"] if num_ranks > 1 else ""
+        for rank in range(1, num_ranks):
+            name = f"{self._launch.name}.{rank}"
+            await self._spawn(replace(self._launch, name=name, rank=rank, rendezvous=rendezvous))
+        reports = await asyncio.gather(*(child.report() for child in self._children))
+        self.worker_id = reports[0]["worker_id"]
+
+    @property
+    def _bound_s(self) -> float:
+        return self._launch.worker.drain_timeout
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -1,0 +1,74 @@
+"""``everlift up``: a cluster on this machine, from its start to Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+
+from everlift import logs
+from rich.console import Console
+
+from cluster import endpoint
+from cluster.config import Config
+from cluster.processes import ProcessCluster
+from cluster.ray_cluster import RayCluster
+
+Cluster = ProcessCluster | RayCluster
+
+
+async def serve(config: Config, console: Console, *, with_ray: bool) -> None:
+    """Until SIGINT or SIGTERM. Raises what the cluster's start raises."""
+    log_dir = config.state_dir / "logs"
+    log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    logs.configure("up", config.log_level, log_dir / "up.log")
+    cluster = RayCluster(config) if with_ray else ProcessCluster(config, revive=True)
+    serving = asyncio.create_task(_serve(config, cluster, console))
+    _on_signal(serving.cancel)
+    with suppress(asyncio.CancelledError):
+        await serving
+
+
+async def _serve(config: Config, cluster: Cluster, console: Console) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    async with AsyncExitStack() as stack:
+        with console.status("starting"):
+            await stack.enter_async_context(cluster)
+        # Ray takes SIGTERM for itself when it starts.
+        _on_signal(task.cancel)
+        stack.enter_context(endpoint.published(config.state_dir, cluster.addresses))
+        _welcome(config, cluster, console)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            console.print("stopping")
+
+
+def _on_signal(stop: Callable[[], object]) -> None:
+    """Calls ``stop`` at the first signal; the next one ends this process as if nobody listened."""
+    loop = asyncio.get_running_loop()
+
+    def once() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, once)
+
+
+def _welcome(config: Config, cluster: Cluster, console: Console) -> None:
+    elsewhere = config.state_dir != Config().state_dir
+    option = f" --address {','.join(cluster.addresses)}" if elsewhere else ""
+    workers = f"{config.num_workers} worker{'s' * (config.num_workers != 1)}"
+    console.print(
+        f"[bold]everlift[/] serves [bold]{config.worker.name}[/] with {workers}; Ctrl-C stops it\n"
+        f"  gRPC  {', '.join(cluster.addresses)}\n"
+        f"  logs  {config.state_dir / 'logs'}\n"
+        "try:\n"
+        f'  everlift generate "count from 17 to 30:" --temperature 0{option}\n'
+        f"  everlift status --watch{option}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,65 @@
+"""A cluster's status as a table for the terminal."""
+
+from __future__ import annotations
+
+from everlift.v1 import inference_pb2 as pb
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+#: Shorter than this, a rate would jump.
+_INTERVAL_S = 1.0
+
+
+class Rates:
+    """Tokens a second of each worker, from its counter at two moments."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, tuple[float, int]] = {}
+        self._rates: dict[str, float] = {}
+
+    def update(self, worker_id: str, now: float, tokens: int) -> float:
+        """``now`` in seconds; 0 as long as there are no two moments."""
+        then, before = self._marks.setdefault(worker_id, (now, tokens))
+        if now - then >= _INTERVAL_S:
+            self._marks[worker_id] = now, tokens
+            self._rates[worker_id] = (tokens - before) / (now - then)
+        return self._rates.get(worker_id, 0.0)
+
+
+def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 0.0) -> Group:
+    """Workers, then the cluster's counters. With ``rates`` there is a column for them."""
+    columns = ["worker", "address", "pid", "state", "running", "waiting", "KV blocks", "tokens"]
+    table = Table(*columns, *(["tokens/s"] if rates else []))
+    for worker in status.workers:
+        rate = rates and rates.update(worker.worker_id, now, worker.output_tokens)
+        table.add_row(*_cells(worker), *([] if rate is None else [f"{rate:.0f}"]))
+    return Group(table, _counters(status))
+
+
+def _cells(worker: pb.WorkerStatus) -> list[str]:
+    cells = [worker.worker_id[:8], worker.address, str(worker.pid), _state(worker)]
+    if not worker.alive:
+        return [*cells, "-", "-", "-", "-"]
+    return [
+        *cells,
+        str(worker.num_running),
+        str(worker.num_waiting),
+        f"{worker.blocks_used} / {worker.blocks_total}",
+        str(worker.output_tokens),
+    ]
+
+
+def _state(worker: pb.WorkerStatus) -> str:
+    if not worker.alive:
+        return "[red]lost[/]"
+    return "[yellow]draining[/]" if worker.draining else "[green]up[/]"
+
+
+def _counters(status: pb.GetStatusResponse) -> Text:
+    return Text(
+        f"model {status.model}   leader {status.leader[:8] or 'none'}\n"
+        f"queue {status.queued}   running {status.running}   completed {status.completed}   "
+        f"failed {status.failed}   migrated {status.migrated}   "
+        f"output tokens {status.output_tokens}"
+    )

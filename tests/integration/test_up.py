@@ -1,0 +1,93 @@
+"""``everlift up`` as a process of its own, until a signal ends it."""
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+UP = [
+    *("up", "--no-ray", "--model", "fake", "--workers", "2"),
+    *("--set", "router.port=0", "--set", "router.drain=0.2"),
+    *("--set", "worker.fake.step_time=0.005"),
+]
+
+
+async def everlift(home: Path, *arguments: str) -> Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cluster.cli", *arguments),
+        stdout=PIPE,
+        stderr=PIPE,
+        env={
+            **os.environ,
+            "XDG_STATE_HOME": str(home),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        },
+    )
+
+
+@asynccontextmanager
+async def up(home: Path) -> AsyncIterator[Process]:
+    """Ready to serve; it must have ended by itself in the end."""
+    process = await everlift(home, *UP)
+    try:
+        assert process.stdout is not None
+        while b"status --watch" not in (line := await process.stdout.readline()):
+            assert line, await process.communicate()
+        yield process
+        async with asyncio.timeout(30):
+            assert await process.wait() == 0
+            assert await process.communicate() == (b"stopping\n", b"")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+async def output(home: Path, *arguments: str) -> str:
+    process = await everlift(home, *arguments)
+    out, err = await process.communicate()
+    assert (process.returncode, err) == (0, b"")
+    return out.decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_it_serves_until_a_signal_ends_it(tmp_path: Path, number: signal.Signals) -> None:
+    async with up(tmp_path) as process:
+        text = await output(tmp_path, "generate", "hello", "--max-tokens", "9", "--request-id", "r")
+        assert len(text) > 9
+        assert await output(tmp_path, "attach", "r") == text
+        assert "completed 1" in await output(tmp_path, "status")
+        process.send_signal(number)
+    assert not (tmp_path / "everlift" / "endpoint.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_ends_it_while_it_starts(tmp_path: Path, number: signal.Signals) -> None:
+    process = await everlift(tmp_path, *UP)
+    log = tmp_path / "everlift" / "logs" / "up.log"
+    async with asyncio.timeout(30):
+        while not (log.exists() and "process started" in log.read_text()):
+            await asyncio.sleep(0.01)
+    process.send_signal(number)
+    async with asyncio.timeout(30):
+        assert await process.communicate() == (b"", b"")
+    assert process.returncode == 0
+
+
+async def test_ctrl_c_cancels_what_is_generated(tmp_path: Path) -> None:
+    async with up(tmp_path) as process:
+        command = ["generate", "hello", "--max-tokens", "4000", "--request-id", "r"]
+        generating = await everlift(tmp_path, *command)
+        assert generating.stdout is not None
+        await generating.stdout.readexactly(20)
+        generating.send_signal(signal.SIGINT)
+        await generating.communicate()
+        assert generating.returncode != 0
+        assert await output(tmp_path, "cancel", "r") == "cancelled\n"
+        process.send_signal(signal.SIGTERM)
