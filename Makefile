@@ -35,7 +35,7 @@ $(PROTO_VENV)/.installed: Makefile
 	@touch $@
 
 demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no token
-	@$(BIN)/everlift demo
+	@$(BIN)/everlift demo --picture build/demo.png
 
 test: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests (under 20 minutes on 2 cores)
 	$(BIN)/pytest -q -m "not long"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from rich.markup import escape
 from cluster import config as configuration
 from cluster import endpoint, serving
 from cluster.config import ADDRESS_VARIABLE
+from cluster.demo import demonstrate
 from cluster.errors import ClusterFailed
 from cluster.status_view import Rates, show
 from router.config import RouterConfig
@@ -161,6 +163,29 @@ def status(
 ) -> None:
     """Show workers, queue and requests."""
     asyncio.run(_watch(address) if watch else _status(address))
+
+
+@app.command(
+    epilog="""
+**Examples**
+
+- `everlift demo`
+- `everlift demo --no-ray --json summary.json --picture slots.png`
+"""
+)
+def demo(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the summary there.")
+    ] = None,
+    picture: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where to draw who had which batch slot when.")
+    ] = Path("everlift-demo.png"),
+    no_ray: Annotated[bool, typer.Option("--no-ray", help="Plain processes without Ray.")] = False,
+) -> None:
+    """Start a cluster, load it, kill a worker in the middle, and count what was lost."""
+    summary = asyncio.run(demonstrate(picture, Console(highlight=False), with_ray=not no_ray))
+    if json_file is not None:
+        json_file.write_text(json.dumps(summary, indent=2) + "\n")
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ from everlift.errors import EverliftError
 from cluster.config import Config
 from cluster.errors import ClusterFailed
 from cluster.launch import RankLaunch, RouterLaunch
+from cluster.own_ledger import OwnLedger
 from cluster.replica import Replica, RouterReplica, WorkerReplica
 from cluster.threads import rank_environment, threads_per_rank
-from router.ledger.config import EMBEDDED, LedgerConfig
-from router.ledger.embedded import EmbeddedLedger
+from router.ledger.config import LedgerConfig
 
 log = logs.get(__name__)
 
@@ -50,7 +50,7 @@ class ProcessCluster:
         self.routers: list[RouterReplica] = []
         self.workers: list[WorkerReplica] = []
         self._log_dir = config.state_dir / "logs"
-        self._ledger = EmbeddedLedger(config.ledger)
+        self._ledger = OwnLedger(config)
 
     @property
     def address(self) -> str:
@@ -78,7 +78,7 @@ class ProcessCluster:
 
     async def _start(self) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        ledger = await self._start_ledger()
+        ledger = await self._ledger.start()
         for index in range(self.config.num_routers):
             self.routers.append(self._router(index, ledger))
         await _start_all(self.routers)
@@ -96,7 +96,7 @@ class ProcessCluster:
             await asyncio.gather(self._reviving, return_exceptions=True)
         for replicas in (self.routers, self.workers):
             await asyncio.gather(*(replica.stop() for replica in replicas))
-        await asyncio.to_thread(self._ledger.stop)
+        await self._ledger.stop()
 
     # for tests and demonstrations: one replica by its number
 
@@ -131,13 +131,6 @@ class ProcessCluster:
         traceback: TracebackType | None,
     ) -> None:
         await self.stop()
-
-    async def _start_ledger(self) -> LedgerConfig:
-        config = self.config.ledger
-        if config.url != EMBEDDED:
-            return config
-        url = await asyncio.to_thread(self._ledger.start, self.config.state_dir)
-        return replace(config, url=url)
 
     def _router(self, index: int, ledger: LedgerConfig) -> RouterReplica:
         config = self.config

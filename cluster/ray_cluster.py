@@ -8,7 +8,6 @@ this process ─┬─ valkey-server    unless the ledger has a url
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import shutil
@@ -22,9 +21,9 @@ from everlift import logs
 
 from cluster import loopback
 from cluster.config import Config
+from cluster.errors import ClusterFailed
+from cluster.own_ledger import OwnLedger
 from cluster.threads import rank_environment, threads_per_rank
-from router.ledger.config import EMBEDDED
-from router.ledger.embedded import EmbeddedLedger
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -42,7 +41,7 @@ class RayCluster:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.addresses: list[str] = []
-        self._ledger = EmbeddedLedger(config.ledger)
+        self._ledger = OwnLedger(config)
         self._scratch: Path | None = None
 
     @property
@@ -51,17 +50,19 @@ class RayCluster:
         return self.addresses[0]
 
     async def start(self) -> None:
-        """Raises LedgerSetupError, and RuntimeError when the application does not come up."""
+        """Raises LedgerSetupError, ClusterFailed."""
         config = self.config
         self._log_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
-        if config.ledger.url == EMBEDDED:
-            url = await asyncio.to_thread(self._ledger.start, config.state_dir)
-            config = replace(config, ledger=replace(config.ledger, url=url))
+        config = replace(config, ledger=await self._ledger.start())
         self._start_ray()
         from ray import serve
 
+        logging.getLogger("ray").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
-        serve.run(application(config, self._log_dir()), name=_APPLICATION, route_prefix=None)
+        try:
+            serve.run(application(config, self._log_dir()), name=_APPLICATION, route_prefix=None)
+        except RuntimeError as error:
+            raise ClusterFailed(f"{error} (logs: {self._log_dir()})") from error
         router = serve.get_deployment_handle("router", _APPLICATION)
         self.addresses = [(await router.describe.remote())["address"]]
 
@@ -74,7 +75,7 @@ class RayCluster:
         else:
             serve.delete(_APPLICATION)
         ray.shutdown()
-        await asyncio.to_thread(self._ledger.stop)
+        await self._ledger.stop()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 

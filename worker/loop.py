@@ -22,7 +22,7 @@ from worker.sequence import Sequence
 #: An engine without work checks its books after so long.
 _IDLE_S = 0.5
 #: Who has which slot is told so often.
-_OCCUPANTS_S = 1.0
+_OCCUPANTS_S = 0.2
 
 
 class RanksDisagree(Exception):

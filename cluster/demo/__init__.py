@@ -1,1 +1,49 @@
 """`everlift demo`: a cluster on this machine that loses a worker and no token."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from everlift import logs
+from rich.console import Console
+
+from cluster.config import DEMO_MODEL, Config
+from cluster.demo.load import Summary
+from cluster.processes import ProcessCluster
+from cluster.ray_cluster import RayCluster
+from router.config import RouterConfig
+from worker.config import WorkerConfig
+
+_SLOTS = 12
+
+
+async def demonstrate(picture: Path, console: Console, *, with_ray: bool) -> Summary:
+    """Starts a throw-away cluster, shows it at work, prints what was counted, leaves nothing."""
+    from cluster.demo.run import describe, run
+
+    with tempfile.TemporaryDirectory(prefix="everlift-demo-") as scratch:
+        config = _config(Path(scratch))
+        logs.configure("demo", config.log_level, config.state_dir / "demo.log")
+        cluster = RayCluster(config) if with_ray else ProcessCluster(config, revive=True)
+        with console.status("starting a ledger, a router and two workers"):
+            await cluster.start()
+        try:
+            summary = await run(cluster.address, picture, console)
+        finally:
+            with console.status("stopping"):
+                await cluster.stop()
+    console.print(describe(summary))
+    console.print(f"who had which batch slot when: {picture.absolute()}", soft_wrap=True)
+    return summary
+
+
+def _config(scratch: Path) -> Config:
+    """Fewer slots than requests, so that some wait; fp32, so that answers are exact."""
+    return Config(
+        model=str(DEMO_MODEL),
+        num_workers=2,
+        state_dir=scratch,
+        router=RouterConfig(port=0, drain=1.0),
+        worker=WorkerConfig(model="", max_num_seqs=_SLOTS, num_blocks=512, dtype="float32"),
+    )

@@ -1,7 +1,7 @@
 """The demo's clients: requests over gRPC, with everything that arrives written down.
 
-They speak the wire contract directly and not through the client library, which drops what is repeated:
-here it shall be counted.
+They speak the wire contract directly and not through the client library, which drops what is
+repeated: here it shall be counted.
 """
 
 from __future__ import annotations

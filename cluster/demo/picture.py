@@ -75,7 +75,10 @@ def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> Non
 
 
 def _draw_worker(
-    panel: Axes, worker_id: str, occupancy: Occupancy, colours: dict[str, tuple[float, float, float, float]]
+    panel: Axes,
+    worker_id: str,
+    occupancy: Occupancy,
+    colours: dict[str, tuple[float, float, float, float]],
 ) -> None:
     for stay in occupancy.stays:
         if stay.worker_id == worker_id:

@@ -20,7 +20,8 @@ from rich.table import Table
 from cluster.demo.load import Load, Percentiles, Summary
 from cluster.demo.picture import Occupancy, draw
 from cluster.demo.prompts import mixed
-from cluster.demo.view import Rates, show
+from cluster.demo.view import show
+from cluster.status_view import Rates
 
 REQUESTS = 32
 _SEED = 1

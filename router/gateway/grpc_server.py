@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
-from everlift import errors, logs
+from everlift import logs, wire
 from everlift.channels import CLIENT_OPTIONS
 from everlift.errors import EverliftError, InvalidRequest, NotUtf8
 from everlift.messages import Submission, check_request_id
@@ -73,8 +73,7 @@ class InferenceServer:
         try:
             entry = await self._requests.cancel(check_request_id(message.request_id))
         except Elsewhere as elsewhere:
-            async with grpc.aio.insecure_channel(elsewhere.address) as channel:
-                return await inference_pb2_grpc.InferenceStub(channel).Cancel(message)
+            return await _cancel_elsewhere(elsewhere.address, message)
         return pb.CancelResponse(state=_WIRE_STATE[entry.state])
 
     async def get_request(self, data: bytes, context: Context) -> pb.GetRequestResponse:
@@ -124,13 +123,17 @@ def _earlier(a: float | None, b: float | None) -> float | None:
 async def _relay(address: str, attach: pb.AttachRequest) -> AsyncIterator[pb.GenerateResponse]:
     """The stream of another gateway. Its error becomes ours."""
     async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
-        try:
-            async for piece in inference_pb2_grpc.InferenceStub(channel).Attach(attach):
-                yield piece
-        except grpc.aio.AioRpcError as error:
-            metadata = {str(key): str(value) for key, value in error.trailing_metadata() or ()}
-            slug = metadata.get(errors.SLUG_METADATA_KEY, errors.Moved.slug)
-            raise errors.from_slug(slug, error.details() or "") from error
+        stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+        call = stub.Attach(attach)
+        while (piece := await wire.read(call)) is not None:
+            yield piece
+
+
+async def _cancel_elsewhere(address: str, message: pb.CancelRequest) -> pb.CancelResponse:
+    async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
+        stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+        call = stub.Cancel(message)
+        return await wire.answer(call, call)
 
 
 # the wire
@@ -195,7 +198,4 @@ async def _abort(context: Context, error: Exception) -> None:
     if not isinstance(error, EverliftError):
         log.exception("unforeseen error")
         error = EverliftError("internal error; the router's log says more")
-    metadata = [(errors.SLUG_METADATA_KEY, error.slug)]
-    if error.retry_after_s is not None:
-        metadata.append((errors.RETRY_AFTER_METADATA_KEY, f"{error.retry_after_s:g}"))
-    await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error), tuple(metadata))
+    await wire.abort(context, error)

@@ -81,12 +81,18 @@ class EmbeddedLedger:
         """The server's process id; 0 while there is none."""
         return self._process.pid if self._process else 0
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def start(self, state_dir: Path) -> str:
-        """Starts the server on the data of ``state_dir`` and waits until it serves it.
+        """Starts the server on the data of ``state_dir`` and waits until it serves it. A server
+        that ended by itself may be started again, and has the same url.
 
         Returns the url for ``connect``; it holds the password. Blocks. Raises LedgerSetupError.
         """
-        assert self._process is None
+        assert not self.is_running
+        self._end_starter()
         home = _private_directory(state_dir / "ledger")
         lock = _lock(home / "lock")
         try:
@@ -115,19 +121,23 @@ class EmbeddedLedger:
                 process.kill()
                 process.wait()
             log.info("ledger server stopped", pid=process.pid, status=process.returncode)
-        if self._starter is not None:
-            self._starter.shutdown()
-            self._starter = None
+        self._end_starter()
         if self._runtime_dir is not None:
             shutil.rmtree(self._runtime_dir)
             self._runtime_dir = None
+
+    def _end_starter(self) -> None:
+        if self._starter is not None:
+            self._starter.shutdown()
+            self._starter = None
 
     def _socket_path(self, home: Path) -> Path:
         path = home / "socket"
         if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
             return path
-        runtime = os.environ.get("XDG_RUNTIME_DIR")
-        self._runtime_dir = Path(tempfile.mkdtemp(prefix="everlift-", dir=runtime or "/tmp"))
+        if self._runtime_dir is None:
+            runtime = os.environ.get("XDG_RUNTIME_DIR")
+            self._runtime_dir = Path(tempfile.mkdtemp(prefix="everlift-", dir=runtime or "/tmp"))
         return self._runtime_dir / "socket"
 
     def _write_conf(self, home: Path, socket: Path, password: str) -> Path:

@@ -260,7 +260,7 @@ class WorkerState(google.protobuf.message.Message):
     draining: builtins.bool
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.RunningSequence]:
-        """at most once a second, else empty"""
+        """at most five times a second, else empty"""
 
     def __init__(
         self,

@@ -1,0 +1,232 @@
+"""The text of the demo model: small tasks whose right answer is computed, never judged.
+
+The demo model is a detector. A corrupted, misplaced or half-written KV cache shows as a wrong
+number in a count, a skipped letter, a broken JSON field; so every kind of example here has exactly
+one right continuation, and this module knows it:
+
+    count        "count from 17 to 30:"                 " 17 18 19 ... 30"    either direction
+    long_count   "count from 100 to 300:"               the same with 60 to 240 numbers
+    count_by     "count from 4 to 40 by 4:"             " 4 8 12 ... 40"      either direction
+    alphabet     "alphabet from c to k:"                " c d e f g h i j k"
+    repeat       "repeat hello 4 times:"                " hello hello hello hello"
+    sum          "12 + 30 ="                            " 42"
+    days         "days from tuesday, 3:"                " tuesday wednesday thursday"
+    months       "months from november, 3:"             " november december january"
+    json         "json name=ann age=31 city=rome:"      ' {"name": "ann", "age": 31, ...}'
+
+The form shown is the canonical one. A missing colon is also trained (`without_colon`), and so are
+several solved lines in front of the last one (`after_lines`), which is how prompts of any length
+are made. The answer starts with its space, so prompt + answer is the whole text; what ends it (an
+end-of-text token) is the tokenizer's business, unknown here.
+
+About one prompt in ten is held out: a pure function of its text says so (`is_held_out`), and the
+training script never draws one. No clock, no global state, no torch.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+MONTHS = (
+    "january",
+    "february",
+    "march",
+    "april",
+    "may",
+    "june",
+    "july",
+    "august",
+    "september",
+    "october",
+    "november",
+    "december",
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+NAMES = tuple(
+    "ada alan ann anna ben bob carl cara dan dora emil emma eva finn fred gina greta hans hugo ida "
+    "ivan jack jane john judy kai kate lena leo lisa luis mara marie max mia nina noah olga omar "
+    "otto paul peter rita rosa ruth sam sara sofia sven tara theo tim tom uma vera victor wanda "
+    "yuri zoe".split()
+)
+CITIES = tuple(
+    "rome paris london berlin vienna madrid lisbon oslo dublin prague athens tokyo kyoto delhi "
+    "cairo lima quito boston denver austin seattle sydney perth geneva milan naples turin lyon "
+    "bern".split()
+)
+WORDS = tuple(
+    "apple banana bird black blue book bread brown cat chair cloud coffee cow dog door duck earth "
+    "fire fish flower forest garden gold green grey hello horse house hill ice island key lake "
+    "lamp leaf light lion milk moon mountain mouse music night orange paper pear pink plum queen "
+    "rain red river road rose salt sand sea ship silver snow spring star stone storm sugar summer "
+    "sun table tea tiger train tree water white wind window winter wolf yes yellow".split()
+)
+#: Every character here is two to four bytes, and the tokenizer merges none of them: one character
+#: arrives in several tokens, which is what incremental detokenisation must survive.
+UNICODE_WORDS = tuple(
+    "naïve café zürich münchen köln øre łódź señor ça été über größe århus são "
+    "привет мир москва αβγ ωμέγα 日本 東京 你好 世界 한국 שלום سلام नमस्ते "
+    "☃ ★ ♞ € ∞ → 🙂 🚀 🐍 🎉 🌍 👩‍🚀".split()
+)
+STEPS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 25, 50, 100)
+NUMBER_FIELDS = ("age", "year", "score", "level", "size", "id")
+WORD_FIELDS = ("name", "city", "color", "job", "pet", "food", "team", "user")
+
+LONGEST_REPEAT = 20
+LONGEST_COUNT = 240
+HELD_OUT_ONE_IN = 10
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt, and the only right text after it (before the end-of-text token)."""
+
+    kind: str
+    prompt: str
+    answer: str
+
+    @property
+    def text(self) -> str:
+        return self.prompt + self.answer
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether a prompt of one line, in canonical form, is kept from training."""
+    digest = hashlib.sha256(prompt.encode()).digest()
+    return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
+
+
+def examples(kind: str, seed: int, n: int, *, held_out: bool = False) -> list[Example]:
+    """`n` draws of one kind; equal arguments give equal lists. Small kinds repeat themselves."""
+    drawn = stream(kind, Random(f"{kind}/{seed}/{held_out}"), held_out=held_out)
+    return [next(drawn) for _ in range(n)]
+
+
+def stream(kind: str, rng: Random, *, held_out: bool = False) -> Iterator[Example]:
+    """Examples of one kind without end, from one side of the split."""
+    make = MAKERS[kind]
+    while True:
+        prompt, answer = make(rng)
+        if is_held_out(prompt) == held_out:
+            yield Example(kind, prompt, answer)
+
+
+def without_colon(example: Example) -> Example:
+    """The same task asked without the closing colon; its split stays that of the colon form."""
+    return replace(example, prompt=example.prompt.removesuffix(":"))
+
+
+def after_lines(lines: Sequence[Example], last: Example) -> Example:
+    """The last task asked after solved ones, a line each: a longer prompt, the same answer."""
+    solved = "".join(f"{line.text}\n" for line in lines)
+    return replace(last, prompt=solved + last.prompt)
+
+
+def _count(rng: Random) -> tuple[str, str]:
+    return _count_of(rng, _skewed(rng, 2, 60), step=1)
+
+
+def _long_count(rng: Random) -> tuple[str, str]:
+    return _count_of(rng, _skewed(rng, 60, LONGEST_COUNT), step=1)
+
+
+def _count_by(rng: Random) -> tuple[str, str]:
+    step = rng.choice(STEPS)
+    return _count_of(rng, _skewed(rng, 2, min(60, 900 // step)), step)
+
+
+def _count_of(rng: Random, size: int, step: int) -> tuple[str, str]:
+    span = (size - 1) * step + 1
+    ceiling = rng.choice([top for top in (100, 200, 500, 1000) if top >= span])
+    low = rng.randint(0, ceiling - span)
+    numbers = range(low, low + span, step)
+    if rng.random() < 0.4:
+        numbers = numbers[::-1]
+    by = f" by {step}" if step > 1 else ""
+    return f"count from {numbers[0]} to {numbers[-1]}{by}:", _spaced(numbers)
+
+
+def _alphabet(rng: Random) -> tuple[str, str]:
+    first, last = sorted(rng.sample(range(26), 2))
+    letters = LETTERS[first : last + 1]
+    if rng.random() < 0.5:
+        letters = letters.upper()
+    return f"alphabet from {letters[0]} to {letters[-1]}:", _spaced(letters)
+
+
+def _repeat(rng: Random) -> tuple[str, str]:
+    word, times = _any_word(rng), rng.randint(2, LONGEST_REPEAT)
+    return f"repeat {word} {times} times:", _spaced([word] * times)
+
+
+def _sum(rng: Random) -> tuple[str, str]:
+    left, right = rng.randint(0, 99), rng.randint(0, 99)
+    return f"{left} + {right} =", f" {left + right}"
+
+
+def _days(rng: Random) -> tuple[str, str]:
+    return _cycle(rng, "days", DAYS)
+
+
+def _months(rng: Random) -> tuple[str, str]:
+    return _cycle(rng, "months", MONTHS)
+
+
+def _cycle(rng: Random, name: str, cycle: tuple[str, ...]) -> tuple[str, str]:
+    first, size = rng.randrange(len(cycle)), rng.randint(2, LONGEST_REPEAT)
+    words = [cycle[(first + i) % len(cycle)] for i in range(size)]
+    if rng.random() < 0.3:
+        words = [word.capitalize() for word in words]
+    return f"{name} from {words[0]}, {size}:", _spaced(words)
+
+
+def _json(rng: Random) -> tuple[str, str]:
+    keys = rng.sample(NUMBER_FIELDS + WORD_FIELDS, rng.randint(1, 5))
+    fields = {key: _field_value(rng, key) for key in keys}
+    pairs = " ".join(f"{key}={value}" for key, value in fields.items())
+    return f"json {pairs}:", " " + json.dumps(fields, ensure_ascii=False)
+
+
+def _field_value(rng: Random, key: str) -> str | int:
+    if key in NUMBER_FIELDS:
+        return rng.randrange(10 ** rng.randint(1, 4))
+    if key in ("name", "city") and rng.random() < 0.5:
+        return rng.choice(NAMES if key == "name" else CITIES)
+    return _any_word(rng)
+
+
+def _any_word(rng: Random) -> str:
+    """A known word, a word of random letters (so that copying is learned, not the words), or one
+    of multi-byte characters."""
+    pick = rng.random()
+    if pick < 0.5:
+        return rng.choice(WORDS + NAMES + CITIES)
+    if pick < 0.8:
+        return "".join(rng.choices(LETTERS, k=rng.randint(1, 8)))
+    return rng.choice(UNICODE_WORDS)
+
+
+def _skewed(rng: Random, low: int, high: int) -> int:
+    """An integer of [low, high], small ones more often."""
+    return low + int((high - low + 1) * rng.random() ** 2.5)
+
+
+def _spaced(items: Sequence[object]) -> str:
+    return "".join(f" {item}" for item in items)
+
+
+#: Kind -> maker of one (prompt, answer) pair.
+MAKERS: dict[str, Callable[[Random], tuple[str, str]]] = {
+    "count": _count,
+    "long_count": _long_count,
+    "count_by": _count_by,
+    "alphabet": _alphabet,
+    "repeat": _repeat,
+    "sum": _sum,
+    "days": _days,
+    "months": _months,
+    "json": _json,
+}
+KINDS = tuple(MAKERS)

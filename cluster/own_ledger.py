@@ -1,0 +1,62 @@
+"""The ledger that a cluster runs itself."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from everlift import logs
+
+from cluster.config import Config
+from router.ledger.config import EMBEDDED, LedgerConfig, LedgerSetupError
+from router.ledger.embedded import EmbeddedLedger
+
+log = logs.get(__name__)
+
+_LOOK_S = 0.2
+_RESTART_S = 1.0
+
+
+class OwnLedger:
+    """The embedded server, started again whenever it ends by itself. Where the configuration names
+    another ledger there is nothing to run."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._server = EmbeddedLedger(config.ledger)
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """0 while no server of ours runs."""
+        return self._server.pid
+
+    async def start(self) -> LedgerConfig:
+        """Where the ledger is. Raises LedgerSetupError."""
+        config = self._config.ledger
+        if config.url != EMBEDDED:
+            return config
+        url = await self._start()
+        self._watching = asyncio.create_task(self._watch())
+        return replace(config, url=url)
+
+    async def stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await asyncio.to_thread(self._server.stop)
+
+    async def _start(self) -> str:
+        return await asyncio.to_thread(self._server.start, self._config.state_dir)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._server.is_running:
+                continue
+            log.error("the ledger's server has ended: starting it again")
+            try:
+                await self._start()
+            except LedgerSetupError as error:
+                log.error("the ledger's server could not be started again", cause=str(error))
+                await asyncio.sleep(_RESTART_S)

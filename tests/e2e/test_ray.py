@@ -1,0 +1,134 @@
+"""The Serve shells on a Ray cluster of two local nodes: one worker, with a rank on each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from everlift.client import AsyncClient
+from everlift.v1 import inference_pb2 as pb
+
+from cluster import loopback
+from cluster.config import Config
+from cluster.demo import prompts
+from cluster.processes import ProcessCluster
+from cluster.ray_cluster import RayCluster
+from router.config import RouterConfig
+from tests.free_port import free_port
+from worker.config import WorkerConfig
+
+# Ray and Serve warn of this and that of their own.
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+TASKS = prompts.mixed(6, seed=3)
+
+
+def config(state_dir: Path, ranks: int) -> Config:
+    return Config(
+        state_dir=state_dir,
+        router=RouterConfig(port=free_port(), drain=1.0),
+        worker=WorkerConfig(
+            model="", tensor_parallel=ranks, num_threads=1, num_blocks=256, dtype="float32"
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Any:
+    loopback.prepare()
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster.add_node(num_cpus=1)
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+async def running(
+    two_nodes: Any, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RayCluster]:
+    settings = config(tmp_path_factory.mktemp("ray"), ranks=2)
+    async with RayCluster(replace(settings, ray_address=two_nodes.address)) as cluster:
+        yield cluster
+
+
+async def answer(client: AsyncClient, prompt: str) -> tuple[list[int], str]:
+    stream = client.generate(prompt, temperature=0)
+    tokens, text = [], ""
+    async for chunk in stream:
+        tokens.extend(chunk.token_ids)
+        text += chunk.text
+    return tokens, text
+
+
+async def answers(address: str) -> list[tuple[list[int], str]]:
+    async with AsyncClient(address) as client:
+        return await asyncio.gather(*(answer(client, task.prompt) for task in TASKS))
+
+
+async def test_two_ranks_on_two_nodes_make_the_tokens_of_one(
+    running: RayCluster, tmp_path: Path
+) -> None:
+    from ray.util import state
+
+    ranks = [a for a in state.list_actors() if a.class_name == "RankActor" and a.state == "ALIVE"]
+    assert len({rank.node_id for rank in ranks}) == 2
+    of_two = await answers(running.address)
+    async with ProcessCluster(config(tmp_path, ranks=1)) as single:
+        of_one = await answers(single.address)
+    assert of_two == of_one
+    assert [text for _, text in of_two] == [task.answer for task in TASKS]
+
+
+async def test_a_rank_that_is_killed_takes_its_replica_along_and_no_token(
+    running: RayCluster,
+) -> None:
+    async with AsyncClient(running.address) as client:
+        before = await only_worker(client)
+        work = asyncio.create_task(answers(running.address))
+        while (await only_worker(client)).num_running == 0:
+            await asyncio.sleep(0.01)
+        os.kill(rank_pid(1), signal.SIGKILL)
+        assert [text for _, text in await work] == [task.answer for task in TASKS]
+        assert (await only_worker(client)).worker_id != before.worker_id
+
+
+def rank_pid(rank: int) -> int:
+    from ray.util import state
+
+    actors = state.list_actors(detail=True)
+    alive = [a for a in actors if a.class_name == "RankActor" and a.state == "ALIVE"]
+    return [a.pid for a in sorted(alive, key=lambda a: a.pid)][rank]
+
+
+async def only_worker(client: AsyncClient) -> pb.WorkerStatus:
+    async with asyncio.timeout(60):
+        while True:
+            workers = [worker for worker in (await client.status()).workers if worker.alive]
+            if len(workers) == 1:
+                return workers[0]
+            await asyncio.sleep(0.05)
+
+
+async def test_a_router_replica_that_is_killed_is_replaced_and_its_clients_go_on(
+    running: RayCluster,
+) -> None:
+    from ray import serve
+
+    router = serve.get_deployment_handle("router", "everlift")
+    pid = (await router.describe.remote())["pid"]
+    work = asyncio.create_task(answers(running.address))
+    async with AsyncClient(running.address) as client:
+        while (await only_worker(client)).num_running == 0:
+            await asyncio.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    assert [text for _, text in await work] == [task.answer for task in TASKS]
