@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import grpc
+
 from everlift import logs
 from everlift.errors import InvalidRequest
 from everlift.v1 import session_pb2, session_pb2_grpc

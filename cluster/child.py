@@ -12,10 +12,9 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from pathlib import Path
 
-from everlift import logs
-
 from cluster.errors import ClusterFailed
 from cluster.launch import Launch, Report, encode
+from everlift import logs
 
 log = logs.get(__name__)
 

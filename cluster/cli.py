@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from everlift import AsyncClient, EverliftError, GenerateOptions, Stream, Unreachable
-from everlift.settings import SettingsError
-from everlift.v1 import inference_pb2 as pb
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -25,6 +22,9 @@ from cluster.config import ADDRESS_VARIABLE
 from cluster.demo import demonstrate
 from cluster.errors import ClusterFailed
 from cluster.status_view import Rates, show
+from everlift import AsyncClient, EverliftError, GenerateOptions, Stream, Unreachable
+from everlift.settings import SettingsError
+from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
 from router.ledger.config import LedgerSetupError
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
+
 from everlift import settings
 from everlift.settings import SettingsError
-
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 from worker.config import FAKE, WorkerConfig

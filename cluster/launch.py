@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from everlift import settings
-
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 from worker.config import WorkerConfig

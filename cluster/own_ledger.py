@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from everlift import logs
-
 from cluster.config import Config
+from everlift import logs
 from router.ledger.config import EMBEDDED, LedgerConfig, LedgerSetupError
 from router.ledger.embedded import EmbeddedLedger
 

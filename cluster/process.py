@@ -17,12 +17,11 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from cluster.announcer import Announcer
+from cluster.launch import Launch, RankLaunch, Report, RouterLaunch, decode
 from everlift import logs
 from everlift.errors import EverliftError
 from everlift.v1 import session_pb2
-
-from cluster.announcer import Announcer
-from cluster.launch import Launch, RankLaunch, Report, RouterLaunch, decode
 from router.ledger.config import LedgerSetupError
 from worker.parent import die_with_parent
 

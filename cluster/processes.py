@@ -16,16 +16,15 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from everlift import logs
-from everlift.client import AsyncClient
-from everlift.errors import EverliftError
-
 from cluster.config import Config
 from cluster.errors import ClusterFailed
 from cluster.launch import RankLaunch, RouterLaunch
 from cluster.own_ledger import OwnLedger
 from cluster.replica import Replica, RouterReplica, WorkerReplica
 from cluster.threads import rank_environment, threads_per_rank
+from everlift import logs
+from everlift.client import AsyncClient
+from everlift.errors import EverliftError
 from router.ledger.config import LedgerConfig
 
 log = logs.get(__name__)

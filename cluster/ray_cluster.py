@@ -17,13 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from everlift import logs
-
 from cluster import loopback
 from cluster.config import Config
 from cluster.errors import ClusterFailed
 from cluster.own_ledger import OwnLedger
 from cluster.threads import rank_environment, threads_per_rank
+from everlift import logs
 
 if TYPE_CHECKING:
     from ray.serve import Application

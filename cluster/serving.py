@@ -7,13 +7,13 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 
-from everlift import logs
 from rich.console import Console
 
 from cluster import endpoint
 from cluster.config import Config
 from cluster.processes import ProcessCluster
 from cluster.ray_cluster import RayCluster
+from everlift import logs
 
 Cluster = ProcessCluster | RayCluster
 

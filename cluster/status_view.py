@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from everlift.v1 import inference_pb2 as pb
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+
+from everlift.v1 import inference_pb2 as pb
 
 #: Shorter than this, a rate would jump.
 _INTERVAL_S = 1.0

@@ -11,12 +11,12 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 
-from everlift import logs
-from everlift.errors import EverliftError
-from everlift.v1 import session_pb2
 from ray import serve
 from ray.util import get_node_ip_address
 
+from everlift import logs
+from everlift.errors import EverliftError
+from everlift.v1 import session_pb2
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 from router.ledger.redis_ledger import connect

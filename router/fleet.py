@@ -8,7 +8,6 @@ from contextlib import suppress
 from everlift import logs
 from everlift.errors import InvalidRequest, LedgerUnavailable
 from everlift.v1 import session_pb2
-
 from router.config import RouterConfig
 from router.leader import Leader
 from router.ledger.base import Ledger, Membership

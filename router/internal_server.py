@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+
 from everlift.errors import EverliftError
 from everlift.v1 import session_pb2, session_pb2_grpc
-
 from router.fleet import Fleet
 from router.leader import Leader
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from everlift import logs
 from everlift.errors import LedgerUnavailable
 from everlift.v1 import session_pb2
-
 from router.admission.placement import Capacity, Load, Placement
 from router.admission.policy import Fifo, Waiting
 from router.admission.queue import AdmissionQueue

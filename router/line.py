@@ -10,10 +10,10 @@ import asyncio
 from typing import Protocol
 
 import grpc
+
 from everlift import logs
 from everlift.channels import CLIENT_OPTIONS
 from everlift.v1 import session_pb2, session_pb2_grpc
-
 from router.leader import Leader
 from router.outbox import Outbox
 

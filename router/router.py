@@ -8,12 +8,12 @@ from collections.abc import Coroutine
 from typing import Any, Self
 
 import grpc
+
 from everlift import logs
 from everlift.blockhash import BLOCK_SIZE
 from everlift.channels import SERVER_OPTIONS
 from everlift.errors import LedgerUnavailable
 from everlift.v1 import session_pb2, session_pb2_grpc
-
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.gateway.grpc_server import InferenceServer

@@ -12,11 +12,11 @@ import time
 from typing import Protocol
 
 import grpc
+
 from everlift import logs
 from everlift.blockhash import BLOCK_SIZE
 from everlift.channels import CLIENT_OPTIONS
 from everlift.v1 import inference_pb2, session_pb2, session_pb2_grpc
-
 from router.config import RouterConfig
 from router.outbox import Outbox
 

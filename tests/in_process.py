@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 from everlift.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
-
 from router.config import RouterConfig
 from router.ledger.base import Ledger
 from router.ledger.memory import MemoryLedger

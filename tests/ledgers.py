@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
-from everlift.messages import OnDisconnect, Request, SamplingParams
 from redis import Redis
 from redis.exceptions import RedisError
 
+from everlift.messages import OnDisconnect, Request, SamplingParams
 from router.ledger.config import LedgerConfig
 from router.ledger.embedded import EmbeddedLedger
 from router.ledger.memory import MemoryLedger

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from everlift.messages import SamplingParams
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -20,6 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from everlift.messages import SamplingParams
 from worker.uniform import uniform
 
 logging.disable_progress_bar()

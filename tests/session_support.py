@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+
 from everlift.v1 import session_pb2, session_pb2_grpc
 
 OPTIONS = [

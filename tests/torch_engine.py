@@ -8,7 +8,6 @@ from pathlib import Path
 
 from everlift.messages import SamplingParams
 from everlift.v1 import session_pb2
-
 from tests.worker_support import run, start
 from worker.config import WorkerConfig
 from worker.engine import Engine

@@ -7,7 +7,6 @@ from typing import Any
 
 from everlift.messages import SamplingParams
 from everlift.v1 import session_pb2
-
 from worker.config import FakeModel, WorkerConfig
 from worker.engine import Engine
 from worker.fake_runner import FakeRunner

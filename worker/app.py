@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from everlift import logs
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_current_placement_group, get_node_ip_address
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from everlift import logs
 from worker.config import WorkerConfig
 from worker.rank import Rank
 

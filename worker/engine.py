@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from everlift import logs
 from everlift.errors import EngineFailed
-
 from worker.digest import plan_digest
 from worker.limits import Limits
 from worker.load import Load, Occupant

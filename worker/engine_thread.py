@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from everlift.errors import EngineFailed
-
 from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.fake_runner import FakeRunner

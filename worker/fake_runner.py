@@ -15,7 +15,6 @@ from hashlib import blake2b
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.messages import SamplingParams
-
 from worker.config import FakeModel
 from worker.limits import blocks_for
 from worker.plan import Plan, Row

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 
 import torch
-from everlift.blockhash import BLOCK_SIZE
 from torch import Tensor
+
+from everlift.blockhash import BLOCK_SIZE
 
 
 class KVCache:

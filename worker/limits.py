@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Self
 
 from everlift.blockhash import BLOCK_SIZE
-
 from worker.config import WorkerConfig
 from worker.plan import Runner
 

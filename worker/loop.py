@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from everlift.v1 import session_pb2
-
 from worker.engine import Engine
 from worker.load import Load, Occupant
 from worker.orders import Inbox, Orders

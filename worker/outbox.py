@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable
 
 from everlift.v1 import inference_pb2, session_pb2
-
 from worker.load import Occupant
 from worker.outcome import Outcome, SequenceKey
 

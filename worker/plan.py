@@ -13,9 +13,9 @@ class Row:
     """One sequence's share of a step: compute ``tokens``, the first of them at position ``start``.
 
     Their KV goes to the blocks of ``block_table`` (block id of position p is ``block_table[p //
-    BLOCK_SIZE]``); everything before ``start`` is in the cache already. With ``samples`` the row ends at
-    the last known token and the next one is drawn, under ``seed_position``, the output offset that the
-    new token will have.
+    BLOCK_SIZE]``); everything before ``start`` is in the cache already. With ``samples`` the row
+    ends at the last known token and the next one is drawn, under ``seed_position``, the output
+    offset that the new token will have.
     """
 
     slot: int

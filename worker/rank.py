@@ -20,7 +20,6 @@ from pathlib import Path
 from everlift import logs
 from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import session_pb2
-
 from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.engine_thread import EngineThread

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from everlift import logs
-from everlift.errors import EngineFailed
 from torch import Tensor
 
+from everlift import logs
+from everlift.errors import EngineFailed
 from worker.attention.backend import AttentionBackend
 from worker.attention.reference import ReferenceAttention
 from worker.config import WorkerConfig

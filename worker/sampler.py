@@ -18,9 +18,9 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from everlift.messages import SamplingParams
 from torch import Tensor
 
+from everlift.messages import SamplingParams
 from worker.plan import Row
 from worker.uniform import uniform
 

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from everlift.blockhash import BLOCK_SIZE
-
 from worker.blocks import BlockPool
 from worker.limits import Limits, blocks_for
 from worker.load import Load, Occupant

@@ -19,7 +19,6 @@ from everlift.blockhash import BLOCK_SIZE, block_hash
 from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange, PromptTooLong
 from everlift.messages import SamplingParams
 from everlift.v1 import session_pb2
-
 from worker.limits import Limits, blocks_for
 from worker.outcome import SequenceKey, Stop
 from worker.plan import Row

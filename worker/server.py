@@ -14,10 +14,10 @@ from contextlib import suppress
 from typing import TypeAlias
 
 import grpc
-from everlift import logs
-from everlift.v1 import session_pb2, session_pb2_grpc
 from google.protobuf.message import DecodeError
 
+from everlift import logs
+from everlift.v1 import session_pb2, session_pb2_grpc
 from worker.config import WorkerConfig
 from worker.loop import Report
 from worker.sessions import Session, Sessions

@@ -10,7 +10,6 @@ from typing import Protocol
 from everlift import logs
 from everlift.errors import InvalidRequest
 from everlift.v1 import session_pb2
-
 from worker.limits import Limits
 from worker.load import Load
 from worker.loop import Report

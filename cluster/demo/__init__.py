@@ -5,13 +5,13 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from everlift import logs
 from rich.console import Console
 
 from cluster.config import DEMO_MODEL, Config
 from cluster.demo.load import Summary
 from cluster.processes import ProcessCluster
 from cluster.ray_cluster import RayCluster
+from everlift import logs
 from router.config import RouterConfig
 from worker.config import WorkerConfig
 

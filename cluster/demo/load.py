@@ -15,10 +15,10 @@ from statistics import quantiles
 from typing import TypedDict
 
 import grpc
-from everlift.v1 import inference_pb2 as pb
-from everlift.v1 import inference_pb2_grpc
 
 from cluster.demo.tasks import Example
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
 
 
 class Percentiles(TypedDict):

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-from everlift.v1 import inference_pb2 as pb
-from everlift.v1 import inference_pb2_grpc
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -22,6 +20,8 @@ from cluster.demo.picture import Occupancy, draw
 from cluster.demo.prompts import mixed
 from cluster.demo.view import show
 from cluster.status_view import Rates
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
 
 REQUESTS = 32
 _SEED = 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from everlift.v1 import inference_pb2 as pb
 from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
 from cluster import status_view
 from cluster.demo.load import Load
+from everlift.v1 import inference_pb2 as pb
 
 _SHOWN_CHARACTERS = 900
 

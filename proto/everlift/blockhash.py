@@ -2,8 +2,8 @@
 
     hash(block i) = SHA-256(hash(block i-1) or salt, tokens of block i as little-endian uint32)
 
-Router and workers use the same constant and the same chain; a worker with another block size is refused.
-Two sequences share a block exactly if salt and all tokens up to its end agree.
+Router and workers use the same constant and the same chain; a worker with another block size is
+refused. Two sequences share a block exactly if salt and all tokens up to its end agree.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ BLOCK_SIZE = 32
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash of one full block. ``parent`` is the previous block's hash, or the salt for the first block."""
+    """Hash of one full block. ``parent`` is the previous block's hash, or the salt for the first
+    block."""
     digest = hashlib.sha256(parent)
     digest.update(array("I", tokens).tobytes())
     return digest.digest()
 
 
 def block_hashes(tokens: Sequence[int], salt: bytes = b"") -> Iterator[bytes]:
-    """Hashes of the full blocks of ``tokens``, first block first; an unfinished last block has none."""
+    """Hashes of the full blocks of ``tokens``, first block first; an unfinished last block has
+    none."""
     parent = salt
     for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
         parent = block_hash(parent, tokens[start : start + BLOCK_SIZE])

@@ -1,8 +1,8 @@
 """Requests, validated at birth: a value of these types cannot be wrong.
 
-``Submission`` is what a client asked for. ``Request`` is what is to be run: the same with every default
-resolved against the served model, the prompt tokenised and the seed drawn. The ledger keeps ``Request``;
-together with the tokens generated so far it is all that a continuation needs.
+``Submission`` is what a client asked for. ``Request`` is what is to be run: the same with every
+default resolved against the served model, the prompt tokenised and the seed drawn. The ledger
+keeps ``Request``; together with the tokens generated so far it is all that a continuation needs.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class SamplingParams:
 class Submission:
     """A client's request as it came, checked as far as this is possible without the model.
 
-    ``max_tokens`` and ``timeout_s`` are None where the client set none. ``body_hash`` names everything
-    that shapes the result, so that a repeated request id can be told from a reused one.
+    ``max_tokens`` and ``timeout_s`` are None where the client set none. ``body_hash`` names
+    everything that shapes the result, so that a repeated request id can be told from a reused one.
     """
 
     request_id: str
@@ -130,7 +130,8 @@ class Submission:
 
     @classmethod
     def from_proto(cls, message: pb.GenerateRequest, request_id: str, seed: int) -> Self:
-        """``request_id`` and ``seed`` are used where the message has none. Raises InvalidRequest."""
+        """``request_id`` and ``seed`` are used where the message has none. Raises
+        InvalidRequest."""
         if message.n > 1:
             raise OutOfRange(f"n must be 1 in this version, not {message.n}")
         return cls(

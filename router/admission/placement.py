@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from everlift.blockhash import BLOCK_SIZE
-
 from router.admission.policy import Waiting
 
 

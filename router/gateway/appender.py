@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from everlift import logs
 from everlift.errors import LedgerUnavailable
-
 from router.ledger.base import Ledger
 from router.ledger.entry import Append, Appended
 
@@ -37,7 +36,7 @@ class Appender:
         self._more = asyncio.Event()
 
     def put(self, append: Append) -> None:
-        """Appends of one epoch must come in the order of their offsets."""
+        """Appends of one epoch may overlap what still waits here, but leave no gap behind it."""
         key = (append.request_id, append.choice, append.epoch)
         earlier = self._pending.get(key)
         self._pending[key] = append if earlier is None else _joined(earlier, append)
@@ -68,6 +67,12 @@ class Appender:
 
 
 def _joined(earlier: Append, later: Append) -> Append:
-    assert earlier.finish_reason is None
-    assert earlier.offset + len(earlier.tokens) == later.offset
-    return replace(earlier, tokens=earlier.tokens + later.tokens, finish_reason=later.finish_reason)
+    """Both as one. They may overlap, where tokens are asserted anew, but not leave a gap."""
+    first, second = sorted((earlier, later), key=lambda append: append.offset)
+    overlap = first.offset + len(first.tokens) - second.offset
+    assert overlap >= 0
+    return replace(
+        first,
+        tokens=first.tokens + second.tokens[overlap:],
+        finish_reason=later.finish_reason or earlier.finish_reason,
+    )

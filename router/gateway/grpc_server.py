@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf import empty_pb2, unknown_fields
+from google.protobuf.message import DecodeError, Message
+
 from everlift import logs, wire
 from everlift.channels import CLIENT_OPTIONS
 from everlift.errors import EverliftError, InvalidRequest, NotUtf8
 from everlift.messages import Submission, check_request_id
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from google.protobuf import empty_pb2, unknown_fields
-from google.protobuf.message import DecodeError, Message
-
 from router.gateway.requests import Elsewhere, Requests, new_request_id
 from router.gateway.status import Status
 from router.ledger.entry import Entry, State

@@ -11,7 +11,6 @@ from everlift.errors import EverliftError
 from everlift.messages import FinishReason, OnDisconnect, Request
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-
 from router.gateway.output import Output
 from router.ledger.entry import Entry
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 import tokenizers
+
 from everlift import text
 from everlift.errors import EmptyPrompt, OutOfRange, PromptTooLong, UnknownModel
 from everlift.messages import Request, Submission

@@ -38,7 +38,6 @@ from everlift.messages import FinishReason, OnDisconnect, Request, Submission
 from everlift.text import TextState
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-
 from router.config import RouterConfig
 from router.gateway.appender import Appender
 from router.gateway.keyed_lock import KeyedLock
@@ -446,6 +445,8 @@ class Requests:
                 self._finished(live)
         elif answer is Appended.FENCED or answer is Appended.ENDED:
             self._spawn(self._follow(live))
+        elif answer is Appended.GAP:
+            self._spawn(self._assert_again(live))
         else:
             error = DataLoss(f"the ledger answered {answer.value} at offset {append.offset}")
             self._spawn(self._end(live, State.FAILED, error))
@@ -456,6 +457,23 @@ class Requests:
         self.counters.completed += 1
         live.settle(_now())
         log.info("finished", request_id=live.request_id, tokens=len(live.output))
+
+    async def _assert_again(self, live: LiveRequest) -> None:
+        """The ledger's server came back without its last second: it gets what it had before."""
+        entry = await self._ask(live, lambda: self._ledger.get(live.request_id))
+        if live.is_over or entry.epoch != live.epoch:
+            return
+        tokens = tuple(live.output.tokens[entry.num_tokens :])
+        log.warning("tokens asserted again", request_id=live.request_id, tokens=len(tokens))
+        self._appender.put(
+            Append(
+                live.request_id,
+                live.epoch,
+                entry.num_tokens,
+                tokens,
+                finish_reason=live.finish_reason,
+            )
+        )
 
     async def _follow(self, live: LiveRequest) -> None:
         """The ledger has the request in another state than we do: it is right."""

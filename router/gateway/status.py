@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from everlift.v1 import inference_pb2 as pb
-
 from router.fleet import Fleet
 from router.gateway.model import ServedModel
 from router.gateway.requests import Requests

@@ -16,7 +16,6 @@ from typing import Protocol
 
 from everlift.messages import Request
 from everlift.v1 import session_pb2
-
 from router.ledger.entry import Append, Appended, Entry, Move, State, Stored
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from everlift.messages import FinishReason, Request
-
 from router.ledger.base import Membership
 from router.ledger.entry import Append, Entry, State, Stored
 

@@ -28,12 +28,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
 
-from everlift import logs
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, RedisError
 from redis.retry import Retry
 
+from everlift import logs
 from router.ledger.config import DEFAULTS, LedgerConfig, LedgerSetupError
 
 log = logs.get(__name__)

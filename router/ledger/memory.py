@@ -19,7 +19,6 @@ from everlift.errors import (
 )
 from everlift.messages import Request
 from everlift.v1 import session_pb2
-
 from router.ledger.base import (
     Membership,
     NotQueued,

@@ -19,7 +19,6 @@ from everlift.errors import (
 )
 from everlift.messages import Request
 from everlift.v1 import session_pb2
-
 from router.ledger import codec, scripts
 from router.ledger.base import Membership, NotQueued, Opened, StaleTerm, check_end, check_nonce
 from router.ledger.config import EMBEDDED, LedgerConfig

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from everlift.errors import LedgerUnavailable
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import AuthenticationError, NoScriptError, RedisError
 
+from everlift.errors import LedgerUnavailable
 from router.ledger.config import LedgerConfig
 from router.ledger.scripts import Script
 from router.ledger.server import SCHEMA

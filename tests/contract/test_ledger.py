@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 import pytest
+
 from everlift.errors import (
     AttemptsExhausted,
     Cancelled,
@@ -17,7 +18,6 @@ from everlift.errors import (
 )
 from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
-
 from router.ledger.base import Ledger, NotQueued, StaleTerm
 from router.ledger.config import LedgerConfig
 from router.ledger.entry import LOST_TOO_OFTEN, Append, Appended, Entry, Move, State, Stored

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everlift.client import AsyncClient
-from everlift.v1 import inference_pb2 as pb
 
 from cluster import loopback
 from cluster.config import Config
 from cluster.demo import prompts
 from cluster.processes import ProcessCluster
 from cluster.ray_cluster import RayCluster
+from everlift.client import AsyncClient
+from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
 from tests.free_port import free_port
 from worker.config import WorkerConfig

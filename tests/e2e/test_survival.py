@@ -11,13 +11,13 @@ from random import Random
 
 import grpc
 import pytest
+
+from cluster.config import Config
+from cluster.processes import ProcessCluster
 from everlift.client import AsyncClient
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-
-from cluster.config import Config
-from cluster.processes import ProcessCluster
 from router.config import RouterConfig
 from worker.config import FakeModel, WorkerConfig
 from worker.fake_runner import expected_tokens
@@ -150,6 +150,24 @@ async def test_a_client_attaches_again_by_id_and_offset(cluster: ProcessCluster)
         rest = client.attach("mine", len(stream.tokens))
         tokens = [token async for chunk in rest for token in chunk.token_ids]
     assert stream.tokens + tokens == expected_tokens(prompt, COUNT, FAKE)
+
+
+async def test_the_ledgers_server_is_killed_and_comes_back(cluster: ProcessCluster) -> None:
+    """What it lost of its last second it is told again; streams go on meanwhile."""
+    streams = [Wire(p, f"r{n}") for n, p in enumerate(prompts(12))]
+    async with grpc.aio.insecure_channel(cluster.address) as channel:
+        stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+        work = [asyncio.create_task(stream.read(stub)) for stream in streams]
+        await until_some_have(streams, 40)
+        os.kill(cluster._ledger.pid, signal.SIGKILL)
+        await asyncio.gather(*work)
+        for stream in streams:
+            stream.check()
+            known = await stub.GetRequest(
+                pb.GetRequestRequest(request_id=stream.request.request_id)
+            )
+            assert known.output_tokens == COUNT
+            assert known.state == pb.REQUEST_STATE_FINISHED
 
 
 async def test_everything_is_killed_and_started_again(tmp_path: Path) -> None:

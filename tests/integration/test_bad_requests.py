@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import grpc
 import pytest
+
 from everlift.client import AsyncClient
 from everlift.errors import SLUG_METADATA_KEY
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-
 from tests.in_process import ROUTER, Cluster, cluster, receive, right_tokens, until
 
 NEIGHBOUR = [5, 6, 7]

@@ -14,12 +14,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from everlift.messages import FinishReason
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 from redis.retry import Retry
 
+from everlift.messages import FinishReason
 from router.ledger.config import LedgerConfig, LedgerSetupError
 from router.ledger.embedded import EmbeddedLedger
 from router.ledger.entry import Append, Appended, State

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from everlift.messages import SamplingParams
 from tokenizers import Tokenizer
 
+from everlift.messages import SamplingParams
 from tests.llama_support import SIZES, generate, load_llama, redraw, save_llama
 from tests.torch_engine import Job, TorchEngine, greedy_jobs
 

@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
-from everlift.errors import LedgerUnavailable
-from everlift.messages import FinishReason
 from redis import Redis
 
+from everlift.errors import LedgerUnavailable
+from everlift.messages import FinishReason
 from router.ledger import scripts
 from router.ledger.base import StaleTerm
 from router.ledger.config import LedgerConfig, LedgerSetupError

@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from everlift import AsyncClient, OnDisconnect
-from everlift.v1 import inference_pb2 as pb
 
 from cluster.config import Config, load
 from cluster.errors import ClusterFailed
 from cluster.processes import ProcessCluster
+from everlift import AsyncClient, OnDisconnect
+from everlift.v1 import inference_pb2 as pb
 
 TOKENS = 200
 SETTINGS = ["model=fake", "router.port=0", "router.drain=0.2", "worker.fake.step_time=0.005"]

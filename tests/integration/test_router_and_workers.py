@@ -6,9 +6,9 @@ import asyncio
 from random import Random
 
 import pytest
+
 from everlift.client import AsyncClient
 from everlift.messages import OnDisconnect
-
 from tests.in_process import WORKER, Received, cluster, receive, right_tokens, until
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from everlift.errors import EngineFailed
-from everlift.messages import SamplingParams
 from safetensors.torch import load_file, save_file
 
+from everlift.errors import EngineFailed
+from everlift.messages import SamplingParams
 from tests.llama_support import SIZES, generate, load_llama, save_llama
 from worker.config import WorkerConfig
 from worker.model.spec import UnsupportedModel

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from everlift.v1 import session_pb2
 
+from everlift.v1 import session_pb2
 from tests.session_support import Router
 from tests.worker_support import prompt, start, tensor_parallel
 from worker.fake_runner import expected_tokens

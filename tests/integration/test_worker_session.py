@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from everlift.v1 import session_pb2
 
+from everlift.v1 import session_pb2
 from tests.session_support import Router
 from tests.worker_support import prompt, start
 from worker.config import FakeModel, WorkerConfig

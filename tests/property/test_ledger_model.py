@@ -22,8 +22,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import pytest
-from everlift.errors import AttemptsExhausted, RequestConflict, UnknownRequest
-from everlift.messages import FinishReason
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -36,6 +34,8 @@ from hypothesis.stateful import (
 )
 from redis.asyncio import Redis
 
+from everlift.errors import AttemptsExhausted, RequestConflict, UnknownRequest
+from everlift.messages import FinishReason
 from router.ledger.base import Ledger, NotQueued, StaleTerm
 from router.ledger.config import LedgerConfig
 from router.ledger.entry import LOST_TOO_OFTEN, Append, Appended, Entry, State, Stored

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import pytest
-from everlift.text import TextState
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from everlift.text import TextState
 
 CORPUS = [
     "count from one to ten: 你好 🙂🙃 naïve café",

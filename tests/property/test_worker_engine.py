@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everlift.messages import SamplingParams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everlift.messages import SamplingParams
 from tests.worker_support import GREEDY, Collected, limits, run, start
 from worker.config import FakeModel
 from worker.engine import Engine

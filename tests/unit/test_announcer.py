@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 import pytest
-from everlift.errors import InvalidRequest
-from everlift.v1 import session_pb2, session_pb2_grpc
 
 from cluster.announcer import Announcer
+from everlift.errors import InvalidRequest
+from everlift.v1 import session_pb2, session_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 INFO = session_pb2.WorkerInfo(worker_id="w", address="127.0.0.1:1")

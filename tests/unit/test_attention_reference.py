@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from everlift.blockhash import BLOCK_SIZE
-from everlift.messages import SamplingParams
 from torch import Tensor
 
+from everlift.blockhash import BLOCK_SIZE
+from everlift.messages import SamplingParams
 from worker.attention import reference
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache

@@ -1,6 +1,7 @@
 """When to try again."""
 
 import pytest
+
 from everlift.backoff import Backoff
 
 

@@ -4,12 +4,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from everlift.errors import QueueFull
-from everlift.testing import Break, FakeRouter, Refuse
 from typer.testing import CliRunner, Result
 
 from cluster import endpoint
 from cluster.cli import app
+from everlift.errors import QueueFull
+from everlift.testing import Break, FakeRouter, Refuse
 
 COMMANDS = ["up", "generate", "attach", "cancel", "status"]
 

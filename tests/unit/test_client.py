@@ -4,8 +4,9 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
-import everlift
 import pytest
+
+import everlift
 from everlift import (
     AsyncClient,
     Cancelled,

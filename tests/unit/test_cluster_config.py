@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from everlift import settings
-from everlift.settings import SettingsError
 
 from cluster.config import DEMO_MODEL, Config, load
+from everlift import settings
+from everlift.settings import SettingsError
 
 
 def test_without_anything_it_serves_the_demo_model() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from everlift.blockhash import BLOCK_SIZE
 
+from everlift.blockhash import BLOCK_SIZE
 from worker.kv_cache import KVCache, block_bytes
 
 CPU = torch.device("cpu")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
+
 from everlift.errors import (
     AttemptsExhausted,
     Cancelled,
@@ -20,13 +22,12 @@ from everlift.errors import (
 from everlift.messages import Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.ledger.memory import MemoryLedger
-
 from router.config import RouterConfig
 from router.gateway.live import LiveRequest
 from router.gateway.model import ServedModel
 from router.gateway.requests import Elsewhere, Requests
 from router.ledger.entry import State
+from router.ledger.memory import MemoryLedger
 
 CONFIG = RouterConfig(model="fake", grace=0.05, max_losses=2, max_queued=3)
 TERM = 5
@@ -338,6 +339,22 @@ async def test_an_adopted_request_has_the_grace_even_if_its_client_was_plain(
     await until(lambda: live.is_over)
     assert isinstance(live.error, Cancelled)
     await other.requests.stop(0.0)
+
+
+async def test_a_ledger_that_lost_its_last_second_is_told_again(
+    gateway: Gateway, ledger: MemoryLedger
+) -> None:
+    live = await gateway.submit()
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "abcd")
+    await until(lambda: live.stored == 4)
+    record = ledger._records["r"]
+    del record.tokens[1:]
+    record.entry = replace(record.entry, num_tokens=1)
+    gateway.make(epoch, 4, "e")
+    gateway.make(epoch, 5, "f", session_pb2.STOP_CAUSE_EOS)
+    assert texts(await gateway.read(live)) == "abcdef"
+    assert await gateway.stored() == (State.FINISHED, b"abcdef")
 
 
 async def test_a_full_queue_refuses_at_the_door_and_leaves_nothing_behind(

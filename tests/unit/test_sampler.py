@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from everlift.messages import SamplingParams
 from torch import Tensor
 
+from everlift.messages import SamplingParams
 from tests.llama_support import warped
 from worker import sampler
 from worker.plan import Row

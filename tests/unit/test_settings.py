@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+
 from everlift.settings import SettingsError, from_environment, from_flags, load, to_dict
 
 

@@ -1,9 +1,9 @@
 """The status as a table."""
 
-from everlift.v1 import inference_pb2 as pb
 from rich.console import Console, RenderableType
 
 from cluster.status_view import Rates, show
+from everlift.v1 import inference_pb2 as pb
 
 
 def text(renderable: RenderableType) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
+
 from everlift.text import StopMatcher, TextState
 
 SPECIAL = 256

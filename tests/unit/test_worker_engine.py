@@ -1,9 +1,9 @@
 """The engine with the fake runner."""
 
 import pytest
+
 from everlift.errors import EngineFailed
 from everlift.messages import SamplingParams
-
 from tests.worker_support import Collected, engine, limits, prompt, run, sequence
 from worker.config import FakeModel
 from worker.engine import Engine, EngineBroken

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from everlift.messages import SamplingParams
 
+from everlift.messages import SamplingParams
 from tests.worker_support import GREEDY, prompt
 from worker.config import FakeModel
 from worker.fake_runner import FakeRunner, expected_tokens

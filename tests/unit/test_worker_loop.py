@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from everlift.v1 import session_pb2
 
+from everlift.v1 import session_pb2
 from tests.worker_support import Collected, engine, limits, prompt, sequence
 from worker.fake_runner import expected_tokens
 from worker.loop import LeadingLoop, RanksDisagree, Report, follow

@@ -1,7 +1,6 @@
 """What a router is still to be told."""
 
 from everlift.v1 import session_pb2
-
 from tests.worker_support import prompt
 from worker.load import Occupant
 from worker.outbox import _MAX_ACCEPTED, Outbox

@@ -1,7 +1,6 @@
 """Whose sequence is whose, without a socket."""
 
 from everlift.v1 import session_pb2
-
 from tests.worker_support import limits, prompt, start
 from worker.load import Load
 from worker.loop import Report

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from everlift.blockhash import BLOCK_SIZE
 from torch import Tensor
 from torch.nn import functional
 
+from everlift.blockhash import BLOCK_SIZE
 from worker.kv_cache import KVCache
 from worker.limits import blocks_for
 from worker.plan import Row
