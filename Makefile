@@ -23,9 +23,10 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing Everlift into $(VENV): one to several minutes the first time"
 	@command -v nvidia-smi >/dev/null || \
+	  $(BIN)/pip install -q --no-deps torch==$(TORCH)+cpu 2>/dev/null || \
 	  $(BIN)/pip install -q --no-deps torch==$(TORCH)+cpu --retries 1 \
-	    --extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null || \
-	  echo "no CPU build of torch $(TORCH) here: taking the package index's own"
+	    --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || \
+	  echo "no CPU build of torch $(TORCH) found: taking the package index's own"
 	$(BIN)/pip install -q -e '.[dev]'
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -29,16 +30,22 @@ class Rates:
 
 
 def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 0.0) -> Group:
-    """Workers, then the cluster's counters. With ``rates`` there is a column for them."""
-    columns = ["worker", "address", "pid", "state", "running", "waiting", "KV blocks", "tokens"]
-    table = Table(*columns, *(["tokens/s"] if rates else []))
+    """Workers, then the cluster's counters. With ``rates`` the workers' tokens are a second's."""
+    tokens = "tokens/s" if rates else "tokens"
+    columns = ["worker", "address", "pid", "state", "running", "waiting", "KV blocks", tokens]
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for worker in status.workers:
-        rate = rates and rates.update(worker.worker_id, now, worker.output_tokens)
-        table.add_row(*_cells(worker), *([] if rate is None else [f"{rate:.0f}"]))
+        table.add_row(*_cells(worker, _tokens(worker, rates, now)))
     return Group(table, _counters(status))
 
 
-def _cells(worker: pb.WorkerStatus) -> list[str]:
+def _tokens(worker: pb.WorkerStatus, rates: Rates | None, now: float) -> str:
+    if rates is None:
+        return str(worker.output_tokens)
+    return f"{rates.update(worker.worker_id, now, worker.output_tokens):.0f}"
+
+
+def _cells(worker: pb.WorkerStatus, tokens: str) -> list[str]:
     cells = [worker.worker_id[:8], worker.address, str(worker.pid), _state(worker)]
     if not worker.alive:
         return [*cells, "-", "-", "-", "-"]
@@ -47,7 +54,7 @@ def _cells(worker: pb.WorkerStatus) -> list[str]:
         str(worker.num_running),
         str(worker.num_waiting),
         f"{worker.blocks_used} / {worker.blocks_total}",
-        str(worker.output_tokens),
+        tokens,
     ]
 
 

@@ -15,7 +15,7 @@ from everlift import logs
 from router.config import RouterConfig
 from worker.config import WorkerConfig
 
-_SLOTS = 12
+_SLOTS = 16
 
 
 async def demonstrate(picture: Path, console: Console, *, with_ray: bool) -> Summary:
@@ -33,6 +33,7 @@ async def demonstrate(picture: Path, console: Console, *, with_ray: bool) -> Sum
         finally:
             with console.status("stopping"):
                 await cluster.stop()
+    console.print()
     console.print(describe(summary))
     console.print(f"who had which batch slot when: {picture.absolute()}", soft_wrap=True)
     return summary

@@ -53,7 +53,8 @@ class Occupancy:
 def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> None:
     """One panel a worker, one row a slot, one bar a stay; what moved is coloured, the same on both
     workers, and the rest is grey."""
-    workers = sorted({stay.worker_id for stay in occupancy.stays}, key=lambda w: w != killed)
+    workers = list(dict.fromkeys(stay.worker_id for stay in occupancy.stays))
+    workers.sort(key=lambda worker_id: worker_id != killed)
     figure, panels = pyplot.subplots(
         len(workers), 1, sharex=True, squeeze=False, figsize=(12, 2.2 + 2.4 * len(workers))
     )
@@ -63,10 +64,11 @@ def draw(occupancy: Occupancy, killed: str, killed_at: float, path: Path) -> Non
         _draw_worker(panel, worker_id, occupancy, colours)
         panel.axvline(killed_at, color="crimson", linestyle="--", linewidth=1)
     panels[0, 0].set_title(
-        f"Batch slots over time. Worker {killed} was killed at the dashed line; the "
+        f"Batch slots over time. Worker {killed[:8]} was killed at the dashed line; the "
         f"{len(moved)} coloured requests went on elsewhere.",
         fontsize=10,
     )
+    panels[-1, 0].set_xlim(left=0.0)
     panels[-1, 0].set_xlabel("seconds since the first request")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

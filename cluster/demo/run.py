@@ -95,10 +95,10 @@ def _kill_one(status: pb.GetStatusResponse, scene: _Scene, now: float) -> None:
     """The worker that runs most loses its process, without a warning."""
     victim = max((w for w in status.workers if w.alive), key=lambda w: w.num_running)
     os.kill(victim.pid, signal.SIGKILL)
-    scene.killed, scene.killed_at = victim.worker_id[:8], now
+    scene.killed, scene.killed_at = victim.worker_id, now
     scene.note = (
-        f"worker {scene.killed} (process {victim.pid}, {victim.num_running} running) was killed "
-        f"after {now:.1f} s: its streams go on elsewhere"
+        f"worker {scene.killed[:8]} (process {victim.pid}, {victim.num_running} running) was "
+        f"killed after {now:.1f} s: its streams go on elsewhere"
     )
 
 

@@ -1,5 +1,7 @@
 """The status as a table."""
 
+import re
+
 from rich.console import Console, RenderableType
 
 from cluster.status_view import Rates, show
@@ -39,11 +41,11 @@ STATUS = pb.GetStatusResponse(
 
 
 def test_each_worker_is_a_row() -> None:
-    rows = [line for line in text(show(STATUS)).splitlines() if line.startswith("│")]
-    cells = [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
+    rows = text(show(STATUS)).splitlines()[3:6]
+    cells = [re.split(r"\s{2,}", row.strip()) for row in rows]
     assert cells[0] == ["aaaabbbb", "127.0.0.1:9", "42", "up", "3", "0", "5 / 64", "100"]
-    assert cells[1][3:] == ["lost", "-", "-", "-", "-"]
-    assert cells[2][3] == "draining"
+    assert cells[1][-5:] == ["lost", "-", "-", "-", "-"]
+    assert cells[2][-5] == "draining"
 
 
 def test_the_counters_stand_below() -> None:
@@ -71,4 +73,4 @@ def test_watching_shows_the_rate() -> None:
     later.workers[0].output_tokens = 350
     shown = text(show(later, rates, 2.0))
     assert "tokens/s" in shown
-    assert "│ 125" in shown
+    assert " 125" in shown
