@@ -56,8 +56,8 @@ class RayCluster:
         self._start_ray()
         from ray import serve
 
-        logging.getLogger("ray").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         try:
             serve.run(application(config, self._log_dir()), name=_APPLICATION, route_prefix=None)
         except RuntimeError as error:
@@ -114,7 +114,7 @@ class RayCluster:
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,
-            logging_level=logging.WARNING,
+            logging_level=logging.ERROR,
             runtime_env={"worker_process_setup_hook": loopback.bind_replicas},
             _temp_dir=str(self._scratch),
         )
