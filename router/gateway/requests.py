@@ -313,12 +313,12 @@ class Requests:
             offset=len(live.output),
         )
         if not self._workers.start(message.worker_id, live.start()):
-            self._spawn(self._return(live, lost=False, delay_s=_RETRY_S))
+            self._spawn(self._return(live, delay_s=_RETRY_S))
 
     async def _decline(self, message: session_pb2.Dispatched) -> None:
         entry = await self._persist(
             lambda: self._ledger.release(
-                message.request_id, message.epoch, lost=False, max_losses=self._config.max_losses
+                message.request_id, message.epoch, loss=None, max_losses=self._config.max_losses
             )
         )
         if entry.state is State.QUEUED and message.request_id not in self._live:
@@ -364,7 +364,7 @@ class Requests:
         if fresh is None:
             log.error("tokens missing", request_id=live.request_id, offset=progress.offset)
             self._workers.abort(worker_id, progress.epoch)
-            self._lose(live)
+            self._spawn(self._return(live, loss=f"worker {worker_id} left out tokens"))
             return
         self._advance(live, fresh, progress)
 
@@ -391,24 +391,24 @@ class Requests:
 
     def _stopped_short(self, live: LiveRequest, progress: session_pb2.Progress) -> None:
         if progress.stop == session_pb2.STOP_CAUSE_RETURNED:
-            self._spawn(self._return(live, lost=False))
+            self._spawn(self._return(live))
         elif progress.stop == session_pb2.STOP_CAUSE_REFUSED:
             self._spawn(self._end(live, State.FAILED, EngineFailed(progress.error)))
         else:
             log.warning("engine failed", request_id=live.request_id, cause=progress.error)
-            self._lose(live)
+            self._spawn(self._return(live, loss=f"the engine failed: {progress.error}"))
 
     def worker_lost(self, worker_id: str) -> None:
         """Everything that ran there goes back into the queue, with its tokens."""
         lost = [live for live in self._by_epoch.values() if live.worker_id == worker_id]
         log.warning("worker lost", worker_id=worker_id, requests=len(lost))
         for live in lost:
-            self._lose(live)
+            self._spawn(self._return(live, loss=f"worker {worker_id} was lost"))
 
-    def _lose(self, live: LiveRequest) -> None:
-        self._spawn(self._return(live, lost=True))
-
-    async def _return(self, live: LiveRequest, *, lost: bool, delay_s: float = 0.0) -> None:
+    async def _return(
+        self, live: LiveRequest, *, loss: str | None = None, delay_s: float = 0.0
+    ) -> None:
+        """Back into the queue, with its tokens: lost, or given back."""
         epoch = live.epoch
         if self._by_epoch.pop(epoch, None) is None:
             return
@@ -419,7 +419,7 @@ class Requests:
         entry = await self._ask(
             live,
             lambda: self._ledger.release(
-                live.request_id, epoch, lost=lost, max_losses=self._config.max_losses
+                live.request_id, epoch, loss=loss, max_losses=self._config.max_losses
             ),
         )
         if live.phase is not Phase.RUNNING:

@@ -88,10 +88,12 @@ class Ledger(Protocol):
         not disturb the others."""
         ...
 
-    async def release(self, request_id: str, epoch: int, *, lost: bool, max_losses: int) -> Entry:
-        """RUNNING -> QUEUED. With ``lost`` one more loss is counted, and at ``max_losses`` it goes
-        to FAILED (attempts_exhausted) instead. Answers the entry as it is when the epoch is not
-        current. Raises UnknownRequest."""
+    async def release(
+        self, request_id: str, epoch: int, *, loss: str | None, max_losses: int
+    ) -> Entry:
+        """RUNNING -> QUEUED. With ``loss``, its cause in words, one more loss is counted, and at
+        ``max_losses`` it goes to FAILED (attempts_exhausted) with that cause instead. Answers the
+        entry as it is when the epoch is not current. Raises UnknownRequest."""
         ...
 
     async def take_over(self, request_id: str, gateway: str) -> Stored:

@@ -18,8 +18,8 @@ class LedgerSetupError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LedgerConfig:
-    """Routers of one cluster must agree on ``key_prefix`` and ``shards``; the ledger refuses
-    others."""
+    """Durations are seconds. Routers of one cluster must agree on ``key_prefix`` and ``shards``;
+    the ledger refuses others."""
 
     #: "embedded", or unix:///path, redis://user:password@host:port/db, rediss://...
     url: str = field(default=EMBEDDED, repr=False)
@@ -28,13 +28,13 @@ class LedgerConfig:
     #: hash tags that the requests are spread over; more than one only pays on Redis Cluster
     shards: int = 1
     #: how long a request is kept after its end
-    retention_s: float = 3600.0
+    retention: float = 3600.0
     #: the longest that one call takes, its retries counted in
-    timeout_s: float = 3.0
+    timeout: float = 3.0
     #: connections of one process; calls beyond that wait for one
     max_connections: int = 32
     #: what the embedded server may keep; at the limit it refuses writes
-    maxmemory_mb: int = 1024
+    maxmemory_mib: int = 1024
 
     def __post_init__(self) -> None:
         if self.url != EMBEDDED and urlsplit(self.url).scheme not in SCHEMES:
@@ -45,7 +45,7 @@ class LedgerConfig:
             raise ValueError("key_prefix must not be empty nor contain { or }")
         if not 1 <= self.shards <= MAX_SHARDS:
             raise ValueError(f"shards must be from 1 to {MAX_SHARDS}, not {self.shards}")
-        for name in ("retention_s", "timeout_s", "max_connections", "maxmemory_mb"):
+        for name in ("retention", "timeout", "max_connections", "maxmemory_mib"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
 

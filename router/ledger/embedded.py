@@ -58,7 +58,7 @@ dir {directory}
 appendonly yes
 appendfsync everysec
 save ""
-maxmemory {maxmemory_mb}mb
+maxmemory {maxmemory_mib}mb
 maxmemory-policy noeviction
 user default off
 user {user} on #{password_hash} ~* resetchannels -@all +@read +@write +@connection \
@@ -144,7 +144,7 @@ class EmbeddedLedger:
         conf = _CONF.format(
             socket=_quoted(socket),
             directory=_quoted(home),
-            maxmemory_mb=self._config.maxmemory_mb,
+            maxmemory_mib=self._config.maxmemory_mib,
             user=_USER,
             password_hash=hashlib.sha256(password.encode()).hexdigest(),
         )

@@ -22,8 +22,10 @@ from enum import Enum
 
 from everlift.messages import FinishReason, Request
 
-#: The message of a request that failed with attempts_exhausted.
-LOST_TOO_OFTEN = "its workers were lost too often"
+
+def lost_too_often(losses: int, cause: str) -> str:
+    """What a client is told whose request has no attempt left."""
+    return f"given up after {losses} lost attempts, the last one because {cause}"
 
 
 class State(Enum):

@@ -28,7 +28,7 @@ from router.ledger.base import (
     check_nonce,
 )
 from router.ledger.config import DEFAULTS, LedgerConfig
-from router.ledger.entry import LOST_TOO_OFTEN, Append, Appended, Entry, Move, State, Stored
+from router.ledger.entry import Append, Appended, Entry, Move, State, Stored, lost_too_often
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class MemoryLedger:
 
     def __init__(self, clock: Callable[[], float], config: LedgerConfig = DEFAULTS) -> None:
         self._clock = clock
-        self._retention_s = config.retention_s
+        self._retention_s = config.retention
         self._records: dict[str, _Record] = {}
         #: unfinished requests by gateway, no gateway without any
         self._owned: dict[str, dict[str, None]] = {}
@@ -161,14 +161,17 @@ class MemoryLedger:
             self._finish(record, State.FINISHED)
         return answer
 
-    async def release(self, request_id: str, epoch: int, *, lost: bool, max_losses: int) -> Entry:
+    async def release(
+        self, request_id: str, epoch: int, *, loss: str | None, max_losses: int
+    ) -> Entry:
         record = self._get(request_id)
         if record.entry.state not in Move.RELEASE.sources or record.entry.epoch != epoch:
             return record.entry
-        losses = record.entry.losses + lost
+        losses = record.entry.losses + (loss is not None)
         record.entry = replace(record.entry, losses=losses)
-        if lost and losses >= max_losses:
-            self._finish(record, State.FAILED, AttemptsExhausted.slug, LOST_TOO_OFTEN)
+        if loss is not None and losses >= max_losses:
+            message = lost_too_often(max_losses, loss)
+            self._finish(record, State.FAILED, AttemptsExhausted.slug, message)
         else:
             record.entry = replace(record.entry, state=State.QUEUED, worker="", epoch=0)
         return record.entry

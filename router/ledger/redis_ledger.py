@@ -22,7 +22,7 @@ from everlift.v1 import session_pb2
 from router.ledger import codec, scripts
 from router.ledger.base import Membership, NotQueued, Opened, StaleTerm, check_end, check_nonce
 from router.ledger.config import EMBEDDED, LedgerConfig
-from router.ledger.entry import LOST_TOO_OFTEN, Append, Appended, Entry, State, Stored
+from router.ledger.entry import Append, Appended, Entry, State, Stored, lost_too_often
 from router.ledger.scripts import Script
 from router.ledger.server import SCHEMA, check_layout, check_server
 from router.ledger.shards import Argument, Call, Shards
@@ -77,7 +77,7 @@ class RedisLedger:
 
     def __init__(self, shards: Shards, config: LedgerConfig, cluster_id: str) -> None:
         self._shards = shards
-        self._retention_ms = round(config.retention_s * 1000)
+        self._retention_ms = round(config.retention * 1000)
         self._cluster_id = cluster_id
 
     async def _move(self, script: Script, request_id: str, *arguments: Argument) -> tuple[str, Any]:
@@ -137,15 +137,17 @@ class RedisLedger:
         fields = (field for item in items for field in codec.append_fields(item))
         return Call(scripts.APPEND, shard, [self._retention_ms, *fields])
 
-    async def release(self, request_id: str, epoch: int, *, lost: bool, max_losses: int) -> Entry:
+    async def release(
+        self, request_id: str, epoch: int, *, loss: str | None, max_losses: int
+    ) -> Entry:
         _, rest = await self._move(
             scripts.RELEASE,
             request_id,
             epoch,
-            int(lost),
+            int(loss is not None),
             max_losses,
             AttemptsExhausted.slug,
-            LOST_TOO_OFTEN,
+            lost_too_often(max_losses, loss or ""),
             self._retention_ms,
             _UNFINISHED_MS,
         )

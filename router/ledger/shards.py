@@ -39,7 +39,7 @@ class Shards:
     """
 
     def __init__(self, config: LedgerConfig) -> None:
-        self._timeout_s = config.timeout_s
+        self._timeout_s = config.timeout
         self._roots = [f"{config.key_prefix}:{SCHEMA}:{{{n}}}:" for n in range(config.shards)]
         self._client = Redis.from_pool(_pool(config))
 
@@ -108,10 +108,10 @@ def _pool(config: LedgerConfig) -> BlockingConnectionPool:
     return BlockingConnectionPool.from_url(
         config.url,
         max_connections=config.max_connections,
-        timeout=config.timeout_s,
+        timeout=config.timeout,
         # A connection that says nothing is given up in time for a second one.
-        socket_timeout=config.timeout_s / 2,
-        socket_connect_timeout=config.timeout_s / 2,
+        socket_timeout=config.timeout / 2,
+        socket_connect_timeout=config.timeout / 2,
         # The retries are ours alone, around whole calls.
         retry=Retry(NoBackoff(), 0),
         protocol=2,

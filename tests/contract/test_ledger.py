@@ -20,7 +20,7 @@ from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
 from router.ledger.base import Ledger, NotQueued, StaleTerm
 from router.ledger.config import LedgerConfig
-from router.ledger.entry import LOST_TOO_OFTEN, Append, Appended, Entry, Move, State, Stored
+from router.ledger.entry import Append, Appended, Entry, Move, State, Stored, lost_too_often
 from router.ledger.memory import MemoryLedger
 from tests.ledgers import (
     Clock,
@@ -98,9 +98,9 @@ async def ledger(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
 async def forgetful(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
     """A ledger that soon forgets what ended."""
     if not backend.url:
-        yield MemoryLedger(clock, LedgerConfig(retention_s=RETENTION_S))
+        yield MemoryLedger(clock, LedgerConfig(retention=RETENTION_S))
         return
-    async with connected(backend.url, shards=backend.shards, retention_s=RETENTION_S) as ledger:
+    async with connected(backend.url, shards=backend.shards, retention=RETENTION_S) as ledger:
         yield ledger
 
 
@@ -156,7 +156,7 @@ async def make(ledger: Ledger, move: Move) -> object:
         case Move.APPEND:
             return await store(ledger, Append("r", EPOCH, 3, (20,)))
         case Move.RELEASE:
-            return await ledger.release("r", EPOCH, lost=False, max_losses=3)
+            return await ledger.release("r", EPOCH, loss=None, max_losses=3)
         case Move.TAKE_OVER:
             return replace(await ledger.take_over("r", "heir"), now=0.0)
         case Move.DISCARD:
@@ -287,7 +287,7 @@ async def test_a_life_from_open_to_finish_leaves_its_whole_entry(ledger: Ledger)
     running = Entry("r", State.RUNNING, "gateway", arrived, 0, "w1", EPOCH, attempts=1)
     assert await ledger.dispatch("r", "w1", EPOCH, TERM) == running
     assert await store(ledger, Append("r", EPOCH, 0, (1, 2))) is Appended.OK
-    lost = await ledger.release("r", EPOCH, lost=True, max_losses=3)
+    lost = await ledger.release("r", EPOCH, loss="why", max_losses=3)
     assert lost == Entry("r", State.QUEUED, "gateway", arrived, 2, attempts=1, losses=1)
     await ledger.dispatch("r", "w2", 5, TERM)
     last = Append("r", 5, 2, (3,), finish_reason=FinishReason.LENGTH)
@@ -492,7 +492,7 @@ async def test_epochs_differ_down_to_their_last_bit(ledger: Ledger, epoch: int) 
     assert entry.epoch == epoch
     for other in {epoch - 1, (epoch + 1) % 2**64, 0}:
         assert await store(ledger, Append("r", other, 3, (13,))) is Appended.FENCED
-        assert await ledger.release("r", other, lost=True, max_losses=1) == entry
+        assert await ledger.release("r", other, loss="why", max_losses=1) == entry
 
 
 @pytest.mark.parametrize("term", EPOCHS)
@@ -520,12 +520,12 @@ async def test_what_is_no_nonce_is_refused(ledger: Ledger, nonce: int) -> None:
 
 async def test_a_worker_that_was_given_up_stores_nothing_more(ledger: Ledger) -> None:
     await run(ledger, epoch=1)
-    await ledger.release("r", 1, lost=True, max_losses=3)
+    await ledger.release("r", 1, loss="why", max_losses=3)
     assert await store(ledger, Append("r", 1, 3, (99,))) is Appended.FENCED
     await ledger.dispatch("r", "second worker", 2, TERM)
     late = Append("r", 1, 3, (99,), finish_reason=FinishReason.STOP)
     assert await store(ledger, late) is Appended.FENCED
-    entry = await ledger.release("r", 1, lost=True, max_losses=2)
+    entry = await ledger.release("r", 1, loss="why", max_losses=2)
     assert (entry.state, entry.epoch, entry.losses) == (State.RUNNING, 2, 1)
     assert await store(ledger, Append("r", 2, 3, (13,))) is Appended.OK
     assert (await ledger.read("r")).tokens == (10, 11, 12, 13)
@@ -536,9 +536,12 @@ async def test_losses_count_up_to_the_last_one(ledger: Ledger) -> None:
     await lead(ledger)
     for epoch in (1, 2, 3):
         await ledger.dispatch("r", "worker", epoch, TERM)
-        entry = await ledger.release("r", epoch, lost=epoch != 2, max_losses=2)
+        entry = await ledger.release("r", epoch, loss=None if epoch == 2 else "why", max_losses=2)
     assert (entry.state, entry.attempts, entry.losses) == (State.FAILED, 3, 2)
-    assert (entry.error_slug, entry.error_message) == (AttemptsExhausted.slug, LOST_TOO_OFTEN)
+    assert (entry.error_slug, entry.error_message) == (
+        AttemptsExhausted.slug,
+        lost_too_often(2, "why"),
+    )
 
 
 async def test_a_dispatch_made_again_is_answered_even_under_an_old_term(ledger: Ledger) -> None:
@@ -632,7 +635,7 @@ async def test_an_orphan_is_one_until_it_is_taken_over_or_over(ledger: Ledger) -
 async def test_an_arrival_keeps_its_time_over_every_move(ledger: Ledger, tick: Tick) -> None:
     arrived = (await run(ledger)).arrived
     await tick()
-    await ledger.release("r", EPOCH, lost=True, max_losses=3)
+    await ledger.release("r", EPOCH, loss="why", max_losses=3)
     await ledger.take_over("r", "heir")
     assert (await ledger.dispatch("r", "worker", 5, TERM)).arrived == arrived
     assert (await ledger.open(make_request("later"), "gateway")).entry.arrived > arrived
@@ -646,7 +649,7 @@ async def test_what_ended_is_forgotten_and_what_did_not_is_not(
     last = Append("finished", EPOCH, 3, (), finish_reason=FinishReason.STOP)
     assert await store(forgetful, last) is Appended.OK
     await forgetful.end("ended", State.CANCELLED, "", "")
-    await forgetful.release("failed", EPOCH, lost=True, max_losses=1)
+    await forgetful.release("failed", EPOCH, loss="why", max_losses=1)
 
     async def all_forgotten() -> bool:
         known = [await knows(forgetful, r) for r in ("finished", "ended", "failed")]

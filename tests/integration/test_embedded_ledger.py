@@ -252,7 +252,7 @@ def test_a_server_that_cannot_start_says_why(server: EmbeddedLedger, tmp_path: P
 
 
 def test_the_server_keeps_no_more_than_it_was_told(tmp_path: Path) -> None:
-    server = EmbeddedLedger(LedgerConfig(maxmemory_mb=64))
+    server = EmbeddedLedger(LedgerConfig(maxmemory_mib=64))
     try:
         with Redis.from_url(server.start(tmp_path)) as client:
             assert client.info("memory")["maxmemory"] == 64 << 20

@@ -98,7 +98,7 @@ async def check_a_life(way: LossyWay, ledger: RedisLedger, request_id: str, losi
     entry = await ledger.dispatch(request_id, "worker", 5, TERM)
     assert (entry.epoch, entry.attempts) == (5, 1)
     way.lose_next = losing
-    entry = await ledger.release(request_id, 5, lost=True, max_losses=2)
+    entry = await ledger.release(request_id, 5, loss="why", max_losses=2)
     assert (entry.state, entry.losses) == (State.QUEUED, 1)
     await ledger.dispatch(request_id, "worker", 6, TERM)
     way.lose_next = losing
@@ -162,7 +162,7 @@ async def test_scripts_that_are_flushed_are_loaded_again(redis_url: str) -> None
 async def test_a_server_that_is_gone_is_an_error_in_time(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
-    async with connected(server.start(tmp_path), timeout_s=0.5) as ledger:
+    async with connected(server.start(tmp_path), timeout=0.5) as ledger:
         server.stop()
         start = time.monotonic()
         with pytest.raises(LedgerUnavailable, match="get: ") as error:
@@ -174,7 +174,7 @@ async def test_a_server_that_is_gone_is_an_error_in_time(
 async def test_a_frozen_server_is_an_error_in_time_and_no_harm_afterwards(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
-    async with connected(server.start(tmp_path), timeout_s=0.4) as ledger:
+    async with connected(server.start(tmp_path), timeout=0.4) as ledger:
         await ledger.lead("router", "address", TERM, 60.0)
         await ledger.open(make_request(), "gateway")
         await ledger.dispatch("r", "worker", EPOCH, TERM)
@@ -218,9 +218,9 @@ async def test_a_full_server_takes_nothing_new_and_lets_go_of_what_it_has(redis_
                 await ledger.open(make_request("new"), "gateway")
             with pytest.raises(LedgerUnavailable, match="append: OutOfMemoryError"):
                 await ledger.append([Append("running", EPOCH, 0, (1,))])
-            entry = await ledger.release("running", EPOCH, lost=True, max_losses=2)
+            entry = await ledger.release("running", EPOCH, loss="why", max_losses=2)
             assert (entry.state, entry.losses) == (State.QUEUED, 1)
-            entry = await ledger.release("failing", EPOCH, lost=True, max_losses=1)
+            entry = await ledger.release("failing", EPOCH, loss="why", max_losses=1)
             assert entry.state is State.FAILED
             stored = await ledger.take_over("moving", "heir")
             assert (stored.entry.state, stored.entry.gateway) == (State.QUEUED, "heir")

@@ -38,7 +38,7 @@ from everlift.errors import AttemptsExhausted, RequestConflict, UnknownRequest
 from everlift.messages import FinishReason
 from router.ledger.base import Ledger, NotQueued, StaleTerm
 from router.ledger.config import LedgerConfig
-from router.ledger.entry import LOST_TOO_OFTEN, Append, Appended, Entry, State, Stored
+from router.ledger.entry import Append, Appended, Entry, State, Stored, lost_too_often
 from router.ledger.memory import MemoryLedger
 from router.ledger.redis_ledger import connect
 from router.ledger.server import SCHEMA
@@ -254,7 +254,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def release(self, request_id: str, back: int, lost: bool) -> None:
         epoch = self._epoch(request_id, back)
         answer = self.ask(
-            lambda: self.ledger.release(request_id, epoch, lost=lost, max_losses=MAX_LOSSES)
+            lambda: self.ledger.release(
+                request_id, epoch, loss="why" if lost else None, max_losses=MAX_LOSSES
+            )
         )
         life = self.lives.get(request_id)
         if life is None:
@@ -266,7 +268,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 life.put(
                     state=State.FAILED,
                     error_slug=AttemptsExhausted.slug,
-                    error_message=LOST_TOO_OFTEN,
+                    error_message=lost_too_often(MAX_LOSSES, "why"),
                 )
         assert answer == life.entry
 

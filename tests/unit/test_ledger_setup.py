@@ -73,11 +73,11 @@ def test_a_url_of_every_kind_is_taken_and_not_shown(url: str) -> None:
         ({"key_prefix": "a{b}"}, "key_prefix"),
         ({"shards": 0}, "shards"),
         ({"shards": 5000}, "shards"),
-        ({"retention_s": 0.0}, "retention_s"),
-        ({"timeout_s": -1.0}, "timeout_s"),
-        ({"timeout_s": float("nan")}, "timeout_s"),
+        ({"retention": 0.0}, "retention"),
+        ({"timeout": -1.0}, "timeout"),
+        ({"timeout": float("nan")}, "timeout"),
         ({"max_connections": 0}, "max_connections"),
-        ({"maxmemory_mb": 0}, "maxmemory_mb"),
+        ({"maxmemory_mib": 0}, "maxmemory_mib"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(settings: dict[str, object], key: str) -> None:

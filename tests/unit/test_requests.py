@@ -201,7 +201,7 @@ async def test_a_request_fails_when_its_workers_were_lost_too_often(gateway: Gat
         await gateway.dispatch()
         gateway.requests.worker_lost("w")
         await until(lambda: live.phase.value != "running")
-    with pytest.raises(AttemptsExhausted):
+    with pytest.raises(AttemptsExhausted, match="worker w was lost"):
         await gateway.read(live)
     assert (await gateway.stored())[0] is State.FAILED
 
