@@ -289,7 +289,7 @@ async def test_beats_go_on_through_a_long_step() -> None:
         assert len(router.frames) - count >= 5
 
 
-async def test_who_has_which_slot_is_told_about_once_a_second(
+async def test_who_has_which_slot_is_told_a_few_times_a_second(
     slow_worker: tuple[Rank, str],
 ) -> None:
     _, address = slow_worker
@@ -298,7 +298,7 @@ async def test_who_has_which_slot_is_told_about_once_a_second(
         begin = time.monotonic()
         await router.until(lambda: time.monotonic() - begin >= 2.2)
         told = [f.state.running for f in router.frames if f.state.running]
-        assert 2 <= len(told) <= 4
+        assert 4 <= len(told) <= 13 < len(router.frames)
         assert {(r.request_id, r.slot) for r in told[-1]} == {("request-1", 0), ("request-2", 1)}
 
 
