@@ -45,17 +45,22 @@ def nothing_left() -> Iterator[None]:
     assert not left, f"left behind: {left}"
 
 
+def listening_ports(pid: int) -> set[str]:
+    """Addresses that a process and everything below it listen on, as the kernel writes them."""
+    return {address for _, address in _listening(_family(pid))}
+
+
 def _things() -> Things:
-    family = _family()
+    family = _family(os.getpid())
     return Things(
         processes=frozenset(_describe(pid) for pid in family if pid != os.getpid()),
-        ports=frozenset(_listening(family)),
+        ports=frozenset(f"{pid} listens on {address}" for pid, address in _listening(family)),
         shared_memory=frozenset(os.listdir("/dev/shm")),
     )
 
 
-def _family() -> list[int]:
-    """This process and everything below it, without what has ended."""
+def _family(first: int) -> list[int]:
+    """A process and everything below it, without what has ended."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -65,7 +70,7 @@ def _family() -> list[int]:
                 continue
             if state != "Z":
                 parents[int(entry.name)] = int(parent)
-    family = [os.getpid()]
+    family = [first]
     for pid in family:
         family.extend(child for child, parent in parents.items() if parent == pid)
     return family
@@ -79,7 +84,7 @@ def _describe(pid: int) -> str:
     return f"{pid} {command[:120]}"
 
 
-def _listening(family: list[int]) -> Iterator[str]:
+def _listening(family: list[int]) -> Iterator[tuple[int, str]]:
     listening = dict(_listening_inodes())
     for pid in family:
         try:
@@ -92,7 +97,7 @@ def _listening(family: list[int]) -> Iterator[str]:
             except OSError:
                 continue
             if target in listening:
-                yield f"{pid} listens on {listening[target]}"
+                yield pid, listening[target]
 
 
 def _listening_inodes() -> Iterator[tuple[str, str]]:

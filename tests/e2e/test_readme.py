@@ -1,0 +1,67 @@
+"""What the README tells people to type gives what the README shows."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cluster import endpoint
+from cluster.config import Config
+from cluster.processes import ProcessCluster
+from router.config import RouterConfig
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture
+async def environment(tmp_path: Path) -> AsyncIterator[dict[str, str]]:
+    """Of somebody in whose state directory a cluster runs."""
+    state_dir = tmp_path / "everlift"
+    config = Config(state_dir=state_dir, router=RouterConfig(port=0, drain=0.2))
+    async with ProcessCluster(config) as cluster:
+        with endpoint.published(state_dir, cluster.addresses):
+            yield {
+                "XDG_STATE_HOME": str(tmp_path),
+                "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}",
+                "ADDRESS": cluster.address,
+            }
+
+
+async def output(environment: dict[str, str], *arguments: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, env=environment, stdout=PIPE, stderr=PIPE
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+async def test_the_generate_command_prints_what_is_shown(environment: dict[str, str]) -> None:
+    shown = re.search(r"^    \$ everlift (generate .*)\n    (.*)$", README, re.MULTILINE)
+    assert shown is not None
+    command, answer = shown.groups()
+    printed = await output(environment, "-m", "cluster.cli", *shlex.split(command))
+    assert printed.rstrip("\n") == answer
+
+
+async def test_the_python_example_runs(environment: dict[str, str]) -> None:
+    example = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert example is not None
+    body = example[1].replace("127.0.0.1:50051", environment["ADDRESS"])
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    script = f"import asyncio\nasync def main():\n{lines}\nasyncio.run(main())"
+    assert await output(environment, "-c", script) == " 17 18 19 20 21 22 23 24 25 26 27 28 29 30"
+
+
+@pytest.mark.parametrize("target", re.findall(r"^    make ([a-z-]+)", README, re.MULTILINE))
+def test_each_make_target_exists(target: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(rf"^{target}:.*## ", makefile, re.MULTILINE)
