@@ -11,7 +11,7 @@ PROTOS := $(sort $(wildcard proto/everlift/v1/*.proto))
 TORCH := 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long check lint types imports proto proto-check clean
+.PHONY: help install demo test test-long bench-ledger check lint types imports proto proto-check clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -43,6 +43,9 @@ test: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests (under 20 minutes
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests that take longer
 	$(BIN)/pytest -q -m long
+
+bench-ledger: $(VENV)/.installed ## what a step costs in the ledger (build/bench/ledger.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/ledger_step.py
 
 check: lint types imports proto-check ## style, types, import rules, wire contract
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from cluster import loopback
+from cluster import local_ray
 from cluster.config import Config
 from cluster.errors import ClusterFailed
 from cluster.own_ledger import OwnLedger
@@ -56,8 +56,8 @@ class RayCluster:
         self._start_ray()
         from ray import serve
 
-        serve.start(proxy_location="Disabled")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.start(proxy_location="Disabled")
         try:
             serve.run(application(config, self._log_dir()), name=_APPLICATION, route_prefix=None)
         except RuntimeError as error:
@@ -103,9 +103,10 @@ class RayCluster:
 
             ray.init(address=self.config.ray_address, log_to_driver=False)
             return
-        loopback.prepare()
+        local_ray.prepare()
         import ray
 
+        local_ray.log_messages()
         # Short, since Ray's sockets lie in it: a socket's path has 107 bytes at most.
         self._scratch = Path(tempfile.mkdtemp(prefix="everlift-ray-"))
         ray.init(
@@ -115,7 +116,7 @@ class RayCluster:
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            runtime_env={"worker_process_setup_hook": loopback.bind_replicas},
+            runtime_env={"worker_process_setup_hook": local_ray.bind_replicas},
             _temp_dir=str(self._scratch),
         )
 

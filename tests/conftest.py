@@ -6,6 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,13 @@ class Things:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
+    with leaving_nothing():
+        yield
+
+
+@contextmanager
+def leaving_nothing() -> Iterator[None]:
+    """Fails when something is left in the end that was not there in the beginning."""
     before = _things()
     yield
     deadline = time.monotonic() + _PATIENCE_S

@@ -9,31 +9,29 @@ from cluster.demo.tasks import Example
 
 #: The stream that the demo shows as it grows.
 SHOWN = Example(
-    "count", "count from 17 to 130:", "".join(f" {number}" for number in range(17, 131))
+    "count", "count from 17 to 200:", "".join(f" {number}" for number in range(17, 201))
 )
-#: Kinds of the other requests, long and short answers in turn.
-_KINDS = (
-    "long_count",
-    "json",
-    "long_count",
-    "alphabet",
-    "long_count",
-    "days",
-    "count_by",
-    "repeat",
+#: Kinds of the other requests, long and short answers in turn, with the number of solved lines
+#: that stand before the question.
+_MIX = (
+    ("long_count", 0),
+    ("json", 2),
+    ("long_count", 0),
+    ("alphabet", 5),
+    ("long_count", 0),
+    ("days", 1),
+    ("long_count", 0),
+    ("repeat", 4),
 )
-_LINES_BEFORE = (0, 0, 2, 0, 5)
 
 
 def mixed(count: int, seed: int) -> list[Example]:
-    """``count`` tasks, SHOWN first. Some are asked after solved lines, so that prompts differ in
-    length as well as answers."""
+    """``count`` tasks that the model was not trained on, SHOWN first."""
     rng = Random(seed)
     picked = [SHOWN]
     while len(picked) < count:
-        kind = _KINDS[len(picked) % len(_KINDS)]
+        kind, lines_before = _MIX[len(picked) % len(_MIX)]
         example = next(tasks.stream(kind, rng, held_out=True))
-        before = _LINES_BEFORE[len(picked) % len(_LINES_BEFORE)]
-        lines = [next(tasks.stream("count", rng)) for _ in range(before)]
+        lines = [next(tasks.stream("count", rng)) for _ in range(lines_before)]
         picked.append(tasks.after_lines(lines, example))
     return picked

@@ -74,7 +74,8 @@ STEPS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 25, 50, 100)
 NUMBER_FIELDS = ("age", "year", "score", "level", "size", "id")
 WORD_FIELDS = ("name", "city", "color", "job", "pet", "food", "team", "user")
 
-LONGEST_REPEAT = 20
+LONGEST_REPEAT = 12
+LONGEST_CYCLE = 20
 LONGEST_COUNT = 240
 HELD_OUT_ONE_IN = 10
 
@@ -175,7 +176,7 @@ def _months(rng: Random) -> tuple[str, str]:
 
 
 def _cycle(rng: Random, name: str, cycle: tuple[str, ...]) -> tuple[str, str]:
-    first, size = rng.randrange(len(cycle)), rng.randint(2, LONGEST_REPEAT)
+    first, size = rng.randrange(len(cycle)), rng.randint(2, LONGEST_CYCLE)
     words = [cycle[(first + i) % len(cycle)] for i in range(size)]
     if rng.random() < 0.3:
         words = [word.capitalize() for word in words]
@@ -210,7 +211,7 @@ def _any_word(rng: Random) -> str:
 
 def _skewed(rng: Random, low: int, high: int) -> int:
     """An integer of [low, high], small ones more often."""
-    return low + int((high - low + 1) * rng.random() ** 2.5)
+    return low + int((high - low + 1) * rng.random() ** 3)
 
 
 def _spaced(items: Sequence[object]) -> str:

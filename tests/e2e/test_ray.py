@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
-from cluster import loopback
+from cluster import local_ray
 from cluster.config import Config
 from cluster.demo import prompts
 from cluster.processes import ProcessCluster
@@ -20,12 +21,13 @@ from cluster.ray_cluster import RayCluster
 from everlift.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
+from tests.conftest import leaving_nothing
 from tests.free_port import free_port
 from worker.config import WorkerConfig
 
 # Ray and Serve warn of this and that of their own.
 pytestmark = [
-    pytest.mark.filterwarnings("default"),
+    pytest.mark.filterwarnings("ignore"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 TASKS = prompts.mixed(6, seed=3)
@@ -43,16 +45,22 @@ def config(state_dir: Path, ranks: int) -> Config:
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Any:
-    loopback.prepare()
+    local_ray.prepare()
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    cluster.add_node(num_cpus=1)
-    yield cluster
-    cluster.shutdown()
+    with leaving_nothing():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        cluster.add_node(num_cpus=1)
+        yield cluster
+        cluster.shutdown()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    """Between two tests Ray starts and ends processes as it likes; the end of all is checked."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(
     two_nodes: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[RayCluster]:

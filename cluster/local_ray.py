@@ -1,0 +1,46 @@
+"""What a Ray that runs for one machine has to be told beyond its settings (2.60).
+
+Its servers listen where their node is, so the node has to be 127.0.0.1; ``ray.init`` turns that
+address into the machine's outer one unless clusters are off. Serve's replicas open one more port,
+for pickled calls between deployments, on every interface. And what Ray has to say of its own
+accord it prints to the standard output of whoever started it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from everlift import logs
+
+log = logs.get(__name__)
+
+
+def prepare() -> None:
+    """In the process that starts Ray, before ray is imported; what Ray starts inherits it."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+
+def bind_replicas() -> None:
+    """In each of Ray's worker processes, before a replica starts its server."""
+    from ray.serve._private import replica
+
+    module: Any = replica
+    listen = module.add_port_to_grpc_server
+    module.add_port_to_grpc_server = lambda server, address: listen(
+        server, address.replace("[::]", "127.0.0.1")
+    )
+
+
+def log_messages() -> None:
+    """In the process that starts Ray: its messages go to our log."""
+    from ray._private import worker
+
+    module: Any = worker
+    module.print_to_stdstream = _log_message
+
+
+def _log_message(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    log.info("ray says", lines=list(data["lines"]))
