@@ -39,6 +39,7 @@ class RayCluster:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        #: where clients connect: of one replica, for Serve answers for any
         self.addresses: list[str] = []
         self._ledger = OwnLedger(config)
         self._scratch: Path | None = None
@@ -66,17 +67,25 @@ class RayCluster:
         self.addresses = [(await router.describe.remote())["address"]]
 
     async def stop(self) -> None:
+        try:
+            self._stop_ray()
+        finally:
+            await self._ledger.stop()
+            if self._scratch is not None:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _stop_ray(self) -> None:
         import ray
         from ray import serve
 
+        # Serve would start, or join, a Ray to be stopped in.
+        if not ray.is_initialized():
+            return
         if self.config.ray_address == LOCAL:
             serve.shutdown()
         else:
             serve.delete(_APPLICATION)
         ray.shutdown()
-        await self._ledger.stop()
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def __aenter__(self) -> Self:
         try:

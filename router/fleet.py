@@ -36,6 +36,7 @@ class Fleet:
         self._leader = leader
         self._line = line
         self._workers_version = -1
+        self._dialling = asyncio.Lock()
         self.leader_id = ""
 
     async def run(self) -> None:
@@ -52,8 +53,9 @@ class Fleet:
 
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
         """A worker is ready. Raises InvalidRequest for one that does not fit the others."""
-        for other in await self._ledger.workers():
-            _check_same(other, info)
+        for link in self._sessions.links:
+            if link.is_up:
+                _check_same(link.info, info)
         await self._ledger.put_worker(info)
         log.info("worker joined", worker_id=info.worker_id, address=info.address)
         await self._dial()
@@ -68,7 +70,8 @@ class Fleet:
             await self._forget_unreachable()
 
     async def _dial(self) -> None:
-        await self._sessions.reconcile(await self._ledger.workers())
+        async with self._dialling:
+            await self._sessions.reconcile(await self._ledger.workers())
 
     async def _follow(self, membership: Membership) -> None:
         self.leader_id = membership.leader

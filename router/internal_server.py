@@ -33,14 +33,16 @@ class InternalServer(session_pb2_grpc.RouterInternalServicer):
     async def Admission(
         self, messages: AsyncIterator[session_pb2.GatewayMessage], context: Context
     ) -> AsyncIterator[session_pb2.LeaderMessage]:
-        if not self._leader.is_leading:
+        outbox: asyncio.Queue[session_pb2.LeaderMessage] = asyncio.Queue()
+        first = await anext(messages, session_pb2.GatewayMessage())
+        gateway, send = first.router_id, outbox.put_nowait
+        if not gateway or not self._leader.is_leading:
             yield session_pb2.LeaderMessage(resigned=True)
             return
-        outbox: asyncio.Queue[session_pb2.LeaderMessage] = asyncio.Queue()
-        first = await anext(messages)
-        gateway = first.router_id
-        self._leader.connect(gateway, outbox.put_nowait)
+        self._leader.connect(gateway, send)
         reader = asyncio.create_task(self._read(gateway, first, messages))
+        # A line that is not read any more ends, and its gateway opens another one.
+        reader.add_done_callback(lambda _: send(session_pb2.LeaderMessage(resigned=True)))
         try:
             while True:
                 message = await outbox.get()
@@ -49,7 +51,7 @@ class InternalServer(session_pb2_grpc.RouterInternalServicer):
                     return
         finally:
             reader.cancel()
-            self._leader.disconnect(gateway, outbox.put_nowait)
+            self._leader.disconnect(gateway, send)
 
     async def _read(
         self,

@@ -9,7 +9,6 @@ which the ledger refuses to dispatch.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import secrets
 import time
 from collections.abc import Callable
@@ -41,6 +40,7 @@ class _Assignment:
     waiting: Waiting
     worker_id: str
     epoch: int
+    term: int
 
 
 class Leader:
@@ -55,6 +55,8 @@ class Leader:
         )
         self._gateways: dict[str, Send] = {}
         self._adopting: dict[str, float] = {}
+        self._next_heir = 0
+        self._sweep_after = 0.0
         self._term = 0
         self._lease_until = 0.0
         self._wake = asyncio.Event()
@@ -98,11 +100,14 @@ class Leader:
         if held and not self.is_leading:
             self.is_leading = True
             self.changed.set()
+            self._wait_with_sweeping()
             log.info("leading", router_id=self._router_id)
         elif not held and self.is_leading:
             self._step_down()
 
     def _step_down(self) -> None:
+        if not self.is_leading:
+            return
         log.warning("no longer leading", router_id=self._router_id)
         self.is_leading = False
         self.changed.set()
@@ -131,33 +136,36 @@ class Leader:
             self._queue.withdraw_gateway(gateway)
 
     def receive(self, gateway: str, message: session_pb2.GatewayMessage) -> None:
-        for request_id in message.withdraw:
-            self._queue.withdraw(request_id)
         refused = [w.request_id for w in message.enqueue if not self._enqueue(gateway, w)]
+        for request_id in message.withdraw:
+            self._queue.withdraw(request_id, gateway)
         if refused:
             self._tell(gateway, session_pb2.LeaderMessage(refused=refused))
         self._wake.set()
 
     def _enqueue(self, gateway: str, message: session_pb2.Waiting) -> bool:
-        # What has been running before keeps its right to go on, however full the queue is.
-        if message.attempt == 0 and self.queued >= self._config.max_queued:
+        # What was accepted once keeps its right to go on, however full the queue is.
+        is_new = not message.accepted and message.request_id not in self._queue
+        if is_new and self.queued >= self._config.max_queued:
             return False
-        self._queue.push(
+        replaced = self._queue.push(
             Waiting(
                 request_id=message.request_id,
                 gateway=gateway,
                 arrived=message.arrived,
                 prefill_tokens=message.prompt_tokens,
                 max_tokens=message.max_tokens,
-                attempts=message.attempt,
+                avoid=message.avoid,
             )
         )
+        if replaced is not None and replaced.gateway != gateway:
+            self._tell(replaced.gateway, session_pb2.LeaderMessage(stale=[message.request_id]))
         return True
 
     # workers speak
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None:
-        capacity = Capacity(info.max_num_seqs, info.num_blocks, info.max_model_len)
+        capacity = Capacity(info.max_num_seqs, info.num_blocks)
         self._placement.join(info.worker_id, capacity)
 
     def worker_lost(self, worker_id: str) -> None:
@@ -190,7 +198,7 @@ class Leader:
             self._queue.pop()
             epoch = secrets.randbits(64) or 1
             self._placement.reserve(worker_id, epoch, waiting, time.monotonic())
-            assignments.append(_Assignment(waiting, worker_id, epoch))
+            assignments.append(_Assignment(waiting, worker_id, epoch, self._term))
         return assignments
 
     async def _dispatch(self, assignment: _Assignment) -> None:
@@ -207,7 +215,9 @@ class Leader:
         dispatched = session_pb2.Dispatched(
             request_id=entry.request_id, worker_id=worker_id, epoch=epoch, attempt=entry.attempts
         )
-        self._tell(waiting.gateway, session_pb2.LeaderMessage(dispatched=[dispatched]))
+        self._tell(entry.gateway, session_pb2.LeaderMessage(dispatched=[dispatched]))
+        if entry.gateway != waiting.gateway:
+            self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
 
     async def _move(self, assignment: _Assignment) -> Entry:
         """The ledger's word. An answer that was lost is asked for again, under the same epoch."""
@@ -217,7 +227,7 @@ class Leader:
                     assignment.waiting.request_id,
                     assignment.worker_id,
                     assignment.epoch,
-                    self._term,
+                    assignment.term,
                 )
             except LedgerUnavailable:
                 await asyncio.sleep(_TICK_S)
@@ -243,20 +253,26 @@ class Leader:
     async def _sweep_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._config.beat)
-            if self.is_leading and self._gateways:
+            if self.is_leading and time.monotonic() > self._sweep_after:
                 try:
                     self._give_away(await self._ledger.orphans(_ORPHANS_AT_ONCE))
                 except LedgerUnavailable:
-                    continue
+                    self._wait_with_sweeping()
+
+    def _wait_with_sweeping(self) -> None:
+        """While the ledger was away nobody could renew a lease: the living come first."""
+        self._sweep_after = time.monotonic() + self._config.lease
 
     def _give_away(self, orphans: list[str]) -> None:
-        now = time.monotonic()
+        now, heirs = time.monotonic(), list(self._gateways.values())
         self._adopting = {r: until for r, until in self._adopting.items() if until > now}
-        gateways = itertools.cycle(list(self._gateways.values()))
-        for request_id in orphans:
+        for request_id in orphans if heirs else ():
             if request_id not in self._adopting:
                 self._adopting[request_id] = now + _ADOPTION_S
-                next(gateways)(session_pb2.LeaderMessage(adopt=[request_id], queued=self.queued))
+                self._next_heir = (self._next_heir + 1) % len(heirs)
+                heirs[self._next_heir](
+                    session_pb2.LeaderMessage(adopt=[request_id], queued=self.queued)
+                )
 
 
 def _load(state: session_pb2.WorkerState) -> Load:

@@ -22,6 +22,8 @@ class Outbox(Generic[M]):
 
     def add(self, message: M) -> None:
         """Repeated fields are appended, others replaced. After the close it changes nothing."""
+        if self._is_closed:
+            return
         self._message.MergeFrom(message)
         self._changed.set()
 

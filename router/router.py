@@ -112,10 +112,10 @@ class Router:
         log.info("router stops", router_id=self.router_id, requests=len(self._requests))
         await self._requests.stop(self.config.drain)
         await self._public.stop(grace=0.5)
-        await self._line.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._line.close()
         await self._sessions.close()
         await self._internal.stop(grace=0.5)
         try:

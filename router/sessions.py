@@ -35,6 +35,10 @@ class Listener(Protocol):
     def worker_lost(self, worker_id: str) -> None: ...
 
 
+class _Replaced(Exception):
+    """Another incarnation listens at the worker's address by now."""
+
+
 class WorkerLink:
     """One worker's stream, dialled again and again until closed. Times are monotonic seconds."""
 
@@ -62,9 +66,6 @@ class WorkerLink:
     def abort(self, epoch: int) -> None:
         self._outbox.add(session_pb2.RouterFrame(aborts=[session_pb2.Abort(epoch=epoch)]))
 
-    def drain(self) -> None:
-        self._outbox.add(session_pb2.RouterFrame(drain=True))
-
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -76,6 +77,9 @@ class WorkerLink:
             while True:
                 try:
                     await self._talk(stub)
+                except _Replaced:
+                    log.info("address has another worker", worker_id=self.info.worker_id)
+                    return
                 except grpc.aio.AioRpcError as error:
                     log.debug("stream ended", worker_id=self.info.worker_id, code=error.code().name)
                 finally:
@@ -86,19 +90,12 @@ class WorkerLink:
     async def _talk(self, stub: session_pb2_grpc.WorkerSessionAsyncStub) -> None:
         self._outbox = Outbox(session_pb2.RouterFrame(hello=self._hello))
         async for frame in stub.Connect(self._outbox.messages()):
+            if frame.HasField("hello") and frame.hello.worker_id != self.info.worker_id:
+                raise _Replaced
             self.last_heard = time.monotonic()
-            if frame.HasField("hello") and not self._welcome(frame.hello):
-                return
             if not self.is_up:
                 self._up()
             self._heard(frame)
-
-    def _welcome(self, info: session_pb2.WorkerInfo) -> bool:
-        """False for another incarnation that listens at this address by now."""
-        if info.worker_id != self.info.worker_id:
-            log.info("address has another worker", worker_id=self.info.worker_id)
-            return False
-        return True
 
     def _heard(self, frame: session_pb2.WorkerFrame) -> None:
         if frame.HasField("state"):

@@ -15,7 +15,6 @@
     ├── Cancelled
     ├── AttemptsExhausted         its workers were lost too often
     ├── EngineFailed              the engine could not go on with it
-    ├── NoLeader                  nobody leads the admission queue
     ├── LedgerUnavailable
     ├── RouterStopping            this replica drains: go to another one, nothing is lost
     ├── Moved                     another router goes on with the request: attach again
@@ -117,12 +116,6 @@ class AttemptsExhausted(EverliftError):
 
 class EngineFailed(EverliftError):
     slug = "engine_failed"
-
-
-class NoLeader(EverliftError):
-    slug = "no_leader"
-    grpc_status = "UNAVAILABLE"
-    http_status = 503
 
 
 class LedgerUnavailable(EverliftError):

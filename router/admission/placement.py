@@ -19,7 +19,6 @@ class Capacity:
 
     max_num_seqs: int
     num_blocks: int
-    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +108,13 @@ class Placement:
         ready = [
             (worker.committed_tokens, worker.pending_prefill, worker_id)
             for worker_id, worker in self._workers.items()
-            if self._has_credit(worker, waiting)
+            if self._has_credit(worker, waiting) and not self._avoids(waiting, worker_id)
         ]
         return min(ready)[2] if ready else None
+
+    def _avoids(self, waiting: Waiting, worker_id: str) -> bool:
+        """Its gateway could not reach this worker, and there is another one."""
+        return worker_id == waiting.avoid and len(self._workers) > 1
 
     def _has_credit(self, worker: _Worker, waiting: Waiting) -> bool:
         load, capacity = worker.load, worker.capacity

@@ -19,7 +19,7 @@ class Waiting:
     arrived: float
     prefill_tokens: int
     max_tokens: int
-    attempts: int = 0
+    avoid: str = ""
 
 
 #: Compared as a tuple; the smallest key leaves first.

@@ -26,27 +26,35 @@ class AdmissionQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ticket_of
 
-    def push(self, waiting: Waiting) -> None:
-        """Adds a request; one that waits already is replaced (its gateway tells it anew)."""
-        self.withdraw(waiting.request_id)
+    def push(self, waiting: Waiting) -> Waiting | None:
+        """Adds a request; the one that waited under this id before is replaced, and returned."""
+        replaced = self._take_out(waiting.request_id)
         ticket = next(self._tickets)
         self._waiting[ticket] = waiting
         self._ticket_of[waiting.request_id] = ticket
         heapq.heappush(self._heap, (self._policy.key(waiting), ticket))
+        return replaced
 
-    def withdraw(self, request_id: str) -> bool:
-        """Removes a request wherever it stands; False if it does not wait."""
-        ticket = self._ticket_of.pop(request_id, None)
-        if ticket is None:
+    def withdraw(self, request_id: str, gateway: str) -> bool:
+        """Removes a request wherever it stands; False if it does not wait for this gateway."""
+        ticket = self._ticket_of.get(request_id)
+        if ticket is None or self._waiting[ticket].gateway != gateway:
             return False
-        del self._waiting[ticket]
-        self._close_holes()
+        self._take_out(request_id)
         return True
 
     def withdraw_gateway(self, gateway: str) -> None:
         """Removes everything of a gateway that is gone. O(n), once a gateway's life."""
         for waiting in [w for w in self._waiting.values() if w.gateway == gateway]:
-            self.withdraw(waiting.request_id)
+            self._take_out(waiting.request_id)
+
+    def _take_out(self, request_id: str) -> Waiting | None:
+        ticket = self._ticket_of.pop(request_id, None)
+        if ticket is None:
+            return None
+        waiting = self._waiting.pop(ticket)
+        self._close_holes()
+        return waiting
 
     def peek(self) -> Waiting | None:
         """The request that leaves next."""

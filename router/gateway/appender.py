@@ -15,23 +15,24 @@ from router.ledger.entry import Append, Appended
 log = logs.get(__name__)
 
 _Key = tuple[str, int, int]
+_RETRY_S = 0.1
+#: An answer that takes longer is late.
+_LATE_S = 0.3
 
 
 class Appender:
-    """``on_stored`` hears the ledger's answer to every append; ``on_away`` every append that waits
-    while the ledger cannot be reached, at each further try."""
+    """``on_stored`` hears the ledger's answer to every append; ``on_away``, while the ledger does
+    not answer, hears of every append that waits for it."""
 
     def __init__(
         self,
         ledger: Ledger,
         on_stored: Callable[[Append, Appended], None],
         on_away: Callable[[Append], None],
-        retry_s: float = 0.1,
     ) -> None:
         self._ledger = ledger
         self._on_stored = on_stored
         self._on_away = on_away
-        self._retry_s = retry_s
         self._pending: dict[_Key, Append] = {}
         self._more = asyncio.Event()
 
@@ -48,21 +49,33 @@ class Appender:
             self._more.clear()
             batch, self._pending = self._pending, {}
             try:
-                answers = await self._ledger.append(list(batch.values()))
+                answers = await self._append(batch)
             except LedgerUnavailable as error:
-                await self._wait_for_ledger(batch, error)
+                log.warning("ledger away", cause=str(error), appends=len(batch))
+                self._put_back(batch)
+                await asyncio.sleep(_RETRY_S)
                 continue
             for append, answer in zip(batch.values(), answers, strict=True):
                 self._on_stored(append, answer)
 
-    async def _wait_for_ledger(self, batch: dict[_Key, Append], error: LedgerUnavailable) -> None:
-        log.warning("ledger away", cause=str(error), appends=len(batch))
+    async def _append(self, batch: dict[_Key, Append]) -> list[Appended]:
+        """The ledger's answers. While they are late, what waits is told to ``on_away`` again and
+        again, so that it can flow without them."""
+        call = asyncio.ensure_future(self._ledger.append(list(batch.values())))
+        try:
+            while not (await asyncio.wait({call}, timeout=_LATE_S))[0]:
+                for append in (*batch.values(), *self._pending.values()):
+                    self._on_away(append)
+            return call.result()
+        finally:
+            call.cancel()
+
+    def _put_back(self, batch: dict[_Key, Append]) -> None:
         later, self._pending = self._pending, batch
         for append in later.values():
             self.put(append)
         for append in self._pending.values():
             self._on_away(append)
-        await asyncio.sleep(self._retry_s)
         self._more.set()
 
 

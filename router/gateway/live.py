@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 from everlift.errors import EverliftError
-from everlift.messages import FinishReason, OnDisconnect, Request
+from everlift.messages import FinishReason, Request
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway.output import Output
@@ -22,6 +22,8 @@ class Phase(Enum):
     RUNNING = "running"
     #: its last tokens are on their way into the ledger
     FINISHING = "finishing"
+    #: its end, not by its last token, is on its way into the ledger
+    ENDING = "ending"
     #: finished, or ended with an error
     OVER = "over"
 
@@ -47,7 +49,12 @@ class LiveRequest:
         self.error: EverliftError | None = None
         self.attempts = entry.attempts
         self.migrations = 0
-        self.timers: list[asyncio.TimerHandle] = []
+        #: the leader has had it before
+        self.accepted = False
+        #: a worker that could not be reached
+        self.avoid = ""
+        self.deadline: asyncio.TimerHandle | None = None
+        self.grace: asyncio.TimerHandle | None = None
         self._epochs: list[tuple[int, int]] = [(0, 0)]
         self._unledgered_from: int | None = None
         self._watchers: set[asyncio.Event] = set()
@@ -66,14 +73,23 @@ class LiveRequest:
         return self.phase is Phase.OVER
 
     @property
+    def is_ending(self) -> bool:
+        """Over, or about to be: nothing else may happen to it."""
+        return self.phase in (Phase.ENDING, Phase.OVER)
+
+    @property
     def has_readers(self) -> bool:
         return self._num_readers > 0
+
+    def runs_under(self, epoch: int) -> bool:
+        return self.phase is Phase.RUNNING and self.epoch == epoch
 
     # what happens to it
 
     def begin(self, epoch: int, worker_id: str, attempt: int, now: float) -> None:
         """A worker gets it, under a fresh epoch."""
         self.phase = Phase.RUNNING
+        self.accepted, self.avoid = True, ""
         self.epoch, self.worker_id, self.attempts = epoch, worker_id, attempt
         self.migrations += bool(len(self.output))
         self._epochs.append((len(self.output), epoch))
@@ -109,9 +125,15 @@ class LiveRequest:
         if self.is_over:
             return
         self.phase, self.error, self._ended = Phase.OVER, error, now
-        for timer in self.timers:
-            timer.cancel()
+        self.end_grace()
+        if self.deadline is not None:
+            self.deadline.cancel()
         self.wake()
+
+    def end_grace(self) -> None:
+        if self.grace is not None:
+            self.grace.cancel()
+            self.grace = None
 
     # who reads it
 
@@ -119,6 +141,7 @@ class LiveRequest:
     def reader(self) -> Iterator[asyncio.Event]:
         """A client that reads: an event that is set whenever there may be more."""
         self._num_readers += 1
+        self.end_grace()
         try:
             with self._watch() as wake:
                 yield wake
@@ -218,7 +241,6 @@ class LiveRequest:
             prompt_tokens=len(self.request.prompt_ids) + len(self.output),
             max_tokens=self.request.max_tokens - len(self.output),
             attempt=self.attempts,
+            accepted=self.accepted,
+            avoid=self.avoid,
         )
-
-    def outlives_clients(self) -> bool:
-        return self.on_disconnect is OnDisconnect.CONTINUE

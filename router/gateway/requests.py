@@ -16,7 +16,9 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Protocol, TypeVar
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 from everlift import logs
 from everlift.errors import (
@@ -31,6 +33,7 @@ from everlift.errors import (
     QueueFull,
     RequestConflict,
     RouterStopping,
+    UnknownModel,
     UnknownRequest,
     from_slug,
 )
@@ -58,6 +61,8 @@ _FINISHED_BY = {
 #: Between two tries while the ledger is away, and before a request that found no worker queues
 #: again.
 _RETRY_S = 0.1
+#: Each replays its tokens, which takes the event loop's time.
+_ADOPTIONS_AT_ONCE = 4
 
 
 class Workers(Protocol):
@@ -109,7 +114,8 @@ class Requests:
         self._live: dict[str, LiveRequest] = {}
         self._by_epoch: dict[int, LiveRequest] = {}
         self._moving = KeyedLock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._adoptions = asyncio.Semaphore(_ADOPTIONS_AT_ONCE)
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._ledger_away_since: float | None = None
         self._appender = Appender(ledger, self._stored, self._away)
         self.counters = Counters()
@@ -131,7 +137,7 @@ class Requests:
         LedgerUnavailable, Elsewhere.
         """
         request = self._model.resolve(submission)
-        opening = asyncio.ensure_future(self._open(request, timeout_s))
+        opening = self._spawn(self._open(request, timeout_s))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -144,7 +150,11 @@ class Requests:
             if (known := self._live.get(request.request_id)) is not None:
                 return _same(known, request)
             self._check_room()
-            opened = await self._ledger.open(request, self._router_id, timeout_s)
+            try:
+                opened = await self._ledger.open(request, self._router_id, timeout_s)
+            except LedgerUnavailable:
+                self._spawn(self._recover(request.request_id))
+                raise
             if opened.created:
                 live = self._take(request, opened.entry, ())
                 self._expire_in(live, timeout_s)
@@ -153,6 +163,11 @@ class Requests:
 
     async def _nobody_reads(self, opening: asyncio.Future[LiveRequest]) -> None:
         self._reader_left(await opening)
+
+    async def _recover(self, request_id: str) -> None:
+        """It may have been opened although the answer was lost: then it must not lie about."""
+        with suppress(UnknownRequest, Elsewhere):
+            await self.adopt(request_id)
 
     def _check_room(self) -> None:
         if self.stopping:
@@ -176,35 +191,68 @@ class Requests:
         stored = await self._ledger.read(request_id)
         if stored.entry.state.is_final:
             return self._replayed(stored)
-        if stored.entry.gateway != self._router_id:
-            address = (await self._ledger.gateways()).get(stored.entry.gateway)
-            if address is not None:
-                raise Elsewhere(address)
         return await self.adopt(request_id)
 
     async def adopt(self, request_id: str) -> LiveRequest:
-        """Goes on with a request whose gateway is gone. It has the grace until a client comes."""
-        async with self._moving.hold(request_id):
+        """Goes on with a request whose gateway is gone. It has the grace until a client comes.
+
+        Raises UnknownRequest, Elsewhere.
+        """
+        return await asyncio.shield(self._spawn(self._adopting(request_id)))
+
+    async def _adopting(self, request_id: str) -> LiveRequest:
+        async with self._adoptions, self._moving.hold(request_id):
             if (live := self._live.get(request_id)) is not None:
                 return live
             if self.stopping:
                 raise RouterStopping("this router is stopping: attach through another one")
-            stored = await self._ledger.take_over(request_id, self._router_id)
-            if stored.entry.state.is_final:
-                return self._replayed(stored)
-            return self._resume(stored)
+            owner = (await self._persist(lambda: self._ledger.get(request_id))).gateway
+            await self._check_ownerless(owner)
+            stored = await self._persist(
+                lambda: self._ledger.take_over(request_id, self._router_id, owner)
+            )
+            if not stored.entry.state.is_final and stored.entry.gateway != self._router_id:
+                raise Moved("another router goes on with this request: attach again")
+            if stored.request.model != self._model.name:
+                return await self._give_up(stored)
+            return self._replayed(stored) if stored.entry.state.is_final else self._resume(stored)
+
+    async def _check_ownerless(self, owner: str) -> None:
+        """Raises Elsewhere when another living gateway has the request."""
+        if owner != self._router_id:
+            address = (await self._persist(self._ledger.gateways)).get(owner)
+            if address is not None:
+                raise Elsewhere(address)
+
+    async def _give_up(self, stored: Stored) -> LiveRequest:
+        """What another model began no model here can go on with."""
+        error = UnknownModel(f"the model {stored.request.model!r} is not served any more")
+        entry = await self._persist(
+            lambda: self._ledger.end(
+                stored.entry.request_id, State.FAILED, error.slug, str(error), self._router_id
+            )
+        )
+        return self._replayed(replace(stored, entry=entry))
 
     def _resume(self, stored: Stored) -> LiveRequest:
         entry = stored.entry
         log.info("request adopted", request_id=entry.request_id, tokens=entry.num_tokens)
-        live = self._take(stored.request, entry, stored.tokens)
+        live = self._take(stored.request, entry, stored.tokens, accepted=True)
         if stored.request.deadline is not None:
             self._expire_in(live, stored.request.deadline - stored.now)
         self._wait_for_reader(live)
         return live
 
-    def _take(self, request: Request, entry: Entry, tokens: tuple[int, ...]) -> LiveRequest:
+    def _take(
+        self,
+        request: Request,
+        entry: Entry,
+        tokens: tuple[int, ...],
+        *,
+        accepted: bool = False,
+    ) -> LiveRequest:
         live = LiveRequest(request, entry, self._output(request, tokens), _now())
+        live.accepted = accepted
         self._live[request.request_id] = live
         self._line.enqueue(live.waiting())
         return live
@@ -219,7 +267,7 @@ class Requests:
         live = LiveRequest(
             stored.request, stored.entry, self._output(stored.request, stored.tokens), _now()
         )
-        self._settle_as(live, stored.entry)
+        self._close_as(live, stored.entry)
         return live
 
     # a client reads, and goes
@@ -259,7 +307,8 @@ class Requests:
                 error = Cancelled(f"no client came back within {self._config.grace:g} s")
                 self._spawn(self._end(live, State.CANCELLED, error))
 
-        live.timers.append(asyncio.get_running_loop().call_later(self._config.grace, give_up))
+        live.end_grace()
+        live.grace = asyncio.get_running_loop().call_later(self._config.grace, give_up)
 
     def _expire_in(self, live: LiveRequest, timeout_s: float | None) -> None:
         if timeout_s is None:
@@ -268,7 +317,7 @@ class Requests:
         def expire() -> None:
             self.expire(live)
 
-        live.timers.append(asyncio.get_running_loop().call_later(max(0.0, timeout_s), expire))
+        live.deadline = asyncio.get_running_loop().call_later(max(0.0, timeout_s), expire)
 
     def expire(self, live: LiveRequest) -> None:
         """Its deadline is there."""
@@ -282,11 +331,9 @@ class Requests:
             entry = await self._ledger.get(request_id)
             if entry.state.is_final:
                 return entry
-            address = (await self._ledger.gateways()).get(entry.gateway)
-            if entry.gateway != self._router_id and address is not None:
-                raise Elsewhere(address)
+            await self._check_ownerless(entry.gateway)
             return await self._ledger.end(
-                request_id, State.CANCELLED, Cancelled.slug, "cancelled by a client"
+                request_id, State.CANCELLED, Cancelled.slug, "cancelled by a client", entry.gateway
             )
         return await self._end(live, State.CANCELLED, Cancelled("cancelled by a client"))
 
@@ -313,6 +360,7 @@ class Requests:
             offset=len(live.output),
         )
         if not self._workers.start(message.worker_id, live.start()):
+            live.avoid = message.worker_id
             self._spawn(self._return(live, delay_s=_RETRY_S))
 
     async def _decline(self, message: session_pb2.Dispatched) -> None:
@@ -321,7 +369,8 @@ class Requests:
                 message.request_id, message.epoch, loss=None, max_losses=self._config.max_losses
             )
         )
-        if entry.state is State.QUEUED and message.request_id not in self._live:
+        is_ours = entry.state is State.QUEUED and entry.gateway == self._router_id
+        if is_ours and message.request_id not in self._live and not self.stopping:
             await self.adopt(message.request_id)
 
     def refused(self, request_id: str) -> None:
@@ -337,20 +386,22 @@ class Requests:
             self._spawn(self._follow(live))
 
     async def _discard(self, live: LiveRequest) -> None:
-        self._forget(live)
-        await self._persist(lambda: self._ledger.discard(live.request_id))
+        live.phase = Phase.ENDING
+        async with self._moving.hold(live.request_id):
+            self._forget(live)
+            await self._persist(lambda: self._ledger.discard(live.request_id))
         live.settle(_now(), QueueFull("too many requests wait", retry_after_s=1.0))
 
     def adopt_soon(self, request_id: str) -> None:
         """The leader found it without a living gateway."""
-        self._spawn(self._adopted(request_id))
-
-    async def _adopted(self, request_id: str) -> None:
-        await self.adopt(request_id)
+        self._spawn(self._recover(request_id))
 
     def waiting(self) -> list[session_pb2.Waiting]:
-        """What a new leader has to know."""
-        return [live.waiting() for live in self._live.values() if live.phase is Phase.WAITING]
+        """What a new leader has to know. Nothing of it may be refused any more."""
+        waiting = [live for live in self._live.values() if live.phase is Phase.WAITING]
+        for live in waiting:
+            live.accepted = True
+        return [live.waiting() for live in waiting]
 
     # workers speak
 
@@ -413,8 +464,8 @@ class Requests:
         if self._by_epoch.pop(epoch, None) is None:
             return
         await asyncio.sleep(delay_s)
-        await live.all_stored()
-        if live.phase is not Phase.RUNNING:
+        await self._store_all(live)
+        if not live.runs_under(epoch):
             return
         entry = await self._ask(
             live,
@@ -422,13 +473,19 @@ class Requests:
                 live.request_id, epoch, loss=loss, max_losses=self._config.max_losses
             ),
         )
-        if live.phase is not Phase.RUNNING:
+        if not live.runs_under(epoch):
             return
         if entry.state is State.QUEUED and entry.gateway == self._router_id:
             live.wait_again(_now())
             self._line.enqueue(live.waiting())
         else:
             self._settle_as(live, entry)
+
+    async def _store_all(self, live: LiveRequest) -> None:
+        """Waits until the ledger has every token, also those that it forgot when it came back."""
+        if missing := live.output.tokens[live.stored :]:
+            self._appender.put(Append(live.request_id, live.epoch, live.stored, tuple(missing)))
+        await live.all_stored()
 
     # the ledger answers
 
@@ -461,7 +518,10 @@ class Requests:
     async def _assert_again(self, live: LiveRequest) -> None:
         """The ledger's server came back without its last second: it gets what it had before."""
         entry = await self._ask(live, lambda: self._ledger.get(live.request_id))
-        if live.is_over or entry.epoch != live.epoch:
+        if live.is_ending:
+            return
+        if entry.epoch != live.epoch:
+            await self._follow(live)
             return
         tokens = tuple(live.output.tokens[entry.num_tokens :])
         log.warning("tokens asserted again", request_id=live.request_id, tokens=len(tokens))
@@ -479,15 +539,21 @@ class Requests:
         """The ledger has the request in another state than we do: it is right."""
         async with self._moving.hold(live.request_id):
             entry = await self._ask(live, lambda: self._ledger.get(live.request_id))
-            if live.is_over or (entry.epoch, entry.gateway) == (live.epoch, self._router_id):
+            if live.is_ending:
+                return
+            if (entry.epoch, entry.gateway) == (live.epoch, self._router_id):
                 return
             self._drop_attempt(live)
             if entry.state.is_final or entry.gateway != self._router_id:
                 self._settle_as(live, entry)
                 return
-            await self._ask(live, lambda: self._ledger.take_over(live.request_id, self._router_id))
-            live.wait_again(_now())
-            self._line.enqueue(live.waiting())
+            await self._ask(
+                live,
+                lambda: self._ledger.take_over(live.request_id, self._router_id, self._router_id),
+            )
+            if not live.is_ending:
+                live.wait_again(_now())
+                self._line.enqueue(live.waiting())
 
     def _away(self, append: Append) -> None:
         now = _now()
@@ -500,17 +566,26 @@ class Requests:
     # a request ends
 
     async def _end(self, live: LiveRequest, state: State, error: EverliftError) -> Entry:
+        """Ends it before its last token. It ends, whether its caller waits for that or not."""
+        return await asyncio.shield(self._spawn(self._ending(live, state, error)))
+
+    async def _ending(self, live: LiveRequest, state: State, error: EverliftError) -> Entry:
+        if live.phase is Phase.WAITING:
+            self._line.withdraw(live.request_id)
         self._drop_attempt(live)
+        if not live.is_over:
+            live.phase = Phase.ENDING
         entry = await self._ask(
-            live, lambda: self._ledger.end(live.request_id, state, error.slug, str(error))
+            live,
+            lambda: self._ledger.end(
+                live.request_id, state, error.slug, str(error), self._router_id
+            ),
         )
         self._settle_as(live, entry)
         return entry
 
     def _drop_attempt(self, live: LiveRequest) -> None:
-        """No worker and no queue shall have it any more."""
-        if live.phase is Phase.WAITING:
-            self._line.withdraw(live.request_id)
+        """No worker shall have it any more."""
         if self._by_epoch.pop(live.epoch, None) is not None:
             self._workers.abort(live.worker_id, live.epoch)
 
@@ -519,14 +594,24 @@ class Requests:
         if live.is_over:
             return
         self._forget(live)
+        self.counters.failed += entry.state is State.FAILED
+        if entry.state is State.FINISHED and not self._is_ours_to_the_end(live, entry):
+            live.settle(_now(), Moved("it finished on another router: attach again"))
+        else:
+            self._close_as(live, entry)
+
+    def _is_ours_to_the_end(self, live: LiveRequest, entry: Entry) -> bool:
+        """What finished is what was streamed here."""
+        return entry.gateway == self._router_id and entry.num_tokens == len(live.output)
+
+    def _close_as(self, live: LiveRequest, entry: Entry) -> None:
         if entry.state is State.FINISHED:
             live.finish_reason = entry.finish_reason
             live.mark_stored(len(live.output), _now())
             live.output.finish()
             live.settle(_now())
-            return
-        self.counters.failed += entry.state is State.FAILED
-        live.settle(_now(), _error_of(entry))
+        else:
+            live.settle(_now(), _error_of(entry))
 
     def _forget(self, live: LiveRequest) -> None:
         if self._live.get(live.request_id) is live:
@@ -566,10 +651,23 @@ class Requests:
             except LedgerUnavailable:
                 await asyncio.sleep(_RETRY_S)
 
-    def _spawn(self, work: Coroutine[object, object, object]) -> None:
-        task = asyncio.ensure_future(_logged(work))
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Goes on whatever becomes of the caller; an error that nobody awaits is logged."""
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        try:
+            task.result()
+        except (EverliftError, Elsewhere) as error:
+            log.info("not done", cause=str(error))
+        except Exception:
+            log.exception("request work failed")
 
 
 class Elsewhere(Exception):
@@ -604,12 +702,3 @@ def _error_of(entry: Entry) -> EverliftError:
     if entry.state.is_final:
         return from_slug(entry.error_slug, entry.error_message)
     return Moved("another router goes on with this request: attach again")
-
-
-async def _logged(work: Coroutine[object, object, object]) -> None:
-    try:
-        await work
-    except EverliftError as error:
-        log.warning("request work failed", cause=str(error), slug=error.slug)
-    except Exception:
-        log.exception("request work failed")

@@ -96,9 +96,10 @@ class Ledger(Protocol):
         entry as it is when the epoch is not current. Raises UnknownRequest."""
         ...
 
-    async def take_over(self, request_id: str, gateway: str) -> Stored:
+    async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
         """QUEUED or RUNNING -> QUEUED, owned by ``gateway`` from now on; what ran is fenced off. A
-        final request is answered as it is. Raises UnknownRequest."""
+        request that is final, or no longer ``owner``'s, is answered as it is: the caller has it if
+        the entry's gateway is ``gateway``. Raises UnknownRequest."""
         ...
 
     async def discard(self, request_id: str) -> None:
@@ -106,9 +107,11 @@ class Ledger(Protocol):
         is."""
         ...
 
-    async def end(self, request_id: str, state: State, slug: str, message: str) -> Entry:
-        """QUEUED or RUNNING -> ``state`` (FAILED, CANCELLED or EXPIRED). A final request is
-        answered as it is. Raises UnknownRequest."""
+    async def end(
+        self, request_id: str, state: State, slug: str, message: str, owner: str | None = None
+    ) -> Entry:
+        """QUEUED or RUNNING -> ``state`` (FAILED, CANCELLED or EXPIRED). A request that is final,
+        or not ``owner``'s where one is given, is answered as it is. Raises UnknownRequest."""
         ...
 
     async def get(self, request_id: str) -> Entry:
@@ -152,7 +155,10 @@ class Ledger(Protocol):
 
     # workers
 
-    async def put_worker(self, info: session_pb2.WorkerInfo) -> None: ...
+    async def put_worker(self, info: session_pb2.WorkerInfo) -> None:
+        """Puts the worker into the table, in place of any other at its address: a worker that was
+        restarted on a fixed port comes back under another id."""
+        ...
 
     async def drop_worker(self, worker_id: str) -> None: ...
 

@@ -21,6 +21,7 @@
 --   addresses                HASH    gateway -> internal address
 --   leader                   HASH    router, address, term, since and ends (µs)
 --   workers                  HASH    worker id -> WorkerInfo
+--   worker_addresses         HASH    worker id -> address in its WorkerInfo, no address twice
 --   workers_version          STRING  µs of the worker table's last change
 --
 -- Lua's numbers are doubles. Moments in µs stay below 2^53 and are exact. Epochs and terms are

@@ -1,12 +1,13 @@
--- queued or running -> failed, cancelled or expired. Answers ok, or unknown.
--- ARGV: id, state, slug, message, retention_ms
+-- queued or running -> failed, cancelled or expired, if there is no `owner` or it is owned by that one.
+-- Answers ok, or unknown.
+-- ARGV: id, state, slug, message, retention_ms, and maybe owner
 
-local id, final, slug, message, retention_ms = unpack(ARGV)
+local id, final, slug, message, retention_ms, owner = unpack(ARGV)
 
 local state, gateway = unpack(redis.call('HMGET', request_key(id), 'state', 'gateway'))
 if not state then
     return {'unknown'}
-elseif not is_final(state) then
+elseif not is_final(state) and (not owner or owner == gateway) then
     finish(id, gateway, final, retention_ms, 'error_slug', slug, 'error_message', message)
 end
 return {'ok', entry(id)}

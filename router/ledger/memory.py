@@ -176,9 +176,9 @@ class MemoryLedger:
             record.entry = replace(record.entry, state=State.QUEUED, worker="", epoch=0)
         return record.entry
 
-    async def take_over(self, request_id: str, gateway: str) -> Stored:
+    async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
         record = self._get(request_id)
-        if record.entry.state in Move.TAKE_OVER.sources:
+        if record.entry.state in Move.TAKE_OVER.sources and record.entry.gateway == owner:
             self._disown(record.entry)
             record.entry = replace(
                 record.entry, state=State.QUEUED, gateway=gateway, worker="", epoch=0
@@ -192,10 +192,12 @@ class MemoryLedger:
             self._disown(record.entry)
             del self._records[request_id]
 
-    async def end(self, request_id: str, state: State, slug: str, message: str) -> Entry:
+    async def end(
+        self, request_id: str, state: State, slug: str, message: str, owner: str | None = None
+    ) -> Entry:
         check_end(state)
         record = self._get(request_id)
-        if record.entry.state in Move.END.sources:
+        if record.entry.state in Move.END.sources and owner in (None, record.entry.gateway):
             self._finish(record, state, slug, message)
         return record.entry
 
@@ -270,6 +272,9 @@ class MemoryLedger:
     async def put_worker(self, info: session_pb2.WorkerInfo) -> None:
         stored = info.SerializeToString(deterministic=True)
         if self._workers.get(info.worker_id) != stored:
+            for other in await self.workers():
+                if other.address == info.address:
+                    del self._workers[other.worker_id]
             self._workers[info.worker_id] = stored
             self._workers_version += 1
 

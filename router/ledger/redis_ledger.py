@@ -153,18 +153,26 @@ class RedisLedger:
         )
         return codec.entry(request_id, rest[0])
 
-    async def take_over(self, request_id: str, gateway: str) -> Stored:
+    async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
         _, rest = await self._move(
-            scripts.TAKE_OVER, request_id, gateway, os.urandom(8), _UNFINISHED_MS
+            scripts.TAKE_OVER, request_id, gateway, owner, os.urandom(8), _UNFINISHED_MS
         )
         return codec.stored(request_id, 0, rest)
 
     async def discard(self, request_id: str) -> None:
         await self._move(scripts.DISCARD, request_id)
 
-    async def end(self, request_id: str, state: State, slug: str, message: str) -> Entry:
+    async def end(
+        self, request_id: str, state: State, slug: str, message: str, owner: str | None = None
+    ) -> Entry:
         _, rest = await self._move(
-            scripts.END, request_id, check_end(state).value, slug, message, self._retention_ms
+            scripts.END,
+            request_id,
+            check_end(state).value,
+            slug,
+            message,
+            self._retention_ms,
+            *([] if owner is None else [owner]),
         )
         return codec.entry(request_id, rest[0])
 
@@ -227,12 +235,11 @@ class RedisLedger:
     # workers
 
     async def put_worker(self, info: session_pb2.WorkerInfo) -> None:
-        await self._shards.run(
-            scripts.SET_WORKER, _CONTROL, info.worker_id, info.SerializeToString(deterministic=True)
-        )
+        stored = info.SerializeToString(deterministic=True)
+        await self._shards.run(scripts.SET_WORKER, _CONTROL, info.worker_id, stored, info.address)
 
     async def drop_worker(self, worker_id: str) -> None:
-        await self._shards.run(scripts.SET_WORKER, _CONTROL, worker_id, b"")
+        await self._shards.run(scripts.SET_WORKER, _CONTROL, worker_id, b"", "")
 
     async def workers(self) -> list[session_pb2.WorkerInfo]:
         stored = await self._shards.attempt("workers", self._stored_workers)

@@ -158,7 +158,7 @@ async def make(ledger: Ledger, move: Move) -> object:
         case Move.RELEASE:
             return await ledger.release("r", EPOCH, loss=None, max_losses=3)
         case Move.TAKE_OVER:
-            return replace(await ledger.take_over("r", "heir"), now=0.0)
+            return replace(await ledger.take_over("r", "heir", "gateway"), now=0.0)
         case Move.DISCARD:
             await ledger.discard("r")
             return None
@@ -325,7 +325,7 @@ async def test_a_request_comes_back_as_it_was_with_its_deadline(ledger: Ledger) 
 
 async def test_a_request_without_timeout_has_no_deadline(ledger: Ledger) -> None:
     await ledger.open(replace(make_request(), deadline=1.0), "gateway")
-    assert (await ledger.take_over("r", "heir")).request == make_request()
+    assert (await ledger.take_over("r", "heir", "gateway")).request == make_request()
 
 
 TOKENS = (0, 1, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 0x0A0D0A0D, 0x25000000)
@@ -624,7 +624,7 @@ async def test_an_orphan_is_one_until_it_is_taken_over_or_over(ledger: Ledger) -
     assert set(await ledger.orphans(10)) == {"adopted", "finished", "discarded"}
     await ledger.end("finished", State.EXPIRED, "", "")
     await ledger.discard("discarded")
-    stored = await ledger.take_over("adopted", "heir")
+    stored = await ledger.take_over("adopted", "heir", "dead")
     assert (stored.entry.gateway, stored.entry.epoch, stored.tokens) == ("heir", 0, (10, 11, 12))
     assert await ledger.orphans(10) == []
     assert await store(ledger, Append("adopted", EPOCH, 3, (13,))) is Appended.FENCED
@@ -636,7 +636,7 @@ async def test_an_arrival_keeps_its_time_over_every_move(ledger: Ledger, tick: T
     arrived = (await run(ledger)).arrived
     await tick()
     await ledger.release("r", EPOCH, loss="why", max_losses=3)
-    await ledger.take_over("r", "heir")
+    await ledger.take_over("r", "heir", "gateway")
     assert (await ledger.dispatch("r", "worker", 5, TERM)).arrived == arrived
     assert (await ledger.open(make_request("later"), "gateway")).entry.arrived > arrived
 
@@ -667,6 +667,52 @@ async def knows(ledger: Ledger, request_id: str) -> bool:
     except UnknownRequest:
         return False
     return True
+
+
+@pytest.mark.parametrize("state", [State.QUEUED, State.RUNNING])
+async def test_a_request_is_taken_over_from_its_owner_alone(ledger: Ledger, state: State) -> None:
+    before = replace(await bring(ledger, state), now=0.0)
+    for owner in ("heir", "other gateway", ""):
+        stored = await ledger.take_over("r", "heir", owner)
+        assert replace(stored, now=0.0) == before
+        assert await content(ledger) == before
+    entry = replace(before.entry, state=State.QUEUED, gateway="heir", worker="", epoch=0)
+    assert (await ledger.take_over("r", "heir", "gateway")).entry == entry
+    assert (await ledger.take_over("r", "late heir", "gateway")).entry == entry
+    assert await content(ledger) == replace(before, entry=entry)
+
+
+async def test_a_gateway_may_take_over_what_it_owns(ledger: Ledger) -> None:
+    before = await run(ledger)
+    entry = replace(before, state=State.QUEUED, worker="", epoch=0)
+    assert (await ledger.take_over("r", "gateway", "gateway")).entry == entry
+
+
+async def test_of_many_heirs_at_once_one_wins(ledger: Ledger) -> None:
+    await run(ledger)
+    heirs = [f"heir {n}" for n in range(20)]
+    answers = await asyncio.gather(*(ledger.take_over("r", heir, "gateway") for heir in heirs))
+    [winner] = {stored.entry.gateway for stored in answers}
+    assert winner in heirs
+    assert (await ledger.get("r")).gateway == winner
+
+
+@pytest.mark.parametrize("state", [State.QUEUED, State.RUNNING])
+async def test_an_owner_ends_what_it_still_owns_and_nothing_else(
+    ledger: Ledger, state: State
+) -> None:
+    before = (await bring(ledger, state)).entry
+    for owner in ("other gateway", ""):
+        assert await ledger.end("r", State.FAILED, "slug", "why", owner) == before
+        assert await ledger.get("r") == before
+    taken = (await ledger.take_over("r", "heir", "gateway")).entry
+    assert await ledger.end("r", State.FAILED, "slug", "why", owner="gateway") == taken
+    assert await ledger.get("r") == taken
+    ended = await ledger.end("r", State.FAILED, "slug", "why", owner="heir")
+    assert ended == replace(taken, state=State.FAILED, error_slug="slug", error_message="why")
+    for owner in ("heir", "gateway"):
+        assert await ledger.end("r", State.EXPIRED, "other", "", owner) == ended
+    assert await ledger.orphans(10) == []
 
 
 # leadership
@@ -759,6 +805,37 @@ async def test_the_worker_table_tells_every_change_and_nothing_else(ledger: Ledg
     await ledger.put_worker(second)
     await ledger.drop_worker("w1")
     assert await version() == versions[-1]
+
+
+async def test_a_worker_replaces_the_other_one_at_its_address(ledger: Ledger) -> None:
+    async def version() -> int:
+        return (await ledger.beat("gateway", "address", AGES_S)).workers_version
+
+    def worker(worker_id: str, port: int, pid: int = 1) -> session_pb2.WorkerInfo:
+        return session_pb2.WorkerInfo(worker_id=worker_id, address=f"127.0.0.1:{port}", pid=pid)
+
+    async def put(info: session_pb2.WorkerInfo) -> list[session_pb2.WorkerInfo]:
+        before = await version()
+        await ledger.put_worker(info)
+        after = await version()
+        assert after != before
+        await ledger.put_worker(info)
+        assert await version() == after
+        return await ledger.workers()
+
+    other = worker("a", 1)
+    assert await put(other) == [other]
+    assert await put(worker("b", 2)) == [other, worker("b", 2)]
+    assert await put(worker("c", 2)) == [other, worker("c", 2)]
+    assert await put(worker("c", 2, pid=7)) == [other, worker("c", 2, pid=7)]
+    # Whoever comes to the address that it left does not replace it.
+    assert await put(worker("c", 3)) == [other, worker("c", 3)]
+    assert await put(worker("d", 2)) == [other, worker("c", 3), worker("d", 2)]
+    # One that moves to where another one is.
+    assert await put(worker("c", 2)) == [other, worker("c", 2)]
+    await ledger.drop_worker("c")
+    assert await put(worker("e", 2)) == [other, worker("e", 2)]
+    assert await put(worker("b", 2)) == [other, worker("b", 2)]
 
 
 async def test_a_ledger_has_one_cluster_id(ledger: Ledger) -> None:

@@ -102,7 +102,8 @@ async def check_a_life(way: LossyWay, ledger: RedisLedger, request_id: str, losi
     assert (entry.state, entry.losses) == (State.QUEUED, 1)
     await ledger.dispatch(request_id, "worker", 6, TERM)
     way.lose_next = losing
-    assert (await ledger.take_over(request_id, "heir")).entry.state is State.QUEUED
+    taken = (await ledger.take_over(request_id, "heir", "gateway")).entry
+    assert (taken.state, taken.gateway) == (State.QUEUED, "heir")
     await ledger.dispatch(request_id, "worker", EPOCH, TERM)
     way.lose_next = losing
     assert await ledger.append([Append(request_id, EPOCH, 0, (1, 2))]) == [Appended.OK]
@@ -113,16 +114,17 @@ async def check_a_life(way: LossyWay, ledger: RedisLedger, request_id: str, losi
     assert (await ledger.read(request_id)).tokens == (1, 2, 3)
 
 
+@pytest.mark.parametrize("owner", ["first heir", "heir"])
 async def test_a_take_over_made_twice_does_not_undo_the_dispatch_in_between(
-    redis_url: str, tmp_path: Path
+    redis_url: str, tmp_path: Path, owner: str
 ) -> None:
     """The one retry that meets another state than the try before it."""
     async with lossy_way(redis_url, tmp_path) as (way, ledger):
         await ledger.lead("router", "address", TERM, 60.0)
         await ledger.open(make_request(), "dead")
-        await ledger.take_over("r", "first heir")
+        await ledger.take_over("r", owner, "dead")
         way.lose_next = True
-        taking = asyncio.create_task(ledger.take_over("r", "heir"))
+        taking = asyncio.create_task(ledger.take_over("r", "heir", owner))
         while not way.lost:
             await asyncio.sleep(0)
         # Its first try has been made, its second waits out the backoff or is on its way.
@@ -222,7 +224,7 @@ async def test_a_full_server_takes_nothing_new_and_lets_go_of_what_it_has(redis_
             assert (entry.state, entry.losses) == (State.QUEUED, 1)
             entry = await ledger.release("failing", EPOCH, loss="why", max_losses=1)
             assert entry.state is State.FAILED
-            stored = await ledger.take_over("moving", "heir")
+            stored = await ledger.take_over("moving", "heir", "gateway")
             assert (stored.entry.state, stored.entry.gateway) == (State.QUEUED, "heir")
             for request_id in ("queued", "running", "moving"):
                 entry = await ledger.end(request_id, State.CANCELLED, "cancelled", "")

@@ -272,20 +272,20 @@ class LedgerMachine(RuleBasedStateMachine):
                 )
         assert answer == life.entry
 
-    @rule(request_id=requests, gateway=gateways)
-    def take_over(self, request_id: str, gateway: str) -> None:
-        answer = self.ask(lambda: self._taken_over(request_id, gateway))
+    @rule(request_id=requests, gateway=gateways, owner=gateways)
+    def take_over(self, request_id: str, gateway: str, owner: str) -> None:
+        answer = self.ask(lambda: self._taken_over(request_id, gateway, owner))
         life = self.lives.get(request_id)
         if life is None:
             assert isinstance(answer, UnknownRequest)
             return
-        if not life.entry.state.is_final:
+        if not life.entry.state.is_final and life.entry.gateway == owner:
             life.put(state=State.QUEUED, gateway=gateway, worker="", epoch=0)
         assert not isinstance(answer, Exception)
         assert (answer.entry, answer.tokens) == (life.entry, tuple(life.tokens))
 
-    async def _taken_over(self, request_id: str, gateway: str) -> Stored:
-        return replace(await self.ledger.take_over(request_id, gateway), now=0.0)
+    async def _taken_over(self, request_id: str, gateway: str, owner: str) -> Stored:
+        return replace(await self.ledger.take_over(request_id, gateway, owner), now=0.0)
 
     @rule(request_id=mortals)
     def discard(self, request_id: str) -> None:
@@ -294,14 +294,14 @@ class LedgerMachine(RuleBasedStateMachine):
             del self.lives[request_id]
             del self.seen[request_id]
 
-    @rule(request_id=mortals, state=ends)
-    def end(self, request_id: str, state: State) -> None:
-        answer = self.ask(lambda: self.ledger.end(request_id, state, "slug", "message"))
+    @rule(request_id=mortals, state=ends, owner=st.none() | gateways)
+    def end(self, request_id: str, state: State, owner: str | None) -> None:
+        answer = self.ask(lambda: self.ledger.end(request_id, state, "slug", "message", owner))
         life = self.lives.get(request_id)
         if life is None:
             assert isinstance(answer, UnknownRequest)
             return
-        if not life.entry.state.is_final:
+        if not life.entry.state.is_final and owner in (None, life.entry.gateway):
             life.put(state=state, worker="", epoch=0, error_slug="slug", error_message="message")
         assert answer == life.entry
 

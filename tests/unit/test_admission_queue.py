@@ -46,14 +46,23 @@ def test_withdrawn_requests_leave_no_trace() -> None:
     for number in range(500):
         queue.push(waiting(f"r{number}", float(number)))
     for number in range(499):
-        assert queue.withdraw(f"r{number}")
-    assert not queue.withdraw("r0")
+        assert queue.withdraw(f"r{number}", "g")
+    assert not queue.withdraw("r0", "g")
     assert "r0" not in queue
     assert len(queue._heap) <= 64
     assert drain(queue) == ["r499"]
     assert queue.peek() is None
     with pytest.raises(IndexError):
         queue.pop()
+
+
+def test_only_the_gateway_that_waits_may_withdraw() -> None:
+    queue = AdmissionQueue(Fifo())
+    assert queue.push(waiting("a", 1.0, gateway="old")) is None
+    replaced = queue.push(waiting("a", 1.0, gateway="new"))
+    assert replaced is not None and replaced.gateway == "old"
+    assert not queue.withdraw("a", "old")
+    assert drain(queue) == ["a"]
 
 
 def test_a_dead_gateway_takes_only_its_own_requests_along() -> None:

@@ -17,7 +17,7 @@ from everlift import (
     EmptyPrompt,
     EverliftError,
     FinishReason,
-    NoLeader,
+    LedgerUnavailable,
     NotUtf8,
     OnDisconnect,
     OutOfRange,
@@ -133,7 +133,7 @@ async def test_a_gap_is_data_loss() -> None:
         await chunks(Skip(2))
 
 
-@pytest.mark.parametrize("error", [RouterStopping, NoLeader])
+@pytest.mark.parametrize("error", [RouterStopping, LedgerUnavailable])
 async def test_a_router_that_cannot_take_it_now_is_asked_again(error: type[EverliftError]) -> None:
     assert await chunks(Refuse(error())) == (CHUNKS, ["Generate", "Generate"])
     got = await chunks(Break(2), Refuse(error()))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from router.admission.placement import Capacity, Load, Placement
 from router.admission.policy import Waiting
 
-CAPACITY = Capacity(max_num_seqs=2, num_blocks=100, max_model_len=1000)
+CAPACITY = Capacity(max_num_seqs=2, num_blocks=100)
 
 
-def waiting(prefill_tokens: int = 10) -> Waiting:
-    return Waiting("r", "g", 0.0, prefill_tokens, max_tokens=10)
+def waiting(prefill_tokens: int = 10, avoid: str = "") -> Waiting:
+    return Waiting("r", "g", 0.0, prefill_tokens, max_tokens=10, avoid=avoid)
 
 
 def placement_of(**loads: Load) -> Placement:
@@ -87,3 +87,10 @@ def test_a_worker_that_left_is_forgotten() -> None:
     placement.leave("a")
     placement.acknowledge("a", 1)
     assert placement.choose(waiting()) is None
+
+
+def test_a_worker_that_the_gateway_could_not_reach_is_the_last_choice() -> None:
+    placement = placement_of(a=Load(1), b=Load(1, num_running=2, num_waiting=2))
+    assert placement.choose(waiting(avoid="a")) is None
+    placement.leave("b")
+    assert placement.choose(waiting(avoid="a")) == "a"

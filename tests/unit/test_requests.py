@@ -14,10 +14,12 @@ from everlift.errors import (
     Cancelled,
     DeadlineExceeded,
     EverliftError,
+    Moved,
     OffsetOutOfRange,
     QueueFull,
     RequestConflict,
     RouterStopping,
+    UnknownModel,
 )
 from everlift.messages import Submission
 from everlift.v1 import inference_pb2 as pb
@@ -26,7 +28,7 @@ from router.config import RouterConfig
 from router.gateway.live import LiveRequest
 from router.gateway.model import ServedModel
 from router.gateway.requests import Elsewhere, Requests
-from router.ledger.entry import State
+from router.ledger.entry import Entry, State
 from router.ledger.memory import MemoryLedger
 
 CONFIG = RouterConfig(model="fake", grace=0.05, max_losses=2, max_queued=3)
@@ -397,3 +399,109 @@ async def test_a_stopping_router_sends_its_clients_elsewhere(gateway: Gateway) -
     with pytest.raises(RouterStopping):
         await gateway.submit(request_id="next")
     assert (await gateway.stored())[0] is State.QUEUED
+
+
+async def test_what_finished_elsewhere_is_not_passed_off_as_complete(
+    gateway: Gateway, ledger: MemoryLedger
+) -> None:
+    """This gateway stalls beyond its lease; another one goes on with its request, and finishes."""
+    live = await gateway.submit()
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "ab")
+    await until(lambda: live.stored == 2)
+    await ledger.leave("gateway")
+    other = Gateway(ledger, "other")
+    run = asyncio.create_task(other.requests.run())
+    await other.requests.adopt("r")
+    other.epochs = iter([7])
+    await other.dispatch()
+    other.make(7, 2, "cdefgh", session_pb2.STOP_CAUSE_EOS)
+    await until(lambda: other.requests.counters.completed == 1)
+    gateway.make(epoch, 2, "X")
+    with pytest.raises(Moved):
+        await gateway.read(live)
+    run.cancel()
+
+
+class SlowToEnd(MemoryLedger):
+    """Ends a request only when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(time.monotonic)
+        self.let = asyncio.Event()
+
+    async def end(
+        self, request_id: str, state: State, slug: str, message: str, owner: str | None = None
+    ) -> Entry:
+        await self.let.wait()
+        return await super().end(request_id, state, slug, message, owner)
+
+
+async def test_a_request_ends_although_who_asked_for_it_is_gone() -> None:
+    ledger = SlowToEnd()
+    await ledger.lead("leader", "", TERM, 1000.0)
+    gateway = Gateway(ledger)
+    live = await gateway.submit()
+    epoch = await gateway.dispatch()
+    asked = asyncio.create_task(gateway.requests.cancel("r"))
+    await until(lambda: gateway.workers.aborted == [epoch])
+    asked.cancel()
+    ledger.let.set()
+    await until(lambda: live.is_over)
+    assert (await gateway.stored())[0] is State.CANCELLED
+
+
+async def test_a_dispatch_that_meets_an_end_starts_nothing() -> None:
+    ledger = SlowToEnd()
+    await ledger.lead("leader", "", TERM, 1000.0)
+    gateway = Gateway(ledger)
+    live = await gateway.submit()
+    asked = asyncio.create_task(gateway.requests.cancel("r"))
+    await until(lambda: gateway.line.withdrawn == ["r"])
+    await gateway.dispatch()
+    ledger.let.set()
+    assert (await asked).state is State.CANCELLED
+    assert live.is_over
+    assert not gateway.workers.started
+    assert not gateway.requests._by_epoch
+
+
+async def test_each_disconnect_has_the_whole_grace(gateway: Gateway) -> None:
+    live = await gateway.submit(on_disconnect=pb.ON_DISCONNECT_GRACE)
+    for _ in range(4):
+        await _leave(gateway, live)
+        await asyncio.sleep(0.6 * CONFIG.grace)
+        assert not live.is_over
+    await until(lambda: live.is_over)
+
+
+async def test_only_the_gateway_that_has_a_request_ends_it_for_its_client(
+    gateway: Gateway, ledger: MemoryLedger
+) -> None:
+    live = await gateway.submit()
+    await ledger.leave("gateway")
+    other = Gateway(ledger, "other")
+    adopted = await other.requests.adopt("r")
+    await _leave(gateway, live)
+    await until(lambda: live.is_over)
+    assert isinstance(live.error, Moved)
+    assert not adopted.is_over
+    assert (await gateway.stored())[0] is State.QUEUED
+    await other.requests.stop(0.0)
+
+
+async def test_what_another_model_began_is_given_up(ledger: MemoryLedger) -> None:
+    gone = Gateway(ledger, "gone")
+    live = await gone.submit()
+    record = ledger._records["r"]
+    record.request = replace(live.request, model="another")
+    heir = Gateway(ledger, "heir")
+    ended = await heir.requests.adopt("r")
+    assert isinstance(ended.error, UnknownModel)
+    assert (await heir.stored())[0] is State.FAILED
+
+
+async def test_a_request_that_was_accepted_is_not_refused_later(gateway: Gateway) -> None:
+    await gateway.submit()
+    assert [w.accepted for w in gateway.line.enqueued] == [False]
+    assert [w.accepted for w in gateway.requests.waiting()] == [True]

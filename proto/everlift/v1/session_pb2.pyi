@@ -443,6 +443,8 @@ class Waiting(google.protobuf.message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     MAX_TOKENS_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    ACCEPTED_FIELD_NUMBER: builtins.int
+    AVOID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """ledger time in seconds; the key under which it queues, kept over requeues"""
@@ -452,6 +454,10 @@ class Waiting(google.protobuf.message.Message):
     """still to come at most"""
     attempt: builtins.int
     """the last one that ended"""
+    accepted: builtins.bool
+    """it has been told before, or has run: it is not refused any more"""
+    avoid: builtins.str
+    """a worker that its gateway could not reach"""
     def __init__(
         self,
         *,
@@ -460,8 +466,10 @@ class Waiting(google.protobuf.message.Message):
         prompt_tokens: builtins.int = ...,
         max_tokens: builtins.int = ...,
         attempt: builtins.int = ...,
+        accepted: builtins.bool = ...,
+        avoid: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "attempt", b"attempt", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 
