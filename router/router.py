@@ -78,7 +78,7 @@ class Router:
             self._line,
         )
         self._serve(cluster_id)
-        for work in (self._leader.run(), self._fleet.run(), self._requests.run()):
+        for work in (self._leader.run(), self._fleet.run(), self._requests.attempts.run()):
             self._tasks.append(asyncio.create_task(_guarded(work)))
 
     def _serve(self, cluster_id: str) -> None:
@@ -134,11 +134,11 @@ class Router:
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
         self._leader.worker_frame(worker_id, frame)
         for progress in frame.progress:
-            self._requests.progress(worker_id, progress)
+            self._requests.attempts.progress(worker_id, progress)
 
     def worker_lost(self, worker_id: str) -> None:
         self._leader.worker_lost(worker_id)
-        self._requests.worker_lost(worker_id)
+        self._requests.attempts.worker_lost(worker_id)
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int) -> str:

@@ -20,7 +20,8 @@ from everlift.errors import EverliftError, InvalidRequest, NotUtf8
 from everlift.messages import Submission, check_request_id
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from router.gateway.requests import Elsewhere, Requests, new_request_id
+from router.gateway.custody import Elsewhere
+from router.gateway.requests import Requests, new_request_id
 from router.gateway.status import Status
 from router.ledger.entry import Entry, State
 

@@ -16,6 +16,7 @@ from redis import Redis
 
 from everlift.errors import LedgerUnavailable
 from everlift.messages import FinishReason
+from everlift.v1.session_pb2 import WorkerInfo
 from router.ledger import scripts
 from router.ledger.base import StaleTerm
 from router.ledger.config import LedgerConfig, LedgerSetupError
@@ -311,6 +312,15 @@ async def test_a_request_that_expired_unfinished_is_no_orphan_for_ever(redis_url
             assert await ledger.orphans(10) == ["kept"]
             assert client.smembers("expired:1:{0}:owned:dead") == {b"kept"}
             assert client.pttl("expired:1:{0}:r:kept") > 7 * 24 * 3600 * 1000
+
+
+async def test_a_worker_that_is_gone_leaves_no_address_behind(redis_url: str) -> None:
+    async with connected(redis_url, key_prefix="gone") as ledger:
+        for worker_id, address in (("replaced", "h:1"), ("kept", "h:1"), ("dropped", "h:2")):
+            await ledger.put_worker(WorkerInfo(worker_id=worker_id, address=address))
+        await ledger.drop_worker("dropped")
+        with Redis.from_url(redis_url) as client:
+            assert client.hgetall("gone:1:{0}:worker_addresses") == {b"kept": b"h:1"}
 
 
 async def test_an_embedded_ledger_is_reached_by_its_url() -> None:

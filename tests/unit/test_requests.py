@@ -25,9 +25,10 @@ from everlift.messages import Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
+from router.gateway.custody import Elsewhere
 from router.gateway.live import LiveRequest
 from router.gateway.model import ServedModel
-from router.gateway.requests import Elsewhere, Requests
+from router.gateway.requests import Requests
 from router.ledger.entry import Entry, State
 from router.ledger.memory import MemoryLedger
 
@@ -98,7 +99,7 @@ class Gateway:
         text: str,
         stop: session_pb2.StopCause = session_pb2.STOP_CAUSE_UNSPECIFIED,
     ) -> None:
-        self.requests.progress(
+        self.requests.attempts.progress(
             "w",
             session_pb2.Progress(epoch=epoch, offset=offset, token_ids=text.encode(), stop=stop),
         )
@@ -122,7 +123,7 @@ async def ledger() -> MemoryLedger:
 @pytest.fixture
 async def gateway(ledger: MemoryLedger) -> AsyncIterator[Gateway]:
     gateway = Gateway(ledger)
-    run = asyncio.create_task(gateway.requests.run())
+    run = asyncio.create_task(gateway.requests.attempts.run())
     yield gateway
     await gateway.requests.stop(0.0)
     run.cancel()
@@ -170,7 +171,7 @@ async def test_a_lost_worker_costs_no_token_and_repeats_none(gateway: Gateway) -
     live = await gateway.submit()
     first = await gateway.dispatch()
     gateway.make(first, 0, "abc")
-    gateway.requests.worker_lost("w")
+    gateway.requests.attempts.worker_lost("w")
     await until(lambda: len(gateway.line.enqueued) == 2)
     before, again = gateway.line.enqueued
     assert again.arrived == before.arrived
@@ -201,7 +202,7 @@ async def test_a_request_fails_when_its_workers_were_lost_too_often(gateway: Gat
     live = await gateway.submit()
     for _ in range(CONFIG.max_losses):
         await gateway.dispatch()
-        gateway.requests.worker_lost("w")
+        gateway.requests.attempts.worker_lost("w")
         await until(lambda: live.phase.value != "running")
     with pytest.raises(AttemptsExhausted, match="worker w was lost"):
         await gateway.read(live)
@@ -312,7 +313,7 @@ async def test_a_dead_gateways_request_goes_on_where_a_client_attaches(
     gateway.make(epoch, 0, "abc")
     await until(lambda: live.stored == 3)
     other = Gateway(ledger, "other")
-    run = asyncio.create_task(other.requests.run())
+    run = asyncio.create_task(other.requests.attempts.run())
     with pytest.raises(Elsewhere) as elsewhere:
         await other.requests.attach("r", 3)
     assert elsewhere.value.address == "here:1"
@@ -411,7 +412,7 @@ async def test_what_finished_elsewhere_is_not_passed_off_as_complete(
     await until(lambda: live.stored == 2)
     await ledger.leave("gateway")
     other = Gateway(ledger, "other")
-    run = asyncio.create_task(other.requests.run())
+    run = asyncio.create_task(other.requests.attempts.run())
     await other.requests.adopt("r")
     other.epochs = iter([7])
     await other.dispatch()
@@ -463,7 +464,7 @@ async def test_a_dispatch_that_meets_an_end_starts_nothing() -> None:
     assert (await asked).state is State.CANCELLED
     assert live.is_over
     assert not gateway.workers.started
-    assert not gateway.requests._by_epoch
+    assert not gateway.requests.attempts._by_epoch
 
 
 async def test_each_disconnect_has_the_whole_grace(gateway: Gateway) -> None:
