@@ -41,6 +41,7 @@ class RayCluster:
         self.config = config
         #: where clients connect: of one replica, for Serve answers for any
         self.addresses: list[str] = []
+        self._ledger_config = config.ledger
         self._ledger = OwnLedger(config)
         self._scratch: Path | None = None
 
@@ -51,16 +52,15 @@ class RayCluster:
 
     async def start(self) -> None:
         """Raises LedgerSetupError, ClusterFailed."""
-        config = self.config
         self._log_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
-        config = replace(config, ledger=await self._ledger.start())
+        self._ledger_config = await self._ledger.start()
         self._start_ray()
         from ray import serve
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
         try:
-            serve.run(application(config, self._log_dir()), name=_APPLICATION, route_prefix=None)
+            serve.run(self.application(self.config), name=_APPLICATION, route_prefix=None)
         except RuntimeError as error:
             raise ClusterFailed(f"{error} (logs: {self._log_dir()})") from error
         router = serve.get_deployment_handle("router", _APPLICATION)
@@ -86,6 +86,10 @@ class RayCluster:
         else:
             serve.delete(_APPLICATION)
         ray.shutdown()
+
+    def application(self, config: Config) -> Application:
+        """The Serve application of ``config`` on this cluster's ledger. Ray must run."""
+        return application(replace(config, ledger=self._ledger_config), self._log_dir())
 
     async def __aenter__(self) -> Self:
         try:

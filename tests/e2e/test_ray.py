@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -95,6 +96,33 @@ async def test_two_ranks_on_two_nodes_make_the_tokens_of_one(
         of_one = await answers(single.address)
     assert of_two == of_one
     assert [text for _, text in of_two] == [task.answer for task in TASKS]
+
+
+async def test_a_redeployed_worker_hands_everything_back(running: RayCluster) -> None:
+    from ray import serve
+
+    async with AsyncClient(running.address) as client:
+        before = await only_worker(client)
+        work = asyncio.create_task(answers(running.address))
+        while (await only_worker(client)).num_running == 0:
+            await asyncio.sleep(0.01)
+        worker = replace(running.config.worker, max_num_seqs=32)
+        changed = replace(running.config, worker=worker)
+        await asyncio.to_thread(
+            serve.run, running.application(changed), name="everlift", route_prefix=None
+        )
+        assert [text for _, text in await work] == [task.answer for task in TASKS]
+        assert (await only_worker(client)).worker_id != before.worker_id
+    [lost] = [
+        event for event in router_events(running) if event.get("worker_id") == before.worker_id
+    ][-1:]
+    assert (lost["event"], lost["requests"]) == ("worker lost", 0)
+
+
+def router_events(running: RayCluster) -> list[dict[str, Any]]:
+    logs = (running.config.state_dir / "logs").glob("router-*.log")
+    lines = [line for log in logs for line in log.read_text().splitlines()]
+    return [event for line in lines if (event := json.loads(line))["event"] == "worker lost"]
 
 
 async def test_a_rank_that_is_killed_takes_its_replica_along_and_no_token(
