@@ -11,14 +11,14 @@ PROTOS := $(sort $(wildcard proto/everlift/v1/*.proto))
 TORCH := 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long bench-ledger check lint types imports proto proto-check clean
+.PHONY: help install demo test test-long bench-ledger check lint types imports proto proto-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1\t/' | expand -t 16
 
 install: $(VENV)/.installed ## make .venv with everything that Everlift needs
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Everlift needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing Everlift into $(VENV): one to several minutes the first time"
@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml
 	  $(BIN)/pip install -q --no-deps torch==$(TORCH)+cpu --retries 1 \
 	    --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || \
 	  echo "no CPU build of torch $(TORCH) found: taking the package index's own"
-	$(BIN)/pip install -q -e '.[dev]'
+	$(BIN)/pip install -q -e '.[dev]' -c constraints.txt
 	@touch $@
 
 $(PROTO_VENV)/.installed: Makefile
@@ -70,6 +70,10 @@ proto-check: $(PROTO_VENV)/.installed
 	  cmp -s $$stub proto/everlift/v1/$$(basename $$stub) || \
 	  { echo "proto/everlift/v1/$$(basename $$stub) is not current: run make proto"; exit 1; }; done
 	@echo "stubs are current"
+
+lock: $(VENV)/.installed ## write what .venv holds into constraints.txt
+	@{ echo "# Every package of .venv at the version that the tests ran with; made by make lock."; \
+	  $(BIN)/pip freeze --exclude-editable | grep -v '^torch=='; echo torch==$(TORCH); } > constraints.txt
 
 clean: ## remove the environments and everything built
 	rm -rf $(VENV) $(PROTO_VENV) build

@@ -134,6 +134,21 @@ async def test_a_router_that_dies_is_replaced_and_its_clients_go_on() -> None:
             check(await asyncio.gather(*work), asked, 200)
 
 
+async def test_a_router_that_is_told_to_stop_sends_its_clients_to_another_one() -> None:
+    asked = prompts(12)
+    async with cluster(routers=2, workers=2) as parts:
+        first, second = parts.routers
+        async with AsyncClient([first.address, second.address]) as client:
+            work = [asyncio.create_task(receive(client, p, 200)) for p in asked]
+            await until(lambda: first._requests.counters.output_tokens > 300)
+            parts.routers.remove(first)
+            await first.stop()
+            check(await asyncio.gather(*work), asked, 200)
+        entries = [await parts.ledger.get((await task).request_id) for task in work]
+        assert {entry.gateway for entry in entries} <= {first.router_id, second.router_id}
+        assert second.router_id in {entry.gateway for entry in entries}
+
+
 async def test_a_restarted_router_knows_what_was_waiting() -> None:
     asked = prompts(6)
     async with cluster(routers=1, workers=0) as parts:
