@@ -18,7 +18,8 @@ from worker.config import FakeModel, WorkerConfig
 from worker.fake_runner import expected_tokens
 from worker.rank import Rank
 
-ROUTER = RouterConfig(model="fake", port=0, drain=0.2)
+# Everything shares one process here: a worker may be silent because a test is busy.
+ROUTER = RouterConfig(model="fake", port=0, drain=0.2, worker_silence=5.0)
 WORKER = WorkerConfig(model="fake", num_blocks=256, fake=FakeModel(step_time=0.002))
 
 
