@@ -28,7 +28,6 @@ from router.ledger.entry import Entry, State
 log = logs.get(__name__)
 
 M = TypeVar("M", bound=Message)
-R = TypeVar("R")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _WIRE_STATE = {state: pb.RequestState.Value(f"REQUEST_STATE_{state.name}") for state in State}
