@@ -17,7 +17,8 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from everlift.messages import OnDisconnect, Request, SamplingParams
+from everlift.messages import OnDisconnect, Request
+from everlift.sampling import SamplingParams
 from router.ledger.config import LedgerConfig
 from router.ledger.embedded import EmbeddedLedger
 from router.ledger.memory import MemoryLedger

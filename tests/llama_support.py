@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from worker.uniform import uniform
 
 logging.disable_progress_bar()

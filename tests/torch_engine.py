@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from tests.worker_support import run, start
+from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.limits import Limits
 from worker.model.spec import ModelSpec
 from worker.parallel import Group
-from worker.plan import Plan
-from worker.runner import TorchRunner, build_runner
+from worker.plan import Plan, RowResult
+from worker.runner import TorchRunner
 from worker.sequence import Sequence as EngineSequence
 
 
@@ -51,11 +52,12 @@ class RecordingRunner:
         self._runner = runner
         self.plans: list[Plan] = []
         self.num_blocks = runner.num_blocks
+        self.num_host_blocks = runner.num_host_blocks
         self.vocab_size = runner.vocab_size
         self.max_model_len = runner.max_model_len
         self.close = runner.close
 
-    def execute(self, plan: Plan) -> list[int]:
+    def execute(self, plan: Plan) -> list[RowResult]:
         self.plans.append(plan)
         return self._runner.execute(plan)
 

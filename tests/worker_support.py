@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from worker.config import FakeModel, WorkerConfig
 from worker.engine import Engine
@@ -91,7 +91,7 @@ class Collected:
             self.tokens.setdefault(key, []).extend(outcome.tokens)
             if outcome.stop is not None:
                 self.stops[key] = outcome.stop
-                self.errors[key] = outcome.error
+                self.errors[key] = str(outcome.error or "")
 
 
 def run(engine: Engine, collected: Collected | None = None, max_steps: int = 10_000) -> Collected:

@@ -9,12 +9,15 @@ from worker.plan import Plan
 
 
 def plan_digest(plan: Plan) -> bytes:
-    """Equal for equal plans: over the step, and each row's slot, start, tokens and blocks."""
-    digest = hashlib.blake2b(array("Q", (plan.step, len(plan.rows))).tobytes(), digest_size=16)
+    """Equal for equal plans: over the step, its copies, and each row's slot, start, tokens and
+    blocks. What is admitted comes from the log that all ranks read."""
+    counts = (plan.step, len(plan.rows), len(plan.saves), len(plan.loads))
+    digest = hashlib.blake2b(array("Q", counts).tobytes(), digest_size=16)
+    for copy in (*plan.saves, *plan.loads):
+        digest.update(array("Q", copy).tobytes())
     for row in plan.rows:
-        shape = (row.slot, row.start, row.samples, row.choice, row.seed_position)
+        shape = (row.slot, row.start, row.samples, row.num_drafts, row.scores_prompt)
         digest.update(array("Q", (*shape, len(row.tokens), len(row.block_table))).tobytes())
         digest.update(array("I", row.tokens).tobytes())
         digest.update(array("I", row.block_table).tobytes())
-        digest.update(repr(row.sampling).encode())
     return digest.digest()

@@ -13,7 +13,7 @@ from everlift.errors import EngineFailed
 from worker.digest import plan_digest
 from worker.limits import Limits
 from worker.load import Load, Occupant
-from worker.outcome import Outcome
+from worker.outcome import Abort, Outcome
 from worker.plan import Plan, Runner
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
@@ -48,10 +48,11 @@ class Engine:
         whose key no other one here has."""
         self._scheduler.add(sequence)
 
-    def abort(self, epoch: int) -> None:
-        """Ends every choice of ``epoch``, if there is one; their blocks are free at once."""
-        for sequence in self._scheduler.of_epoch(epoch):
-            self._scheduler.remove(sequence)
+    def abort(self, abort: Abort) -> None:
+        """Ends those of its choices that are here; their blocks are free at once."""
+        for sequence in self._scheduler.of_epoch(abort.epoch):
+            if sequence.key in abort:
+                self._scheduler.remove(sequence)
 
     def sequences(self) -> list[Sequence]:
         """All that is here, running or waiting."""
@@ -63,11 +64,11 @@ class Engine:
         if not self._plan.rows:
             return []
         try:
-            tokens = self._runner.execute(self._plan)
+            results = self._runner.execute(self._plan)
         except Exception as error:
             return self._failed(error)
         self._last_failed = False
-        return self._scheduler.commit(self._plan, tokens)
+        return self._scheduler.commit(self._plan, results)
 
     def _failed(self, error: Exception) -> list[Outcome]:
         log.exception("step failed", step=self._plan.step)
@@ -75,7 +76,7 @@ class Engine:
             raise EngineBroken(f"step {self._plan.step}: {error!r}") from error
         self._last_failed = True
         cause = str(error) if isinstance(error, EngineFailed) else type(error).__name__
-        return self._scheduler.fail(self._plan, f"the step failed: {cause}")
+        return self._scheduler.fail(self._plan, EngineFailed(f"the step failed: {cause}"))
 
     def digest(self) -> bytes:
         """Of the last step's plan."""

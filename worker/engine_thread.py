@@ -89,7 +89,7 @@ def _build_runner(config: WorkerConfig, ties: Ties) -> Runner:
     if config.is_fake:
         num_blocks = config.num_blocks or config.kv_cache_mib * 1024 // config.fake.block_kib
         return FakeRunner(num_blocks, config.fake)
+    from worker.build import build_runner
     from worker.parallel import Group
-    from worker.runner import build_runner
 
     return build_runner(config, ties.group or Group.single())

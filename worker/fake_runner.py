@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from everlift.blockhash import BLOCK_SIZE
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from worker.config import FakeModel
 from worker.limits import blocks_for
-from worker.plan import Plan, Row
+from worker.plan import Admission, Plan, Row, RowResult
 
 _ENTRY = 2  # uint32: token, position
 _NEVER_WRITTEN = 0xFFFFFFFF
@@ -30,6 +30,7 @@ class FakeRunner:
         self._model = model
         empty = array("I", [_NEVER_WRITTEN]) * (BLOCK_SIZE * _ENTRY)
         self._kv = [array("I", empty) for _ in range(num_blocks)]
+        self._slots: dict[int, Admission] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -43,13 +44,19 @@ class FakeRunner:
     def max_model_len(self) -> int:
         return self._model.max_model_len
 
-    def execute(self, plan: Plan) -> list[int]:
+    @property
+    def num_host_blocks(self) -> int:
+        return 0
+
+    def execute(self, plan: Plan) -> list[RowResult]:
         if self._model.step_time:
             time.sleep(self._model.step_time)
+        for admission in plan.admissions:
+            self._slots[admission.slot] = admission
         # All rows are written before any is read, as in a layer of attention.
         for row in plan.rows:
             self._write(row)
-        return [self._draw(row) for row in plan.rows if row.samples]
+        return [self._draw(row) if row.samples else RowResult() for row in plan.rows]
 
     def close(self) -> None:
         self._kv.clear()
@@ -60,11 +67,12 @@ class FakeRunner:
             block = self._kv[row.block_table[position // BLOCK_SIZE]]
             block[at : at + _ENTRY] = array("I", (token, position))
 
-    def _draw(self, row: Row) -> int:
-        end = row.start + len(row.tokens)
+    def _draw(self, row: Row) -> RowResult:
+        slot, end = self._slots[row.slot], row.start + len(row.tokens)
         blocks = (self._kv[block].tobytes() for block in row.block_table[: blocks_for(end)])
         cache = b"".join(blocks)[: end * _ENTRY * array("I").itemsize]
-        return _next_token(cache, self._model, row.sampling, row.choice, row.seed_position)
+        position = end - slot.num_prompt
+        return RowResult((_next_token(cache, self._model, slot.sampling, slot.choice, position),))
 
 
 def expected_tokens(

@@ -15,7 +15,7 @@ from everlift.v1 import session_pb2
 from worker.engine import Engine
 from worker.load import Load, Occupant
 from worker.orders import Inbox, Orders
-from worker.outcome import Outcome, SequenceKey, Stop
+from worker.outcome import Abort, Outcome, SequenceKey, Stop
 from worker.sequence import Sequence
 
 #: An engine without work checks its books after so long.
@@ -81,9 +81,10 @@ class LeadingLoop:
         leaving = [
             sequence
             for sequence in [*self._engine.sequences(), *orders.starts]
-            if sequence.key.epoch not in orders.aborts
+            if not any(sequence.key in abort for abort in orders.aborts)
         ]
-        orders.aborts.extend(dict.fromkeys(sequence.key.epoch for sequence in leaving))
+        epochs = dict.fromkeys(sequence.key.epoch for sequence in leaving)
+        orders.aborts.extend(Abort(epoch) for epoch in epochs)
         return [Outcome(s.key, s.num_output, (), Stop.RETURNED) for s in leaving]
 
     def _write(self, orders: Orders) -> None:
@@ -91,7 +92,7 @@ class LeadingLoop:
             self._log.write(
                 session_pb2.StepLog(
                     starts=[sequence.to_start() for sequence in orders.starts],
-                    aborts=orders.aborts,
+                    aborts=[abort.to_proto() for abort in orders.aborts],
                     previous_digest=self._engine.digest(),
                     stop=orders.stop,
                 )
@@ -116,12 +117,12 @@ def follow(engine: Engine, log: Iterable[session_pb2.StepLog]) -> None:
         if entry.previous_digest != engine.digest():
             raise RanksDisagree(f"the plan of step {engine.load().step} is not rank 0's")
         starts = [Sequence.from_start(start, engine.limits) for start in entry.starts]
-        _apply(engine, starts, entry.aborts)
+        _apply(engine, starts, map(Abort.from_proto, entry.aborts))
         engine.step()
 
 
-def _apply(engine: Engine, starts: Iterable[Sequence], aborts: Iterable[int]) -> None:
+def _apply(engine: Engine, starts: Iterable[Sequence], aborts: Iterable[Abort]) -> None:
     for sequence in starts:
         engine.add(sequence)
-    for epoch in aborts:
-        engine.abort(epoch)
+    for abort in aborts:
+        engine.abort(abort)

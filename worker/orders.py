@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from worker.outcome import Abort
 from worker.sequence import Sequence
 
 
@@ -14,7 +15,7 @@ class Orders:
     gives back everything that is here after them; ``stop`` is the end instead of a step."""
 
     starts: list[Sequence] = field(default_factory=list)
-    aborts: list[int] = field(default_factory=list)
+    aborts: list[Abort] = field(default_factory=list)
     drain: bool = False
     stop: bool = False
 
@@ -34,9 +35,9 @@ class Inbox:
             self._orders.starts.append(sequence)
             self._changed.notify()
 
-    def abort(self, epoch: int) -> None:
+    def abort(self, abort: Abort) -> None:
         with self._changed:
-            self._orders.aborts.append(epoch)
+            self._orders.aborts.append(abort)
             self._changed.notify()
 
     def drain(self) -> None:

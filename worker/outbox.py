@@ -38,9 +38,14 @@ class Outbox:
             )
             self._progress[outcome.key] = progress
         progress.token_ids.extend(outcome.tokens)
+        progress.logprobs.extend(each.to_proto() for each in outcome.logprobs)
+        if outcome.prompt_logprobs:
+            progress.prompt_offset = progress.prompt_offset or outcome.prompt_offset
+            progress.prompt_logprobs.extend(each.to_proto() for each in outcome.prompt_logprobs)
         if outcome.stop is not None:
             progress.stop = outcome.stop.value
-            progress.error = outcome.error
+        if outcome.error is not None:
+            progress.error, progress.error_slug = str(outcome.error), outcome.error.slug
         self.notify()
 
     def accept(self, epoch: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from everlift.errors import EverliftError
+from everlift.sampling import TokenLogprobs
 from everlift.v1 import session_pb2
 
 
@@ -14,6 +16,24 @@ class SequenceKey(NamedTuple):
 
     epoch: int
     choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Ends ``choices`` of ``epoch``; none stands for all."""
+
+    epoch: int
+    choices: tuple[int, ...] = ()
+
+    def __contains__(self, key: SequenceKey) -> bool:
+        return key.epoch == self.epoch and (not self.choices or key.choice in self.choices)
+
+    @classmethod
+    def from_proto(cls, message: session_pb2.Abort) -> Self:
+        return cls(message.epoch, tuple(message.choices))
+
+    def to_proto(self) -> session_pb2.Abort:
+        return session_pb2.Abort(epoch=self.epoch, choices=self.choices)
 
 
 class Stop(Enum):
@@ -31,10 +51,17 @@ class Stop(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """New tokens, the first of them at output ``offset``, and with ``stop`` the sequence's end."""
+    """New tokens, the first of them at output ``offset``, and with ``stop`` the sequence's end.
+
+    ``logprobs`` are of the tokens, ``prompt_logprobs`` of the prompt's from position
+    ``prompt_offset`` on; both empty where nobody asked.
+    """
 
     key: SequenceKey
     offset: int
     tokens: tuple[int, ...] = ()
     stop: Stop | None = None
-    error: str = ""
+    error: EverliftError | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_offset: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -1,21 +1,51 @@
-"""What crosses from the scheduler to the runner: one engine step, as frozen values. Pure."""
+"""What crosses between scheduler and runner: one engine step, as frozen values. Pure.
+
+Plan  ->  saves, loads of KV blocks; admissions to slots; rows to compute
+      <-  a RowResult for each row
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from everlift.messages import SamplingParams
+from everlift.errors import EverliftError
+from everlift.sampling import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that takes batch slot ``slot`` from this step on, in place of any other.
+
+    ``tokens`` are all that is known of it, the first ``num_prompt`` of them its prompt. ``grammar``
+    is what rank 0's compiler made of ``sampling.grammar``; None on the other ranks, which draw
+    nothing.
+    """
+
+    slot: int
+    tokens: tuple[int, ...]
+    num_prompt: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    choice: int
+    grammar: object | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence's share of a step: compute ``tokens``, the first of them at position ``start``.
+    """One slot's share of a step: compute ``tokens``, the first of them at position ``start``.
 
     Their KV goes to the blocks of ``block_table`` (block id of position p is ``block_table[p //
-    BLOCK_SIZE]``); everything before ``start`` is in the cache already. With ``samples`` the row
-    ends at the last known token and the next one is drawn, under ``seed_position``, the output
-    offset that the new token will have.
+    BLOCK_SIZE]``); everything before ``start`` is in the cache already, or is computed by an
+    earlier row of the same step.
+
+        tokens   |---- known ----|-- drafts --|
+                 start                        start + len(tokens)
+
+    With ``samples`` the row's known tokens end at the last known one and the next is drawn; after
+    it, where it is the first draft, the one after that, and so on. With ``scores_prompt`` the log
+    probabilities of the prompt's tokens at positions ``start + 1`` to ``start + len(tokens)`` are
+    wanted.
     """
 
     slot: int
@@ -23,21 +53,47 @@ class Row:
     start: int
     block_table: tuple[int, ...]
     samples: bool
-    sampling: SamplingParams
-    choice: int
-    seed_position: int
+    num_drafts: int = 0
+    scores_prompt: bool = False
+
+
+class BlockCopy(NamedTuple):
+    """Between block ``block`` of the KV cache and place ``place`` of the host's memory."""
+
+    block: int
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Rows of one step, decodes first. ``step`` counts from 1."""
+    """One step; ``step`` counts from 1. Rows come decodes first. ``saves`` are made before
+    ``loads``, and both before anything is computed."""
 
     step: int
     rows: tuple[Row, ...]
+    admissions: tuple[Admission, ...] = ()
+    saves: tuple[BlockCopy, ...] = ()
+    loads: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What became of a row.
+
+    ``tokens`` are drawn: one if the row samples, and one more for each draft that was the token
+    drawn at its place. On rank 0 ``logprobs`` has theirs, and ``prompt_logprobs`` those of the
+    prompt's tokens that the row scores, where they were asked for. With an ``error`` no token was
+    drawn, and the sequence cannot go on.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: EverliftError | None = None
 
 
 class Runner(Protocol):
@@ -49,6 +105,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def num_host_blocks(self) -> int:
+        """Places for blocks in the host's memory; 0 where copying them would not pay."""
+        ...
+
+    @property
     def vocab_size(self) -> int: ...
 
     @property
@@ -56,8 +117,8 @@ class Runner(Protocol):
         """Most tokens of one sequence, prompt and output."""
         ...
 
-    def execute(self, plan: Plan) -> list[int]:
-        """Runs one step; one token id for each row that samples, in the order of the rows."""
+    def execute(self, plan: Plan) -> list[RowResult]:
+        """Runs one step; a result for each row, with the same tokens on every rank."""
         ...
 
     def close(self) -> None: ...

@@ -8,22 +8,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from everlift import logs
 from everlift.errors import EngineFailed
 from worker.attention.backend import AttentionBackend
-from worker.attention.reference import ReferenceAttention
-from worker.config import WorkerConfig
-from worker.device import choose_device, choose_dtype, use_threads
-from worker.kv_cache import KVCache, block_bytes
-from worker.model import weights
+from worker.kv_cache import KVCache
 from worker.model.decoder import Decoder
-from worker.model.layers import Placement, kv_head_share
-from worker.model.spec import ModelSpec, UnsupportedModel
-from worker.parallel import Group
-from worker.plan import Plan, Row
-from worker.sampler import NO_TOKEN, sample
-
-log = logs.get(__name__)
+from worker.model.layers import Placement
+from worker.model.spec import ModelSpec
+from worker.plan import Admission, Plan, Row, RowResult
+from worker.sampler import NO_TOKEN, Draw, sample
 
 
 class TorchRunner:
@@ -45,6 +37,7 @@ class TorchRunner:
         self._attention = attention
         self._group = place.group
         self._device = place.device
+        self._slots: dict[int, Admission] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -58,17 +51,20 @@ class TorchRunner:
     def max_model_len(self) -> int:
         return self._max_model_len
 
+    @property
+    def num_host_blocks(self) -> int:
+        return 0
+
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> list[int]:
-        """A token id for each row that samples. Raises EngineFailed if logits are not finite."""
+    def execute(self, plan: Plan) -> list[RowResult]:
+        for admission in plan.admissions:
+            self._slots[admission.slot] = admission
         hidden = self._forward(plan)
-        sampling = [row for row in plan.rows if row.samples]
-        if not sampling:
-            return []
-        tokens = self._sample(hidden[self._last_tokens(plan)], sampling).tolist()
-        if NO_TOKEN in tokens:
-            raise EngineFailed(f"step {plan.step}: the model's logits are not finite numbers")
-        return tokens
+        draws = [self._draw(row) for row in plan.rows if row.samples]
+        if not draws:
+            return [RowResult() for _ in plan.rows]
+        tokens = iter(self._sample(hidden[self._last_tokens(plan)], draws).tolist())
+        return [_result(next(tokens)) if row.samples else RowResult() for row in plan.rows]
 
     def close(self) -> None:
         self._group.close()
@@ -86,64 +82,24 @@ class TorchRunner:
         last = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.samples]
         return self._tensor(last)
 
-    def _sample(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
+    def _draw(self, row: Row) -> Draw:
+        slot = self._slots[row.slot]
+        return Draw(slot.sampling, slot.choice, row.start + len(row.tokens) - slot.num_prompt)
+
+    def _sample(self, hidden: Tensor, draws: Sequence[Draw]) -> Tensor:
         """Rank 0 draws, the others take its word: rounding must not part the ranks."""
         logits = self._decoder.logits(hidden)
         if logits is None:
-            tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+            tokens = torch.empty(len(draws), dtype=torch.int64, device=self._device)
         else:
-            tokens = sample(logits, rows)
+            tokens = sample(logits, draws)
         return self._group.broadcast(tokens)
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def build_runner(config: WorkerConfig, group: Group) -> TorchRunner:
-    """Loads the rank's share of ``config.model`` and allocates its KV cache.
-
-    Raises UnsupportedModel, BadCheckpoint, or ValueError for a device that is not there. Sets
-    torch's number of threads for the process.
-    """
-    use_threads(config.num_threads)
-    device = choose_device(config.device)
-    place = Placement(group, choose_dtype(config.dtype, device), device)
-    spec = ModelSpec.from_hf(config.model)
-    max_model_len = _max_model_len(config, spec)
-    decoder = Decoder(spec, max_model_len, place)
-    parameter_bytes = weights.load(decoder, config.model)
-    cache = _build_cache(config, spec, place)
-    log.info(
-        "model loaded",
-        model=config.name,
-        rank=group.rank,
-        device=str(device),
-        dtype=str(place.dtype),
-        parameter_mib=parameter_bytes >> 20,
-        kv_blocks=cache.num_blocks,
-        kv_cache_mib=cache.tensor.nbytes >> 20,
-    )
-    return TorchRunner(spec, max_model_len, decoder, cache, ReferenceAttention(cache), place)
-
-
-def _max_model_len(config: WorkerConfig, spec: ModelSpec) -> int:
-    if config.max_model_len is None:
-        return spec.max_position
-    if config.max_model_len > spec.max_position:
-        raise UnsupportedModel(
-            f"max_model_len {config.max_model_len} is more than the model's {spec.max_position}"
-        )
-    return config.max_model_len
-
-
-def _build_cache(config: WorkerConfig, spec: ModelSpec, place: Placement) -> KVCache:
-    """``config.num_blocks`` blocks, or as many as its MiB, shared out evenly, hold on each rank."""
-    heads = kv_head_share(spec.num_kv_heads, place.group)
-    kv_heads = heads.stop - heads.start
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        size = block_bytes(spec.num_layers, kv_heads, spec.head_dim, place.dtype)
-        num_blocks = (config.kv_cache_mib << 20) // place.group.size // size
-    if num_blocks < 1:
-        raise ValueError(f"kv_cache_mib {config.kv_cache_mib} holds not one block of this model")
-    return KVCache(num_blocks, spec.num_layers, kv_heads, spec.head_dim, place.dtype, place.device)
+def _result(token: int) -> RowResult:
+    if token == NO_TOKEN:
+        return RowResult(error=EngineFailed("the model's logits are not finite numbers"))
+    return RowResult((token,))

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from everlift.messages import SamplingParams
-from worker.plan import Row
+from everlift.sampling import SamplingParams
 from worker.uniform import uniform
 
 #: As in vLLM: below this a temperature would only magnify rounding.
@@ -33,7 +33,15 @@ NO_TOKEN = -1
 _CANDIDATES = 256
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+class Draw(NamedTuple):
+    """One token to be drawn: the ``position``-th of the output."""
+
+    sampling: SamplingParams
+    choice: int
+    position: int
+
+
+def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     """Token ids int64 [n] for ``logits`` fp32 [n, vocab]; NO_TOKEN where they are not finite."""
     maxima, tokens = logits.max(dim=-1)
     drawn = [i for i, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
@@ -43,7 +51,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return tokens.where(maxima.isfinite(), NO_TOKEN)
 
 
-def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def _draw(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
     """``logits`` have their maximum at 0, so weights are probabilities relative to the largest."""
     params = [row.sampling for row in rows]
     weights = (logits / _column(params, lambda p: p.temperature, logits).float()).exp()
@@ -53,7 +61,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         kept = weights[index]
         least = least_kept(kept, [params[i] for i in filtered])
         weights[index] = kept.where(kept >= least, 0)
-    uniforms = [uniform(r.sampling.seed, r.choice, r.seed_position) for r in rows]
+    uniforms = [uniform(r.sampling.seed, r.choice, r.position) for r in rows]
     return _invert(weights, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
 
 

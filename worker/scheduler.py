@@ -18,11 +18,12 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from everlift.blockhash import BLOCK_SIZE
+from everlift.errors import EngineFailed, EverliftError
 from worker.blocks import BlockPool
 from worker.limits import Limits, blocks_for
 from worker.load import Load, Occupant
 from worker.outcome import Outcome, Stop
-from worker.plan import Plan, Row
+from worker.plan import Plan, Row, RowResult
 from worker.sequence import NO_SLOT, Sequence
 from worker.waiting import WaitingLine
 
@@ -81,26 +82,30 @@ class Scheduler:
         self._make_room()
         self._grow()
         rows = self._running_rows()
-        rows += self._admitted_rows(budget=self._budget_after(rows))
-        return Plan(self._step, tuple(rows))
+        admitted = self._admitted_rows(budget=self._budget_after(rows))
+        admissions = tuple(self._slots[row.slot].admission() for row in admitted)
+        return Plan(self._step, (*rows, *admitted), admissions)
 
-    def commit(self, plan: Plan, tokens: Iterable[int]) -> list[Outcome]:
-        """Takes over what ``plan`` computed, with a token for each row that samples."""
-        drawn = iter(tokens)
+    def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
+        """Takes over what ``plan`` computed."""
         outcomes = []
-        for row in plan.rows:
+        for row, result in zip(plan.rows, results, strict=True):
             sequence = self._slots[row.slot]
+            if result.error is not None:
+                self.remove(sequence)
+                outcomes.append(_failed(sequence, result.error))
+                continue
             self._count_computed(sequence, len(row.tokens))
-            if row.samples:
-                outcomes.append(self._append(sequence, next(drawn)))
+            for token in result.tokens:
+                outcomes.append(self._append(sequence, token))
         return outcomes
 
-    def fail(self, plan: Plan, error: str) -> list[Outcome]:
+    def fail(self, plan: Plan, error: EverliftError) -> list[Outcome]:
         """Ends every sequence of a plan that could not be executed."""
         sequences = [self._slots[row.slot] for row in plan.rows]
         for sequence in sequences:
             self.remove(sequence)
-        return [Outcome(s.key, s.num_output, (), Stop.FAILED, error) for s in sequences]
+        return [_failed(sequence, error) for sequence in sequences]
 
     # room
 
@@ -203,10 +208,10 @@ class Scheduler:
         offset = sequence.num_output
         sequence.tokens.append(token)
         self._output_tokens += 1
-        stop, error = sequence.stop(self._limits), ""
+        stop, error = sequence.stop(self._limits), None
         if stop is None and blocks_for(sequence.num_known) > self._limits.num_blocks:
             stop = Stop.FAILED
-            error = f"outgrew the worker's KV cache of {self._pool.num_blocks} blocks"
+            error = EngineFailed(f"outgrew the worker's KV cache of {self._pool.num_blocks} blocks")
         if stop is not None:
             self.remove(sequence)
         return Outcome(sequence.key, offset, (token,), stop, error)
@@ -245,3 +250,7 @@ class Scheduler:
         for sequence in waiting:
             assert not sequence.block_table and sequence.slot == NO_SLOT, "waits with blocks"
             assert not sequence.num_computed, "waits with something computed"
+
+
+def _failed(sequence: Sequence, error: EverliftError) -> Outcome:
+    return Outcome(sequence.key, sequence.num_output, (), Stop.FAILED, error)

@@ -17,11 +17,11 @@ from typing import Self
 
 from everlift.blockhash import BLOCK_SIZE, block_hash
 from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange, PromptTooLong
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from worker.limits import Limits, blocks_for
 from worker.outcome import SequenceKey, Stop
-from worker.plan import Row
+from worker.plan import Admission, Row
 
 #: The slot of a sequence that is not in the batch.
 NO_SLOT = -1
@@ -44,6 +44,8 @@ class Sequence:
     num_computed: int = 0
     slot: int = NO_SLOT
     block_table: tuple[int, ...] = ()
+    #: what the grammar of ``sampling`` was compiled to, where tokens are drawn
+    grammar: object | None = None
     _hashes: list[bytes] = field(default_factory=list)
 
     @classmethod
@@ -126,6 +128,18 @@ class Sequence:
             return Stop.LENGTH
         return None
 
+    def admission(self) -> Admission:
+        """What the runner has to know of it from its first row on."""
+        return Admission(
+            slot=self.slot,
+            tokens=tuple(self.tokens),
+            num_prompt=self.num_prompt,
+            sampling=self.sampling,
+            stop_token_ids=self.stop_token_ids,
+            choice=self.key.choice,
+            grammar=self.grammar,
+        )
+
     def row(self, count: int) -> Row:
         """Its share of a step that computes its next ``count`` tokens."""
         end = self.num_computed + count
@@ -135,9 +149,6 @@ class Sequence:
             start=self.num_computed,
             block_table=self.block_table,
             samples=end == self.num_known,
-            sampling=self.sampling,
-            choice=self.key.choice,
-            seed_position=self.num_output,
         )
 
     def block_hash(self, index: int) -> bytes:

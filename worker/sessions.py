@@ -14,7 +14,7 @@ from worker.limits import Limits
 from worker.load import Load
 from worker.loop import Report
 from worker.outbox import Outbox
-from worker.outcome import Outcome, SequenceKey, Stop
+from worker.outcome import Abort, Outcome, SequenceKey, Stop
 from worker.sequence import Sequence
 
 log = logs.get(__name__)
@@ -25,7 +25,7 @@ class Engine(Protocol):
 
     def start(self, sequence: Sequence) -> None: ...
 
-    def abort(self, epoch: int) -> None: ...
+    def abort(self, abort: Abort) -> None: ...
 
     def drain(self) -> None: ...
 
@@ -91,7 +91,7 @@ class Sessions:
         del self._sessions[session.router_id]
         epochs = [epoch for epoch, claim in self._claims.items() if claim.session is session]
         for epoch in epochs:
-            self._abort(session, epoch)
+            self._abort(session, Abort(epoch))
         session.end()
         log.info("session closed", router_id=session.router_id, aborted=len(epochs))
 
@@ -106,7 +106,7 @@ class Sessions:
         for start in frame.starts:
             self._start(session, start)
         for abort in frame.aborts:
-            self._abort(session, abort.epoch)
+            self._abort(session, Abort.from_proto(abort))
         if frame.drain:
             log.info("drain ordered", router_id=session.router_id)
             self.drain()
@@ -143,7 +143,7 @@ class Sessions:
             sequence = Sequence.from_start(start, self._limits)
         except InvalidRequest as error:
             log.warning("start refused", request_id=start.request_id, error=error.slug)
-            return Outcome(key, offset, (), Stop.REFUSED, str(error))
+            return Outcome(key, offset, (), Stop.REFUSED, error)
         if (stop := sequence.stop(self._limits)) is not None:
             return Outcome(key, offset, (), stop)
         self._claims.setdefault(key.epoch, Claim(session)).choices.add(key.choice)
@@ -155,14 +155,16 @@ class Sessions:
         for session in self._sessions.values():
             session.outbox.accept(epoch)
 
-    def _abort(self, session: Session, epoch: int) -> None:
-        claim = self._claims.get(epoch)
+    def _abort(self, session: Session, abort: Abort) -> None:
+        claim = self._claims.get(abort.epoch)
         if claim is None or claim.session is not session:
             return
-        del self._claims[epoch]
-        for choice in claim.choices:
-            session.outbox.drop(SequenceKey(epoch, choice))
-        self._engine.abort(epoch)
+        for choice in abort.choices or tuple(claim.choices):
+            session.outbox.drop(SequenceKey(abort.epoch, choice))
+            claim.choices.discard(choice)
+        if not claim.choices:
+            del self._claims[abort.epoch]
+        self._engine.abort(abort)
 
     # results out
 

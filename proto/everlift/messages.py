@@ -8,20 +8,20 @@ keeps ``Request``; together with the tokens generated so far it is all that a co
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Self
 
+from everlift.checks import check_range
 from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange
+from everlift.sampling import SamplingParams
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import ledger_pb2
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
-MAX_TOP_K = 1 << 20
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -50,52 +50,6 @@ def check_request_id(request_id: str) -> str:
     return request_id
 
 
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise OutOfRange(f"{name} must be from {low:g} to {high:g}, not {value:g}")
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is drawn. ``temperature`` 0 is greedy; ``top_k`` 0 sets no limit."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise OutOfRange("top_p must be above 0")
-        _check_range("top_k", self.top_k, 0, MAX_TOP_K)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        if not 0 <= self.seed < 1 << 64:
-            raise OutOfRange("seed must be an unsigned 64-bit integer")
-
-    @classmethod
-    def from_proto(cls, message: pb.Sampling, seed: int) -> Self:
-        """``seed`` is used where the message has none."""
-        return cls(
-            temperature=message.temperature if message.HasField("temperature") else 1.0,
-            top_p=message.top_p if message.HasField("top_p") else 1.0,
-            top_k=message.top_k,
-            min_p=message.min_p,
-            seed=message.seed if message.HasField("seed") else seed,
-        )
-
-    def to_proto(self) -> pb.Sampling:
-        return pb.Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A client's request as it came, checked as far as this is possible without the model.
@@ -121,9 +75,9 @@ class Submission:
         if not self.prompt:
             raise EmptyPrompt("the prompt is empty")
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, 1 << 30)
+            check_range("max_tokens", self.max_tokens, 1, 1 << 30)
         if self.timeout_s is not None:
-            _check_range("timeout", self.timeout_s, 0.001, MAX_TIMEOUT_S)
+            check_range("timeout", self.timeout_s, 0.001, MAX_TIMEOUT_S)
         _check_stops(self.stop)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise OutOfRange(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids")

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from cluster.demo import tasks
 from cluster.demo.tasks import KINDS, Example
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from tests.torch_engine import Job, TorchEngine
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "cluster" / "demo_model"

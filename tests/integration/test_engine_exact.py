@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from tests.llama_support import SIZES, generate, load_llama, redraw, save_llama
 from tests.torch_engine import Job, TorchEngine, greedy_jobs
 

@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from everlift.errors import EngineFailed
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from tests.llama_support import SIZES, generate, load_llama, save_llama
+from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.model.spec import UnsupportedModel
 from worker.parallel import Group
 from worker.plan import Plan, Row
-from worker.runner import TorchRunner, build_runner
+from worker.runner import TorchRunner
 
 PROMPT = [9, 77, 140, 33, 8, 210, 6, 91]
 #: The checkpoint's token whose embedding is broken in some tests.

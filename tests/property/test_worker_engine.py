@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from tests.worker_support import GREEDY, Collected, limits, run, start
 from worker.config import FakeModel
 from worker.engine import Engine

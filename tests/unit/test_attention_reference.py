@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from everlift.blockhash import BLOCK_SIZE
-from everlift.messages import SamplingParams
 from worker.attention import reference
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache
@@ -69,7 +68,7 @@ class Batch:
 def row(shape: tuple[int, int], table: list[int]) -> Row:
     start, new = shape
     tokens = tuple(range(new))
-    return Row(0, tokens, start, tuple(table), True, SamplingParams(), 0, 0)
+    return Row(0, tokens, start, tuple(table), True)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from everlift.errors import LedgerUnavailable
-from everlift.messages import OnDisconnect, Request, SamplingParams
+from everlift.messages import OnDisconnect, Request
+from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
 from router.leader import Leader

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from tests.llama_support import warped
 from worker import sampler
 from worker.plan import Row

@@ -3,7 +3,7 @@
 import pytest
 
 from everlift.errors import EngineFailed
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from tests.worker_support import Collected, engine, limits, prompt, run, sequence
 from worker.config import FakeModel
 from worker.engine import Engine, EngineBroken

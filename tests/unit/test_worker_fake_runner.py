@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from tests.worker_support import GREEDY, prompt
 from worker.config import FakeModel
 from worker.fake_runner import FakeRunner, expected_tokens

@@ -4,7 +4,7 @@ import pytest
 
 from everlift.blockhash import block_hashes
 from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange, PromptTooLong
-from everlift.messages import SamplingParams
+from everlift.sampling import SamplingParams
 from tests.worker_support import limits, prompt, sequence, start
 from worker.limits import blocks_for
 from worker.outcome import SequenceKey, Stop

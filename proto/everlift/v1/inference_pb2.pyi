@@ -100,11 +100,35 @@ class Sampling(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LogitBiasEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: builtins.int
     TOP_P_FIELD_NUMBER: builtins.int
     TOP_K_FIELD_NUMBER: builtins.int
     MIN_P_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: builtins.int
+    MIN_TOKENS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """default 1; 0 is greedy"""
     top_p: builtins.float
@@ -115,6 +139,30 @@ class Sampling(google.protobuf.message.Message):
     """default 0"""
     seed: builtins.int
     """default: drawn by the router, kept in the ledger"""
+    repetition_penalty: builtins.float
+    """Logits of tokens that occurred, in prompt or output, are divided by it, negative ones multiplied;
+    default 1.
+    """
+    presence_penalty: builtins.float
+    """taken from logits of tokens that occurred in the output; default 0"""
+    frequency_penalty: builtins.float
+    """the same, for each time that they occurred; default 0"""
+    min_tokens: builtins.int
+    """so many tokens come before a stop token or stop string counts"""
+    logprobs: builtins.int
+    """The output's tokens come with their log probabilities under the model itself, before any of the
+    above, and so many of the most probable tokens at their places beside them. Unset: without.
+    """
+    prompt_logprobs: builtins.int
+    """the same for the prompt's tokens"""
+    @property
+    def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
+        """added to the logits of these tokens"""
+
+    @property
+    def grammar(self) -> Global___Grammar:
+        """the output has this form; unset: any"""
+
     def __init__(
         self,
         *,
@@ -123,11 +171,29 @@ class Sampling(google.protobuf.message.Message):
         top_k: builtins.int | None = ...,
         min_p: builtins.float | None = ...,
         seed: builtins.int | None = ...,
+        repetition_penalty: builtins.float | None = ...,
+        presence_penalty: builtins.float | None = ...,
+        frequency_penalty: builtins.float | None = ...,
+        logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
+        min_tokens: builtins.int = ...,
+        logprobs: builtins.int | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logprobs", b"logprobs", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_min_p", b"_min_p"]) -> typing.Literal["min_p"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_presence_penalty", b"_presence_penalty"]) -> typing.Literal["presence_penalty"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]) -> typing.Literal["prompt_logprobs"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload
@@ -138,6 +204,85 @@ class Sampling(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
 
 Global___Sampling: typing_extensions.TypeAlias = Sampling
+
+@typing.final
+class Grammar(google.protobuf.message.Message):
+    """What the output must look like."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    EBNF_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    json_schema: builtins.str
+    regex: builtins.str
+    ebnf: builtins.str
+    """in GBNF, its rule "root" first"""
+    @property
+    def choice(self) -> Global___Choices:
+        """one of these texts"""
+
+    def __init__(
+        self,
+        *,
+        json_schema: builtins.str = ...,
+        regex: builtins.str = ...,
+        ebnf: builtins.str = ...,
+        choice: Global___Choices | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["choice", b"choice", "ebnf", b"ebnf", "form", b"form", "json_schema", b"json_schema", "regex", b"regex"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "ebnf", b"ebnf", "form", b"form", "json_schema", b"json_schema", "regex", b"regex"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["json_schema", "regex", "ebnf", "choice"] | None: ...
+
+Global___Grammar: typing_extensions.TypeAlias = Grammar
+
+@typing.final
+class Choices(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: builtins.int
+    @property
+    def texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        texts: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["texts", b"texts"]) -> None: ...
+
+Global___Choices: typing_extensions.TypeAlias = Choices
+
+@typing.final
+class TokenLogprobs(google.protobuf.message.Message):
+    """How probable a token was to the model."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    TOP_IDS_FIELD_NUMBER: builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: builtins.int
+    logprob: builtins.float
+    rank: builtins.int
+    """1: no other token was more probable"""
+    @property
+    def top_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the most probable tokens at its place, most probable first"""
+
+    @property
+    def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        logprob: builtins.float = ...,
+        rank: builtins.int = ...,
+        top_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        top_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "rank", b"rank", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]) -> None: ...
+
+Global___TokenLogprobs: typing_extensions.TypeAlias = TokenLogprobs
 
 @typing.final
 class TokenIds(google.protobuf.message.Message):
@@ -464,6 +609,7 @@ class WorkerStatus(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
+    COUNTERS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     address: builtins.str
     pid: builtins.int
@@ -481,6 +627,8 @@ class WorkerStatus(google.protobuf.message.Message):
     tensor_parallel: builtins.int
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RunningSequence]: ...
+    @property
+    def counters(self) -> Global___EngineCounters: ...
     def __init__(
         self,
         *,
@@ -498,10 +646,60 @@ class WorkerStatus(google.protobuf.message.Message):
         step: builtins.int = ...,
         tensor_parallel: builtins.int = ...,
         running: collections.abc.Iterable[Global___RunningSequence] | None = ...,
+        counters: Global___EngineCounters | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "draining", b"draining", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "step", b"step", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "step", b"step", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus
+
+@typing.final
+class EngineCounters(google.protobuf.message.Message):
+    """Sums since the worker started, but for the last one."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
+    SLOT_STEPS_FIELD_NUMBER: builtins.int
+    BLOCKS_SWAPPED_OUT_FIELD_NUMBER: builtins.int
+    BLOCKS_SWAPPED_IN_FIELD_NUMBER: builtins.int
+    UNFILLED_TOKENS_FIELD_NUMBER: builtins.int
+    prompt_tokens: builtins.int
+    """known tokens of sequences when they came into the batch"""
+    prefix_hit_tokens: builtins.int
+    """of these, found in the KV cache"""
+    recomputed_tokens: builtins.int
+    """computed again after a preemption"""
+    draft_tokens: builtins.int
+    """proposed by speculation"""
+    accepted_tokens: builtins.int
+    """of these, what the model itself drew"""
+    slot_steps: builtins.int
+    """batch slots that computed something, over all steps"""
+    blocks_swapped_out: builtins.int
+    blocks_swapped_in: builtins.int
+    unfilled_tokens: builtins.int
+    """now: places in used KV blocks that hold no token"""
+    def __init__(
+        self,
+        *,
+        prompt_tokens: builtins.int = ...,
+        prefix_hit_tokens: builtins.int = ...,
+        recomputed_tokens: builtins.int = ...,
+        draft_tokens: builtins.int = ...,
+        accepted_tokens: builtins.int = ...,
+        slot_steps: builtins.int = ...,
+        blocks_swapped_out: builtins.int = ...,
+        blocks_swapped_in: builtins.int = ...,
+        unfilled_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "blocks_swapped_in", b"blocks_swapped_in", "blocks_swapped_out", b"blocks_swapped_out", "draft_tokens", b"draft_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "slot_steps", b"slot_steps", "unfilled_tokens", b"unfilled_tokens"]) -> None: ...
+
+Global___EngineCounters: typing_extensions.TypeAlias = EngineCounters
 
 @typing.final
 class RunningSequence(google.protobuf.message.Message):

@@ -163,14 +163,19 @@ class Abort(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
     epoch: builtins.int
-    """every choice of it"""
+    @property
+    def choices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of this epoch; none: all"""
+
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
+        choices: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choices", b"choices", "epoch", b"epoch"]) -> None: ...
 
 Global___Abort: typing_extensions.TypeAlias = Abort
 
@@ -244,6 +249,7 @@ class WorkerState(google.protobuf.message.Message):
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
+    COUNTERS_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
     """monotonic within an incarnation"""
     num_running: builtins.int
@@ -262,6 +268,8 @@ class WorkerState(google.protobuf.message.Message):
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.RunningSequence]:
         """at most five times a second, else empty"""
 
+    @property
+    def counters(self) -> everlift.v1.inference_pb2.EngineCounters: ...
     def __init__(
         self,
         *,
@@ -277,8 +285,10 @@ class WorkerState(google.protobuf.message.Message):
         preemptions: builtins.int = ...,
         draining: builtins.bool = ...,
         running: collections.abc.Iterable[everlift.v1.inference_pb2.RunningSequence] | None = ...,
+        counters: everlift.v1.inference_pb2.EngineCounters | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "committed_tokens", b"committed_tokens", "draining", b"draining", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "running", b"running", "sequence_number", b"sequence_number", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "committed_tokens", b"committed_tokens", "counters", b"counters", "draining", b"draining", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "running", b"running", "sequence_number", b"sequence_number", "step", b"step"]) -> None: ...
 
 Global___WorkerState: typing_extensions.TypeAlias = WorkerState
 
@@ -323,6 +333,10 @@ class Progress(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    ERROR_SLUG_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_OFFSET_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     choice: builtins.int
     offset: builtins.int
@@ -330,8 +344,20 @@ class Progress(google.protobuf.message.Message):
     stop: Global___StopCause.ValueType
     """the last Progress of this sequence"""
     error: builtins.str
+    error_slug: builtins.str
+    """with error"""
+    prompt_offset: builtins.int
+    """of the prompt token that prompt_logprobs[0] belongs to"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.TokenLogprobs]:
+        """of token_ids, if asked for"""
+
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.TokenLogprobs]:
+        """if asked for; from the prompt's second token on"""
+
     def __init__(
         self,
         *,
@@ -341,8 +367,12 @@ class Progress(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         stop: Global___StopCause.ValueType = ...,
         error: builtins.str = ...,
+        error_slug: builtins.str = ...,
+        logprobs: collections.abc.Iterable[everlift.v1.inference_pb2.TokenLogprobs] | None = ...,
+        prompt_offset: builtins.int = ...,
+        prompt_logprobs: collections.abc.Iterable[everlift.v1.inference_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "error", b"error", "offset", b"offset", "stop", b"stop", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "stop", b"stop", "token_ids", b"token_ids"]) -> None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
 
@@ -390,14 +420,12 @@ class StepLog(google.protobuf.message.Message):
     @property
     def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Start]: ...
     @property
-    def aborts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """epochs"""
-
+    def aborts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Abort]: ...
     def __init__(
         self,
         *,
         starts: collections.abc.Iterable[Global___Start] | None = ...,
-        aborts: collections.abc.Iterable[builtins.int] | None = ...,
+        aborts: collections.abc.Iterable[Global___Abort] | None = ...,
         previous_digest: builtins.bytes = ...,
         stop: builtins.bool = ...,
     ) -> None: ...

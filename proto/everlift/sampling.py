@@ -1,0 +1,179 @@
+"""How tokens are drawn, and what is said of them. Values of these types cannot be wrong. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, Self, get_args
+
+from everlift.checks import check_range
+from everlift.errors import InvalidRequest, OutOfRange
+from everlift.v1 import inference_pb2 as pb
+
+MAX_TOP_K = 1 << 20
+_OptionalField = Literal[
+    "temperature",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+    "prompt_logprobs",
+]
+#: Of the same name and type in the message, where they may be unset.
+_OPTIONAL_FIELDS: tuple[_OptionalField, ...] = get_args(_OptionalField)
+
+#: As in OpenAI's API.
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_BYTES = 64 << 10
+MAX_CHOICES = 1024
+
+
+class GrammarKind(Enum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    #: GBNF, its rule "root" first
+    EBNF = "ebnf"
+    #: one of several texts
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The form that an output must have. ``texts`` is one schema, regular expression or EBNF text,
+    or all the choices. Whether it can be compiled, only a worker can say."""
+
+    kind: GrammarKind
+    texts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.texts or not all(self.texts):
+            raise InvalidRequest(f"the grammar's {self.kind.value} is empty")
+        if sum(len(text.encode()) for text in self.texts) > MAX_GRAMMAR_BYTES:
+            raise OutOfRange(f"the grammar is longer than {MAX_GRAMMAR_BYTES} bytes")
+        if len(self.texts) > MAX_CHOICES:
+            raise OutOfRange(f"at most {MAX_CHOICES} choices, not {len(self.texts)}")
+
+    @classmethod
+    def from_proto(cls, message: pb.Grammar) -> Self:
+        form = message.WhichOneof("form")
+        if form is None:
+            raise InvalidRequest("the grammar has no form")
+        kind = GrammarKind(form)
+        if kind is GrammarKind.CHOICE:
+            return cls(kind, tuple(message.choice.texts))
+        return cls(kind, (getattr(message, form),))
+
+    def to_proto(self) -> pb.Grammar:
+        if self.kind is GrammarKind.CHOICE:
+            return pb.Grammar(choice=pb.Choices(texts=self.texts))
+        message = pb.Grammar()
+        setattr(message, self.kind.value, self.texts[0])
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0 sets no limit; ``logit_bias`` has each token once, by
+    its id. ``logprobs`` and ``prompt_logprobs`` say how many alternatives are told beside each
+    token's own log probability; None tells nothing.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        check_range("temperature", self.temperature, 0.0, 100.0)
+        check_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise OutOfRange("top_p must be above 0")
+        check_range("top_k", self.top_k, 0, MAX_TOP_K)
+        check_range("min_p", self.min_p, 0.0, 1.0)
+        if not 0 <= self.seed < 1 << 64:
+            raise OutOfRange("seed must be an unsigned 64-bit integer")
+        check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_range("min_tokens", self.min_tokens, 0, 1 << 30)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 0, MAX_LOGPROBS)
+        self._check_bias()
+
+    def _check_bias(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise OutOfRange(f"logit_bias names at most {MAX_LOGIT_BIAS} tokens")
+        for token, bias in self.logit_bias:
+            check_range("a token of logit_bias", token, 0, (1 << 32) - 1)
+            check_range("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether it matters which tokens occurred before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @classmethod
+    def from_proto(cls, message: pb.Sampling, seed: int) -> Self:
+        """``seed`` is used where the message has none. Raises InvalidRequest."""
+        given = {
+            name: getattr(message, name) for name in _OPTIONAL_FIELDS if message.HasField(name)
+        }
+        return cls(
+            **{"seed": seed} | given,
+            top_k=message.top_k,
+            logit_bias=tuple(sorted(message.logit_bias.items())),
+            min_tokens=message.min_tokens,
+            grammar=Grammar.from_proto(message.grammar) if message.HasField("grammar") else None,
+        )
+
+    def to_proto(self) -> pb.Sampling:
+        """Every field set."""
+        return pb.Sampling(
+            **{name: getattr(self, name) for name in _OPTIONAL_FIELDS},
+            top_k=self.top_k,
+            logit_bias=dict(self.logit_bias),
+            min_tokens=self.min_tokens,
+            grammar=self.grammar.to_proto() if self.grammar is not None else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable a token was to the model itself, before temperature, penalties and filters.
+
+    ``rank`` is 1 where no other token was more probable; ``top`` has the most probable tokens at
+    its place and their log probabilities, most probable first.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def from_proto(cls, message: pb.TokenLogprobs) -> Self:
+        top = zip(message.top_ids, message.top_logprobs, strict=True)
+        return cls(message.logprob, message.rank, tuple(top))
+
+    def to_proto(self) -> pb.TokenLogprobs:
+        return pb.TokenLogprobs(
+            logprob=self.logprob,
+            rank=self.rank,
+            top_ids=[token for token, _ in self.top],
+            top_logprobs=[logprob for _, logprob in self.top],
+        )
