@@ -1,7 +1,9 @@
 """One rank of a tensor-parallel engine, as a process: python -m tests.tensor_parallel_rank TASK.
 
-TASK is JSON: {"store", "rank", "size", "host", "models": [directory, ...], "prompts"}. Prints JSON:
-{"outputs": {directory: tokens of each prompt}, "parameter_bytes": {directory: n}, "listening"}.
+TASK is JSON: {"store", "rank", "size", "host", "models": [directory, ...], "prompts", "families":
+[directory, ...], "logits": directory}. Prints JSON: {"outputs": {model: tokens of each prompt},
+"parameter_bytes": {model or family: n}, "listening"}; rank 0 saves each family's logits of all
+prompts under "logits", by its directory's name.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
+from tests.decoder_steps import Step, SteppedDecoder
 from tests.tensor_parallel_worker import NUM_BLOCKS
 from tests.torch_engine import TorchEngine, greedy_jobs
 from worker.model.decoder import Decoder
@@ -23,6 +27,7 @@ from worker.parallel import Group, init_group, join_store
 CPU = torch.device("cpu")
 #: 127.0.0.1 as /proc/net/tcp writes it.
 LOOPBACK = "0100007F"
+MAX_POSITION = 256
 
 
 def main(task: dict[str, Any]) -> dict[str, Any]:
@@ -30,15 +35,33 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
     store = join_store(task["store"])
     group = init_group(store, task["rank"], task["size"], CPU, task["host"])
     jobs = greedy_jobs(task["prompts"], max_tokens=24)
-    models = task["models"]
+    models, families = task["models"], task["families"]
+    for family in families:
+        save_logits(Path(family), task, group)
     result = {
         "outputs": {m: TorchEngine(Path(m), NUM_BLOCKS, group).serve(jobs) for m in models},
-        "parameter_bytes": {m: parameter_bytes(m, group) for m in models},
+        "parameter_bytes": {m: parameter_bytes(m, group) for m in [*models, *families]},
         "listening": sorted(address for address, _ in listening()),
     }
     group.barrier()
     group.close()
     return result
+
+
+def save_logits(family: Path, task: dict[str, Any], group: Group) -> None:
+    prompts = task["prompts"]
+    logits = SteppedDecoder(family, MAX_POSITION, group).logits(prompts, steps(prompts))
+    if logits is not None:
+        named = {str(i): part.contiguous() for i, part in enumerate(logits)}
+        save_file(named, Path(task["logits"]) / family.name)
+
+
+def steps(prompts: list[list[int]]) -> list[Step]:
+    """A chunk of every prompt, their last tokens but one, and that one."""
+    chunks = [(i, min(20, len(prompt) - 1)) for i, prompt in enumerate(prompts)]
+    rest = [(i, len(prompts[i]) - 1 - count) for i, count in chunks]
+    rows = (chunks, rest, [(i, 1) for i in range(len(prompts))])
+    return [[(i, count) for i, count in step if count] for step in rows]
 
 
 def parameter_bytes(model: str, group: Group) -> int:

@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, LlamaConfig
+from transformers import LlamaConfig
 
-from worker.model.spec import LinearScaling, Llama3Scaling, ModelSpec, Rope, UnsupportedModel
+from worker.model.spec import (
+    LayerSpec,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    Rope,
+    UnsupportedArchitecture,
+    UnsupportedModel,
+)
 
 #: As transformers 4 wrote a Llama 3.1.
 LLAMA = {
@@ -43,21 +51,20 @@ def write(directory: Path, **changes: Any) -> Path:
 
 
 def test_a_config_of_transformers_4_is_read(tmp_path: Path) -> None:
+    rope = Rope(500000.0, 8, Llama3Scaling(8.0, 1.0, 4.0, 1024))
     assert ModelSpec.from_hf(write(tmp_path)) == ModelSpec(
         vocab_size=1000,
         hidden_size=64,
         intermediate_size=96,
-        num_layers=2,
         num_heads=8,
         num_kv_heads=2,
         head_dim=8,
+        layers=(LayerSpec(rope), LayerSpec(rope)),
         norm_eps=1e-5,
-        rope=Rope(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 1024)),
         max_position=4096,
         tied_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
         eos_token_ids=(7, 9),
+        attention_scale=8**-0.5,
     )
 
 
@@ -82,30 +89,19 @@ def test_a_config_of_transformers_5_is_read(tmp_path: Path) -> None:
         vocab_size=300,
         hidden_size=32,
         intermediate_size=48,
-        num_layers=1,
         num_heads=4,
         num_kv_heads=1,
         head_dim=16,
+        layers=(LayerSpec(Rope(2000.0, 16, LinearScaling(2.0))),),
         norm_eps=1e-6,
-        rope=Rope(2000.0, LinearScaling(2.0)),
         max_position=128,
         tied_embeddings=True,
-        attention_bias=True,
-        mlp_bias=True,
         eos_token_ids=(4,),
+        attention_scale=16**-0.5,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
     )
-
-
-def test_what_an_old_config_leaves_out_is_what_transformers_takes(tmp_path: Path) -> None:
-    left_out = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta")
-    write(tmp_path, **dict.fromkeys([*left_out, "rope_scaling", "eos_token_id"]))
-    spec, config = ModelSpec.from_hf(tmp_path), AutoConfig.from_pretrained(tmp_path)
-    assert spec.num_kv_heads == config.num_key_value_heads
-    assert spec.max_position == config.max_position_embeddings
-    assert spec.norm_eps == config.rms_norm_eps
-    assert spec.rope == Rope(config.rope_parameters["rope_theta"], None)
-    assert spec.eos_token_ids == (config.eos_token_id,)
-    assert spec.tied_embeddings == config.tie_word_embeddings
 
 
 def test_the_generation_config_knows_the_end_tokens_better(tmp_path: Path) -> None:
@@ -118,22 +114,50 @@ def test_a_generation_config_without_end_tokens_leaves_the_configs(tmp_path: Pat
     assert ModelSpec.from_hf(write(tmp_path)).eos_token_ids == (7, 9)
 
 
+def test_an_unknown_architecture_is_told_apart_from_a_known_one_that_asks_too_much(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UnsupportedArchitecture, match="OPTForCausalLM") as refused:
+        ModelSpec.from_hf(write(tmp_path, architectures=["OPTForCausalLM"]))
+    assert all(name in str(refused.value) for name in ModelSpec.supported_architectures())
+    with pytest.raises(UnsupportedArchitecture, match="none named"):
+        ModelSpec.from_hf(write(tmp_path, architectures=None))
+    with pytest.raises(UnsupportedModel) as too_much:
+        ModelSpec.from_hf(write(tmp_path, hidden_act="relu"))
+    assert not isinstance(too_much.value, UnsupportedArchitecture)
+
+
+QWEN = {"architectures": ["Qwen2ForCausalLM"]}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["OPTForCausalLM"]}, ["OPTForCausalLM", "LlamaForCausalLM"]),
-        ({"architectures": None}, ["none named", "LlamaForCausalLM"]),
-        ({"rope_scaling": {"rope_type": "yarn"}}, ["yarn", "default, linear, llama3"]),
-        ({"rope_scaling": {"type": "linear"}}, ["linear", "factor"]),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, ["dynamic", "default, linear, llama3, yarn"]),
+        ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "factor"]),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1]}},
+            ["short_factor", "4 numbers"],
+        ),
+        ({"rope_scaling": "none"}, ["rope_scaling", "none"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"hidden_act": "relu"}, ["hidden_act", "relu", "silu"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"attention_bias": 1}, ["attention_bias", "true or false"]),
         ({"hidden_size": None}, ["hidden_size"]),
         ({"vocab_size": "many"}, ["vocab_size", "many"]),
+        ({"rms_norm_eps": "small"}, ["rms_norm_eps", "small"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
         ({"num_key_value_heads": 3}, ["8 heads", "3 KV heads"]),
-        ({"head_dim": 7}, ["head_dim 7"]),
+        ({"head_dim": 7}, ["7 features of a head"]),
+        (QWEN | {"layer_types": ["full_attention"]}, ["layer_types", "1 layers", "2"]),
+        (QWEN | {"layer_types": ["full_attention", "chunked"]}, ["chunked", "sliding_attention"]),
+        (QWEN | {"layer_types": ["sliding_attention"] * 2}, ["sliding_window"]),
+        (GEMMA3 | {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: [*value][-1] if isinstance(value, dict) else "",
 )
 def test_what_the_decoder_does_not_do_is_refused_by_name(
     changes: dict[str, Any], words: list[str], tmp_path: Path

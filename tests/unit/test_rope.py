@@ -2,56 +2,135 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from torch import Tensor, nn
+from transformers import LlamaConfig, Phi3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
+from transformers.utils import logging
 
 from worker.model.rope import RotaryTable, rotate
-from worker.model.spec import LinearScaling, Llama3Scaling, Rope
+from worker.model.spec import ModelSpec, Rope
+
+logging.set_verbosity_error()  # it has advice for such parameters
 
 HEAD_DIM = 64
 LENGTH = 3000
+CPU = torch.device("cpu")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256},
+    "yarn, every word": {
+        "rope_type": "yarn",
+        "factor": 6.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 20,
+        "beta_slow": 2,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "truncate": False,
+    },
+    "yarn, its attention factor": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 256,
+        "attention_factor": 0.8,
+    },
+    "yarn, a step in place of a ramp": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 2,
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("rope", "parameters"),
-    [
-        (Rope(10000.0, None), {"rope_type": "default"}),
-        (Rope(1e6, LinearScaling(4.0)), {"rope_type": "linear", "factor": 4.0}),
-        (
-            Rope(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 256)),
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 256,
-            },
-        ),
-    ],
-    ids=["default", "linear", "llama3"],
-)
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(24)],
+    "long_factor": [2.0 + pair for pair in range(24)],
+}
+
+
+def rope_of(config: LlamaConfig | Phi3Config, directory: Path) -> Rope:
+    """What a spec says of it."""
+    config.save_pretrained(directory)
+    return ModelSpec.from_hf(directory).layers[0].rope
+
+
+def llama(**parameters: Any) -> LlamaConfig:
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=2 * HEAD_DIM,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        max_position_embeddings=LENGTH,
+        rope_parameters={"rope_theta": 5000.0} | parameters,
+    )
+
+
+def phi3(original_context: int, **parameters: Any) -> Phi3Config:
+    return Phi3Config(
+        architectures=["Phi3ForCausalLM"],
+        hidden_size=2 * HEAD_DIM,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        max_position_embeddings=LENGTH,
+        original_max_position_embeddings=original_context,
+        rope_parameters={"rope_theta": 5000.0} | parameters,
+    )
+
+
+def turned(heads: Tensor, positions: Tensor, embedding: nn.Module) -> Tensor:
+    """``heads`` as transformers turns them."""
+    cos, sin = embedding(heads, positions[None])
+    return apply_rotary_pos_emb(heads[None], heads[None], cos, sin, unsqueeze_dim=2)[0][0]
+
+
+@pytest.mark.parametrize("parameters", KINDS.values(), ids=KINDS)
 def test_heads_are_turned_as_transformers_turns_them(
-    rope: Rope, parameters: dict[str, Any]
+    parameters: dict[str, Any], tmp_path: Path
 ) -> None:
+    config = llama(**parameters)
     positions = torch.tensor([0, 1, 31, 700, LENGTH - 1])
     heads = torch.randn(len(positions), 3, HEAD_DIM)
-    table = RotaryTable(rope, HEAD_DIM, LENGTH, torch.device("cpu"))
-    config = LlamaConfig(
-        head_dim=HEAD_DIM,
-        max_position_embeddings=LENGTH,
-        rope_parameters=parameters | {"rope_theta": rope.theta},
-    )
-    cos, sin = LlamaRotaryEmbedding(config)(heads, positions[None])
-    expected, _ = apply_rotary_pos_emb(heads[None], heads[None], cos, sin, unsqueeze_dim=2)
+    expected = turned(heads, positions, LlamaRotaryEmbedding(config))
+    table = RotaryTable(rope_of(config, tmp_path), LENGTH, CPU)
     # Late positions are large angles, of which fp32 knows fewer digits.
-    torch.testing.assert_close(rotate(heads, table.at(positions)), expected[0], atol=3e-4, rtol=0)
+    torch.testing.assert_close(rotate(heads, table.at(positions)), expected, atol=3e-4, rtol=0)
+
+
+@pytest.mark.parametrize("served", [400, 401, LENGTH])
+@pytest.mark.parametrize("written", [{}, {"factor": 3.0}, {"attention_factor": 0.9}], ids=str)
+def test_longrope_goes_by_the_longest_sequence_that_is_served(
+    written: dict[str, float], served: int, tmp_path: Path
+) -> None:
+    """As transformers turns a sequence of that length; part of each head is left alone."""
+    config = phi3(400, **LONGROPE | written)
+    heads = torch.randn(3, 2, HEAD_DIM)
+    positions = torch.tensor([5, 399, served - 1])
+    expected = turned(heads, positions, Phi3RotaryEmbedding(config))
+    table = RotaryTable(rope_of(config, tmp_path), served, CPU)
+    got = rotate(heads, table.at(positions))
+    torch.testing.assert_close(got, expected, atol=3e-4, rtol=0)
+    assert torch.equal(got[..., 48:], heads[..., 48:])
 
 
 def test_the_dtype_of_the_heads_is_kept() -> None:
-    table = RotaryTable(Rope(10000.0, None), HEAD_DIM, 8, torch.device("cpu"))
-    heads = torch.randn(2, 1, HEAD_DIM, dtype=torch.bfloat16)
-    assert rotate(heads, table.at(torch.tensor([0, 5]))).dtype is torch.bfloat16
+    for dim in (HEAD_DIM, HEAD_DIM // 2):
+        table = RotaryTable(Rope(10000.0, dim), 8, CPU)
+        heads = torch.randn(2, 1, HEAD_DIM, dtype=torch.bfloat16)
+        assert rotate(heads, table.at(torch.tensor([0, 5]))).dtype is torch.bfloat16

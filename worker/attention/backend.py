@@ -7,11 +7,29 @@ tensors that all layers of the step share.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from worker.plan import Row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionForm:
+    """How one layer attends. Of a query at position p, the key at position j gets the score
+
+        s = scale * (query . key),  or  softcap * tanh(s / softcap) with a softcap,
+
+    for every j with p - window < j <= p, or 0 <= j <= p without a window; the softmax of the
+    scores weighs the values. ``sinks`` [heads], those of this rank, are one more score for each
+    head in its softmax, which weighs nothing.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 class StepAttention(Protocol):
@@ -21,9 +39,10 @@ class StepAttention(Protocol):
         """Stores ``key`` and ``value`` [tokens, kv_heads, head_dim] at the tokens' positions."""
         ...
 
-    def attend(self, layer: int, query: Tensor) -> Tensor:
-        """``query`` [tokens, heads, head_dim] over each one's own sequence up to itself, scaled by
-        head_dim ** -0.5; the same shape. The step's own keys must have been written."""
+    def attend(self, layer: int, query: Tensor, form: AttentionForm) -> Tensor:
+        """``query`` [tokens, heads, head_dim] over each one's own sequence up to itself, as
+        ``form`` says; the same shape. Query heads that share a KV head lie side by side: head h
+        reads KV head h // (heads // kv_heads). The step's own keys must have been written."""
         ...
 
 

@@ -1,9 +1,9 @@
-"""Attention in plain torch, on any device: gather a few rows' blocks, then torch's own attention.
+"""Attention in plain torch, on any device: gather a few rows' blocks, then attend to them at once.
 
-Rows with the same number of new tokens and of blocks share a call. A decoding row's blocks are
-first padded to a power of two: many rows then share, and the padding at most doubles their work.
-Since a row's shape depends on the row alone, so does its result: in any batch the same, bit for
-bit (on a CPU in fp32).
+Rows with the same number of new tokens and of blocks share a call. The blocks of a row with few new
+tokens are first padded to a power of two: many rows then share, and the padding at most doubles
+their work. Under a window, blocks that no new token sees are left out. Since a row's shape depends
+on the row alone, so does its result: in any batch the same, bit for bit (on a CPU in fp32).
 """
 
 from __future__ import annotations
@@ -18,46 +18,58 @@ from torch import Tensor
 from torch.nn import functional
 
 from everlift.blockhash import BLOCK_SIZE
+from worker.attention.backend import AttentionForm
 from worker.kv_cache import KVCache
 from worker.limits import blocks_for
 from worker.plan import Row
 
 #: Gathered in one go; copies so large that the allocator maps new pages were 2.5 times slower.
 _MAX_GATHERED_BYTES = 8 << 20
+#: New tokens of a row, decoding or checking drafts, whose blocks are padded.
+_FEW = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """A row, and the index of its first token among the step's tokens."""
+    """A row, the index of its first token among the step's tokens, and what the token sees."""
 
     row: Row
     first: int
+    window: int | None
 
     @property
-    def end(self) -> int:
-        """The position after the row's last token."""
-        return self.row.start + len(self.row.tokens)
+    def first_block(self) -> int:
+        """The first block of which the row sees any token."""
+        if self.window is None:
+            return 0
+        return max(0, self.row.start - self.window + 1) // BLOCK_SIZE
 
     @property
     def shape(self) -> tuple[int, int]:
         """New tokens, and blocks to attend to."""
-        blocks = blocks_for(self.end)
-        new = len(self.row.tokens)
-        return (new, blocks) if new > 1 else (1, 1 << (blocks - 1).bit_length())
+        new, blocks = len(self.row.tokens), len(self._table)
+        return new, blocks if new > _FEW else 1 << (blocks - 1).bit_length()
 
-    def padded_table(self, blocks: int) -> list[int]:
-        """Its block table, cut or filled to ``blocks``; what fills it is masked out."""
-        table = list(self.row.block_table[:blocks])
-        return table + table[:1] * (blocks - len(table))
+    @property
+    def padded_table(self) -> list[int]:
+        """The blocks that it sees, filled up to its shape; what fills it is masked out, but read,
+        so it is its own: the others' may hold NaN."""
+        table = list(self._table)
+        return table + table[:1] * (self.shape[1] - len(table))
+
+    @property
+    def _table(self) -> tuple[int, ...]:
+        after = blocks_for(self.row.start + len(self.row.tokens))
+        return self.row.block_table[self.first_block : after]
 
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
     """n rows of one shape, attended in one call.
 
-    ``tokens`` [n * new] are their tokens' indices in the step; ``runs`` [2 * kv_heads * n * blocks]
-    what they read of layer 0, as indices of KVCache.runs; ``bias`` [n, 1, new, blocks * BLOCK_SIZE]
-    is 0 up to each token's own position and -inf after it.
+    ``tokens`` [n * new] are their tokens' indices in the step; ``runs`` [2 * n * kv_heads * blocks]
+    what they read of layer 0, as indices of KVCache.runs, keys' before values'; ``bias`` [n, 1,
+    new, blocks * BLOCK_SIZE] is 0 at the positions that each token sees and -inf at others.
     """
 
     tokens: Tensor
@@ -70,81 +82,115 @@ class ReferenceAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._runs_of_layer = torch.arange(2 * cache.kv_heads, device=cache.tensor.device)
 
     def prepare(self, rows: Sequence[Row]) -> ReferenceStep:
         places = list(_places(rows))
         # What a block's last owner left would reach its next one: 0 times NaN is NaN.
         begun = [block for block, offset in places if offset == 0]
-        self._cache.tensor.index_fill_(0, self._tensor(begun), 0)
-        block, offset = self._tensor(places).unbind(dim=1)
-        groups = _groups(rows, _MAX_GATHERED_BYTES // self._cache.layer(0)[0].nbytes)
-        return ReferenceStep(self._cache, block, offset, [self._bundle(group) for group in groups])
-
-    def _bundle(self, spans: Sequence[_Span]) -> _Bundle:
-        new, blocks = spans[0].shape
-        device, dtype = self._cache.tensor.device, self._cache.tensor.dtype
-        steps = torch.arange(new, device=device)
-        first = self._tensor([span.first for span in spans]).unsqueeze(1)
-        start = self._tensor([span.row.start for span in spans]).unsqueeze(1)
-        tables = self._tensor([span.padded_table(blocks) for span in spans])
-        runs = self._runs_of_layer[:, None, None] + tables * self._cache.runs_per_block
-        keys = torch.arange(blocks * BLOCK_SIZE, device=device)
-        later = keys > (start + steps).unsqueeze(-1)
-        bias = torch.zeros_like(later, dtype=dtype).masked_fill_(later, -torch.inf)
-        return _Bundle((first + steps).flatten(), runs.flatten(), bias.unsqueeze(1))
-
-    def _tensor(self, values: Sequence[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._cache.tensor.device)
+        device = self._cache.tensor.device
+        self._cache.tensor.index_fill_(0, _tensor(begun, device), 0)
+        block, offset = _tensor(places, device).unbind(dim=1)
+        return ReferenceStep(self._cache, rows, block, offset)
 
 
 class ReferenceStep:
     """StepAttention over one KVCache."""
 
-    def __init__(
-        self, cache: KVCache, block: Tensor, offset: Tensor, bundles: Sequence[_Bundle]
-    ) -> None:
+    def __init__(self, cache: KVCache, rows: Sequence[Row], block: Tensor, offset: Tensor) -> None:
         self._cache = cache
+        self._rows = rows
         self._block = block
         self._offset = offset
-        self._bundles = bundles
+        self._bundles_of: dict[int | None, list[_Bundle]] = {}
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         keys, values = self._cache.layer(layer).unbind(dim=1)
         keys[self._block, :, self._offset] = key
         values[self._block, :, self._offset] = value
 
-    def attend(self, layer: int, query: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, form: AttentionForm) -> Tensor:
         first = layer * 2 * self._cache.kv_heads
         out = torch.empty_like(query)
-        for bundle in self._bundles:
+        for bundle in self._bundles(form.window):
             gathered = self._cache.runs.index_select(0, bundle.runs + first)
-            out[bundle.tokens] = _attend(query[bundle.tokens], gathered, bundle.bias)
+            out[bundle.tokens] = _attend(query[bundle.tokens], gathered, bundle.bias, form)
         return out
 
+    def _bundles(self, window: int | None) -> list[_Bundle]:
+        """Those of all rows, prepared for the first layer with this window."""
+        if window not in self._bundles_of:
+            most = _MAX_GATHERED_BYTES // self._cache.layer(0)[0].nbytes
+            groups = _groups(self._rows, window, most)
+            self._bundles_of[window] = [_bundle(group, self._cache) for group in groups]
+        return self._bundles_of[window]
 
-def _attend(query: Tensor, gathered: Tensor, bias: Tensor) -> Tensor:
-    """``query`` [n * new, heads, head_dim] over the runs ``gathered``, keys' before values'."""
+
+def _attend(query: Tensor, gathered: Tensor, bias: Tensor, form: AttentionForm) -> Tensor:
+    """``query`` [n * new, heads, head_dim] over the runs ``gathered`` for a bundle."""
     rows, _, new, context = bias.shape
     head_dim = query.shape[-1]
-    key, value = gathered.view(2, -1, rows, context, head_dim).transpose(1, 2)
-    if new == 1:
+    key, value = gathered.view(2, rows, -1, context, head_dim)
+    rowwise = query.view(rows, new, -1, head_dim)
+    if form.softcap is None and form.sinks is None:
+        out = _attend_plainly(rowwise, key, value, bias, form.scale)
+    else:
+        out = _attend_in_steps(rowwise, key, value, bias, form)
+    return out.reshape(query.shape)
+
+
+def _attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
+) -> Tensor:
+    """``query`` [n, new, heads, head_dim] over ``key`` and ``value`` [n, kv_heads, context, ...],
+    in torch's own attention."""
+    if query.shape[1] == 1:
         # The heads that share a KV head become its queries: no copy of keys for each of them.
-        grouped = query.view(rows, key.shape[1], -1, head_dim)
-        out = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=bias)
-        return out.reshape(query.shape)
-    heads = query.view(rows, new, -1, head_dim).transpose(1, 2)
+        grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])
+        return functional.scaled_dot_product_attention(
+            grouped, key, value, attn_mask=bias, scale=scale
+        )
     out = functional.scaled_dot_product_attention(
-        heads, key, value, attn_mask=bias, enable_gqa=True
+        query.transpose(1, 2), key, value, attn_mask=bias, scale=scale, enable_gqa=True
     )
-    return out.transpose(1, 2).reshape(query.shape)
+    return out.transpose(1, 2)
 
 
-def _spans(rows: Sequence[Row]) -> Iterator[_Span]:
-    first = 0
-    for row in rows:
-        yield _Span(row, first)
-        first += len(row.tokens)
+def _attend_in_steps(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, form: AttentionForm
+) -> Tensor:
+    """As _attend_plainly, with what torch's own attention does not have."""
+    rows, new, _, head_dim = query.shape
+    grouped = query.view(rows, new, key.shape[1], -1, head_dim).permute(0, 2, 3, 1, 4)
+    products = torch.matmul(grouped.flatten(2, 3), key.transpose(-1, -2)).float()
+    scores = products.view(*grouped.shape[:-1], -1).mul_(form.scale)
+    if form.softcap is not None:
+        scores.div_(form.softcap).tanh_().mul_(form.softcap)
+    scores.add_(bias.unsqueeze(2))
+    if form.sinks is not None:
+        sinks = form.sinks.float().view(key.shape[1], -1, 1, 1)
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    out = torch.matmul(weights.flatten(2, 3).to(value.dtype), value)
+    return out.view(grouped.shape).permute(0, 3, 1, 2, 4)
+
+
+def _bundle(spans: Sequence[_Span], cache: KVCache) -> _Bundle:
+    new, blocks = spans[0].shape
+    device, dtype = cache.tensor.device, cache.tensor.dtype
+    steps = torch.arange(new, device=device)
+    first = _tensor([span.first for span in spans], device).unsqueeze(1)
+    start = _tensor([span.row.start for span in spans], device).unsqueeze(1)
+    tables = _tensor([span.padded_table for span in spans], device)
+    runs_of_layer = torch.arange(2 * cache.kv_heads, device=device).view(2, 1, cache.kv_heads, 1)
+    runs = runs_of_layer + tables.unsqueeze(1) * cache.runs_per_block
+    left = _tensor([span.first_block * BLOCK_SIZE for span in spans], device)
+    keys = (left.unsqueeze(1) + torch.arange(blocks * BLOCK_SIZE, device=device)).unsqueeze(1)
+    positions = (start + steps).unsqueeze(-1)
+    unseen = keys > positions
+    if spans[0].window is not None:
+        unseen |= keys <= positions - spans[0].window
+    bias = torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, -torch.inf)
+    return _Bundle((first + steps).flatten(), runs.flatten(), bias.unsqueeze(1))
 
 
 def _places(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
@@ -154,12 +200,23 @@ def _places(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
             yield row.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
 
 
-def _groups(rows: Sequence[Row], max_blocks: int) -> Iterator[list[_Span]]:
+def _spans(rows: Sequence[Row], window: int | None) -> Iterator[_Span]:
+    first = 0
+    for row in rows:
+        yield _Span(row, first, window)
+        first += len(row.tokens)
+
+
+def _groups(rows: Sequence[Row], window: int | None, max_blocks: int) -> Iterator[list[_Span]]:
     """Rows of one shape together, one or as many as have ``max_blocks`` between them."""
     by_shape: dict[tuple[int, int], list[_Span]] = defaultdict(list)
-    for span in _spans(rows):
+    for span in _spans(rows, window):
         by_shape[span.shape].append(span)
     for (_, blocks), alike in by_shape.items():
         most = max(1, max_blocks // blocks)
         for i in range(0, len(alike), most):
             yield alike[i : i + most]
+
+
+def _tensor(values: Sequence[Any], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)

@@ -5,17 +5,22 @@ whose they are, and it is handed in.
 
     h = embed(tokens)
     each layer:  h += out(attend(rotate(qkv(norm(h)))))
-                 h += down(silu(gate(x)) * up(x)),  x = norm(h)
+                 h += down(act(gate(x)) * up(x)),  x = norm(h)
+
+Around that, where the spec asks for it: a norm of each head before it is rotated, of what is added
+to h, and factors at every end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.attention.backend import StepAttention
+from worker.attention.backend import AttentionForm, StepAttention
 from worker.model.layers import (
     ColumnLinear,
     Part,
@@ -24,111 +29,187 @@ from worker.model.layers import (
     RmsNorm,
     RowLinear,
     VocabTable,
-    even_share,
-    kv_head_share,
 )
-from worker.model.rope import RotaryTable, rotate
-from worker.model.spec import ModelSpec
+from worker.model.rope import Angle, RotaryTable, rotate
+from worker.model.sharing import Share, share_heads, tail_padded
+from worker.model.spec import Activation, LayerSpec, ModelSpec
 
-Angle = tuple[Tensor, Tensor]
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+class HeadNorms:
+    """A norm over each query head and one over each key head."""
+
+    def __init__(self, name: str, spec: ModelSpec, place: Placement) -> None:
+        self._query = _norm(f"{name}.q_norm", spec.head_dim, spec, place)
+        self._key = _norm(f"{name}.k_norm", spec.head_dim, spec, place)
+
+    def __call__(self, heads: Tensor, num_query: int) -> Tensor:
+        """``heads`` [T, heads, head_dim], of which the first ``num_query`` are queries."""
+        query, key = heads.tensor_split([num_query], dim=1)
+        return torch.cat((self._query(query), self._key(key)), dim=1)
+
+    def pieces(self) -> Iterator[Piece]:
+        yield from self._query.pieces()
+        yield from self._key.pieces()
 
 
 class Attention:
-    def __init__(self, layer: int, spec: ModelSpec, place: Placement) -> None:
-        heads = even_share(spec.num_heads, place.group, "attention heads")
-        kv_heads = kv_head_share(spec.num_kv_heads, place.group)
-        name = f"model.layers.{layer}.self_attn"
-        query = _heads_part(f"{name}.q_proj", spec.num_heads, heads, spec.head_dim)
-        key = _heads_part(f"{name}.k_proj", spec.num_kv_heads, kv_heads, spec.head_dim)
-        value = _heads_part(f"{name}.v_proj", spec.num_kv_heads, kv_heads, spec.head_dim)
-        out = _heads_part(f"{name}.o_proj", spec.num_heads, heads, spec.head_dim)
-        bias = spec.attention_bias
+    def __init__(self, layer: int, spec: ModelSpec, form: AttentionForm, place: Placement) -> None:
+        name = f"{spec.tensors.model}.layers.{layer}.self_attn"
+        group = place.group
+        heads = share_heads(spec.num_heads, spec.num_kv_heads, group.size, group.rank)
+        query, kv = heads.query.of(spec.head_dim), heads.kv.of(spec.head_dim)
+        all_query, all_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        parts = _column_parts(
+            name,
+            "qkv_proj" if spec.tensors.fused else None,
+            {"q_proj": (all_query, query), "k_proj": (all_kv, kv), "v_proj": (all_kv, kv)},
+        )
         self._layer = layer
+        self._form = form
         self._head_dim = spec.head_dim
-        self._num_heads = heads.stop - heads.start
-        self._num_kv_heads = kv_heads.stop - kv_heads.start
-        self._qkv = ColumnLinear((query, key, value), spec.hidden_size, bias, place)
-        self._out = RowLinear(out, spec.hidden_size, bias, place)
+        self._num_query = heads.query.width
+        self._num_turned = heads.query.width + heads.kv.width
+        self._qkv = ColumnLinear(parts, spec.hidden_size, spec.qkv_bias, place)
+        self._norms = HeadNorms(name, spec, place) if spec.qk_norm else None
+        out = Part(f"{name}.o_proj", all_query, query)
+        self._out = RowLinear(out, spec.hidden_size, spec.out_bias, place)
 
     def __call__(self, x: Tensor, angle: Angle, attention: StepAttention) -> Tensor:
         qkv = self._qkv(x).view(len(x), -1, self._head_dim)
-        rotated, value = qkv.tensor_split([self._num_heads + self._num_kv_heads], dim=1)
-        query, key = rotate(rotated, angle).tensor_split([self._num_heads], dim=1)
+        turned, value = qkv.tensor_split([self._num_turned], dim=1)
+        if self._norms is not None:
+            turned = self._norms(turned, self._num_query)
+        query, key = rotate(turned, angle).tensor_split([self._num_query], dim=1)
         attention.write(self._layer, key, value)
-        return self._out(attention.attend(self._layer, query).flatten(1))
+        return self._out(attention.attend(self._layer, query, self._form).flatten(1))
 
     def pieces(self) -> Iterator[Piece]:
-        yield from self._qkv.pieces()
-        yield from self._out.pieces()
+        for part in (self._qkv, self._norms, self._out):
+            if part is not None:
+                yield from part.pieces()
 
 
 class Mlp:
     def __init__(self, layer: int, spec: ModelSpec, place: Placement) -> None:
+        name = f"{spec.tensors.model}.layers.{layer}.mlp"
         size = spec.intermediate_size
-        share = even_share(size, place.group, "MLP features")
-        name = f"model.layers.{layer}.mlp"
-        gate, up, down = (
-            Part(f"{name}.{part}_proj", size, share) for part in ("gate", "up", "down")
+        share = tail_padded(size, place.group.size, place.group.rank)
+        parts = _column_parts(
+            name,
+            "gate_up_proj" if spec.tensors.fused else None,
+            {"gate_proj": (size, share), "up_proj": (size, share)},
         )
-        self._gate_up = ColumnLinear((gate, up), spec.hidden_size, spec.mlp_bias, place)
+        down = Part(f"{name}.down_proj", size, share)
+        self._activation = _ACTIVATIONS[spec.activation]
+        self._gate_up = ColumnLinear(parts, spec.hidden_size, spec.mlp_bias, place)
         self._down = RowLinear(down, spec.hidden_size, spec.mlp_bias, place)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(functional.silu(gate) * up)
+        return self._down(self._activation(gate) * up)
 
     def pieces(self) -> Iterator[Piece]:
         yield from self._gate_up.pieces()
         yield from self._down.pieces()
 
 
+class Residual:
+    """What a layer does twice: norm the hidden state, compute something of it, add that to it.
+
+    ``norms`` are those before the computation and, where there are two, after it.
+    """
+
+    def __init__(self, norms: tuple[str, ...], spec: ModelSpec, place: Placement) -> None:
+        self._before, *after = (_norm(name, spec.hidden_size, spec, place) for name in norms)
+        self._after = after[0] if after else None
+        self._multiplier = spec.residual_multiplier
+
+    def __call__(self, hidden: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        added = compute(self._before(hidden))
+        if self._after is not None:
+            added = self._after(added)
+        if self._multiplier != 1.0:
+            added = added * self._multiplier
+        return hidden + added
+
+    def pieces(self) -> Iterator[Piece]:
+        yield from self._before.pieces()
+        if self._after is not None:
+            yield from self._after.pieces()
+
+
 class Layer:
-    def __init__(self, layer: int, spec: ModelSpec, place: Placement) -> None:
-        name = f"model.layers.{layer}"
-        width, eps = spec.hidden_size, spec.norm_eps
-        self._attention_norm = RmsNorm(f"{name}.input_layernorm", width, eps, place)
-        self._attention = Attention(layer, spec, place)
-        self._mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", width, eps, place)
+    def __init__(self, layer: int, spec: ModelSpec, form: AttentionForm, place: Placement) -> None:
+        name = f"{spec.tensors.model}.layers.{layer}"
+        self._around_attention, self._around_mlp = (
+            Residual(tuple(f"{name}.{norm}" for norm in norms), spec, place)
+            for norms in _norm_names(spec.post_norms)
+        )
+        self._attention = Attention(layer, spec, form, place)
         self._mlp = Mlp(layer, spec, place)
 
     def __call__(self, hidden: Tensor, angle: Angle, attention: StepAttention) -> Tensor:
-        hidden = hidden + self._attention(self._attention_norm(hidden), angle, attention)
-        return hidden + self._mlp(self._mlp_norm(hidden))
+        attend = partial(self._attention, angle=angle, attention=attention)
+        return self._around_mlp(self._around_attention(hidden, attend), self._mlp)
 
     def pieces(self) -> Iterator[Piece]:
-        for part in (self._attention_norm, self._attention, self._mlp_norm, self._mlp):
+        for part in (self._around_attention, self._attention, self._around_mlp, self._mlp):
             yield from part.pieces()
 
 
 class Decoder:
     """The rank's share of a model. Its parameters hold nothing until weights.load has filled them.
 
-    Raises UnsupportedModel where the model cannot be split over the ranks.
+    ``max_model_len`` is the longest sequence that it is given.
     """
 
     def __init__(self, spec: ModelSpec, max_model_len: int, place: Placement) -> None:
-        vocab, width = spec.vocab_size, spec.hidden_size
-        self._embedding = VocabTable("model.embed_tokens.weight", vocab, width, place)
-        self._layers = [Layer(i, spec, place) for i in range(spec.num_layers)]
-        self._norm = RmsNorm("model.norm", width, spec.norm_eps, place)
+        vocab, width, names = spec.vocab_size, spec.hidden_size, spec.tensors
+        #: tensors of the checkpoint whose names begin so are not for it
+        self.unread = names.unread
+        self._embedding = VocabTable(f"{names.model}.embed_tokens.weight", vocab, width, place)
+        self._multiplier = _rounded(spec.embedding_multiplier, place.dtype)
+        self._layers = [
+            Layer(i, spec, _form(spec, layer, max_model_len), place)
+            for i, layer in enumerate(spec.layers)
+        ]
+        self._norm = _norm(f"{names.model}.norm", width, spec, place)
         self._head = (
             self._embedding
             if spec.tied_embeddings
-            else VocabTable("lm_head.weight", vocab, width, place)
+            else VocabTable(f"{names.head}.weight", vocab, width, place)
         )
-        self._rope = RotaryTable(spec.rope, spec.head_dim, max_model_len, place.device)
+        self._logits_divisor = spec.logits_divisor
+        self._logits_softcap = spec.logits_softcap
+        ropes = list(dict.fromkeys(layer.rope for layer in spec.layers))
+        self._tables = [RotaryTable(rope, max_model_len, place.device) for rope in ropes]
+        self._table_of_layer = [ropes.index(layer.rope) for layer in spec.layers]
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """Hidden states [T, hidden] of ``tokens`` [T], each at its place of ``positions`` [T]."""
         hidden = self._embedding.lookup(tokens)
-        angle = self._rope.at(positions)
-        for layer in self._layers:
-            hidden = layer(hidden, angle, attention)
+        if self._multiplier != 1.0:
+            hidden = hidden * self._multiplier
+        angles = [table.at(positions) for table in self._tables]
+        for layer, table in zip(self._layers, self._table_of_layer, strict=True):
+            hidden = layer(hidden, angles[table], attention)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere."""
-        return self._head.logits(self._norm(hidden))
+        logits = self._head.logits(self._norm(hidden))
+        if logits is None:
+            return None
+        if self._logits_divisor != 1.0:
+            logits = logits / self._logits_divisor
+        cap = self._logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def pieces(self) -> Iterator[Piece]:
         """Everything of the checkpoint that this rank holds."""
@@ -140,7 +221,41 @@ class Decoder:
             yield from self._head.pieces()
 
 
-def _heads_part(name: str, count: int, share: slice, head_dim: int) -> Part:
-    """A projection to or from ``count`` heads, of which this rank holds ``share``."""
-    features = slice(share.start * head_dim, share.stop * head_dim)
-    return Part(name, count * head_dim, features)
+def _norm(name: str, width: int, spec: ModelSpec, place: Placement) -> RmsNorm:
+    return RmsNorm(name, width, spec.norm_eps, spec.norms_add_one, place)
+
+
+def _norm_names(post_norms: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a layer's norms are called: those around attention, and those around the MLP."""
+    if post_norms:
+        return (
+            ("input_layernorm", "post_attention_layernorm"),
+            ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        )
+    return ("input_layernorm",), ("post_attention_layernorm",)  # the latter before the MLP
+
+
+def _column_parts(
+    name: str, fused: str | None, parts: dict[str, tuple[int, Share]]
+) -> tuple[Part, ...]:
+    """``parts``, each with its size and its share of it: linears of their own in the checkpoint, or
+    side by side in the one that ``fused`` names."""
+    if fused is None:
+        return tuple(Part(f"{name}.{part}", size, share) for part, (size, share) in parts.items())
+    total = sum(size for size, _ in parts.values())
+    fused_parts, before = [], 0
+    for size, share in parts.values():
+        fused_parts.append(Part(f"{name}.{fused}", total, share.moved(before)))
+        before += size
+    return tuple(fused_parts)
+
+
+def _form(spec: ModelSpec, layer: LayerSpec, max_model_len: int) -> AttentionForm:
+    """A window that no sequence outgrows is none."""
+    window = layer.window if layer.window is not None and layer.window < max_model_len else None
+    return AttentionForm(spec.attention_scale, window, spec.attention_softcap)
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """As a parameter of ``dtype`` would hold it: models of half precision were trained so."""
+    return torch.tensor(value, dtype=dtype).item()

@@ -5,6 +5,7 @@
     vocab    rows of the table are split   ids [T] -> [T, hidden], hidden [n, hidden] -> logits
 
 A layer says which slices of which checkpoint tensors it holds (``pieces``); weights.py reads them.
+What no checkpoint tensor fills, since a share is padded (sharing.py), is zero from the start.
 Parameters are plain tensors: nothing here is trained.
 """
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker.model.spec import UnsupportedModel
+from worker.model.sharing import Share, tail_padded
 from worker.parallel import Group
 
 Slices = tuple[slice, ...]
@@ -39,7 +40,7 @@ class Placement:
 class Piece:
     """One checkpoint tensor's way into a parameter: ``into`` gets ``tensor[slices]``.
 
-    ``shape`` is that of the whole tensor in the checkpoint.
+    ``shape`` is that of the whole tensor in the checkpoint. Several pieces may be of one tensor.
     """
 
     name: str
@@ -50,61 +51,48 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the checkpoint's linears, and the share of it held here.
+    """One of the checkpoint's linears, or a part of one, and the share of it held here.
 
-    ``size`` counts, and ``share`` cuts, the features that its layer splits: of the output in a
-    column layer, of the input in a row layer.
+    ``size`` counts the features of the checkpoint's linear that its layer splits, and ``share``
+    cuts them: those of the output in a column layer, of the input in a row layer.
     """
 
     name: str
     size: int
-    share: slice
+    share: Share
 
     @property
-    def width(self) -> int:
-        return int(self.share.stop - self.share.start)
-
-
-def even_share(size: int, group: Group, what: str) -> slice:
-    """This rank's part of ``size`` things that are split evenly. Raises UnsupportedModel."""
-    if size % group.size:
-        raise UnsupportedModel(f"{size} {what} cannot be split over {group.size} ranks")
-    width = size // group.size
-    return slice(group.rank * width, (group.rank + 1) * width)
-
-
-def kv_head_share(num_kv_heads: int, group: Group) -> slice:
-    """This rank's KV heads; with fewer heads than ranks, neighbours hold the same one."""
-    if num_kv_heads >= group.size:
-        return even_share(num_kv_heads, group, "KV heads")
-    if group.size % num_kv_heads:
-        raise UnsupportedModel(f"{group.size} ranks cannot share {num_kv_heads} KV heads evenly")
-    head = group.rank * num_kv_heads // group.size
-    return slice(head, head + 1)
+    def held(self) -> slice:
+        """Of the checkpoint's features."""
+        return slice(self.share.start, self.share.stop)
 
 
 class ColumnLinear:
     """Several linears of one input as one product; their outputs lie side by side, in order."""
 
     def __init__(self, parts: tuple[Part, ...], inputs: int, bias: bool, place: Placement) -> None:
-        outputs = sum(part.width for part in parts)
+        outputs = sum(part.share.width for part in parts)
         self._parts = parts
-        self._inputs = inputs
         self._weight = place.empty(outputs, inputs)
         self._bias = place.empty(outputs) if bias else None
+        for _, part, rows in self._rows():
+            rows[part.share.held :].zero_()
 
     def __call__(self, x: Tensor) -> Tensor:
         return functional.linear(x, self._weight, self._bias)
 
     def pieces(self) -> Iterator[Piece]:
-        start = 0
-        for part in self._parts:
-            rows = slice(start, start + part.width)
-            shape = (part.size, self._inputs)
-            yield Piece(f"{part.name}.weight", shape, (part.share,), self._weight[rows])
-            if self._bias is not None:
-                yield Piece(f"{part.name}.bias", (part.size,), (part.share,), self._bias[rows])
-            start = rows.stop
+        for kind, part, rows in self._rows():
+            shape = (part.size, *rows.shape[1:])
+            yield Piece(f"{part.name}.{kind}", shape, (part.held,), rows[: part.share.held])
+
+    def _rows(self) -> Iterator[tuple[str, Part, Tensor]]:
+        """Of weight and bias, those of each part."""
+        widths = [part.share.width for part in self._parts]
+        for kind, parameter in (("weight", self._weight), ("bias", self._bias)):
+            if parameter is not None:
+                for part, rows in zip(self._parts, parameter.split_with_sizes(widths), strict=True):
+                    yield kind, part, rows
 
 
 class RowLinear:
@@ -113,7 +101,8 @@ class RowLinear:
     def __init__(self, part: Part, outputs: int, bias: bool, place: Placement) -> None:
         self._part = part
         self._group = place.group
-        self._weight = place.empty(outputs, part.width)
+        self._weight = place.empty(outputs, part.share.width)
+        self._weight[:, part.share.held :].zero_()
         self._bias = place.empty(outputs) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -121,36 +110,35 @@ class RowLinear:
         return total if self._bias is None else total.add_(self._bias)
 
     def pieces(self) -> Iterator[Piece]:
-        outputs = self._weight.shape[0]
+        part, outputs = self._part, self._weight.shape[0]
         whole = slice(None)
-        shape = (outputs, self._part.size)
-        yield Piece(f"{self._part.name}.weight", shape, (whole, self._part.share), self._weight)
+        into = self._weight[:, : part.share.held]
+        yield Piece(f"{part.name}.weight", (outputs, part.size), (whole, part.held), into)
         if self._bias is not None:
-            yield Piece(f"{self._part.name}.bias", (outputs,), (whole,), self._bias)
+            yield Piece(f"{part.name}.bias", (outputs,), (whole,), self._bias)
 
 
 class VocabTable:
     """One row a token: looked up as the embedding, multiplied with as the head, or both (tied).
 
-    The vocabulary is padded to a multiple of the ranks; rows past its end hold nothing, and their
-    logits are cut off.
+    The logits of rows past the vocabulary's end are cut off.
     """
 
     def __init__(self, name: str, vocab_size: int, width: int, place: Placement) -> None:
-        rows = -(-vocab_size // place.group.size)
         self._name = name
         self._vocab_size = vocab_size
         self._group = place.group
-        self._first = place.group.rank * rows
-        self._weight = place.empty(rows, width)
+        self._share = tail_padded(vocab_size, place.group.size, place.group.rank)
+        self._weight = place.empty(self._share.width, width)
+        self._weight[self._share.held :].zero_()
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Rows of ``ids`` [T], [T, width]. A token of another rank's is zero until the sum."""
         if self._group.size == 1:
             return functional.embedding(ids, self._weight)
-        local = ids - self._first
-        absent = (local < 0) | (local >= len(self._weight))
-        rows = functional.embedding(local.masked_fill(absent, 0), self._weight)
+        absent = (ids < self._share.start) | (ids >= self._share.stop)
+        local = (ids - self._share.start).masked_fill(absent, 0)
+        rows = functional.embedding(local, self._weight)
         return self._group.all_reduce(rows.masked_fill_(absent.unsqueeze(-1), 0))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -159,22 +147,28 @@ class VocabTable:
         return None if logits is None else logits[:, : self._vocab_size].float()
 
     def pieces(self) -> Iterator[Piece]:
-        end = min(self._first + len(self._weight), self._vocab_size)
-        held = slice(min(self._first, end), end)
+        held = slice(self._share.start, self._share.stop)
         shape = (self._vocab_size, self._weight.shape[1])
-        yield Piece(self._name, shape, (held,), self._weight[: held.stop - held.start])
+        yield Piece(self._name, shape, (held,), self._weight[: self._share.held])
 
 
 class RmsNorm:
-    """x / rms(x) * weight over the last dimension, computed in fp32."""
+    """x / rms(x) * weight over the last dimension, computed in fp32 and rounded at the end.
 
-    def __init__(self, name: str, width: int, eps: float, place: Placement) -> None:
+    With ``add_one`` the factor is 1 + weight, of which a half precision weight keeps more digits.
+    """
+
+    def __init__(self, name: str, width: int, eps: float, add_one: bool, place: Placement) -> None:
         self._name = name
         self._eps = eps
+        self._add_one = add_one
         self._weight = place.empty(width)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        if not self._add_one:
+            return functional.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        factor = self._weight.float() + 1.0
+        return functional.rms_norm(x.float(), factor.shape, factor, self._eps).to(x.dtype)
 
     def pieces(self) -> Iterator[Piece]:
         shape = (len(self._weight),)

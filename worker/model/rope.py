@@ -7,20 +7,75 @@ import math
 import torch
 from torch import Tensor
 
-from worker.model.spec import LinearScaling, Llama3Scaling, Rope
+from worker.model.spec import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    YarnScaling,
+)
+
+Angle = tuple[Tensor, Tensor]
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians a position for each of the ``head_dim / 2`` pairs, fp32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+class RotaryTable:
+    """Cosines and sines of every position below ``length``, fp32, computed once.
+
+    ``length`` is that of the longest sequence that is served, and for LongRopeScaling it settles
+    which factors hold, for all sequences and for good: a key in the cache cannot be turned again
+    when its sequence grows past the original context. (transformers goes by each call's longest
+    sequence, and computes the keys anew where it changes.)
+    """
+
+    def __init__(self, rope: Rope, length: int, device: torch.device) -> None:
+        positions = torch.arange(length, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(rope, length))
+        factor = attention_factor(rope)
+        self._cos = (angles.cos() * factor).to(device)
+        self._sin = (angles.sin() * factor).to(device)
+
+    def at(self, positions: Tensor) -> Angle:
+        """Cosine and sine at ``positions`` [tokens], each [tokens, 1, dim / 2]."""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+def rotate(heads: Tensor, angle: Angle) -> Tensor:
+    """``heads`` [tokens, heads, head_dim], each pair (i, i + dim / 2) turned by its angle; features
+    from ``dim`` on stay as they are."""
+    cos, sin = angle
+    dim = 2 * cos.shape[-1]
+    if dim < heads.shape[-1]:
+        return torch.cat((rotate(heads[..., :dim], angle), heads[..., dim:]), dim=-1)
+    first, second = heads.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(heads.dtype)
+
+
+def inverse_frequencies(rope: Rope, length: int) -> Tensor:
+    """Radians a position for each of the ``dim / 2`` pairs, fp32; ``length`` as in RotaryTable."""
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     plain = 1.0 / rope.theta**exponents
     match rope.scaling:
         case LinearScaling(factor):
             return plain / factor
         case Llama3Scaling() as scaling:
             return _llama3(plain, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(plain, rope, scaling)
+        case LongRopeScaling() as scaling:
+            stretched = length > scaling.original_context
+            return plain / torch.tensor(scaling.long if stretched else scaling.short)
         case None:
             return plain
+
+
+def attention_factor(rope: Rope) -> float:
+    """What queries and keys are multiplied by as they are turned."""
+    match rope.scaling:
+        case YarnScaling(attention_factor=factor) | LongRopeScaling(attention_factor=factor):
+            return factor
+        case _:
+            return 1.0
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -31,23 +86,19 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     return share * plain + (1 - share) * plain / scaling.factor
 
 
-class RotaryTable:
-    """Cosines and sines of every position below ``length``, fp32, computed once."""
-
-    def __init__(self, rope: Rope, head_dim: int, length: int, device: torch.device) -> None:
-        positions = torch.arange(length, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-        self._cos = angles.cos().to(device)
-        self._sin = angles.sin().to(device)
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine at ``positions`` [tokens], each [tokens, 1, head_dim / 2]."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+def _yarn(plain: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
+    """Blends as _llama3 does, linearly in the pair's number."""
+    first = _pair_with_turns(rope, scaling, scaling.beta_fast)
+    last = _pair_with_turns(rope, scaling, scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    width = last - first or 0.001  # a step, where both are one pair
+    share = 1 - ((torch.arange(len(plain)) - first) / width).clamp(0, 1)
+    return share * plain + (1 - share) * plain / scaling.factor
 
 
-def rotate(heads: Tensor, angle: tuple[Tensor, Tensor]) -> Tensor:
-    """``heads`` [tokens, heads, head_dim], each pair (i, i + head_dim / 2) turned by its angle."""
-    cos, sin = angle
-    first, second = heads.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(heads.dtype)
+def _pair_with_turns(rope: Rope, scaling: YarnScaling, turns: float) -> float:
+    """Which pair, in fractions, turns ``turns`` times in the original context."""
+    waves = scaling.original_context / (turns * 2 * math.pi)
+    return rope.dim * math.log(waves) / (2 * math.log(rope.theta))

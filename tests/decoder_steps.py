@@ -1,0 +1,96 @@
+"""A model over a cache of its own, stepped by hand. Needs no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from worker.attention.reference import ReferenceAttention
+from worker.kv_cache import KVCache
+from worker.limits import blocks_for
+from worker.model import weights
+from worker.model.decoder import Decoder
+from worker.model.layers import Placement
+from worker.model.sharing import local_kv_heads
+from worker.model.spec import ModelSpec
+from worker.parallel import Group
+from worker.plan import Row
+from worker.runner import Model
+
+#: (which sequence, how many of its tokens) of each row of a step
+Step = Sequence[tuple[int, int]]
+
+
+class SteppedModel:
+    """One rank's model, of whose tokens a cache holds ``kv_shape``: num_layers, kv_heads, head_dim.
+    Its blocks hold NaN where nothing was written."""
+
+    def __init__(self, model: Model, kv_shape: tuple[int, int, int], place: Placement) -> None:
+        self._model = model
+        self._kv_shape = kv_shape
+        self._place = place
+
+    @torch.inference_mode()
+    def logits(self, sequences: Sequence[list[int]], steps: Sequence[Step]) -> list[Tensor] | None:
+        """Logits [tokens, vocab] after each token of each sequence on rank 0, None elsewhere.
+
+        ``steps`` compute the sequences' tokens, each in its order.
+        """
+        tables = _scattered_tables([len(sequence) for sequence in sequences])
+        attention = ReferenceAttention(self._cache(sum(map(len, tables))))
+        done = [0] * len(sequences)
+        parts: list[list[Tensor]] = [[] for _ in sequences]
+        for step in steps:
+            rows = []
+            for which, count in step:
+                tokens = tuple(sequences[which][done[which] : done[which] + count])
+                rows.append(Row(which, tokens, done[which], tables[which], True))
+                done[which] += count
+            logits = self._step(rows, attention)
+            if logits is not None:
+                for row, part in zip(
+                    rows, logits.split([len(r.tokens) for r in rows]), strict=True
+                ):
+                    parts[row.slot].append(part)
+        return [torch.cat(part) for part in parts] if all(parts) else None
+
+    def _step(self, rows: list[Row], attention: ReferenceAttention) -> Tensor | None:
+        tokens = [token for row in rows for token in row.tokens]
+        positions = [row.start + i for row in rows for i in range(len(row.tokens))]
+        hidden = self._model.forward(
+            torch.tensor(tokens), torch.tensor(positions), attention.prepare(rows)
+        )
+        return self._model.logits(hidden)
+
+    def _cache(self, num_blocks: int) -> KVCache:
+        cache = KVCache(num_blocks, *self._kv_shape, self._place.dtype, self._place.device)
+        cache.tensor.fill_(torch.nan)
+        return cache
+
+
+class SteppedDecoder(SteppedModel):
+    """The same with the decoder of our own."""
+
+    def __init__(
+        self,
+        directory: Path | str,
+        max_model_len: int,
+        group: Group | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        place = Placement(group or Group.single(), dtype, torch.device("cpu"))
+        spec = ModelSpec.from_hf(directory)
+        decoder = Decoder(spec, max_model_len, place)
+        weights.load(decoder, directory)
+        kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
+        super().__init__(decoder, (spec.num_layers, kv_heads, spec.head_dim), place)
+
+
+def _scattered_tables(lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    """A block table for each of so many tokens; neighbours in it are none in the cache."""
+    counts = [blocks_for(length) for length in lengths]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(3))
+    return [tuple(table.tolist()) for table in order.split(counts)]

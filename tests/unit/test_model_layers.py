@@ -1,0 +1,122 @@
+"""The layers of one rank: their padding is zero from the start, and norms round as they should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.gemma2.modeling_gemma2 import (
+    Gemma2RMSNorm,
+    Gemma2TextScaledWordEmbedding,
+)
+
+from worker.attention.reference import ReferenceAttention
+from worker.kv_cache import KVCache
+from worker.model.decoder import Decoder
+from worker.model.layers import ColumnLinear, Part, Piece, Placement, RmsNorm, RowLinear, VocabTable
+from worker.model.sharing import tail_padded
+from worker.model.spec import ModelSpec
+from worker.parallel import Group
+from worker.plan import Row
+
+CPU = torch.device("cpu")
+
+
+class Rank(Group):
+    """Of four whose others are not there: each sum is this rank's part of it."""
+
+    size = 4
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+class Poisoned(Placement):
+    """Memory that somebody left NaN in."""
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.full(shape, torch.nan)
+
+
+def place(rank: int) -> Placement:
+    return Poisoned(Rank(rank), torch.float32, CPU)
+
+
+def part(name: str, size: int, rank: int) -> Part:
+    return Part(name, size, tail_padded(size, 4, rank))
+
+
+def fill(pieces: list[Piece]) -> None:
+    """With ones, as a checkpoint would: what is not in a piece stays as it is."""
+    for piece in pieces:
+        assert torch.empty(piece.shape)[piece.slices].shape == piece.into.shape
+        piece.into.fill_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [(0, [4, 4, 4]), (1, [4, 4, 4]), (2, [4, 0, 4]), (3, [0, 0, 0])],
+)
+def test_output_features_past_the_last_are_zero(rank: int, expected: list[int]) -> None:
+    linear = ColumnLinear((part("a", 5, rank), part("b", 3, rank)), 3, True, place(rank))
+    pieces = list(linear.pieces())
+    fill(pieces)
+    assert [piece.name for piece in pieces] == ["a.weight", "b.weight", "a.bias", "b.bias"]
+    assert linear(torch.ones(1, 3)).tolist() == [expected]
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, 3), (2, 2), (3, 1)])
+def test_input_features_past_the_last_count_nothing(rank: int, expected: int) -> None:
+    linear = RowLinear(part("a", 5, rank), 2, True, place(rank))
+    fill(list(linear.pieces()))
+    assert linear(torch.ones(1, 2)).tolist() == [[expected] * 2]
+
+
+def test_rows_of_the_vocabulary_past_the_last_are_zero() -> None:
+    table = VocabTable("embedding", 5, 3, place(2))
+    fill(list(table.pieces()))
+    assert table.lookup(torch.tensor([3, 4])).tolist() == [[0] * 3, [1] * 3]
+    logits = table.logits(torch.ones(1, 3))
+    assert logits is not None
+    assert logits.tolist() == [[3, 0]]
+
+
+def test_a_norm_that_adds_one_rounds_as_gemma_does() -> None:
+    norm = RmsNorm("norm", 64, 1e-6, True, Placement(Group.single(), torch.bfloat16, CPU))
+    theirs = Gemma2RMSNorm(64).to(torch.bfloat16)
+    (piece,) = norm.pieces()
+    with torch.no_grad():
+        piece.into.copy_(theirs.weight.normal_())
+    x = torch.randn(50, 64, dtype=torch.bfloat16) * 3
+    assert torch.equal(norm(x), theirs(x))
+
+
+def test_embeddings_are_multiplied_by_what_the_dtype_knows_of_the_factor() -> None:
+    half = Placement(Group.single(), torch.bfloat16, CPU)
+    decoder = Decoder(no_layers(embedding_multiplier=55.4256), 10, half)
+    theirs = Gemma2TextScaledWordEmbedding(10, 16, 0, embed_scale=55.4256).to(torch.bfloat16)
+    embedding, _ = decoder.pieces()
+    with torch.no_grad():
+        embedding.into.copy_(theirs.weight.normal_())
+    ids = torch.arange(10)
+    row = Row(0, tuple(ids.tolist()), 0, (0,), True)
+    unused = ReferenceAttention(KVCache(1, 1, 1, 8, torch.bfloat16, CPU)).prepare([row])
+    assert torch.equal(decoder.forward(ids, ids, unused), theirs(ids))
+
+
+def no_layers(embedding_multiplier: float) -> ModelSpec:
+    return ModelSpec(
+        vocab_size=10,
+        hidden_size=16,
+        intermediate_size=8,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        layers=(),
+        norm_eps=1e-6,
+        max_position=8,
+        tied_embeddings=True,
+        eos_token_ids=(),
+        attention_scale=1.0,
+        embedding_multiplier=embedding_multiplier,
+    )

@@ -1,0 +1,71 @@
+"""How heads and features are shared out: all held, only KV heads more than once, in equal sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.model.sharing import HeadShare, Share, local_kv_heads, share_heads, tail_padded
+
+COUNTS = st.integers(1, 12)
+
+
+def shares(num_heads: int, num_kv_heads: int, ranks: int) -> list[HeadShare]:
+    return [share_heads(num_heads, num_kv_heads, ranks, rank) for rank in range(ranks)]
+
+
+def test_more_kv_heads_than_ranks_leave_the_last_rank_padded() -> None:
+    assert shares(10, 5, 2) == [
+        HeadShare(Share(0, 6, 6), Share(0, 3, 3)),
+        HeadShare(Share(6, 10, 6), Share(3, 5, 3)),
+    ]
+
+
+def test_ranks_that_hold_one_kv_head_part_its_query_heads() -> None:
+    assert shares(6, 2, 4) == [
+        HeadShare(Share(0, 2, 2), Share(0, 1, 1)),
+        HeadShare(Share(2, 3, 2), Share(0, 1, 1)),
+        HeadShare(Share(3, 5, 2), Share(1, 2, 1)),
+        HeadShare(Share(5, 6, 2), Share(1, 2, 1)),
+    ]
+
+
+def test_kv_heads_that_do_not_divide_the_ranks_are_held_by_one_rank_more_or_less() -> None:
+    assert [share.kv.start for share in shares(9, 3, 4)] == [0, 0, 1, 2]
+    assert {share.query.width for share in shares(9, 3, 4)} == {3}
+
+
+@given(COUNTS, COUNTS, COUNTS)
+def test_all_ranks_have_the_same_sizes(group: int, num_kv_heads: int, ranks: int) -> None:
+    every = shares(group * num_kv_heads, num_kv_heads, ranks)
+    assert {share.kv.width for share in every} == {local_kv_heads(num_kv_heads, ranks)}
+    (width,) = {share.query.width for share in every}
+    assert width % local_kv_heads(num_kv_heads, ranks) == 0
+
+
+@given(COUNTS, COUNTS, COUNTS)
+def test_every_query_head_is_held_once_and_beside_its_kv_head(
+    group: int, num_kv_heads: int, ranks: int
+) -> None:
+    held: Counter[int] = Counter()
+    for share in shares(group * num_kv_heads, num_kv_heads, ranks):
+        query, kv = share.query, share.kv
+        assert query.held <= query.width
+        assert kv.held <= kv.width
+        for place, head in enumerate(range(query.start, query.stop)):
+            held[head] += 1
+            assert kv.start + place // (query.width // kv.width) == head // group
+    assert held == Counter(range(group * num_kv_heads))
+
+
+@given(COUNTS, COUNTS)
+def test_features_are_held_once_and_in_order(size: int, parts: int) -> None:
+    every = [tail_padded(size, parts, part) for part in range(parts)]
+    assert [i for share in every for i in range(share.start, share.stop)] == [*range(size)]
+    assert {share.width for share in every} == {-(-size // parts)}
+
+
+def test_a_share_of_features_among_others() -> None:
+    assert Share(2, 3, 2).of(10).moved(100) == Share(120, 130, 20)

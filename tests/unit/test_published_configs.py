@@ -1,0 +1,387 @@
+"""Configs in the words of those that model makers published, and what they come to."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging
+
+from worker.model.spec import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelSpec,
+    TensorNames,
+    YarnScaling,
+)
+
+logging.set_verbosity_error()
+
+Json = dict[str, Any]
+
+
+def config(name: str, model_type: str, sizes: tuple[int, ...], **others: Any) -> Json:
+    """``sizes``: vocabulary, hidden, MLP, layers, heads, KV heads."""
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    keys += ("num_attention_heads", "num_key_value_heads")
+    return {"architectures": [name], "model_type": model_type} | dict(
+        zip(keys, sizes, strict=True), **others
+    )
+
+
+LLAMA_2 = config(
+    "LlamaForCausalLM",
+    "llama",
+    (32000, 4096, 11008, 32, 32, 32),
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+    rope_scaling=None,
+    eos_token_id=2,
+)
+del LLAMA_2["num_key_value_heads"]
+LLAMA_3_1 = config(
+    "LlamaForCausalLM",
+    "llama",
+    (128256, 4096, 14336, 32, 32, 8),
+    attention_bias=False,
+    mlp_bias=False,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    rope_scaling={
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    eos_token_id=[128001, 128008, 128009],
+)
+MISTRAL_V0_1 = config(
+    "MistralForCausalLM",
+    "mistral",
+    (32000, 4096, 14336, 32, 32, 8),
+    hidden_act="silu",
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    sliding_window=4096,
+    tie_word_embeddings=False,
+    eos_token_id=2,
+)
+MISTRAL_V0_3 = MISTRAL_V0_1 | {"vocab_size": 32768, "sliding_window": None, "rope_theta": 1e6}
+QWEN_2_5 = config(
+    "Qwen2ForCausalLM",
+    "qwen2",
+    (152064, 3584, 18944, 28, 28, 4),
+    max_position_embeddings=131072,
+    max_window_layers=28,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    sliding_window=131072,
+    use_sliding_window=False,
+    tie_word_embeddings=False,
+    eos_token_id=151643,
+)
+QWEN_2_5_YARN = QWEN_2_5 | {
+    "max_position_embeddings": 32768,
+    "rope_scaling": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        "type": "yarn",
+    },
+}
+QWEN_3 = config(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    (151936, 1024, 3072, 28, 16, 8),
+    attention_bias=False,
+    head_dim=128,
+    max_position_embeddings=40960,
+    max_window_layers=28,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=1000000,
+    sliding_window=None,
+    use_sliding_window=False,
+    tie_word_embeddings=True,
+    eos_token_id=151645,
+)
+GEMMA_2 = config(
+    "Gemma2ForCausalLM",
+    "gemma2",
+    (256000, 4608, 36864, 46, 32, 16),
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+    cache_implementation="hybrid",
+    head_dim=128,
+    hidden_act="gelu_pytorch_tanh",
+    hidden_activation="gelu_pytorch_tanh",
+    max_position_embeddings=8192,
+    query_pre_attn_scalar=144,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    sliding_window=4096,
+    sliding_window_size=4096,
+    eos_token_id=1,
+)
+GEMMA_3_1B = config(
+    "Gemma3ForCausalLM",
+    "gemma3_text",
+    (262144, 1152, 6912, 26, 4, 1),
+    attn_logit_softcapping=None,
+    final_logit_softcapping=None,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    max_position_embeddings=32768,
+    query_pre_attn_scalar=256,
+    rms_norm_eps=1e-6,
+    rope_local_base_freq=10000,
+    rope_scaling=None,
+    rope_theta=1000000,
+    sliding_window=512,
+    sliding_window_pattern=6,
+    eos_token_id=[1, 106],
+)
+GEMMA_3_4B: Json = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+PHI_3_MINI_128K = config(
+    "Phi3ForCausalLM",
+    "phi3",
+    (32064, 3072, 8192, 32, 32, 32),
+    max_position_embeddings=131072,
+    original_max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling={"type": "longrope", "long_factor": [1.5] * 48, "short_factor": [1.05] * 48},
+    sliding_window=262144,
+    tie_word_embeddings=False,
+    eos_token_id=32000,
+)
+PHI_4_MINI = PHI_3_MINI_128K | {
+    "vocab_size": 200064,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"type": "longrope", "long_factor": [2] * 48, "short_factor": [1] * 48},
+    "tie_word_embeddings": True,
+    "eos_token_id": 199999,
+}
+GRANITE_3 = config(
+    "GraniteForCausalLM",
+    "granite",
+    (49155, 4096, 12800, 40, 32, 8),
+    attention_bias=False,
+    attention_multiplier=0.0078125,
+    embedding_multiplier=12.0,
+    logits_scaling=16.0,
+    residual_multiplier=0.22,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=10000000.0,
+    tie_word_embeddings=True,
+    eos_token_id=0,
+)
+
+PUBLISHED: dict[str, Json] = {
+    "Llama 2": LLAMA_2,
+    "Llama 3.1": LLAMA_3_1,
+    "Mistral 0.1": MISTRAL_V0_1,
+    "Mistral 0.3": MISTRAL_V0_3,
+    "Qwen 2.5": QWEN_2_5,
+    "Qwen 2.5, YaRN": QWEN_2_5_YARN,
+    "Qwen 3": QWEN_3,
+    "Gemma 2": GEMMA_2,
+    "Gemma 3 1B": GEMMA_3_1B,
+    "Gemma 3 4B": GEMMA_3_4B,
+    "Phi 3 mini 128k": PHI_3_MINI_128K,
+    "Phi 4 mini": PHI_4_MINI,
+    "Granite 3": GRANITE_3,
+}
+#: What files may leave out: its default is the family's.
+OPTIONAL = {
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "sliding_window",
+    "sliding_window_pattern",
+    "use_sliding_window",
+    "max_window_layers",
+    "original_max_position_embeddings",
+    "eos_token_id",
+    "hidden_act",
+    "hidden_activation",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "logits_scaling",
+    "residual_multiplier",
+}
+
+
+def read(content: Json, directory: Path) -> ModelSpec:
+    (directory / "config.json").write_text(json.dumps(content))
+    return ModelSpec.from_hf(directory)
+
+
+def windows(spec: ModelSpec) -> Counter[int | None]:
+    return Counter(layer.window for layer in spec.layers)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [*PUBLISHED.values(), *({k: c[k] for k in c if k not in OPTIONAL} for c in PUBLISHED.values())],
+    ids=[*PUBLISHED, *(f"{name}, cut short" for name in PUBLISHED)],
+)
+def test_a_config_comes_to_what_transformers_makes_of_it(content: Json, tmp_path: Path) -> None:
+    spec = read(content, tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    text = config.get_text_config()
+    assert sizes(spec) == {key: getattr(text, key) for key in sizes(spec)}
+    assert spec.head_dim == getattr(text, "head_dim", spec.hidden_size // spec.num_heads)
+    assert spec.tied_embeddings == config.tie_word_embeddings
+    assert [layer.window for layer in spec.layers] == windows_of(text)
+    assert spec.logits_softcap == getattr(text, "final_logit_softcapping", None)
+    assert spec.attention_softcap == getattr(text, "attn_logit_softcapping", None)
+    assert spec.activation == getattr(text, "hidden_activation", getattr(text, "hidden_act", ""))
+    eos = config.eos_token_id if hasattr(config, "eos_token_id") else text.eos_token_id
+    eos = [] if eos is None else eos
+    assert spec.eos_token_ids == tuple(eos if isinstance(eos, list) else [eos])
+
+
+def sizes(spec: ModelSpec) -> Json:
+    return {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "rms_norm_eps": spec.norm_eps,
+    }
+
+
+def windows_of(config: PreTrainedConfig) -> list[int | None]:
+    window = getattr(config, "sliding_window", None)
+    every = ["sliding_attention"] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or every
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def test_llama(tmp_path: Path) -> None:
+    spec = read(LLAMA_3_1, tmp_path)
+    assert {layer.rope.scaling for layer in spec.layers} == {Llama3Scaling(8.0, 1.0, 4.0, 8192)}
+    assert spec.eos_token_ids == (128001, 128008, 128009)
+    assert spec.attention_scale == 128**-0.5
+
+
+def test_a_mistral_of_the_first_release_sees_a_window(tmp_path: Path) -> None:
+    assert windows(read(MISTRAL_V0_1, tmp_path)) == {4096: 32}
+    assert windows(read(MISTRAL_V0_3, tmp_path)) == {None: 32}
+
+
+def test_qwen_has_a_bias_where_only_its_code_says_so(tmp_path: Path) -> None:
+    spec = read(QWEN_2_5, tmp_path)
+    assert (spec.qkv_bias, spec.out_bias, spec.mlp_bias) == (True, False, False)
+    assert windows(spec) == {None: 28}
+    assert windows(
+        read(QWEN_2_5 | {"use_sliding_window": True, "max_window_layers": 21}, tmp_path)
+    ) == {
+        None: 21,
+        131072: 7,
+    }
+
+
+def test_a_context_stretched_by_yarn_is_that_long(tmp_path: Path) -> None:
+    spec = read(QWEN_2_5_YARN, tmp_path)
+    assert spec.max_position == 131072
+    assert spec.layers[0].rope.scaling == YarnScaling(
+        4.0, 32.0, 1.0, 32768, attention_factor=pytest.approx(1.1386294), truncate=True
+    )
+
+
+def test_heads_of_qwen_3_are_normed_and_wider_than_their_part_of_the_hidden_state(
+    tmp_path: Path,
+) -> None:
+    spec = read(QWEN_3, tmp_path)
+    assert (spec.qk_norm, spec.head_dim, spec.qkv_bias) == (True, 128, False)
+
+
+def test_gemma_2_scales_caps_and_alternates(tmp_path: Path) -> None:
+    spec = read(GEMMA_2, tmp_path)
+    assert spec.attention_scale == 144**-0.5
+    assert (spec.attention_softcap, spec.logits_softcap) == (50.0, 30.0)
+    assert spec.embedding_multiplier == 4608**0.5
+    assert (spec.norms_add_one, spec.post_norms) == (True, True)
+    assert [layer.window for layer in spec.layers[:3]] == [4096, None, 4096]
+
+
+@pytest.mark.parametrize(
+    ("content", "window", "local", "scaling"),
+    [(GEMMA_3_1B, 512, 22, None), (GEMMA_3_4B, 1024, 29, LinearScaling(8.0))],
+    ids=["1B", "4B"],
+)
+def test_every_sixth_layer_of_gemma_3_sees_everything_by_another_rope(
+    content: Json, window: int, local: int, scaling: LinearScaling | None, tmp_path: Path
+) -> None:
+    spec = read(content, tmp_path)
+    assert windows(spec) == {window: local, None: spec.num_layers - local}
+    assert spec.layers[5].window is None
+    for layer in spec.layers:
+        expected = (1e6, scaling) if layer.window is None else (1e4, None)
+        assert (layer.rope.theta, layer.rope.scaling) == expected
+
+
+def test_the_text_model_of_a_gemma_3_that_sees_has_other_names(tmp_path: Path) -> None:
+    spec = read(GEMMA_3_4B, tmp_path)
+    assert spec.tensors == TensorNames(
+        "language_model.model",
+        "language_model.lm_head",
+        unread=("vision_tower.", "multi_modal_projector."),
+    )
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (8, 4, 256)
+    assert spec.eos_token_ids == (1, 106)
+
+
+def test_phi_turns_a_part_of_a_head_by_longrope(tmp_path: Path) -> None:
+    three, four = read(PHI_3_MINI_128K, tmp_path), read(PHI_4_MINI, tmp_path)
+    assert three.tensors.fused
+    assert three.layers[0].rope.dim == three.head_dim == 96
+    assert three.layers[0].rope.scaling == LongRopeScaling(
+        (1.05,) * 48, (1.5,) * 48, 4096, attention_factor=pytest.approx(1.1902381)
+    )
+    assert (four.head_dim, four.layers[0].rope.dim) == (128, 96)
+
+
+def test_longrope_had_another_name_in_the_first_files_of_phi(tmp_path: Path) -> None:
+    scaling = PHI_3_MINI_128K["rope_scaling"]
+    first = PHI_3_MINI_128K | {"rope_scaling": scaling | {"type": "su"}}
+    assert read(first, tmp_path) == read(PHI_3_MINI_128K, tmp_path)
+
+
+def test_the_multipliers_of_granite(tmp_path: Path) -> None:
+    spec = read(GRANITE_3, tmp_path)
+    assert spec.attention_scale == 0.0078125
+    assert (spec.embedding_multiplier, spec.residual_multiplier) == (12.0, 0.22)
+    assert spec.logits_divisor == 16.0

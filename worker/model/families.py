@@ -1,0 +1,321 @@
+"""From a Hugging Face config to a ModelSpec: one adapter an architecture.
+
+An adapter's defaults are those of the family's config class in transformers, for what published
+files leave out. What a config asks for beyond the spec is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+from worker.model.hf_config import HfConfig, Json
+from worker.model.hf_rope import DEFAULT_THETA, read_rope, rope_of, rope_parameters, rope_type
+from worker.model.spec import (
+    Activation,
+    LayerSpec,
+    ModelSpec,
+    Rope,
+    TensorNames,
+    UnsupportedArchitecture,
+    UnsupportedModel,
+    YarnScaling,
+)
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+_ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+_LLAMA: Json = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+_MISTRAL: Json = _LLAMA | {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+_QWEN: Json = _LLAMA | {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "eos_token_id": None,
+}
+_QWEN3: Json = _QWEN | {"head_dim": 128}
+_GEMMA: Json = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA2: Json = _GEMMA | {
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA3: Json = _GEMMA | {
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "sliding_window_pattern": 6,
+}
+_PHI3: Json = _LLAMA | {
+    "vocab_size": 32064,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 32000,
+}
+_GRANITE: Json = _LLAMA | {
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+}
+
+
+def read_spec(directory: Path) -> ModelSpec:
+    """See ModelSpec.from_hf."""
+    config = HfConfig.read(directory / "config.json")
+    spec = _adapter(config)(config)
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        # It knows the end tokens better: those of a chat, where the model was made for one.
+        stops = HfConfig.read(generation).token_ids("eos_token_id")
+        spec = replace(spec, eos_token_ids=stops or spec.eos_token_ids)
+    return spec
+
+
+def _adapter(config: HfConfig) -> Callable[[HfConfig], ModelSpec]:
+    name = (config.words("architectures") or ("(none named)",))[0]
+    if name not in _ADAPTERS:
+        raise UnsupportedArchitecture(
+            f"architecture {name} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    return _ADAPTERS[name]
+
+
+def _llama(config: HfConfig) -> ModelSpec:
+    config = config.over(_LLAMA)
+    rope = read_rope(config, _head_dim(config))
+    return replace(
+        _spec(config, _alike(config, rope, window=None)),
+        qkv_bias=config.flag("attention_bias"),
+        out_bias=config.flag("attention_bias"),
+        mlp_bias=config.flag("mlp_bias"),
+    )
+
+
+def _mistral(config: HfConfig) -> ModelSpec:
+    config = config.over(_MISTRAL)
+    rope = read_rope(config, _head_dim(config))
+    return _spec(config, _alike(config, rope, config.optional_positive("sliding_window")))
+
+
+def _qwen2(config: HfConfig) -> ModelSpec:
+    config = config.over(_QWEN)
+    return replace(_spec(config, _qwen_layers(config)), qkv_bias=True)
+
+
+def _qwen3(config: HfConfig) -> ModelSpec:
+    config = config.over(_QWEN3)
+    return replace(
+        _spec(config, _qwen_layers(config)),
+        qk_norm=True,
+        qkv_bias=config.flag("attention_bias"),
+        out_bias=config.flag("attention_bias"),
+    )
+
+
+def _qwen_layers(config: HfConfig) -> list[LayerSpec]:
+    """The first ``max_window_layers`` layers see everything, where any sees less."""
+    window = config.optional_positive("sliding_window")
+    window = window if config.flag("use_sliding_window") else None
+    first = config.natural("max_window_layers")
+    layers = range(config.positive("num_hidden_layers"))
+    kinds = [_FULL if window is None or layer < first else _SLIDING for layer in layers]
+    rope = read_rope(config, _head_dim(config))
+    return _layers(config, kinds, window, {_SLIDING: rope, _FULL: rope})
+
+
+def _gemma2(config: HfConfig) -> ModelSpec:
+    config = config.over(_GEMMA2)
+    rope = read_rope(config, _head_dim(config))
+    layers = _gemma_layers(config, {_SLIDING: rope, _FULL: rope}, full_every=2)
+    softcap = config.optional_number("attn_logit_softcapping")
+    return replace(_gemma(config, layers), attention_softcap=softcap)
+
+
+def _gemma3(config: HfConfig) -> ModelSpec:
+    config = config.over(_GEMMA3)
+    config.refuse_unless("attn_logit_softcapping")
+    layers = _gemma_layers(config, _gemma3_ropes(config), config.positive("sliding_window_pattern"))
+    return replace(_gemma(config, layers), qk_norm=True)
+
+
+def _gemma3_multimodal(config: HfConfig) -> ModelSpec:
+    """Its text model; images are not taken."""
+    text = config.section("text_config")
+    spec = _gemma3(text)
+    names = TensorNames(
+        model="language_model.model",
+        head="language_model.lm_head",
+        unread=("vision_tower.", "multi_modal_projector."),
+    )
+    stops = config.token_ids("eos_token_id") or spec.eos_token_ids
+    tied = config.over(_GEMMA3).flag("tie_word_embeddings")
+    return replace(spec, tensors=names, eos_token_ids=stops, tied_embeddings=tied)
+
+
+def _gemma(config: HfConfig, layers: Sequence[LayerSpec]) -> ModelSpec:
+    """What Gemma 2 and 3 have in common."""
+    config.refuse_unless("use_bidirectional_attention", False)
+    return replace(
+        _spec(config, layers, activation="hidden_activation"),
+        attention_scale=config.number("query_pre_attn_scalar") ** -0.5,
+        qkv_bias=config.flag("attention_bias"),
+        out_bias=config.flag("attention_bias"),
+        norms_add_one=True,
+        post_norms=True,
+        embedding_multiplier=config.positive("hidden_size") ** 0.5,
+        logits_softcap=config.optional_number("final_logit_softcapping"),
+    )
+
+
+def _gemma_layers(config: HfConfig, ropes: dict[str, Rope], full_every: int) -> list[LayerSpec]:
+    numbers = range(1, config.positive("num_hidden_layers") + 1)
+    kinds = [_SLIDING if number % full_every else _FULL for number in numbers]
+    return _layers(config, kinds, config.optional_positive("sliding_window"), ropes)
+
+
+def _gemma3_ropes(config: HfConfig) -> dict[str, Rope]:
+    """``rope_parameters`` has one for each kind of layer; before, ``rope_scaling`` was of those
+    that see everything, and ``rope_local_base_freq`` the theta of the others."""
+    head_dim = _head_dim(config)
+    written = config.section("rope_parameters")
+    full = config.section("rope_scaling") or written.section(_FULL)
+    theta = config.number("rope_theta", 1_000_000.0)
+    local_theta = config.number("rope_local_base_freq", 10_000.0)
+    return {
+        _FULL: rope_of(full, config, head_dim, theta),
+        _SLIDING: rope_of(written.section(_SLIDING), config, head_dim, local_theta),
+    }
+
+
+def _phi3(config: HfConfig) -> ModelSpec:
+    config = config.over(_PHI3)
+    layers = _alike(config, _phi3_rope(config), config.optional_positive("sliding_window"))
+    return replace(_spec(config, layers), tensors=TensorNames(fused=True))
+
+
+def _phi3_rope(config: HfConfig) -> Rope:
+    parameters = rope_parameters(config)
+    if rope_type(parameters) in ("su", "yarn"):  # what its first files called longrope
+        parameters = parameters.replaced({"rope_type": "longrope"})
+    theta = config.number("rope_theta", DEFAULT_THETA)
+    return rope_of(parameters, config, _head_dim(config), theta)
+
+
+def _granite(config: HfConfig) -> ModelSpec:
+    """A Llama with four factors."""
+    config = config.over(_GRANITE)
+    return replace(
+        _llama(config),
+        attention_scale=config.number("attention_multiplier"),
+        embedding_multiplier=config.number("embedding_multiplier"),
+        residual_multiplier=config.number("residual_multiplier"),
+        logits_divisor=config.number("logits_scaling"),
+    )
+
+
+_ADAPTERS: dict[str, Callable[[HfConfig], ModelSpec]] = {
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3_multimodal,
+    "GraniteForCausalLM": _granite,
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Phi3ForCausalLM": _phi3,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+}
+ARCHITECTURES = tuple(_ADAPTERS)
+
+
+def _spec(
+    config: HfConfig, layers: Sequence[LayerSpec], activation: str = "hidden_act"
+) -> ModelSpec:
+    """What all families write alike; ``activation`` is the key of it."""
+    config.refuse_unless("quantization_config")
+    heads = config.positive("num_attention_heads")
+    kv_heads = config.positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UnsupportedModel(f"{heads} heads cannot share {kv_heads} KV heads evenly")
+    head_dim = _head_dim(config)
+    return ModelSpec(
+        vocab_size=config.positive("vocab_size"),
+        hidden_size=config.positive("hidden_size"),
+        intermediate_size=config.positive("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        layers=tuple(layers),
+        norm_eps=config.number("rms_norm_eps"),
+        max_position=max(_max_position(config, layer.rope) for layer in layers),
+        tied_embeddings=config.flag("tie_word_embeddings"),
+        eos_token_ids=config.token_ids("eos_token_id"),
+        attention_scale=head_dim**-0.5,
+        activation=_activation(config, activation),
+    )
+
+
+def _activation(config: HfConfig, key: str) -> Activation:
+    for supported in _ACTIVATIONS:
+        if config.get(key) == supported:
+            return supported
+    raise UnsupportedModel(
+        f"{key} {config.get(key)!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+    )
+
+
+def _head_dim(config: HfConfig) -> int:
+    heads = config.positive("num_attention_heads")
+    return config.positive("head_dim", config.positive("hidden_size") // heads)
+
+
+def _max_position(config: HfConfig, rope: Rope) -> int:
+    """YaRN is switched on by the section of the config alone: the other number stays as it was."""
+    written = config.positive("max_position_embeddings")
+    if isinstance(rope.scaling, YarnScaling):
+        return max(written, int(rope.scaling.factor * rope.scaling.original_context))
+    return written
+
+
+def _alike(config: HfConfig, rope: Rope, window: int | None) -> list[LayerSpec]:
+    return [LayerSpec(rope, window)] * config.positive("num_hidden_layers")
+
+
+def _layers(
+    config: HfConfig, kinds: Sequence[str], window: int | None, ropes: dict[str, Rope]
+) -> list[LayerSpec]:
+    """A layer for each of ``layer_types``, or of ``kinds`` where the config does not say."""
+    written = config.words("layer_types") or tuple(kinds)
+    if len(written) != len(kinds):
+        raise UnsupportedModel(f"layer_types names {len(written)} layers, there are {len(kinds)}")
+    for kind in written:
+        if kind not in ropes:
+            raise UnsupportedModel(f"layer type {kind} is not supported; supported: {[*ropes]}")
+    if _SLIDING in written and window is None:
+        raise UnsupportedModel(f"layer_types has {_SLIDING}, but there is no sliding_window")
+    return [LayerSpec(ropes[kind], window if kind == _SLIDING else None) for kind in written]

@@ -1,0 +1,139 @@
+"""A Hugging Face config, read key by key: what is not of the right kind is refused by its name.
+
+In these files a key that is missing and a key that is null are two things: the family's default,
+and none.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from worker.model.spec import UnsupportedModel
+
+Json = dict[str, Any]
+
+
+class HfConfig:
+    """The JSON object ``values``; ``where`` says in messages what it is."""
+
+    def __init__(self, values: Json, where: str) -> None:
+        self._values = values
+        self._where = where
+
+    @staticmethod
+    def read(path: Path) -> HfConfig:
+        """Raises UnsupportedModel where there is no JSON object."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UnsupportedModel(
+                f"{path.parent} is no Hugging Face model: no {path.name}"
+            ) from None
+        except ValueError as error:
+            raise UnsupportedModel(f"{path} is not JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise UnsupportedModel(f"{path} is not a JSON object")
+        return HfConfig(content, path.name)
+
+    def over(self, defaults: Json) -> HfConfig:
+        """The same, with ``defaults`` for keys that are missing."""
+        return HfConfig(defaults | self._values, self._where)
+
+    def replaced(self, values: Json) -> HfConfig:
+        """The same, with ``values`` in place of what their keys had."""
+        return HfConfig(self._values | values, self._where)
+
+    def section(self, key: str) -> HfConfig:
+        """The object under ``key``, empty where there is none."""
+        values = self.get(key, {})
+        if not isinstance(values, dict):
+            raise self._wrong(key, "an object")
+        return HfConfig(values, f"{self._where}: {key}")
+
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def get(self, key: str, otherwise: Any = None) -> Any:
+        """The value under ``key``, or ``otherwise`` where it is missing or null."""
+        value = self._values.get(key)
+        return otherwise if value is None else value
+
+    def flag(self, key: str) -> bool:
+        """False where it is missing or null."""
+        value = self.get(key, False)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
+
+    def positive(self, key: str, otherwise: int | None = None) -> int:
+        """A positive integer; ``otherwise`` where it is missing or null."""
+        value = self.get(key, otherwise)
+        if type(value) is not int or value < 1:
+            raise self._wrong(key, "a positive integer")
+        return value
+
+    def natural(self, key: str) -> int:
+        """An integer, be it 0."""
+        value = self.get(key)
+        if type(value) is not int or value < 0:
+            raise self._wrong(key, "an integer, 0 or more")
+        return value
+
+    def number(self, key: str, otherwise: float | None = None) -> float:
+        """A positive number; ``otherwise`` where it is missing or null."""
+        value = self.get(key, otherwise)
+        if not _is_number(value) or value <= 0:
+            raise self._wrong(key, "a positive number")
+        return float(value)
+
+    def optional_positive(self, key: str) -> int | None:
+        return None if self.get(key) is None else self.positive(key)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.number(key)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of ``count`` numbers."""
+        values = self.get(key)
+        if not isinstance(values, list) or len(values) != count or not all(map(_is_number, values)):
+            raise self._wrong(key, f"a list of {count} numbers")
+        return tuple(map(float, values))
+
+    def words(self, key: str) -> tuple[str, ...] | None:
+        """A list of strings; None where it is missing or null."""
+        values = self.get(key)
+        if values is None:
+            return None
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise self._wrong(key, "a list of strings")
+        return tuple(values)
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One token id or a list of them; none where it is missing or null."""
+        values = self.get(key, [])
+        values = values if isinstance(values, list) else [values]
+        if not all(type(value) is int for value in values):
+            raise self._wrong(key, "a token id or a list of them")
+        return tuple(values)
+
+    def refuse_unless(self, key: str, *supported: object) -> None:
+        """Raises UnsupportedModel where ``key`` has a value other than null and ``supported``."""
+        value = self.get(key)
+        if value is not None and value not in supported:
+            names = ", ".join(map(repr, (*supported, None)))
+            raise UnsupportedModel(
+                f"{self._where}: {key} {value!r} is not supported; supported: {names}"
+            )
+
+    def _wrong(self, key: str, wanted: str) -> UnsupportedModel:
+        value = self._values.get(key)
+        return UnsupportedModel(f"{self._where}: {key} must be {wanted}, not {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,140 @@
+"""Rotary position embedding as a Hugging Face config writes it.
+
+transformers 5 writes ``rope_parameters``; 4 wrote ``rope_theta`` beside ``rope_scaling``. Defaults,
+and which of two places counts, are those of transformers' ``modeling_rope_utils``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from worker.model.hf_config import HfConfig
+from worker.model.spec import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    Scaling,
+    UnsupportedModel,
+    YarnScaling,
+)
+
+DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """``parameters`` of one rope of ``config``, whose first ``dim`` features of a head it turns."""
+
+    parameters: HfConfig
+    config: HfConfig
+    dim: int
+
+    @property
+    def original_context(self) -> int:
+        """How long the sequences were before the model was stretched."""
+        key = "original_max_position_embeddings"
+        max_position = self.config.positive("max_position_embeddings")
+        return self.config.positive(key, self.parameters.positive(key, max_position))
+
+    @property
+    def factor(self) -> float:
+        stretched = self.config.positive("max_position_embeddings") / self.original_context
+        return self.parameters.number("factor", stretched)
+
+
+def read_rope(config: HfConfig, head_dim: int) -> Rope:
+    """The one rope of ``config``. Raises UnsupportedModel, also where it turns part of a head."""
+    theta = config.number("rope_theta", DEFAULT_THETA)
+    rope = rope_of(rope_parameters(config), config, head_dim, theta)
+    if rope.dim != head_dim:
+        raise UnsupportedModel("partial_rotary_factor other than 1 is not supported here")
+    return rope
+
+
+def rope_parameters(config: HfConfig) -> HfConfig:
+    """Whichever of the two sections there is."""
+    return config.section("rope_scaling") or config.section("rope_parameters")
+
+
+def rope_type(parameters: HfConfig) -> str:
+    return str(parameters.get("rope_type", parameters.get("type", "default")))
+
+
+def rope_of(parameters: HfConfig, config: HfConfig, head_dim: int, theta: float) -> Rope:
+    """The rope that ``parameters`` describe, be it of a part of a head; ``theta`` where they do not
+    say it. Raises UnsupportedModel."""
+    share = config.number("partial_rotary_factor", 1.0)
+    dim = int(head_dim * parameters.number("partial_rotary_factor", share))
+    if dim % 2:
+        raise UnsupportedModel(f"{dim} features of a head are rotated: they make no pairs")
+    kind = rope_type(parameters)
+    if kind not in _SCALINGS:
+        supported = ", ".join(_SCALINGS)
+        raise UnsupportedModel(f"rope type {kind} is not supported; supported: {supported}")
+    theta = parameters.number("rope_theta", theta)
+    return Rope(theta, dim, _SCALINGS[kind](_Written(parameters, config, dim)))
+
+
+def _linear(rope: _Written) -> LinearScaling:
+    return LinearScaling(rope.parameters.number("factor"))
+
+
+def _llama3(rope: _Written) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=rope.parameters.number("factor"),
+        low_freq_factor=rope.parameters.number("low_freq_factor"),
+        high_freq_factor=rope.parameters.number("high_freq_factor"),
+        original_context=rope.original_context,
+    )
+
+
+def _yarn(rope: _Written) -> YarnScaling:
+    return YarnScaling(
+        factor=rope.factor,
+        beta_fast=rope.parameters.number("beta_fast", 32.0),
+        beta_slow=rope.parameters.number("beta_slow", 1.0),
+        original_context=rope.original_context,
+        attention_factor=rope.parameters.number("attention_factor", _yarn_attention(rope)),
+        truncate=rope.parameters.over({"truncate": True}).flag("truncate"),
+    )
+
+
+def _yarn_attention(rope: _Written) -> float:
+    """Scores over a longer context are sharpened: arXiv 2309.00071, section 3.4."""
+    written = rope.parameters
+    if written.get("mscale") and written.get("mscale_all_dim"):
+        every = _mscale(rope.factor, written.number("mscale_all_dim"))
+        return _mscale(rope.factor, written.number("mscale")) / every
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _longrope(rope: _Written) -> LongRopeScaling:
+    pairs = rope.dim // 2
+    return LongRopeScaling(
+        short=rope.parameters.numbers("short_factor", pairs),
+        long=rope.parameters.numbers("long_factor", pairs),
+        original_context=rope.original_context,
+        attention_factor=rope.parameters.number("attention_factor", _longrope_attention(rope)),
+    )
+
+
+def _longrope_attention(rope: _Written) -> float:
+    if rope.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context))
+
+
+_SCALINGS: dict[str, Callable[[_Written], Scaling | None]] = {
+    "default": lambda rope: None,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
