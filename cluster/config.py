@@ -11,6 +11,7 @@ from typing import Literal
 import yaml
 
 from everlift import settings
+from everlift.model_name import is_hub_id
 from everlift.settings import SettingsError
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
@@ -31,8 +32,11 @@ def _default_state_dir() -> Path:
 class Config:
     """Relative paths are taken from the working directory, once."""
 
-    #: Hugging Face directory of the model that routers and workers serve, or "fake"
+    #: Hugging Face directory of the model that routers and workers serve, its hub id (org/name),
+    #: or "fake"
     model: str = str(DEMO_MODEL)
+    #: of a hub id: a branch, a tag or a commit; not set: its main branch
+    model_revision: str = ""
     num_routers: int = 1
     num_workers: int = 1
     #: the embedded ledger's data, the logs, and where the other commands find the cluster
@@ -48,13 +52,30 @@ class Config:
         if self.num_routers < 1 or self.num_workers < 1:
             raise ValueError("num_routers and num_workers must be at least 1")
         self._set("state_dir", self.state_dir.expanduser().absolute())
+        if not is_hub_id(self.model, self.model_revision):
+            self._find_directory()
+        for part in (self.router, self.worker):
+            for name in ("model", "model_revision"):
+                if getattr(part, name) not in ("", getattr(self, name)):
+                    raise ValueError(f"{name} is set for the whole cluster, not for a part of it")
+        model, revision = self.model, self.model_revision
+        self._set("router", replace(self.router, model=model, model_revision=revision))
+        self._set("worker", replace(self.worker, model=model, model_revision=revision))
+
+    def _find_directory(self) -> None:
+        if self.model_revision:
+            raise ValueError(f"model_revision is for a hub id (org/name), not for {self.model!r}")
         if self.model != FAKE:
             self._set("model", str(Path(self.model).expanduser().absolute()))
-        for part in (self.router, self.worker):
-            if part.model not in ("", self.model):
-                raise ValueError("model is set for the whole cluster, not for a part of it")
-        self._set("router", replace(self.router, model=self.model))
-        self._set("worker", replace(self.worker, model=self.model))
+
+    def at_commit(self, commit: str) -> Config:
+        """The same with ``commit`` as its model's revision."""
+        return replace(
+            self,
+            model_revision=commit,
+            router=replace(self.router, model_revision=""),
+            worker=replace(self.worker, model_revision=""),
+        )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

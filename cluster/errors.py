@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class ClusterFailed(Exception):
     """A part did not start, or has ended by itself. The message says which, why, and its log."""
+
+
+class BatchFailed(Exception):
+    """A batch cannot begin, or cannot go on. The message says why."""

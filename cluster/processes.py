@@ -19,6 +19,7 @@ from typing import Self
 from cluster.config import Config
 from cluster.errors import ClusterFailed
 from cluster.launch import RankLaunch, RouterLaunch
+from cluster.model import pinned
 from cluster.own_ledger import OwnLedger
 from cluster.replica import Replica, RouterReplica, WorkerReplica
 from cluster.threads import rank_environment, threads_per_rank
@@ -68,7 +69,8 @@ class ProcessCluster:
         return [*ledger, *(pid for replica in replicas for pid in replica.pids)]
 
     async def start(self) -> None:
-        """Raises ClusterFailed, LedgerSetupError, OSError; then nothing of it is left."""
+        """Raises ModelUnavailable, ClusterFailed, LedgerSetupError, OSError; then nothing of it is
+        left."""
         try:
             await self._start()
         except BaseException:
@@ -77,6 +79,7 @@ class ProcessCluster:
 
     async def _start(self) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.config = await pinned(self.config)
         ledger = await self._ledger.start()
         for index in range(self.config.num_routers):
             self.routers.append(self._router(index, ledger))

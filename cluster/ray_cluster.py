@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from cluster import local_ray
 from cluster.config import Config
 from cluster.errors import ClusterFailed
+from cluster.model import pinned
 from cluster.own_ledger import OwnLedger
 from cluster.threads import rank_environment, threads_per_rank
 from everlift import logs
@@ -51,8 +52,9 @@ class RayCluster:
         return self.addresses[0]
 
     async def start(self) -> None:
-        """Raises LedgerSetupError, ClusterFailed."""
+        """Raises ModelUnavailable, LedgerSetupError, ClusterFailed."""
         self._log_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.config = await pinned(self.config)
         self._ledger_config = await self._ledger.start()
         self._start_ray()
         from ray import serve

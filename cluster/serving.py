@@ -11,8 +11,9 @@ from rich.console import Console
 
 from cluster import endpoint
 from cluster.config import Config
+from cluster.model import fetched
 from cluster.processes import ProcessCluster
-from cluster.ray_cluster import RayCluster
+from cluster.ray_cluster import LOCAL, RayCluster
 from everlift import logs
 
 Cluster = ProcessCluster | RayCluster
@@ -23,16 +24,18 @@ async def serve(config: Config, console: Console, *, with_ray: bool) -> None:
     log_dir = config.state_dir / "logs"
     log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     logs.configure("up", config.log_level, log_dir / "up.log")
-    cluster = RayCluster(config) if with_ray else ProcessCluster(config, revive=True)
-    serving = asyncio.create_task(_serve(config, cluster, console))
+    serving = asyncio.create_task(_serve(config, console, with_ray))
     _on_signal(serving.cancel)
     with suppress(asyncio.CancelledError):
         await serving
 
 
-async def _serve(config: Config, cluster: Cluster, console: Console) -> None:
+async def _serve(config: Config, console: Console, with_ray: bool) -> None:
     task = asyncio.current_task()
     assert task is not None
+    if not with_ray or config.ray_address == LOCAL:
+        config = await fetched(config)
+    cluster = RayCluster(config) if with_ray else ProcessCluster(config, revive=True)
     async with AsyncExitStack() as stack:
         with console.status("starting"):
             await stack.enter_async_context(cluster)

@@ -34,16 +34,40 @@ def test_yaml_environment_flags_and_options_lie_over_each_other(tmp_path: Path) 
     assert (config.worker.max_num_seqs, config.worker.num_blocks) == (2, 4)
 
 
-def test_the_model_is_one_for_all_and_its_path_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir("/")
-    config = Config(model="models/llama")
-    assert config.model == config.router.model == config.worker.model == "/models/llama"
+def test_the_model_is_one_for_all_and_its_path_absolute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    for model in ("models/llama", "./models/llama", str(tmp_path / "models" / "llama")):
+        config = Config(model=model)
+        path = f"{tmp_path}/models/llama"
+        assert config.model == config.router.model == config.worker.model == path
+
+
+def test_what_is_no_directory_may_be_a_hub_id() -> None:
+    config = Config(model="org/llama", model_revision="v1")
+    assert config.model == config.router.model == config.worker.model == "org/llama"
+    assert config.model_revision == "v1"
+    assert config.router.model_revision == config.worker.model_revision == "v1"
+    assert config.worker.name == "org/llama"
+
+
+def test_a_commit_takes_the_place_of_a_revision_everywhere() -> None:
+    config = Config(model="org/llama", model_revision="v1", num_workers=2)
+    assert config.at_commit("abc") == Config(model="org/llama", model_revision="abc", num_workers=2)
 
 
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
         ("worker.model=x", "model is set for the whole cluster, not for a part of it"),
+        (
+            "router.model_revision=x",
+            "model_revision is set for the whole cluster, not for a part of it",
+        ),
+        ("model_revision=v1", "model_revision is for a hub id (org/name), not for '/"),
+        ("worker.load_format=pickle", "must be one of auto, dummy, not 'pickle'"),
         ("num_workers=0", "num_routers and num_workers must be at least 1"),
         ("worker.tensor_parallel=0", "worker.tensor_parallel must be at least 1, not 0"),
         ("worker.max_num_seq=1", "did you mean worker.max_num_seqs?"),
@@ -95,5 +119,6 @@ def test_the_state_directory_is_the_users(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_config_survives_the_way_through_plain_values() -> None:
-    config = load(None, {}, ["model=fake", "worker.num_blocks=7", "ledger.url=unix:///x"])
-    assert settings.load(Config, settings.to_dict(config)) == config
+    for model in ("model=fake", "model=org/llama"):
+        config = load(None, {}, [model, "worker.num_blocks=7", "ledger.url=unix:///x"])
+        assert settings.load(Config, settings.to_dict(config)) == config

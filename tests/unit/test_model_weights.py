@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,19 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.llama_support import save_llama
+from tests.weights_support import Pieces, Rank
+from worker.model.checkpoint import BadCheckpoint
 from worker.model.decoder import Decoder
-from worker.model.layers import Placement
-from worker.model.spec import ModelSpec, UnsupportedModel
-from worker.model.weights import BadCheckpoint, load
+from worker.model.layers import Piece, Placement
+from worker.model.spec import ModelSpec
+from worker.model.weights import load
 from worker.parallel import Group
-
-
-class Rank(Group):
-    """Of a group whose other ranks are not needed: nothing is computed here."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
 
 
 @pytest.fixture
@@ -50,24 +44,19 @@ def change(directory: Path, **tensors: Tensor | None) -> None:
     save_file({name: tensor for name, tensor in content.items() if tensor is not None}, path)
 
 
-@pytest.mark.parametrize(("kv_heads", "ranks"), [(2, 1), (2, 2), (6, 3), (1, 3), (2, 6), (6, 6)])
-def test_ranks_hold_the_whole_checkpoint_between_them(
-    kv_heads: int, ranks: int, tmp_path: Path
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 2, 1), (6, 2, 2), (4, 1, 3)])
+def test_a_rank_gets_its_slices_of_every_tensor(
+    heads: int, kv_heads: int, ranks: int, tmp_path: Path
 ) -> None:
-    save_llama(tmp_path, num_key_value_heads=kv_heads, attention_bias=True)
+    save_llama(
+        tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads, attention_bias=True
+    )
     whole = load_file(tmp_path / "model.safetensors")
-    shares = [loaded(tmp_path, Rank(rank, ranks)) for rank in range(ranks)]
-    for name, tensor in whole.items():
-        assert torch.equal(joined([share[name] for share in shares], tensor.shape), tensor), name
-
-
-def joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
-    """``parts`` side by side along the dimension that was split; neighbours may hold the same."""
-    split = [d for d, size in enumerate(shape) if parts[0].shape[d] != size]
-    dim = split[0] if split else 0
-    copies = sum(part.shape[dim] for part in parts) // shape[dim]
-    assert all(torch.equal(part, parts[i - i % copies]) for i, part in enumerate(parts))
-    return torch.cat(parts[::copies], dim)
+    for rank in range(ranks):
+        model = decoder(tmp_path, Rank(rank, ranks))
+        load(model, tmp_path)
+        for piece in model.pieces():
+            assert torch.equal(piece.into, whole[piece.name][piece.slices]), piece.name
 
 
 def test_a_rank_of_two_holds_about_half(checkpoint: Path) -> None:
@@ -77,21 +66,26 @@ def test_a_rank_of_two_holds_about_half(checkpoint: Path) -> None:
     assert max(halves) < 0.52 * whole
 
 
-@pytest.mark.parametrize(
-    ("ranks", "overrides", "words"),
-    [
-        (4, {}, "6 attention heads cannot be split over 4 ranks"),
-        (3, {}, "3 ranks cannot share 2 KV heads evenly"),
-        (2, {"num_key_value_heads": 3}, "3 KV heads cannot be split over 2 ranks"),
-        (6, {"intermediate_size": 70}, "70 MLP features cannot be split over 6 ranks"),
-    ],
-)
-def test_a_model_that_cannot_be_split_over_the_ranks_is_refused(
-    ranks: int, overrides: dict[str, Any], words: str, tmp_path: Path
+def test_several_pieces_may_be_of_one_tensor_and_each_slice_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_llama(tmp_path, **overrides)
-    with pytest.raises(UnsupportedModel, match=words):
-        decoder(tmp_path, Rank(0, ranks))
+    fused = torch.arange(24.0).view(6, 4)
+    save_file({"qkv.weight": fused}, tmp_path / "model.safetensors")
+    lengths, preadv = [], os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], place: int) -> int:
+        lengths.append(preadv(descriptor, buffers, place))
+        return lengths[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    into = [torch.empty(1, 4), torch.empty(3, 4)]
+    slices = [slice(5, 6), slice(0, 3)]
+    pieces = [
+        Piece("qkv.weight", (6, 4), (part,), one) for part, one in zip(slices, into, strict=True)
+    ]
+    load(Pieces(*pieces), tmp_path)
+    assert torch.equal(into[0], fused[5:6]) and torch.equal(into[1], fused[0:3])
+    assert lengths == [48, 16]
 
 
 def test_several_files_are_read_as_one(tmp_path: Path) -> None:
@@ -150,14 +144,61 @@ def test_many_missing_tensors_are_counted(checkpoint: Path) -> None:
         load(model, checkpoint)
 
 
+def test_nothing_is_read_of_a_checkpoint_that_is_not_right(checkpoint: Path) -> None:
+    change(checkpoint, model__norm__weight=torch.zeros(47))
+    model = decoder(checkpoint, Group.single())
+    for piece in model.pieces():
+        piece.into.fill_(7)
+    with pytest.raises(BadCheckpoint):
+        load(model, checkpoint)
+    assert all(bool((piece.into == 7).all()) for piece in model.pieces())
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    save_llama(tmp_path, max_shard_size="30KB")
+    second = tmp_path / sorted(p.name for p in tmp_path.glob("*-00002-of-*"))[0]
+    save_file(load_file(second) | {"model.norm.weight": torch.ones(48)}, second)
+    with pytest.raises(BadCheckpoint, match=r"in more than one file: model\.norm\.weight"):
+        load(decoder(tmp_path, Group.single()), tmp_path)
+
+
 def test_files_that_cannot_be_read_are_named(checkpoint: Path) -> None:
     model = decoder(checkpoint, Group.single())
-    (checkpoint / "model.safetensors").write_bytes(b"not a tensor")
-    with pytest.raises(BadCheckpoint, match=r"model\.safetensors cannot be read"):
+    weights = checkpoint / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors is truncated: .* within \w+"):
         load(model, checkpoint)
-    (checkpoint / "model.safetensors").unlink()
+    weights.write_bytes(b"not a tensor")
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors is no safetensors file"):
+        load(model, checkpoint)
+    weights.unlink()
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors is missing"):
         load(model, checkpoint)
     (checkpoint / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(BadCheckpoint, match=r"index\.json is not an index"):
         load(model, checkpoint)
+
+
+def test_short_reads_go_on_and_a_file_that_ends_is_named(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:100]], at))
+    model = decoder(checkpoint, Group.single())
+    load(model, checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    assert all(torch.equal(piece.into, tensors[piece.name]) for piece in model.pieces())
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: 0)
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors became shorter while"):
+        load(model, checkpoint)
+
+
+def test_the_bytes_that_are_read_are_told(checkpoint: Path) -> None:
+    told: list[tuple[int, int]] = []
+    held = load(
+        decoder(checkpoint, Rank(0, 2)), checkpoint, lambda done, total: told.append((done, total))
+    )
+    assert told[-1] == (held, held)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert {total for _, total in told} == {held}

@@ -1,85 +1,116 @@
-"""From safetensors into a rank's parameters: of each tensor only the rank's slice is read, once."""
+"""From safetensors into a rank's parameters: of each tensor only the rank's slices, once.
+
+Everything is checked by the files' headers before the first tensor is read. Files are read one
+after the other, each from its beginning to its end. None is mapped: what is touched of a mapped
+file counts as the process's own memory until the file is closed.
+"""
 
 from __future__ import annotations
 
-import json
+import os
 import re
-from collections.abc import Collection
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
+from torch import Tensor
 
+from everlift.model_files import weight_files
+from everlift.progress import Progress, untold
+from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_tensors, some
 from worker.model.decoder import Decoder
+from worker.model.filling import Filler, Read
 from worker.model.layers import Piece
+from worker.model.runs import Run, bounds_of
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_DTYPES = ("F32", "BF16", "F16")
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 #: What a checkpoint may hold beside the parameters: derived tables, and a head that is tied.
 _REDUNDANT = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$")
-_NAMES_IN_MESSAGE = 3
+
+#: By the name of their tensor.
+_Wanted = dict[str, list[Piece]]
 
 
-class BadCheckpoint(ValueError):
-    """The tensors of the checkpoint are not those that its config.json promises."""
-
-
-def load(decoder: Decoder, directory: str | Path) -> int:
+def load(decoder: Decoder, directory: str | Path, progress: Progress = untold) -> int:
     """Fills every parameter of ``decoder``; returns their bytes. Raises BadCheckpoint."""
-    pieces = {piece.name: piece for piece in decoder.pieces()}
-    held = sum(piece.into.nbytes for piece in pieces.values())
-    unexpected: list[str] = []
-    for path in _files(Path(directory)):
-        unexpected += _read_file(path, pieces)
-    if pieces:
-        raise BadCheckpoint(f"{directory} lacks {_some(pieces)}")
-    if unexpected:
-        raise BadCheckpoint(f"{directory} has tensors that the model does not: {_some(unexpected)}")
-    return held
+    pieces = list(decoder.pieces())
+    wanted = _by_name(pieces)
+    files = [(path, read_tensors(path)) for path in _files(Path(directory))]
+    names = [tensor.name for _, tensors in files for tensor in tensors]
+    _check_names(directory, wanted, [n for n in names if not n.startswith(decoder.unread)])
+    for _, tensors in files:
+        _check_forms(wanted, tensors)
+    filler = Filler(pieces, progress)
+    for path, tensors in files:
+        _read_file(path, tensors, wanted, filler)
+    return filler.total_bytes
+
+
+def _by_name(pieces: Iterable[Piece]) -> _Wanted:
+    wanted: _Wanted = defaultdict(list)
+    for piece in pieces:
+        wanted[piece.name].append(piece)
+    for several in wanted.values():
+        several.sort(key=lambda piece: [b.start for b in bounds_of(piece.slices, piece.shape)])
+    return dict(wanted)
 
 
 def _files(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if not index.exists():
-        return [directory / _SINGLE]
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise BadCheckpoint(f"{index} is not an index of safetensors files") from None
-    return [directory / name for name in sorted(names)]
+        return weight_files(directory)
+    except ValueError as error:
+        raise BadCheckpoint(str(error)) from None
 
 
-def _read_file(path: Path, pieces: dict[str, Piece]) -> list[str]:
-    """Takes from ``pieces`` those that ``path`` holds; returns the names of its other tensors."""
-    unexpected = []
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():
-                piece = pieces.pop(name, None)
-                if piece is not None:
-                    _read_piece(tensors.get_slice(name), piece)
-                elif not _REDUNDANT.search(name):
-                    unexpected.append(name)
-    except FileNotFoundError:
-        raise BadCheckpoint(f"{path} is missing (only safetensors are read)") from None
-    except SafetensorError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error}") from None
-    return unexpected
+def _check_names(directory: str | Path, wanted: _Wanted, found: Sequence[str]) -> None:
+    missing = wanted.keys() - set(found)
+    if missing:
+        raise BadCheckpoint(f"{directory} lacks {some(missing)}")
+    unexpected = [n for n in found if n not in wanted and not _REDUNDANT.search(n)]
+    if unexpected:
+        raise BadCheckpoint(f"{directory} has tensors that the model does not: {some(unexpected)}")
+    repeated = [name for name, count in Counter(found).items() if count > 1]
+    if repeated:
+        raise BadCheckpoint(f"{directory} has in more than one file: {some(repeated)}")
 
 
-def _read_piece(tensor: Any, piece: Piece) -> None:
-    shape = tuple(tensor.get_shape())
-    if shape != piece.shape:
-        raise BadCheckpoint(f"{piece.name} has shape {shape}; the config makes it {piece.shape}")
-    if tensor.get_dtype() not in _DTYPES:
-        raise BadCheckpoint(
-            f"{piece.name} is {tensor.get_dtype()}; supported: {', '.join(_DTYPES)}"
-        )
-    piece.into.copy_(tensor[piece.slices])
+def _check_forms(wanted: _Wanted, tensors: Iterable[StoredTensor]) -> None:
+    for tensor in tensors:
+        for piece in wanted.get(tensor.name, ()):
+            if tensor.shape != piece.shape:
+                raise BadCheckpoint(
+                    f"{piece.name} has shape {tensor.shape}; the config makes it {piece.shape}"
+                )
+            if tensor.dtype not in _DTYPES:
+                raise BadCheckpoint(
+                    f"{piece.name} is {tensor.dtype}; supported: {', '.join(_DTYPES)}"
+                )
 
 
-def _some(names: Collection[str]) -> str:
-    shown = ", ".join(sorted(names)[:_NAMES_IN_MESSAGE])
-    more = len(names) - _NAMES_IN_MESSAGE
-    return f"{shown} and {more} more" if more > 0 else shown
+def _read_file(path: Path, tensors: list[StoredTensor], wanted: _Wanted, filler: Filler) -> None:
+    with path.open("rb", buffering=0) as file:
+        for tensor in tensors:
+            for piece in wanted.get(tensor.name, ()):
+                filler.fill(piece, _DTYPES[tensor.dtype], _reading(file.fileno(), tensor))
+
+
+def _reading(descriptor: int, tensor: StoredTensor) -> Read:
+    def read(runs: Iterable[Run], into: Tensor) -> None:
+        size, room, end = into.itemsize, into.view(torch.uint8).numpy().data, 0
+        for run in runs:
+            begin, end = end, end + run.length * size
+            if not _read_exactly(descriptor, room[begin:end], tensor.start + run.start * size):
+                raise BadCheckpoint(f"{tensor.path} became shorter while it was read")
+
+    return read
+
+
+def _read_exactly(descriptor: int, into: memoryview, place: int) -> bool:
+    """Whether the file was that long."""
+    while into:
+        count = os.preadv(descriptor, [into], place)
+        if not count:
+            return False
+        into, place = into[count:], place + count
+    return True

@@ -1,0 +1,233 @@
+"""Where a model's files are: in a directory, or in this machine's copy of a hub's repository.
+
+    pin        the commit that a revision is at this moment       asks the hub
+    fetch      downloads what this machine lacks of it            asks the hub, if it lacks anything
+    locate     the directory that holds it                        asks nobody
+
+The copies lie in huggingface_hub's cache, and what is known of that library holds here too:
+HF_HOME and HF_HUB_CACHE say where, HF_ENDPOINT which hub, HF_TOKEN who asks, and HF_HUB_OFFLINE=1
+that nobody does. It is imported when it is needed, since customers have no use for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from everlift.hub_errors import explain
+from everlift.model_name import is_commit, is_hub_id
+from everlift.progress import Progress, untold
+
+_CONFIG = "config.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+#: Configuration and tokenizer. What lies in folders is for other programs.
+_TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
+_ELSEWHERE = "*/*"
+#: By this name huggingface_hub calls the bar that counts bytes written.
+_BYTES_BAR = "huggingface_hub.snapshot_download"
+
+T = TypeVar("T")
+
+
+class ModelUnavailable(OSError):
+    """A model's files cannot be had. The message is one line that says why."""
+
+
+async def pin(model: str, revision: str = "") -> str:
+    """The commit that ``revision`` of a hub id is now (of its main branch, when empty), or that it
+    was when the hub could last be asked; "" for a directory. Raises ModelUnavailable."""
+    if not is_hub_id(model, revision):
+        return ""
+    return await _in_thread(partial(_pin, model, revision))
+
+
+async def fetch(
+    model: str, revision: str = "", *, weights: bool, progress: Progress = untold
+) -> None:
+    """Downloads what is missing here of a hub id: configuration and tokenizer, and the safetensors
+    if ``weights``. Never pickles. A directory is left as it is.
+
+    ``progress`` counts the texts first, then the weights; several threads call it, one at a time.
+    Raises ModelUnavailable. When cancelled, the download ends with the piece that is under way.
+    """
+    if not is_hub_id(model, revision):
+        return
+    stop = threading.Event()
+    relay = _Relay(progress, stop)
+    try:
+        await _in_thread(partial(_fetch, model, revision, weights, relay))
+    finally:
+        stop.set()
+
+
+def locate(model: str, revision: str = "", *, weights: bool) -> Path:
+    """The directory with all that ``fetch`` would have fetched. Raises ModelUnavailable."""
+    if is_hub_id(model, revision):
+        return _snapshot(model, revision, weights)
+    directory = Path(model).expanduser()
+    if not directory.is_dir():
+        raise ModelUnavailable(
+            f"no model at {model!r}: there is no such directory, and it is no hub id (org/name)"
+        )
+    return directory
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files of the weights, whether or not they are there: one, or those that an index names.
+
+    With both the one file counts, as for transformers. Raises ValueError for an index that is none,
+    or that names what is not a file beside it.
+    """
+    single, index = directory / _SINGLE, directory / _INDEX
+    if single.exists() or not index.exists():
+        return [single]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{index} is not an index of safetensors files") from None
+    for name in names:
+        if not _is_beside(name):
+            raise ValueError(f"{index} names {name!r}, which is no safetensors file beside it")
+    return [directory / name for name in sorted(names)]
+
+
+def _is_beside(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+
+
+def _pin(model: str, revision: str) -> str:
+    with _explained(model, revision):
+        from huggingface_hub import HfApi
+
+        return HfApi().resolve_revision(model, revision=revision or None).resolved
+
+
+def _fetch(model: str, revision: str, weights: bool, relay: _Relay) -> None:
+    if not (is_commit(revision) and _is_here(model, revision, weights)):
+        _snapshot(model, revision, weights, _bar_class(relay))
+
+
+def _is_here(model: str, revision: str, weights: bool) -> bool:
+    """Nothing is missing by the list of files that an earlier download has left."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        get_cached_repo_tree(model, revision=revision)
+        _snapshot(model, revision, weights)
+    except (CachedRepoTreeNotFoundError, ModelUnavailable):
+        return False
+    return True
+
+
+def _snapshot(model: str, revision: str, weights: bool, bar: type[Any] | None = None) -> Path:
+    """Downloads, telling a ``bar``; without one it makes do with what is here."""
+    directory = _download(model, revision, _TEXTS, bar)
+    names = [_CONFIG]
+    if weights:
+        shards = _weight_names(model, directory)
+        _download(model, revision, (_SINGLE, *shards), bar)
+        names += shards
+    for name in names:
+        if not (directory / name).exists():
+            only = " (pickled weights are not read)" if name == _SINGLE else ""
+            raise ModelUnavailable(f"the hub's {model!r} lacks {name}{only}")
+    return directory
+
+
+def _weight_names(model: str, directory: Path) -> list[str]:
+    try:
+        return [path.name for path in weight_files(directory)]
+    except ValueError as error:
+        raise ModelUnavailable(f"no weights of {model!r}: {error}") from None
+
+
+def _download(model: str, revision: str, patterns: Sequence[str], bar: type[Any] | None) -> Path:
+    with _explained(model, revision):
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision or None,
+                allow_patterns=list(patterns),
+                ignore_patterns=_ELSEWHERE,
+                local_files_only=bar is None,
+                tqdm_class=bar,
+            )
+        )
+
+
+class _Stopped(Exception):
+    """Nobody waits for the download any more."""
+
+
+class _Relay:
+    """Takes what the download's threads count to one Progress, until ``stop`` is set."""
+
+    def __init__(self, progress: Progress, stop: threading.Event) -> None:
+        self._progress = progress
+        self._stop = stop
+        self._lock = threading.Lock()
+
+    def advance(self, bar: Any, count: float) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+        with self._lock:
+            bar.n += count
+            self._progress(int(bar.n), int(bar.total or 0))
+
+
+def _bar_class(relay: _Relay) -> type[Any]:
+    """What huggingface_hub makes its bars of: one that draws nothing, and tells the bytes."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts_bytes = kwargs.get("name") == _BYTES_BAR
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            if self._counts_bytes:
+                relay.advance(self, n or 0)
+
+    return Bar
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """In a thread that nobody has to wait for, should the caller be cancelled."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="model files", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+@contextmanager
+def _explained(model: str, revision: str) -> Iterator[None]:
+    """Whatever huggingface_hub raises becomes ModelUnavailable: errors of its own, of its HTTP
+    library, of its storage."""
+    from huggingface_hub.utils import logging
+
+    # Its warnings are of retries, and name signed addresses.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    except _Stopped:
+        raise
+    except Exception as error:
+        raise ModelUnavailable(f"no files of {model!r}: {explain(error, revision)}") from error

@@ -1,0 +1,62 @@
+"""How far something long has come: a bar on a terminal, else a line in the log now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from everlift import logs
+
+log = logs.get(__name__)
+
+#: Told the bytes that are done and those that there are in all, as far as that is known.
+Progress = Callable[[int, int], None]
+
+_LOG_EVERY_S = 5.0
+
+
+def untold(done: int, total: int) -> None:
+    """The Progress of what nobody watches."""
+
+
+@contextmanager
+def told(what: str) -> Iterator[Progress]:
+    """A Progress that tells whoever watches standard error, or the log, how ``what`` goes on."""
+    if not sys.stderr.isatty():
+        yield logged(what)
+        return
+    with _bar(what) as progress:
+        yield progress
+
+
+def logged(what: str, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """A line every few seconds; none of what is done before that."""
+    due = clock() + _LOG_EVERY_S
+
+    def progress(done: int, total: int) -> None:
+        nonlocal due
+        if clock() >= due:
+            due = clock() + _LOG_EVERY_S
+            log.info(what, done_mib=done >> 20, total_mib=total >> 20)
+
+    return progress
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Progress]:
+    # Imported here: customers' installations lack it.
+    from rich import progress as rich
+    from rich.console import Console
+
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.DownloadColumn(),
+        rich.TransferSpeedColumn(),
+        rich.TimeRemainingColumn(),
+    )
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,97 @@
+"""The header of a safetensors file, and what can be wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_header, read_tensors, some
+
+
+def write(path: Path, header: object, data: bytes = b"") -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def test_tensors_come_in_the_order_in_which_they_lie(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    b = {"dtype": "F16", "shape": [2], "data_offsets": [4, 8]}
+    a = {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}
+    write(path, {"__metadata__": {"format": "pt"}, "b": b, "a": a}, bytes(8))
+    data = path.stat().st_size - 8
+    assert read_tensors(path) == [
+        StoredTensor("a", path, "F32", (1, 1), data, data + 4),
+        StoredTensor("b", path, "F16", (2,), data + 4, data + 8),
+    ]
+
+
+def test_what_safetensors_writes_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    tensors = {"a": torch.randn(3, 2), "b": torch.randn(4).bfloat16(), "c": torch.ones(2).int()}
+    save_file(tensors, path)
+    content = path.read_bytes()
+    for found in read_tensors(path):
+        tensor = tensors[found.name]
+        assert found.shape == tensor.shape
+        assert content[found.start : found.end] == tensor.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"1234567", b"\xff" * 20, (9).to_bytes(8, "little") + b"{}"]
+)
+def test_what_has_no_header_is_no_safetensors_file(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(BadCheckpoint, match=r"x\.safetensors is no safetensors file"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("header", [[], 1, None])
+def test_a_header_that_lists_no_tensors_is_none(header: object, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.safetensors", header)
+    with pytest.raises(BadCheckpoint, match="is no safetensors file"):
+        read_tensors(path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {},
+        [],
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
+        {"dtype": "I8", "shape": [1], "data_offsets": [4, 0]},
+        {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0]},
+    ],
+)
+def test_an_entry_that_cannot_be_is_named(entry: object, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.safetensors", {"some.weight": entry}, bytes(8))
+    with pytest.raises(BadCheckpoint, match=r"entry of some\.weight is not right"):
+        read_tensors(path)
+
+
+def test_a_file_that_ends_too_soon_names_what_is_cut(tmp_path: Path) -> None:
+    entries = {
+        name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
+        for i, name in enumerate("abc")
+    }
+    path = write(tmp_path / "x.safetensors", entries, bytes(7))
+    with pytest.raises(BadCheckpoint, match=r"is truncated: it ends before or within b, c$"):
+        read_tensors(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match=r"x\.safetensors is missing"):
+        read_tensors(tmp_path / "x.safetensors")
+
+
+def test_of_many_names_a_few_are_shown() -> None:
+    assert some({"b", "a"}) == "a, b"
+    assert some(["e", "d", "c", "b", "a"]) == "a, b, c and 2 more"

@@ -1,0 +1,39 @@
+"""Progress is told in the log now and then, and on a terminal by a bar."""
+
+import logging
+import os
+import pty
+import sys
+
+import pytest
+
+from everlift.progress import logged, told
+
+
+def test_the_log_gets_a_line_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "everlift")
+    now = 0.0
+    progress = logged("weights loading", lambda: now)
+    for now in (0.0, 4.9, 5.0, 9.9, 10.0, 30.0):
+        progress(int(now * 2**20), 40 << 20)
+    fields = [record.everlift_fields for record in caplog.records]  # type: ignore[attr-defined]
+    assert [(f["done_mib"], f["total_mib"]) for f in fields] == [(5, 40), (10, 40), (30, 40)]
+    assert {record.getMessage() for record in caplog.records} == {"weights loading"}
+
+
+def test_without_a_terminal_nothing_is_drawn(capfd: pytest.CaptureFixture[str]) -> None:
+    with told("weights loading") as progress:
+        progress(1, 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with told("weights loading") as progress:
+            progress(3_000_000, 4_000_000)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "weights loading" in shown and "3.0/4.0 MB" in shown

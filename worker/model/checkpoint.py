@@ -1,0 +1,97 @@
+"""What a safetensors file holds, read from its header. Knows no torch.
+
+length of the header (u64) | header (JSON): type, shape, place of each tensor | the tensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Element sizes of the types that parameters are read from.
+ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
+_LENGTH = struct.Struct("<Q")
+#: safetensors' own bound.
+_MAX_HEADER = 100_000_000
+_METADATA = "__metadata__"
+_NAMES_IN_MESSAGE = 3
+
+
+class BadCheckpoint(ValueError):
+    """The tensors of the checkpoint are not those that its config.json promises."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Row-major, in the bytes from ``start`` to ``end`` of the file ``path``; ``dtype`` is the
+    format's word for it."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_tensors(path: Path) -> list[StoredTensor]:
+    """In the order in which they lie in the file. Raises BadCheckpoint."""
+    try:
+        header = read_header(path)
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{path} is missing (only safetensors are read)") from None
+    data = _LENGTH.size + len(header)
+    tensors = [_tensor(path, name, entry, data) for name, entry in _entries(path, header)]
+    cut = [tensor.name for tensor in tensors if tensor.end > size]
+    if cut:
+        raise BadCheckpoint(f"{path} is truncated: it ends before or within {some(cut)}")
+    return sorted(tensors, key=lambda tensor: tensor.start)
+
+
+def read_header(path: Path) -> bytes:
+    """Raises BadCheckpoint, OSError."""
+    with path.open("rb") as file:
+        prefix = file.read(_LENGTH.size)
+        if len(prefix) == _LENGTH.size:
+            (length,) = _LENGTH.unpack(prefix)
+            header = file.read(length) if length <= _MAX_HEADER else b""
+            if len(header) == length:
+                return header
+    raise BadCheckpoint(f"{path} is no safetensors file")
+
+
+def some(names: Collection[str]) -> str:
+    """The first few of them, for a message."""
+    shown = ", ".join(sorted(names)[:_NAMES_IN_MESSAGE])
+    more = len(names) - _NAMES_IN_MESSAGE
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _entries(path: Path, header: bytes) -> list[tuple[str, Any]]:
+    try:
+        entries = json.loads(header)
+    except ValueError:
+        entries = None
+    if not isinstance(entries, dict):
+        raise BadCheckpoint(f"{path} is no safetensors file")
+    return [(name, entry) for name, entry in entries.items() if name != _METADATA]
+
+
+def _tensor(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
+    """``data`` is where the first tensor begins."""
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+        start, end = map(int, entry["data_offsets"])
+    except (TypeError, KeyError, ValueError):
+        raise BadCheckpoint(f"{path}: the header's entry of {name} is not right") from None
+    item = ITEM_SIZES.get(dtype)
+    is_fit = item is None or end - start == item * math.prod(shape)
+    if min(start, *shape, 0) < 0 or end < start or not is_fit:
+        raise BadCheckpoint(f"{path}: the header's entry of {name} is not right")
+    return StoredTensor(name, path, dtype, shape, data + start, data + end)

@@ -1,0 +1,65 @@
+"""Pseudo-random parameters, for trying a model's shape and speed without its weights.
+
+Element i of a tensor is element i mod PERIOD of a stream that the tensor's name seeds. So every
+rank of every split holds its share of one and the same model, and a slice costs no more than to
+copy it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everlift.progress import Progress, untold
+from worker.model.decoder import Decoder
+from worker.model.filling import Filler
+from worker.model.layers import Piece
+from worker.model.runs import Run
+
+#: A prime: the rows of a table begin at different places of the stream.
+PERIOD = 262_147
+#: Spread of what is added to: a bias' 0, a norm's 1.
+_SMALL = 0.02
+
+
+def fill(decoder: Decoder, progress: Progress = untold) -> int:
+    """Fills every parameter of ``decoder``; returns their bytes."""
+    pieces = list(decoder.pieces())
+    filler = Filler(pieces, progress)
+    for piece in pieces:
+        filler.fill(piece, torch.float32, partial(_read, _stream(piece)))
+    return filler.total_bytes
+
+
+def _stream(piece: Piece) -> Tensor:
+    """PERIOD values of uniform distribution. A product with a matrix keeps the size of its input:
+    its variance is one over its inputs."""
+    if len(piece.shape) > 1:
+        return _uniform(piece.name, 0.0, piece.shape[-1] ** -0.5)
+    return _uniform(piece.name, 0.0 if piece.name.endswith("bias") else 1.0, _SMALL)
+
+
+def _uniform(name: str, mean: float, deviation: float) -> Tensor:
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16])
+    values = np.random.Generator(np.random.Philox(key=seed)).random(PERIOD, dtype=np.float32)
+    return torch.from_numpy(values).sub_(0.5).mul_(math.sqrt(12) * deviation).add_(mean)
+
+
+def _read(stream: Tensor, runs: Iterable[Run], into: Tensor) -> None:
+    for run in runs:
+        _copy(stream, run.start % PERIOD, into[: run.length])
+        into = into[run.length :]
+
+
+def _copy(stream: Tensor, place: int, into: Tensor) -> None:
+    """From ``place`` on, and again from the beginning where it ends."""
+    while len(into):
+        part = stream[place : place + len(into)]
+        into[: len(part)] = part
+        into, place = into[len(part) :], 0

@@ -1,0 +1,65 @@
+"""Parameters from where they lie, of any type there, by way of one small buffer.
+
+A parameter of the same type in ordinary memory is read in place. Else a few rows at a time come
+into the buffer and are copied, which converts them: no tensor is ever held twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from everlift.progress import Progress
+from worker.model.layers import Piece
+from worker.model.runs import Run, bounds_of, runs
+
+#: Fills a flat tensor with runs of the stored one, which lie in it one after the other.
+Read = Callable[[Iterable[Run], Tensor], None]
+
+_BUFFER_BYTES = 4 << 20
+
+
+class Filler:
+    """Fills ``pieces``, and tells ``progress`` how many of their bytes are."""
+
+    def __init__(self, pieces: Iterable[Piece], progress: Progress) -> None:
+        self.total_bytes = sum(piece.into.nbytes for piece in pieces)
+        self._done_bytes = 0
+        self._progress = progress
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, piece: Piece, dtype: torch.dtype, read: Read) -> None:
+        """``piece.into``, from a tensor whose elements ``read`` gives in ``dtype``."""
+        bounds = bounds_of(piece.slices, piece.shape)
+        for rows in _batches(bounds, dtype.itemsize):
+            into = piece.into[rows.start - bounds[0].start : rows.stop - bounds[0].start]
+            landing = self._landing(into, dtype)
+            read(runs(piece.shape, (rows, *bounds[1:])), landing.view(-1))
+            if landing is not into:
+                into.copy_(landing)
+            self._done_bytes += into.nbytes
+            self._progress(self._done_bytes, self.total_bytes)
+
+    def _landing(self, into: Tensor, dtype: torch.dtype) -> Tensor:
+        """``into`` itself, if it can be read to; else room in the buffer for the same."""
+        if into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
+            return into
+        size = into.numel() * dtype.itemsize
+        if len(self._buffer) < size:
+            on_gpu = into.device.type == "cuda"
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        return self._buffer[:size].view(dtype).view(into.shape)
+
+
+def _batches(bounds: tuple[range, ...], item_size: int) -> Iterator[range]:
+    """As many rows at a time as the buffer holds, but at least one."""
+    row_bytes = item_size * math.prod(map(len, bounds[1:]))
+    if not row_bytes:
+        return
+    count = max(1, _BUFFER_BYTES // row_bytes)
+    first, end = bounds[0].start, bounds[0].stop
+    for start in range(first, end, count):
+        yield range(start, min(start + count, end))
