@@ -2,66 +2,130 @@
 
 from __future__ import annotations
 
-from everlift import logs
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from everlift import logs, model_files
+from everlift.progress import told, untold
 from worker.attention.reference import ReferenceAttention
 from worker.config import WorkerConfig
 from worker.device import choose_device, choose_dtype, use_threads
 from worker.kv_cache import KVCache, block_bytes
-from worker.model import weights
+from worker.model import dummy, weights
 from worker.model.decoder import Decoder
-from worker.model.layers import Placement, kv_head_share
-from worker.model.spec import ModelSpec, UnsupportedModel
+from worker.model.layers import Placement
+from worker.model.sharing import local_kv_heads
+from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
 from worker.parallel import Group
-from worker.runner import TorchRunner
+from worker.runner import Model, TorchRunner
+from worker.swap import build_host_cache
 
 log = logs.get(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A rank's model, and what its KV cache holds of a token: num_layers, kv_heads, head_dim."""
+
+    model: Model
+    vocab_size: int
+    max_model_len: int
+    kv_shape: tuple[int, int, int]
+    parameter_bytes: int
 
 
 def build_runner(config: WorkerConfig, group: Group) -> TorchRunner:
     """Loads the rank's share of ``config.model`` and allocates its KV cache.
 
-    Raises UnsupportedModel, BadCheckpoint, or ValueError for a device that is not there. Sets
-    torch's number of threads for the process.
+    Raises ModelUnavailable, UnsupportedModel, BadCheckpoint, or ValueError for a device that is not
+    there. Sets torch's number of threads for the process.
     """
     use_threads(config.num_threads)
     device = choose_device(config.device)
     place = Placement(group, choose_dtype(config.dtype, device), device)
-    spec = ModelSpec.from_hf(config.model)
-    max_model_len = _max_model_len(config, spec)
-    decoder = Decoder(spec, max_model_len, place)
-    parameter_bytes = weights.load(decoder, config.model)
-    cache = _build_cache(config, spec, place)
+    directory = model_files.locate(
+        config.model, config.model_revision, weights=config.reads_weights
+    )
+    loaded = _load(config, directory, place)
+    cache = _build_cache(config, loaded.kv_shape, place)
     log.info(
         "model loaded",
         model=config.name,
+        revision=config.model_revision,
         rank=group.rank,
         device=str(device),
         dtype=str(place.dtype),
-        parameter_mib=parameter_bytes >> 20,
+        parameter_mib=loaded.parameter_bytes >> 20,
         kv_blocks=cache.num_blocks,
         kv_cache_mib=cache.tensor.nbytes >> 20,
     )
-    return TorchRunner(spec, max_model_len, decoder, cache, ReferenceAttention(cache), place)
+    build = partial(
+        TorchRunner,
+        loaded.vocab_size,
+        loaded.max_model_len,
+        loaded.model,
+        cache,
+        ReferenceAttention(cache),
+        place,
+    )
+    return build(build_host_cache(config, cache, group, build()))
 
 
-def _max_model_len(config: WorkerConfig, spec: ModelSpec) -> int:
+def _load(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:
+    """Whichever can: the decoder of our own, or transformers' modules."""
+    try:
+        spec = ModelSpec.from_hf(directory)
+    except UnsupportedArchitecture:
+        return _load_with_transformers(config, directory, place)
+    max_model_len = _max_model_len(config, spec.max_position)
+    decoder = Decoder(spec, max_model_len, place)
+    parameter_bytes = _fill(decoder, directory, config, place.group.rank)
+    kv_shape = (
+        spec.num_layers,
+        local_kv_heads(spec.num_kv_heads, place.group.size),
+        spec.head_dim,
+    )
+    return _Loaded(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes)
+
+
+def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:
+    # Seconds to import, and most models do without.
+    from worker.model.transformers_loading import load_decoder
+
+    decoder = load_decoder(
+        directory, place, not config.reads_weights, config.max_model_len, ReferenceAttention
+    )
+    max_model_len = _max_model_len(config, decoder.max_position)
+    kv_shape = decoder.layers.kv_shape
+    return _Loaded(decoder, decoder.vocab_size, max_model_len, kv_shape, decoder.parameter_bytes)
+
+
+def _fill(decoder: Decoder, directory: Path, config: WorkerConfig, rank: int) -> int:
+    """The bytes of the parameters. Rank 0 tells how it goes on."""
+    with nullcontext(untold) if rank else told("weights loading") as progress:
+        if config.reads_weights:
+            return weights.load(decoder, directory, progress)
+        return dummy.fill(decoder, progress)
+
+
+def _max_model_len(config: WorkerConfig, max_position: int) -> int:
     if config.max_model_len is None:
-        return spec.max_position
-    if config.max_model_len > spec.max_position:
+        return max_position
+    if config.max_model_len > max_position:
         raise UnsupportedModel(
-            f"max_model_len {config.max_model_len} is more than the model's {spec.max_position}"
+            f"max_model_len {config.max_model_len} is more than the model's {max_position}"
         )
     return config.max_model_len
 
 
-def _build_cache(config: WorkerConfig, spec: ModelSpec, place: Placement) -> KVCache:
+def _build_cache(config: WorkerConfig, kv_shape: tuple[int, int, int], place: Placement) -> KVCache:
     """``config.num_blocks`` blocks, or as many as its MiB, shared out evenly, hold on each rank."""
-    heads = kv_head_share(spec.num_kv_heads, place.group)
-    kv_heads = heads.stop - heads.start
     num_blocks = config.num_blocks
     if num_blocks is None:
-        size = block_bytes(spec.num_layers, kv_heads, spec.head_dim, place.dtype)
+        size = block_bytes(*kv_shape, place.dtype)
         num_blocks = (config.kv_cache_mib << 20) // place.group.size // size
     if num_blocks < 1:
         raise ValueError(f"kv_cache_mib {config.kv_cache_mib} holds not one block of this model")
-    return KVCache(num_blocks, spec.num_layers, kv_heads, spec.head_dim, place.dtype, place.device)
+    return KVCache(num_blocks, *kv_shape, place.dtype, place.device)

@@ -1,0 +1,115 @@
+"""Any decoder-only model of transformers over the paged KV cache, on one rank.
+
+The model's own modules compute everything but attention. To them a step's tokens are one sequence,
+in a batch of one; whose they are only attention knows.
+
+    trunk   embedding, layers, last norm    tokens [1, T] -> hidden [1, T, hidden]
+    head    the model without its trunk     hidden [1, n, hidden] -> logits [1, n, vocab]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from worker.attention.backend import StepAttention
+from worker.model.transformers_attention import PAGED, PagedAttend, answered_by
+from worker.model.transformers_survey import Survey
+
+
+class Output(NamedTuple):
+    """``hidden`` [T, hidden], and fp32 ``logits`` [T, vocab]."""
+
+    hidden: Tensor
+    logits: Tensor
+
+
+class TransformersDecoder:
+    """The interface of worker.model.decoder.Decoder on ``model``, whose attention it takes over.
+
+    ``max_position`` is the most tokens of one sequence that the model was made for.
+    """
+
+    def __init__(self, model: PreTrainedModel, survey: Survey, max_position: int) -> None:
+        self.layers = survey.layers
+        self.max_position = max_position
+        self.vocab_size = survey.vocab_size
+        self._model = model
+        self._trunk = model.get_submodule(survey.trunk)
+        self._head = _with_passage(model, survey.trunk.split("."))
+        model.set_attn_implementation(PAGED)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+        """Hidden states [T, hidden] of ``tokens`` [T], each at its place of ``positions`` [T]."""
+        with answered_by(PagedAttend(self.layers, attention)):
+            out = self._trunk(
+                input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
+            )
+        return _hidden(out)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits [n, vocab] of ``hidden`` [n, hidden]."""
+        return _logits(self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False))
+
+    def by_own_attention(self, tokens: Tensor) -> Output:
+        """What the model itself makes of one sequence: ``tokens`` [T], from its first."""
+        hidden: list[Tensor] = []
+        listening = self._trunk.register_forward_hook(
+            lambda module, args, out: hidden.append(_hidden(out))
+        )
+        self._model.set_attn_implementation("eager")
+        try:
+            out = self._model(input_ids=tokens.unsqueeze(0), use_cache=False)
+        finally:
+            listening.remove()
+            self._model.set_attn_implementation(PAGED)
+        return Output(hidden[0], _logits(out))
+
+
+class _Hidden(tuple[Tensor]):
+    """A trunk's output that has hidden states and nothing else."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _as_passage(trunk: nn.Module) -> nn.Module:
+    """``trunk`` to those who look at it, but the hidden states that it makes are the embeddings
+    that it is given."""
+    passage = copy(trunk)
+    passage.forward = lambda *_, inputs_embeds, **__: _Hidden((inputs_embeds,))
+    return passage
+
+
+def _with_passage(module: nn.Module, trunk: Sequence[str]) -> nn.Module:
+    """``module`` with a passage for the submodule at the path ``trunk``. Parameters are shared."""
+    if not trunk:
+        return _as_passage(module)
+    name, *inner = trunk
+    replaced = copy(module)
+    replaced._modules = module._modules | {name: _with_passage(module.get_submodule(name), inner)}
+    return replaced
+
+
+def _hidden(out: Any) -> Tensor:
+    """Of the only sequence of the batch."""
+    hidden: Tensor = out.last_hidden_state[0]
+    return hidden
+
+
+def _logits(out: Any) -> Tensor:
+    """Of the only sequence of the batch."""
+    logits: Tensor = out.logits[0]
+    return logits.float()

@@ -1,0 +1,50 @@
+"""Falcon with its attention taken from outside, which transformers' own Falcon does not do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import FalconConfig, FalconForCausalLM
+from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
+
+from worker.model.transformers_attention import PAGED, SURVEY, hand_over
+
+
+class InterfacedFalcon(FalconForCausalLM):
+    """The same parameters and, under any other attention than ours, the same code."""
+
+    def __init__(self, config: FalconConfig) -> None:
+        super().__init__(config)
+        for module in self.modules():
+            if isinstance(module, FalconAttention):
+                module.__class__ = _InterfacedAttention
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+
+class _InterfacedAttention(FalconAttention):
+    num_kv_heads: int
+
+    def forward(self, hidden_states: Tensor, **given: Any) -> Any:  # type: ignore[override]
+        """``hidden_states`` [1, T, hidden], and by name what FalconAttention takes."""
+        if self.config._attn_implementation not in (SURVEY, PAGED):
+            return super().forward(hidden_states, **given)
+        split = self._split_heads(self.query_key_value(hidden_states))
+        query, key, value = (heads.transpose(1, 2) for heads in split)
+        if given["alibi"] is None:
+            query, key = apply_rotary_pos_emb(query, key, *given["position_embeddings"])
+        # A KV head comes once for each of the query heads that share it.
+        copies = key.shape[1] // self.num_kv_heads
+        out, _ = hand_over(
+            self,
+            query,
+            key[:, ::copies],
+            value[:, ::copies],
+            given["attention_mask"],
+            scaling=self.inv_norm_factor,
+            alibi=given["alibi"],
+        )
+        return self.dense(out.flatten(2)), None

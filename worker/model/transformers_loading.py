@@ -1,0 +1,164 @@
+"""A decoder-only model of transformers: from a Hugging Face directory to a decoder that was tried.
+
+Code that comes with a model is not run, and of weights only safetensors are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from worker.attention.backend import AttentionBackend
+from worker.kv_cache import KVCache
+from worker.model.checkpoint import BadCheckpoint, some
+from worker.model.hf_config import HfConfig
+from worker.model.layers import Placement
+from worker.model.spec import ModelSpec, UnsupportedModel
+from worker.model.transformers_decoder import TransformersDecoder
+from worker.model.transformers_probe import Probe
+from worker.model.transformers_survey import Unservable, survey
+
+_ALSO_SUPPORTED = (
+    "and on one rank any causal language model of transformers that takes all of its attention "
+    "through AttentionInterface"
+)
+#: What models raise that do not take the arguments of their kind, or make something else of them.
+_FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_DUMMY_SEED = 0
+
+
+def load_decoder(
+    directory: Path,
+    place: Placement,
+    dummy: bool,
+    max_model_len: int | None,
+    attention_over: Callable[[KVCache], AttentionBackend],
+) -> TransformersDecoder:
+    """The model of ``directory``, or with ``dummy`` one of its kind with random weights.
+
+    It has been tried beside sequences of ``max_model_len`` tokens, or of as many as it is made for.
+    Raises UnsupportedModel, BadCheckpoint.
+    """
+    architecture = (HfConfig.read(directory / "config.json").words("architectures") or ("",))[0]
+    try:
+        if place.group.size > 1:
+            raise Unservable(f"over {place.group.size} ranks")
+        config = _read_config(directory, architecture)
+        model = _random(config, place) if dummy else _load(directory, config, place)
+        return _tried(model, place, max_model_len, attention_over)
+    except Unservable as why:
+        supported = ", ".join(ModelSpec.supported_architectures())
+        raise UnsupportedModel(
+            f"architecture {architecture} is not supported: {why}; "
+            f"supported: {supported}, {_ALSO_SUPPORTED}"
+        ) from why
+
+
+def _read_config(directory: Path, architecture: str) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+        raise Unservable(f"transformers does not read its config: {error}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise Unservable("its weights are quantized")
+    if config.is_encoder_decoder:
+        raise Unservable("it has an encoder")
+    if config.get_text_config() is not config:
+        raise Unservable("its language model is a part of another")
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "")
+    if known.lower() != architecture.lower():
+        raise Unservable("transformers has no causal language model of that name")
+    return config
+
+
+def _tried(
+    model: PreTrainedModel,
+    place: Placement,
+    max_model_len: int | None,
+    attention_over: Callable[[KVCache], AttentionBackend],
+) -> TransformersDecoder:
+    try:
+        found = survey(model)
+        max_position = _max_position(model.config, max_model_len)
+        decoder = TransformersDecoder(model, found, max_position)
+        longest = min(max_model_len or max_position, max_position)
+        Probe(decoder, attention_over, place).verify(longest)
+    except (Unservable, torch.OutOfMemoryError):
+        raise
+    except _FAILURES as error:
+        raise Unservable(f"transformers does not run it so: {error!r}") from error
+    return decoder
+
+
+def _max_position(config: PreTrainedConfig, otherwise: int | None) -> int:
+    longest: int | None = getattr(config, "max_position_embeddings", otherwise)
+    if longest is None:
+        raise Unservable("its config does not say how long a context may be; set max_model_len")
+    return longest
+
+
+def _class_for(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    if config.model_type == "falcon":
+        from worker.model.transformers_falcon import InterfacedFalcon
+
+        return InterfacedFalcon
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    known: type[PreTrainedModel] = getattr(transformers, name)
+    return known
+
+
+def _load(directory: Path, config: PreTrainedConfig, place: Placement) -> PreTrainedModel:
+    try:
+        with _no_progress_bars():
+            loaded: Any = _class_for(config).from_pretrained(
+                directory,
+                config=config,
+                dtype=place.dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise BadCheckpoint(f"{directory} cannot be loaded: {error}") from error
+    model, report = loaded
+    if missing := report["missing_keys"]:
+        raise BadCheckpoint(f"{directory} lacks {some(missing)}")
+    placed: PreTrainedModel = model.to(place.device)
+    return placed
+
+
+def _random(config: PreTrainedConfig, place: Placement) -> PreTrainedModel:
+    """The same weights whenever it is called."""
+    with torch.random.fork_rng(), torch.device(place.device):
+        torch.manual_seed(_DUMMY_SEED)
+        model: PreTrainedModel = _class_for(config)._from_config(
+            config, dtype=place.dtype, attn_implementation="eager"
+        )
+    model.train(False)
+    return model
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """A worker writes a log, not to a terminal."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

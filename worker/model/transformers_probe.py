@@ -1,0 +1,117 @@
+"""Whether a model computes through paged attention what it computes by itself: tried at start.
+
+A short random prompt goes through the model's own attention in one piece, and through the paged one
+in two chunks and single tokens, each beside tokens of another sequence in one flat batch:
+
+    step 1   | other ... | prompt[0:20] ............ |
+    step 2   | other | prompt[20:37] ............... |
+    step 3   | other | prompt[37] |                      and so on
+
+The other sequence has positions at the end of the longest context, though it sees no more than what
+was computed here. No token of the prompt may change for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from worker.attention.backend import AttentionBackend
+from worker.kv_cache import KVCache
+from worker.model.layers import Placement
+from worker.model.transformers_decoder import TransformersDecoder
+from worker.model.transformers_survey import Unservable
+from worker.plan import Row
+
+#: Where the steps cut the prompt and the other sequence; the prompt's chunks end at _CHUNKS.
+_CUTS = (0, 20, 37, 38, 39, 40)
+_OTHER_CUTS = (0, 5, 6, 7, 8, 9)
+_CHUNKS = (20, 37)
+_PROMPT_TABLE = (2, 0)
+_OTHER_TABLE = (1,)
+_NUM_BLOCKS = 3
+#: How far the middle one of a chunk's hidden states may be off, as a part of its norm: the middle
+#: one, since rounding can tip a router of experts and move a few. A mistake moves most, by tenths.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.2}
+#: One that is tipped early can move all that follow: then another prompt decides.
+_SEEDS = (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The prompt's row is the last of ``rows``; ``positions`` [T] are those that the model hears
+    of."""
+
+    rows: tuple[Row, Row]
+    positions: list[int]
+
+
+class Probe:
+    """Tries ``decoder`` over a few blocks of a KV cache of its own."""
+
+    def __init__(
+        self,
+        decoder: TransformersDecoder,
+        attention_over: Callable[[KVCache], AttentionBackend],
+        place: Placement,
+    ) -> None:
+        cache = KVCache(_NUM_BLOCKS, *decoder.layers.kv_shape, place.dtype, place.device)
+        self._decoder = decoder
+        self._attention = attention_over(cache)
+        self._place = place
+
+    def verify(self, max_model_len: int) -> None:
+        """Raises Unservable where a sequence could come out otherwise, in a batch whose longest
+        has ``max_model_len`` tokens."""
+        length = _CUTS[-1]
+        if any(self._agrees(seed, max(length, max_model_len)) for seed in _SEEDS):
+            return
+        if any(self._agrees(seed, length) for seed in _SEEDS):
+            raise Unservable(
+                f"beside a sequence of {max_model_len} tokens it computes others differently; a "
+                "smaller max_model_len may do"
+            )
+        raise Unservable("it does not compute the same through paged attention")
+
+    @torch.inference_mode()
+    def _agrees(self, seed: int, longest: int) -> bool:
+        random = torch.Generator().manual_seed(seed)
+        prompt = torch.randint(self._decoder.vocab_size, (_CUTS[-1],), generator=random)
+        expected = self._decoder.by_own_attention(prompt.to(self._place.device))
+        hidden = self._paged(prompt.tolist(), longest)
+        logits = self._decoder.logits(expected.hidden)
+        return self._same(hidden, expected.hidden) and self._same(logits, expected.logits)
+
+    def _paged(self, prompt: Sequence[int], longest: int) -> Tensor:
+        """Hidden states of ``prompt``."""
+        return torch.cat([self._forward(step) for step in _steps(prompt, longest)])
+
+    def _forward(self, step: _Step) -> Tensor:
+        """Hidden states of the prompt's tokens."""
+        tokens = [token for row in step.rows for token in row.tokens]
+        attention = self._attention.prepare(step.rows)
+        hidden = self._decoder.forward(
+            self._tensor(tokens), self._tensor(step.positions), attention
+        )
+        return hidden[-len(step.rows[-1].tokens) :]
+
+    def _same(self, got: Tensor, expected: Tensor) -> bool:
+        off = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+        tolerance = _TOLERANCE[self._place.dtype]
+        return all(part.median() <= tolerance for part in off.tensor_split(_CHUNKS))
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._place.device)
+
+
+def _steps(prompt: Sequence[int], longest: int) -> Iterator[_Step]:
+    shift = longest - _OTHER_CUTS[-1]
+    for (start, end), (first, last) in zip(pairwise(_CUTS), pairwise(_OTHER_CUTS), strict=True):
+        other = Row(1, tuple(prompt[first:last]), first, _OTHER_TABLE, samples=False)
+        row = Row(0, tuple(prompt[start:end]), start, _PROMPT_TABLE, samples=False)
+        positions = [*range(first + shift, last + shift), *range(start, end)]
+        yield _Step((other, row), positions)

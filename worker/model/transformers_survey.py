@@ -1,0 +1,169 @@
+"""How a transformers model attends: asked of the model itself, in one pass over a few tokens.
+
+What a layer asks for and the paged attention does not do is refused. Of a window it is the mask
+that counts, as it does for transformers' own attention: a mask is made by a function of positions,
+and that function is asked about positions far beyond the few tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from worker.attention.backend import AttentionForm
+from worker.model.transformers_attention import (
+    SURVEY,
+    Call,
+    PagedLayer,
+    PagedLayers,
+    answered_by,
+)
+
+#: Arguments that shape the scores, and those that do not. Any other is refused.
+_FORM = frozenset({"scaling", "softcap", "s_aux"})
+_NO_MATTER = frozenset(
+    {
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "sliding_window",
+        "use_cache",
+    }
+)
+_NUM_TOKENS = 3
+#: Positions that a mask is asked about: each of _QUERIES, and every key below _HORIZON.
+_HORIZON = 1 << 18
+_QUERIES = (0, 1, 100, 5000, 40_000, _HORIZON - 2, _HORIZON - 1)
+
+#: (batch, head, query position, key position) -> whether the query sees the key
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Unservable(ValueError):
+    """Why a model of transformers cannot be served, in words that go on from its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """``trunk`` is the name of the submodule that ends with the hidden states; what the model
+    makes of those is its head."""
+
+    layers: PagedLayers
+    trunk: str
+    vocab_size: int
+
+
+@torch.inference_mode()
+def survey(model: PreTrainedModel) -> Survey:
+    """Raises Unservable. ``model`` is left under SURVEY."""
+    model.set_attn_implementation(SURVEY)
+    tokens = torch.arange(_NUM_TOKENS, device=model.device).unsqueeze(0)
+    surveyor = _Surveyor()
+    with answered_by(surveyor), _called_within(model) as called:
+        out = model(input_ids=tokens, position_ids=tokens, use_cache=False)
+    if not called:
+        raise Unservable("its head cannot be told from its layers")
+    layers = surveyor.layers(model.config.num_hidden_layers)
+    return Survey(layers, trunk=called[0], vocab_size=int(out.logits.shape[-1]))
+
+
+class _Surveyor:
+    """An Attend that takes notes, and answers nothing but zeros."""
+
+    def __init__(self) -> None:
+        self._notes: dict[torch.nn.Module, PagedLayer] = {}
+        self._kv_heads: set[int] = set()
+        self._head_dims: set[int] = set()
+
+    def __call__(self, call: Call) -> Tensor:
+        if call.layer in self._notes:
+            raise Unservable("one of its layers attends more than once")
+        self._notes[call.layer] = PagedLayer(len(self._notes), _form(call))
+        self._kv_heads.add(call.key.shape[1])
+        self._head_dims |= {call.key.shape[-1], call.value.shape[-1]}
+        return call.value.new_zeros(*call.query.shape[:2], call.value.shape[-1])
+
+    def layers(self, expected: int) -> PagedLayers:
+        """Of a model that is said to have ``expected`` layers."""
+        if len(self._notes) != expected:
+            raise Unservable(
+                f"{len(self._notes)} of its {expected} layers attend through transformers' "
+                "attention interface, and the KV cache has no place for what others remember"
+            )
+        if len(self._kv_heads) > 1:
+            raise Unservable("its layers differ in the number of KV heads")
+        return PagedLayers(self._notes, self._kv_heads.pop(), max(self._head_dims))
+
+
+def _form(call: Call) -> AttentionForm:
+    said = {name for name, value in call.arguments.items() if value is not None}
+    if unknown := said - _FORM - _NO_MATTER:
+        raise Unservable(f"its attention takes {', '.join(sorted(unknown))}")
+    scale = call.arguments.get("scaling")
+    return AttentionForm(
+        scale=call.key.shape[-1] ** -0.5 if scale is None else float(scale),
+        window=_window_said_by(call.mask),
+        softcap=call.arguments.get("softcap"),
+        sinks=call.arguments.get("s_aux"),
+    )
+
+
+def _say_window(*, mask_function: MaskFunction, device: torch.device, **_: Any) -> Tensor:
+    """A mask that holds its window, 0 for none, in a shape that models hand on to their layers."""
+    window = window_of(mask_function) or 0
+    return torch.full((1, 1, 1, 1), window, dtype=torch.int64, device=device)
+
+
+def _window_said_by(mask: Tensor | None) -> int | None:
+    if mask is None or mask.shape != (1, 1, 1, 1) or mask.dtype != torch.int64:
+        raise Unservable("its attention mask is not one of transformers' own")
+    return int(mask) or None
+
+
+def window_of(sees: MaskFunction) -> int | None:
+    """How many tokens, itself the last of them, a token sees; None: all up to itself.
+
+    Raises Unservable where ``sees`` is anything but that.
+    """
+    query, key = torch.tensor(_QUERIES).unsqueeze(1), torch.arange(_HORIZON).unsqueeze(0)
+    first = torch.tensor(0)
+    seen = sees(first, first, query, key).expand(len(_QUERIES), _HORIZON)
+    width = int(seen[-1].sum())
+    if not torch.equal(seen, (key <= query) & (key > query - width)):
+        raise Unservable("a token sees something else than the tokens up to itself, or a window")
+    return None if width == _HORIZON else width
+
+
+@contextmanager
+def _called_within(model: PreTrainedModel) -> Iterator[list[str]]:
+    """Names of the pretrained models inside ``model`` in the order of their calls: an outer one
+    comes before those that it calls."""
+    called: list[str] = []
+    handles: list[RemovableHandle] = []
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and module is not model:
+            handles.append(module.register_forward_pre_hook(partial(_note, called, name)))
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note(called: list[str], name: str, *_: object) -> None:
+    called.append(name)
+
+
+AttentionMaskInterface.register(SURVEY, _say_window)
