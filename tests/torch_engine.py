@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
-from tests.worker_support import run, start
+from tests.worker_support import Collected, run, start
 from worker.build import build_runner
 from worker.config import WorkerConfig
+from worker.counters import Counters
 from worker.engine import Engine
 from worker.limits import Limits
-from worker.model.spec import ModelSpec
+from worker.model.end_tokens import end_token_ids
+from worker.outcome import SequenceKey
 from worker.parallel import Group
 from worker.plan import Plan, RowResult
 from worker.runner import TorchRunner
@@ -22,7 +25,7 @@ from worker.sequence import Sequence as EngineSequence
 
 @dataclass(frozen=True)
 class Job:
-    """``sampling.seed`` tells whose row is whose, so no two jobs of an engine share one."""
+    """``sampling.seed`` tells whose rows are whose, so no two jobs of an engine share one."""
 
     prompt: list[int]
     max_tokens: int
@@ -63,9 +66,12 @@ class RecordingRunner:
 
 
 class TorchEngine:
-    """One engine over ``directory`` in fp32, under a token budget that cuts most prompts."""
+    """One engine over ``directory`` in fp32, under a token budget that cuts most prompts.
+    ``settings`` are more of WorkerConfig's."""
 
-    def __init__(self, directory: Path, num_blocks: int, group: Group | None = None) -> None:
+    def __init__(
+        self, directory: Path, num_blocks: int, group: Group | None = None, **settings: Any
+    ) -> None:
         config = WorkerConfig(
             model=str(directory),
             device="cpu",
@@ -74,27 +80,43 @@ class TorchEngine:
             num_blocks=num_blocks,
             max_num_seqs=16,
             max_num_batched_tokens=48,
+            **settings,
         )
-        self._eos = ModelSpec.from_hf(directory).eos_token_ids
+        self._eos = end_token_ids(directory)
         self._runner = RecordingRunner(build_runner(config, group or Group.single()))
         self._limits = Limits.of(config, self._runner)
         self._engine = Engine(self._runner, self._limits)
 
     def serve(self, jobs: Sequence[Job]) -> list[list[int]]:
         """Output tokens of ``jobs``, all there from the start."""
+        tokens = self.collect(jobs).tokens
+        return [tokens[SequenceKey(epoch, 0)] for epoch in range(1, len(jobs) + 1)]
+
+    def collect(self, jobs: Sequence[Job]) -> Collected:
+        """All that is said of ``jobs``, whose epochs count from 1."""
         for message in starts(jobs, self._eos):
             self._engine.add(EngineSequence.from_start(message, self._limits))
-        tokens = run(self._engine).tokens
-        return [tokens[epoch, 0] for epoch in range(1, len(jobs) + 1)]
+        return run(self._engine)
 
     @property
     def preemptions(self) -> int:
         return self._engine.load().preemptions
 
+    @property
+    def counters(self) -> Counters:
+        return self._engine.load().counters
+
+    @property
+    def accepted_drafts(self) -> int:
+        return self._engine.load().counters.accepted_tokens
+
     def first_position(self, job: Job) -> int:
         """Where the first row of ``job`` began; what lies before it was cached."""
-        rows = (row for plan in self._runner.plans for row in plan.rows)
-        return next(row.start for row in rows if row.sampling.seed == job.sampling.seed)
+        for plan in self._runner.plans:
+            for admission in plan.admissions:
+                if admission.sampling.seed == job.sampling.seed:
+                    return next(row.start for row in plan.rows if row.slot == admission.slot)
+        raise AssertionError("it was never admitted")
 
     @property
     def mixed_steps(self) -> int:

@@ -2,104 +2,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from everlift.errors import EngineFailed
-from worker.attention.backend import AttentionBackend
+from everlift.sampling import TokenLogprobs
+from worker.agreement import from_lines, to_lines
+from worker.attention.backend import AttentionBackend, StepAttention
+from worker.host_cache import HostCache
 from worker.kv_cache import KVCache
-from worker.model.decoder import Decoder
+from worker.logprobs import read_score, score
 from worker.model.layers import Placement
-from worker.model.spec import ModelSpec
 from worker.plan import Admission, Plan, Row, RowResult
-from worker.sampler import NO_TOKEN, Draw, sample
+from worker.sampled_row import NOT_FINITE_CAUSE
+from worker.sampler import Ask, Sampler
+from worker.upload import upload
+
+#: Positions of prompts whose logits are in memory at once.
+SCORED_AT_ONCE = 64
+
+
+class Model(Protocol):
+    """One rank's share of a model."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+        """Hidden states [T, hidden] of ``tokens`` [T], each at its place of ``positions`` [T]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere; a tensor of
+        the caller's own. A collective."""
+        ...
+
+
+class _Scored(NamedTuple):
+    """A prompt's token whose log probability is wanted, ``row``'s, and where among the step's
+    tokens the one before it lies."""
+
+    row: int
+    at: int
+    token: int
+    num_top: int
 
 
 class TorchRunner:
-    """One rank's Runner (worker.plan). It owns the model's share, the KV cache and the group."""
+    """One rank's Runner (worker.plan). It owns the model's share, the KV cache and the group.
+
+    The ranks' collectives follow from the plan alone. Only rank 0 has logits: it draws, and the
+    others take its word, so that rounding does not part them.
+    """
 
     def __init__(
         self,
-        spec: ModelSpec,
+        vocab_size: int,
         max_model_len: int,
-        decoder: Decoder,
+        model: Model,
         cache: KVCache,
         attention: AttentionBackend,
         place: Placement,
+        host_cache: HostCache | None = None,
     ) -> None:
-        self._spec = spec
+        self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._decoder = decoder
+        self._model = model
         self._cache = cache
+        self._host_cache = host_cache
         self._attention = attention
         self._group = place.group
         self._device = place.device
         self._slots: dict[int, Admission] = {}
+        self._sampler = Sampler(vocab_size, place.device) if place.group.rank == 0 else None
 
     @property
     def num_blocks(self) -> int:
         return self._cache.num_blocks
 
     @property
+    def num_host_blocks(self) -> int:
+        return self._host_cache.num_blocks if self._host_cache is not None else 0
+
+    @property
     def vocab_size(self) -> int:
-        return self._spec.vocab_size
+        return self._vocab_size
 
     @property
     def max_model_len(self) -> int:
         return self._max_model_len
 
-    @property
-    def num_host_blocks(self) -> int:
-        return 0
-
     @torch.inference_mode()
     def execute(self, plan: Plan) -> list[RowResult]:
+        self._copy_blocks(plan)
         for admission in plan.admissions:
-            self._slots[admission.slot] = admission
+            self._admit(admission)
         hidden = self._forward(plan)
-        draws = [self._draw(row) for row in plan.rows if row.samples]
-        if not draws:
-            return [RowResult() for _ in plan.rows]
-        tokens = iter(self._sample(hidden[self._last_tokens(plan)], draws).tolist())
-        return [_result(next(tokens)) if row.samples else RowResult() for row in plan.rows]
+        scores = self._score_prompts(plan, hidden)
+        results = self._sample(plan, hidden)
+        return self._agree(plan, _with_scores(results, scores))
 
     def close(self) -> None:
         self._group.close()
+
+    def _copy_blocks(self, plan: Plan) -> None:
+        if self._host_cache is not None:
+            self._host_cache.save(plan.saves)
+            self._host_cache.load(plan.loads)
+
+    def _admit(self, admission: Admission) -> None:
+        self._slots[admission.slot] = replace(admission, grammar=None)
+        if self._sampler is not None:
+            self._sampler.admit(admission)
 
     def _forward(self, plan: Plan) -> Tensor:
         """Hidden states of all of the step's tokens; their keys and values go to the cache."""
         tokens = [token for row in plan.rows for token in row.tokens]
         positions = [p for row in plan.rows for p in range(row.start, row.start + len(row.tokens))]
         attention = self._attention.prepare(plan.rows)
-        return self._decoder.forward(self._tensor(tokens), self._tensor(positions), attention)
+        return self._model.forward(self._upload(tokens), self._upload(positions), attention)
 
-    def _last_tokens(self, plan: Plan) -> Tensor:
-        """Where, among the step's tokens, each sampling row ends."""
-        ends = accumulate(len(row.tokens) for row in plan.rows)
-        last = [end - 1 for row, end in zip(plan.rows, ends, strict=True) if row.samples]
-        return self._tensor(last)
+    # tokens
 
-    def _draw(self, row: Row) -> Draw:
-        slot = self._slots[row.slot]
-        return Draw(slot.sampling, slot.choice, row.start + len(row.tokens) - slot.num_prompt)
+    def _sample(self, plan: Plan, hidden: Tensor) -> list[RowResult]:
+        """A result for each row; those that sample are drawn on rank 0, and empty elsewhere."""
+        sites = [site for row, end in _ends(plan) if row.samples for site in _sites(row, end)]
+        logits = self._model.logits(hidden[self._upload(sites)]) if sites else None
+        if logits is None or self._sampler is None:
+            return [RowResult() for _ in plan.rows]
+        asks = [self._ask(row) for row in plan.rows if row.samples]
+        drawn = iter(self._sampler.sample(logits, asks))
+        return [next(drawn) if row.samples else RowResult() for row in plan.rows]
 
-    def _sample(self, hidden: Tensor, draws: Sequence[Draw]) -> Tensor:
-        """Rank 0 draws, the others take its word: rounding must not part the ranks."""
-        logits = self._decoder.logits(hidden)
+    def _ask(self, row: Row) -> Ask:
+        drafts = row.tokens[len(row.tokens) - row.num_drafts :]
+        return Ask(row.slot, row.known_end - self._slots[row.slot].num_prompt, drafts)
+
+    def _agree(self, plan: Plan, results: Sequence[RowResult]) -> list[RowResult]:
+        """Rank 0's ``results``, as far as the other ranks have to know them there."""
+        told = [i for i, row in enumerate(plan.rows) if row.samples or row.scores_prompt]
+        if self._group.size == 1 or not told:
+            return list(results)
+        width = 1 + max(row.num_drafts for row in plan.rows)
+        lines = self._group.broadcast(self._upload(to_lines([results[i] for i in told], width)))
+        if self._group.rank == 0:
+            return list(results)
+        heard = dict(zip(told, from_lines(lines.tolist()), strict=True))
+        return [heard.get(i, result) for i, result in enumerate(results)]
+
+    # prompts
+
+    def _score_prompts(self, plan: Plan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+        """By row, the log probabilities of the prompt's tokens that it scores; none but on rank 0.
+
+        Piece by piece, since a chunk's logits may be larger than all of the model.
+        """
+        wanted = list(self._scored(plan))
+        width = max((each.num_top for each in wanted), default=0)
+        pieces = range(0, len(wanted), SCORED_AT_ONCE)
+        tables = [self._score(wanted[i : i + SCORED_AT_ONCE], hidden, width) for i in pieces]
+        lines = [line for table in tables if table is not None for line in table.tolist()]
+        scores: dict[int, list[TokenLogprobs]] = {}
+        for each, line in zip(wanted, lines, strict=False):  # no lines but on rank 0
+            scores.setdefault(each.row, []).append(read_score(line, each.num_top))
+        return scores
+
+    def _score(self, piece: Sequence[_Scored], hidden: Tensor, width: int) -> Tensor | None:
+        logits = self._model.logits(hidden[self._upload([each.at for each in piece])])
         if logits is None:
-            tokens = torch.empty(len(draws), dtype=torch.int64, device=self._device)
-        else:
-            tokens = sample(logits, draws)
-        return self._group.broadcast(tokens)
+            return None
+        return score(logits, self._upload([each.token for each in piece]), width)
 
-    def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+    def _scored(self, plan: Plan) -> Iterator[_Scored]:
+        for i, (row, end) in enumerate(_ends(plan)):
+            if row.scores_prompt:
+                slot = self._slots[row.slot]
+                last = min(row.start + len(row.tokens), slot.num_prompt - 1)
+                tokens = slot.tokens[row.start + 1 : last + 1]
+                for at, token in enumerate(tokens, end - len(row.tokens)):
+                    yield _Scored(i, at, token, slot.sampling.prompt_logprobs or 0)
+
+    def _upload(self, values: Sequence[object]) -> Tensor:
+        return upload(values, self._device)
 
 
-def _result(token: int) -> RowResult:
-    if token == NO_TOKEN:
-        return RowResult(error=EngineFailed("the model's logits are not finite numbers"))
-    return RowResult((token,))
+def _ends(plan: Plan) -> Iterator[tuple[Row, int]]:
+    """Each row, and where it ends among the step's tokens."""
+    return zip(plan.rows, accumulate(len(row.tokens) for row in plan.rows), strict=True)
+
+
+def _sites(row: Row, end: int) -> range:
+    """Which of the step's tokens have the logits to draw from, for a row that ends at ``end``."""
+    return range(end - 1 - row.num_drafts, end)
+
+
+def _with_scores(
+    results: Sequence[RowResult], scores: dict[int, list[TokenLogprobs]]
+) -> list[RowResult]:
+    return [
+        _with_prompt_logprobs(result, scores[i]) if i in scores else result
+        for i, result in enumerate(results)
+    ]
+
+
+def _with_prompt_logprobs(result: RowResult, scores: Sequence[TokenLogprobs]) -> RowResult:
+    if result.error is not None:
+        return result
+    if any(math.isnan(scored.logprob) for scored in scores):
+        return RowResult(error=EngineFailed(NOT_FINITE_CAUSE))
+    return replace(result, prompt_logprobs=tuple(scores))

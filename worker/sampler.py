@@ -1,115 +1,209 @@
-"""From logits to tokens: each row by its own logits, parameters and counter, whatever the batch.
+"""From logits to what became of each row, by the features that its sequence asked for, in order:
 
-The order is that of transformers (and, for what they share, of vLLM):
+    log probabilities   of the logits as the model made them    worker.logprobs
+    logit_bias          is added
+    grammar             -inf for every token that it forbids    worker.token_mask
+    min_tokens          -inf for stop tokens before their time
+    penalties           repetition, frequency, presence         worker.history
+    temperature, top_k, top_p, min_p, one uniform number        worker.draw
 
-    temperature   logits / temperature; below 1e-5 it is greedy, the first of the largest logits
-    top_k         the k most probable tokens, and any tied with the last of them; 0 keeps all
-    top_p         of those, the fewest most probable ones that have at least top_p of their mass
-    min_p         of those, the ones at least min_p times as probable as the most probable
+Where the order shows, it is that of transformers and vLLM: a penalty scales by the logit's sign, so
+the bias comes before it, and both come before the temperature. The masks could stand anywhere,
+since -inf stays -inf. A greedy row has all of it except filters and chance. vLLM takes log
+probabilities behind the grammar's mask; here they are what the model thinks, whatever is allowed.
 
-What is left is walked in the order of token ids, to the first token whose cumulative mass exceeds
-the row's one uniform number (``worker.uniform``). All filters keep the tokens from some weight
-upwards, so ties at the edge are kept, and no sorting order shows in the result.
+A row with drafts is drawn at 1 + len(drafts) sites in one go, each as if the drafts before it were
+output already, with the uniform number of its own position. What is drawn behind a draft that was
+not drawn itself is dropped, so what remains is what would have been drawn without any drafts.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from everlift.errors import EngineFailed, EverliftError
 from everlift.sampling import SamplingParams
-from worker.uniform import uniform
-
-#: As in vLLM: below this a temperature would only magnify rounding.
-GREEDY_BELOW = 1e-5
-#: Marks a row whose logits are not finite numbers.
-NO_TOKEN = -1
-
-#: Enough of a row's largest weights for nearly every filter; the rest sort the whole row.
-_CANDIDATES = 256
+from worker.draw import NOT_FINITE, draw
+from worker.history import Histories, PenalisedRow
+from worker.logprobs import KeptLogits
+from worker.plan import Admission, RowResult
+from worker.sampled_row import SampledRow, SampledSlot
+from worker.token_mask import CompiledGrammar, TokenMask, forbidden, mask_words
+from worker.upload import upload
 
 
-class Draw(NamedTuple):
-    """One token to be drawn: the ``position``-th of the output."""
+class Ask(NamedTuple):
+    """Draw the token at ``position`` of the output of ``slot``'s sequence, and those behind
+    ``drafts``, as far as these are drawn themselves."""
 
-    sampling: SamplingParams
-    choice: int
+    slot: int
     position: int
+    drafts: tuple[int, ...] = ()
 
 
-def sample(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
-    """Token ids int64 [n] for ``logits`` fp32 [n, vocab]; NO_TOKEN where they are not finite."""
-    maxima, tokens = logits.max(dim=-1)
-    drawn = [i for i, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
-    if drawn:
-        index = torch.tensor(drawn, device=logits.device)
-        tokens[index] = _draw(logits[index] - maxima[index, None], [rows[i] for i in drawn])
-    return tokens.where(maxima.isfinite(), NO_TOKEN)
+class Sampler:
+    """Draws for all slots of a worker, on the rank that has the logits."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._slots: dict[int, SampledSlot] = {}
+        self._histories = Histories(device)
+
+    def admit(self, admission: Admission) -> None:
+        """Its sequence takes the slot, in place of any other."""
+        mask, error = _token_mask(admission)
+        self._slots[admission.slot] = SampledSlot(
+            admission.slot,
+            admission.sampling,
+            admission.choice,
+            admission.stop_token_ids,
+            bias=self._bias(admission.sampling),
+            stop_ids=self._stop_ids(admission),
+            mask=mask,
+            error=error,
+        )
+        self._histories.admit(admission)
+
+    def sample(self, logits: Tensor, asks: Sequence[Ask]) -> list[RowResult]:
+        """A result for each ask. ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows for each, one
+        ask's behind the other's; they are changed."""
+        rows = self._rows(asks)
+        kept = KeptLogits(logits, _num_top(rows))
+        broken = self._shape(logits, [row for row in rows if row.is_shaped])
+        tokens = draw(logits, [each for row in rows for each in row.draws()])
+        tokens = tokens.masked_fill(broken, NOT_FINITE)
+        drawn, logprobs = tokens.tolist(), kept.logprobs(tokens)
+        results = [row.conclude(drawn, logprobs) for row in rows]
+        self._take_in(rows, results)
+        return results
+
+    def _rows(self, asks: Sequence[Ask]) -> list[SampledRow]:
+        *firsts, _ = accumulate((1 + len(ask.drafts) for ask in asks), initial=0)
+        slots = [self._slots[ask.slot] for ask in asks]
+        return [
+            SampledRow(slot, ask.position, ask.drafts, first, len(ask.drafts), slot.error)
+            for slot, ask, first in zip(slots, asks, firsts, strict=True)
+        ]
+
+    # what comes before the temperature
+
+    def _shape(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+        """Changes the logits of ``rows``. bool [n]: those that were not finite numbers before."""
+        broken = torch.zeros(len(logits), dtype=torch.bool, device=self._device)
+        if rows:
+            sites = self._upload(_sites(rows))
+            broken[sites] = ~logits[sites].amax(dim=-1).isfinite()
+            self._add_bias(logits, rows)
+            self._apply_masks(logits, [row for row in rows if row.slot.mask is not None])
+            self._ban_stops(logits, rows)
+            self._penalise(logits, [row for row in rows if row.slot.sampling.has_penalties])
+        return broken
+
+    def _add_bias(self, logits: Tensor, rows: Iterable[SampledRow]) -> None:
+        biased = [
+            (site, *row.slot.bias)
+            for row in rows
+            if row.slot.bias is not None
+            for site in row.sites
+        ]
+        if biased:
+            cells = self._cells([(site, ids) for site, ids, _ in biased])
+            logits[cells] += torch.cat([values for _, _, values in biased])
+
+    def _apply_masks(self, logits: Tensor, rows: Sequence[SampledRow]) -> None:
+        if rows:
+            lengths = [len(row.sites) for row in rows]
+            # What a grammar says nothing of is allowed.
+            bits = torch.full((sum(lengths), mask_words(self._vocab_size)), -1, dtype=torch.int32)
+            for row, lines in zip(rows, bits.split_with_sizes(lengths), strict=True):
+                row.fill_mask(lines)
+            sites = self._upload(_sites(rows))
+            barred = forbidden(upload(bits, self._device, bits.dtype), self._vocab_size)
+            logits[sites] = logits[sites].masked_fill_(barred, -torch.inf)
+
+    def _ban_stops(self, logits: Tensor, rows: Iterable[SampledRow]) -> None:
+        cells = [
+            (site, row.slot.stop_ids)
+            for row in rows
+            if row.slot.stop_ids is not None
+            for site in row.banned_sites
+        ]
+        if cells:
+            logits[self._cells(cells)] = -torch.inf
+
+    def _penalise(self, logits: Tensor, rows: Sequence[SampledRow]) -> None:
+        if rows:
+            penalised = [
+                PenalisedRow(row.slot.number, row.first, row.slot.sampling, row.drafts)
+                for row in rows
+            ]
+            self._histories.penalise(logits, penalised)
+
+    def _take_in(self, rows: Sequence[SampledRow], results: Sequence[RowResult]) -> None:
+        pairs = list(zip(rows, results, strict=True))
+        self._histories.advance(
+            (row.slot.number, result.tokens)
+            for row, result in pairs
+            if row.slot.sampling.has_penalties
+        )
+        for row, result in pairs:
+            # A grammar holds memory elsewhere, and the slot may be long without another sequence.
+            if row.slot.mask is not None and row.ends_by(result):
+                del self._slots[row.slot.number]
+
+    # tensors
+
+    def _cells(self, cells: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Indices of every id at its site, for sites with their ids."""
+        lengths = [len(ids) for _, ids in cells]
+        sites = self._upload([site for site, _ in cells])
+        sites = sites.repeat_interleave(self._upload(lengths), output_size=sum(lengths))
+        return sites, torch.cat([ids for _, ids in cells])
+
+    def _bias(self, sampling: SamplingParams) -> tuple[Tensor, Tensor] | None:
+        bias = [(token, value) for token, value in sampling.logit_bias if token < self._vocab_size]
+        if not bias:
+            return None
+        ids, values = zip(*bias, strict=True)
+        return self._upload(ids), upload(values, self._device, torch.float32)
+
+    def _stop_ids(self, admission: Admission) -> Tensor | None:
+        ids = [token for token in admission.stop_token_ids if token < self._vocab_size]
+        return self._upload(ids) if ids and admission.sampling.min_tokens else None
+
+    def _upload(self, values: Sequence[int]) -> Tensor:
+        return upload(values, self._device)
 
 
-def _draw(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
-    """``logits`` have their maximum at 0, so weights are probabilities relative to the largest."""
-    params = [row.sampling for row in rows]
-    weights = (logits / _column(params, lambda p: p.temperature, logits).float()).exp()
-    filtered = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1 or p.min_p]
-    if filtered:
-        index = torch.tensor(filtered, device=logits.device)
-        kept = weights[index]
-        least = least_kept(kept, [params[i] for i in filtered])
-        weights[index] = kept.where(kept >= least, 0)
-    uniforms = [uniform(r.sampling.seed, r.choice, r.position) for r in rows]
-    return _invert(weights, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+def _token_mask(admission: Admission) -> tuple[TokenMask | None, EverliftError | None]:
+    """Where the sequence stands in its grammar, or why it cannot go on."""
+    if admission.sampling.grammar is None:
+        return None, None
+    if admission.grammar is None:
+        return None, EngineFailed("its grammar was not compiled")
+    output = admission.tokens[admission.num_prompt :]
+    try:
+        grammar = cast(CompiledGrammar, admission.grammar)
+        return grammar.matcher(admission.stop_token_ids, output), None
+    except EverliftError as error:
+        return None, error
 
 
-def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Each row's first index whose cumulative weight exceeds its uniform share of the total."""
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    # A number of at most 1 - 2**-53 times the total rounds to less than the total.
-    target = uniforms * cumulative[:, -1]
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+def _sites(rows: Iterable[SampledRow]) -> list[int]:
+    return [site for row in rows for site in row.sites]
 
 
-def least_kept(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The smallest weight [n, 1] that a row's filters keep.
-
-    Where the smallest of the candidates is itself cut off, nothing below it matters; the other
-    rows are done again with all of their weights.
-    """
-    vocab = weights.shape[1]
-    total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    top = weights.topk(min(_CANDIDATES, vocab)).values
-    least, is_final = _filter(top, total, params)
-    open_rows = (~is_final).nonzero()[:, 0]
-    if top.shape[1] < vocab and len(open_rows):
-        everything = weights[open_rows].sort(descending=True).values
-        rest = [params[i] for i in open_rows.tolist()]
-        least[open_rows], _ = _filter(everything, total[open_rows], rest)
-    return least
-
-
-def _filter(top: Tensor, total: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """The smallest kept of the descending weights ``top`` [n, w]; whether it is so among all."""
-    width = top.shape[1]
-    top_k = _column(params, lambda p: p.top_k or math.inf, top)
-    top_p = _column(params, lambda p: p.top_p if p.top_p < 1 else math.inf, top)
-    min_p = _column(params, lambda p: p.min_p, top)
-    kth = top.gather(1, top_k.clamp(max=width).long() - 1)
-    within_k = (top >= kth) | top_k.isinf()
-    mass = torch.where(top_k.isinf(), total, (top * within_k).sum(-1, True, dtype=torch.float64))
-    mass_before = top.cumsum(dim=-1, dtype=torch.float64) - top
-    keep = within_k & (mass_before < top_p * mass) & (top >= min_p)
-    count = keep.sum(dim=-1, keepdim=True).clamp(min=1)  # NaN keeps nothing
-    known = top_k.isinf() | (top_k <= width)
-    return top.gather(1, count - 1), ((count < width) & known)[:, 0]
-
-
-def _column(
-    params: Sequence[SamplingParams], value: Callable[[SamplingParams], float], like: Tensor
-) -> Tensor:
-    """One parameter of every row, float64 [n, 1]."""
-    values = [value(p) for p in params]
-    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)
+def _num_top(rows: Iterable[SampledRow]) -> dict[int, int]:
+    """By site, how many alternatives are told, where log probabilities are."""
+    return {
+        site: row.slot.sampling.logprobs
+        for row in rows
+        if row.slot.sampling.logprobs is not None
+        for site in row.sites
+    }

@@ -1,76 +1,177 @@
-"""Drawing tokens: the distribution is exactly the filtered one, and nobody's neighbour matters."""
+"""The sampler against transformers: what each feature does to a row, and to no other row."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from everlift.sampling import SamplingParams
+from everlift.errors import EngineFailed, InvalidRequest
+from everlift.sampling import Grammar, GrammarKind, SamplingParams, TokenLogprobs
 from tests.llama_support import warped
-from worker import sampler
-from worker.plan import Row
-from worker.sampler import NO_TOKEN, least_kept, sample
+from tests.sampling_oracle import is_close, own_logprobs, shaped
+from tests.sampling_support import FakeGrammar, FakeMatcher, admission
+from worker.plan import Admission, RowResult
+from worker.sampler import Ask, Sampler
 
+CPU = torch.device("cpu")
+#: Two words of a mask, the second not full.
+VOCAB = 40
+PROMPT = (3, 3, 9, 21, 38)
+OUTPUT = (7, 9, 7, 30, 7)
 GREEDY = SamplingParams(temperature=0.0)
-#: Wider than the sampler's first candidates, so that some filters need the whole row.
-WIDE = 1200
-FILTERS = [
-    SamplingParams(temperature=0.7),
-    SamplingParams(temperature=0.9, top_k=5),
-    SamplingParams(temperature=1.3, top_p=0.8),
-    SamplingParams(temperature=1.0, min_p=0.1),
-    SamplingParams(temperature=1.1, top_k=12, top_p=0.9, min_p=0.02),
-    SamplingParams(temperature=100.0, top_p=0.9),
-    SamplingParams(temperature=50.0, top_k=700, top_p=0.97),
-    SamplingParams(temperature=2.0, top_k=1 << 20, top_p=0.5),
-]
+GRAMMAR = Grammar(GrammarKind.REGEX, ("as the fake grammar says",))
+STOPS = (5, 33)
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "bias": {"logit_bias": ((0, 3.5), (9, -100.0), (33, 0.25), (39, 100.0))},
+    "repetition": {"repetition_penalty": 1.7},
+    "encouraged repetition": {"repetition_penalty": 0.4},
+    "frequency": {"frequency_penalty": 0.9},
+    "presence": {"presence_penalty": -1.5},
+    "min_tokens": {"min_tokens": 6},
+    "grammar": {"grammar": GRAMMAR},
+    "all": {
+        "logit_bias": ((7, -2.0), (12, 2.0)),
+        "repetition_penalty": 1.2,
+        "frequency_penalty": -0.3,
+        "presence_penalty": 0.8,
+        "min_tokens": 100,
+        "grammar": GRAMMAR,
+    },
+}
 
 
-def row(params: SamplingParams, position: int = 0, choice: int = 0) -> Row:
-    return Row(0, (1,), 0, (0,), True, params, choice, position)
+def some_tokens(output: Sequence[int]) -> set[int]:
+    """A grammar: what may come depends on the last token; the stop tokens always may."""
+    last = output[-1] if output else 0
+    return {token for token in range(VOCAB) if (token + last) % 3} | {*STOPS}
 
 
-def logits(rows: int, vocab: int, seed: int = 3) -> Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+def params(feature: dict[str, Any], **more: Any) -> SamplingParams:
+    return SamplingParams(**(feature | more))
 
 
-def test_greedy_takes_the_first_of_the_largest() -> None:
-    scores = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
-    assert sample(scores, [row(GREEDY)] * 2).tolist() == [1, 0]
-    wide = torch.zeros(1, WIDE)
-    wide[0, [700, 701, 1100]] = 2.0
-    assert sample(wide, [row(GREEDY)]) == 700
+def admit(
+    sampling: SamplingParams, prompt: Iterable[int] = PROMPT, **fields: Any
+) -> tuple[Admission, Callable[[Sequence[int]], set[int]] | None]:
+    """And what its grammar allows."""
+    allowed = some_tokens if sampling.grammar else None
+    grammar = FakeGrammar(allowed) if allowed else None
+    return admission(sampling, prompt, stops=STOPS, grammar=grammar, **fields), allowed
 
 
-def test_a_temperature_that_would_only_magnify_rounding_is_greedy() -> None:
-    scores = logits(1, WIDE)
-    assert sample(scores, [row(SamplingParams(temperature=1e-30))]) == scores.argmax()
+def logits(rows: int, seed: int = 3) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def test_a_low_temperature_does_not_overflow() -> None:
-    scores = logits(1, WIDE) * 1e30
-    assert sample(scores, [row(SamplingParams(temperature=1e-5))]) == scores.argmax()
+def sampler(*admissions: Admission) -> Sampler:
+    drawing = Sampler(VOCAB, CPU)
+    for each in admissions:
+        drawing.admit(each)
+    return drawing
 
 
-@pytest.mark.parametrize("params", FILTERS, ids=str)
-@pytest.mark.parametrize("vocab", [40, WIDE])
-def test_filters_keep_what_transformers_keeps(params: SamplingParams, vocab: int) -> None:
-    scores = logits(20, vocab)
-    scaled = (scores - scores.max(-1, keepdim=True).values) / params.temperature
-    kept = scaled.exp() >= least_kept(scaled.exp(), [params] * 20)
-    assert torch.equal(kept, warped(scores, params).isfinite())
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_logits_become_those_of_transformers(feature: str, temperature: float) -> None:
+    this, allowed = admit(params(FEATURES[feature], temperature=temperature), output=OUTPUT)
+    scores = logits(1)
+    expected = shaped(scores[0], this, allowed)
+    assert not torch.equal(expected, scores[0])
+    (result,) = sampler(this).sample(scores, [Ask(0, len(OUTPUT))])
+    torch.testing.assert_close(scores[0], expected)
+    if not temperature:
+        assert result.tokens == (int(expected.argmax()),)
 
 
-@pytest.mark.parametrize("params", FILTERS, ids=str)
-def test_tokens_are_drawn_from_exactly_the_filtered_distribution(params: SamplingParams) -> None:
-    scores = logits(1, 40)
-    probabilities = warped(scores, params)[0].double().softmax(-1)
-    draws = 20_000
-    rows = [row(params, position) for position in range(draws)]
-    counts = sample(scores.expand(draws, -1).contiguous(), rows).bincount(minlength=40)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_was_drawn_counts_like_what_was_there_from_the_start(feature: str) -> None:
+    sampling = params({"min_tokens": 12} | FEATURES[feature], temperature=1.5, seed=4)
+    this, allowed = admit(sampling)
+    before, _ = admit(params(FEATURES["frequency"]), output=[*range(VOCAB)] * 2)
+    drawing, output = sampler(before, this), list[int]()
+    for position in range(12):
+        scores = logits(1, seed=position)
+        known = replace(this, tokens=(*PROMPT, *output))
+        expected = shaped(scores[0], known, allowed)
+        (result,) = drawing.sample(scores, [Ask(0, position)])
+        torch.testing.assert_close(scores[0], expected)
+        output += result.tokens
+
+
+def test_a_grammar_is_let_go_of_when_its_sequence_ends() -> None:
+    stopping, refusing = FakeGrammar(lambda output: STOPS), FakeGrammar(lambda output: ())
+    for grammar in (stopping, refusing):
+        drawing = sampler(admission(SamplingParams(grammar=GRAMMAR), stops=STOPS, grammar=grammar))
+        assert len(grammar.matchers) == 1
+        drawing.sample(logits(1), [Ask(0, 0)])
+        assert len(grammar.matchers) == 0
+
+
+def test_a_new_sequence_of_a_slot_has_nothing_of_the_last_one() -> None:
+    first, _ = admit(params(FEATURES["all"]), output=OUTPUT)
+    drawing = sampler(first)
+    drawing.sample(logits(1), [Ask(0, len(OUTPUT))])
+    for feature in FEATURES.values():
+        this, allowed = admit(params(feature), prompt=(1, 2), output=(4, 4))
+        drawing.admit(this)
+        scores = logits(1)
+        expected = shaped(scores[0], this, allowed)
+        drawing.sample(scores, [Ask(0, 2)])
+        torch.testing.assert_close(scores[0], expected)
+    plain, _ = admit(SamplingParams())
+    drawing.admit(plain)
+    scores = logits(1)
+    drawing.sample(scores, [Ask(0, 0)])
+    assert torch.equal(scores, logits(1))
+
+
+def test_histories_of_many_slots_and_lengths_stay_apart() -> None:
+    rng = Random(5)
+    drawing, expected, scores = Sampler(VOCAB, CPU), [], logits(30)
+    for slot in rng.sample(range(30), 30):
+        tokens = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 90))]
+        cut = rng.randrange(1, len(tokens) + 1)
+        penalties = params(FEATURES["all"], grammar=None)
+        this, _ = admit(penalties, prompt=tokens[:cut], output=tokens[cut:], slot=slot)
+        drawing.admit(this)
+        expected.append((slot, len(tokens) - cut, shaped(scores[slot], this)))
+    expected.sort(key=lambda each: each[0])
+    drawing.sample(scores, [Ask(slot, position) for slot, position, _ in expected])
+    torch.testing.assert_close(scores, torch.stack([each for *_, each in expected]))
+
+
+def test_tokens_that_the_model_does_not_have_change_nothing() -> None:
+    sampling = SamplingParams(logit_bias=((VOCAB, 5.0), (10**6, 5.0)), min_tokens=3)
+    scores = logits(1)
+    (result,) = sampler(admission(sampling, stops=[VOCAB + 7])).sample(scores, [Ask(0, 0)])
+    assert torch.equal(scores, logits(1))
+    assert result.error is None
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 9, "top_p": 0.9, "min_p": 0.02}], ids=len)
+def test_tokens_are_drawn_from_exactly_the_shaped_distribution(
+    feature: str, filters: dict[str, Any]
+) -> None:
+    sampling = params(FEATURES[feature], temperature=1.2, **filters)
+    sampling = replace(sampling, min_tokens=1 << 20 if sampling.min_tokens else 0, grammar=None)
+    this, _ = admit(sampling, output=OUTPUT)
+    probabilities = warped(shaped(logits(1)[0], this)[None], sampling)[0].double().softmax(-1)
+    draws = 8000
+    scores = logits(1).expand(draws, -1).contiguous()
+    results = sampler(this).sample(scores, [Ask(0, i) for i in range(draws)])
+    counts = torch.tensor([result.tokens[0] for result in results]).bincount(minlength=VOCAB)
     possible = probabilities > 0
     assert not counts[~possible].any()
     expected = probabilities[possible] * draws
@@ -79,44 +180,315 @@ def test_tokens_are_drawn_from_exactly_the_filtered_distribution(params: Samplin
     assert chi_square < freedom + 4 * math.sqrt(2 * max(freedom, 1))
 
 
+# neighbours
+
+
+def mixed_batch() -> list[tuple[Admission, Ask]]:
+    """Every row with other parameters, some with drafts, one with no feature at all."""
+    rng = Random(8)
+    batch = [(admission(SamplingParams(seed=99), PROMPT), Ask(0, 0))]
+    for slot, feature in enumerate([*FEATURES.values()] * 3, 1):
+        sampling = params(
+            feature,
+            temperature=rng.choice([0.0, 0.6, 1.4]),
+            top_p=rng.choice([1.0, 0.9]),
+            seed=slot,
+            logprobs=rng.choice([None, 0, 3]),
+        )
+        output = [rng.choice(OUTPUT) for _ in range(rng.randrange(6))]
+        this, _ = admit(sampling, output=output, slot=slot, choice=slot % 2)
+        plain = this, Ask(slot, len(output))
+        drafts = sampled([plain])[slot].tokens + tuple(rng.choices(range(VOCAB), k=2))
+        batch.append(rng.choice([plain, (this, Ask(slot, len(output), drafts))]))
+    return batch
+
+
+def rows_of(batch: Iterable[tuple[Admission, Ask]]) -> Tensor:
+    """Logits that belong to the slot, whatever the batch."""
+    return torch.cat([logits(4, seed=ask.slot)[: 1 + len(ask.drafts)] for _, ask in batch])
+
+
+def sampled(batch: Sequence[tuple[Admission, Ask]]) -> dict[int, RowResult]:
+    results = sampler(*(this for this, _ in batch)).sample(rows_of(batch), [a for _, a in batch])
+    return {ask.slot: result for (_, ask), result in zip(batch, results, strict=True)}
+
+
 def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
-    params = [GREEDY, *FILTERS] * 3
-    scores = logits(len(params), WIDE)
-    rows = [row(p, position, choice=position % 2) for position, p in enumerate(params)]
-    together = sample(scores, rows).tolist()
-    backwards = sample(scores.flip(0), rows[::-1]).tolist()[::-1]
-    alone = [int(sample(scores[i : i + 1], rows[i : i + 1])) for i in range(len(rows))]
+    together = sampled(mixed_batch())
+    backwards = sampled(mixed_batch()[::-1])
+    alone = {ask.slot: sampled([(this, ask)])[ask.slot] for this, ask in mixed_batch()}
+    assert all(result.tokens for result in together.values())
+    assert {len(result.tokens) for result in together.values()} >= {1, 2}
     assert together == backwards == alone
 
 
-def test_seed_choice_and_position_each_change_what_is_drawn() -> None:
-    scores = logits(1, WIDE).expand(64, -1).contiguous() / 4
-    rows = {
-        "seed": [row(SamplingParams(seed=i)) for i in range(64)],
-        "choice": [row(SamplingParams(), choice=i) for i in range(64)],
-        "position": [row(SamplingParams(), position=i) for i in range(64)],
-    }
-    for name, varied in rows.items():
-        assert len(set(sample(scores, varied).tolist())) > 32, name
-
-
-@pytest.mark.parametrize(
-    ("number", "token"), [(0.0, 1), (1 - 2.0**-53, 3)], ids=["least", "greatest"]
-)
-def test_the_ends_of_the_interval_draw_tokens_that_were_kept(
-    number: float, token: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sampler, "uniform", lambda *_: number)
-    scores = torch.tensor([[-60.0, 3.0, 2.9, 3.0, -60.0]])
-    assert sample(scores, [row(SamplingParams(top_k=3))]) == token
-
-
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-@pytest.mark.parametrize("params", [GREEDY, FILTERS[4]], ids=["greedy", "drawn"])
-def test_logits_that_are_no_numbers_cost_only_their_own_row(
-    broken: float, params: SamplingParams
-) -> None:
-    scores = logits(3, 40)
-    whole = sample(scores, [row(params)] * 3).tolist()
-    scores[1, 7] = broken
-    assert sample(scores, [row(params)] * 3).tolist() == [whole[0], NO_TOKEN, whole[2]]
+def test_logits_that_are_no_numbers_cost_only_their_own_row(broken: float) -> None:
+    whole = sampled(mixed_batch())
+    for victim in range(len(whole)):
+        batch = mixed_batch()
+        scores = rows_of(batch)
+        first = sum(1 + len(ask.drafts) for _, ask in batch[:victim])
+        scores[first, VOCAB - 1] = broken  # a token that some masks rule out
+        results = sampler(*(this for this, _ in batch)).sample(scores, [ask for _, ask in batch])
+        for slot, result in enumerate(results):
+            if slot == victim:
+                assert isinstance(result.error, EngineFailed)
+                assert str(result.error) == "the model's logits are not finite numbers"
+                assert not result.tokens
+            else:
+                assert result == whole[slot]
+
+
+class Counted(TorchDispatchMode):
+    """Counts torch's calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def calls(rows: int, **fields: Any) -> list[str]:
+    batch = [
+        (admission(SamplingParams(**fields), PROMPT, OUTPUT, slot, stops=STOPS), Ask(slot, 5))
+        for slot in range(rows)
+    ]
+    drawing, scores = sampler(*(this for this, _ in batch)), rows_of(batch)
+    with Counted() as counted:
+        drawing.sample(scores, [ask for _, ask in batch])
+    return counted.calls
+
+
+def test_a_step_calls_torch_as_often_for_many_rows_as_for_few() -> None:
+    feature = FEATURES["all"] | {"grammar": None, "logprobs": 2, "top_p": 0.5}
+    assert calls(3, **feature) == calls(30, **feature)
+
+
+def test_rows_without_a_feature_pay_nothing_for_it() -> None:
+    assert not {*calls(3, temperature=0.0)} & {
+        "aten.topk.default",
+        "aten.logsumexp.default",
+        "aten.index_put_.default",
+        "aten.exp.default",
+        "aten.cumsum.default",
+    }
+    assert "aten.topk.default" not in calls(3)
+
+
+# drafts
+
+WORDS = 12
+#: A language in which the last two tokens say what follows.
+LANGUAGE = torch.randn(WORDS, WORDS, WORDS, generator=torch.Generator().manual_seed(6)) * 1.5
+
+
+@dataclass
+class Generation:
+    """One sequence, step by step; ``propose`` makes drafts of all its tokens."""
+
+    sampling: SamplingParams
+    propose: Callable[[list[int]], Iterable[int]] = lambda tokens: ()
+    prompt: tuple[int, ...] = (1, 2, 2, 7)
+    stops: tuple[int, ...] = (3,)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    steps: int = 0
+
+    def run(self, count: int) -> Generation:
+        self.tokens = [*self.prompt]
+        this = admission(
+            self.sampling,
+            self.prompt,
+            stops=self.stops,
+            grammar=FakeGrammar(lambda output: {t for t in range(WORDS) if t != sum(output) % 7}),
+        )
+        drawing = Sampler(WORDS, CPU)
+        drawing.admit(this)
+        while len(self.tokens) < len(self.prompt) + count and self.tokens[-1] not in self.stops:
+            self._step(drawing)
+        return self
+
+    def _step(self, drawing: Sampler) -> None:
+        drafts = tuple(self.propose(self.tokens))
+        seen = [*self.tokens, *drafts]
+        scores = torch.stack(
+            [LANGUAGE[seen[i - 2], seen[i - 1]] for i in range(len(self.tokens), len(seen) + 1)]
+        )
+        ask = Ask(0, len(self.tokens) - len(self.prompt), drafts)
+        (result,) = drawing.sample(scores, [ask])
+        assert result.error is None
+        self.tokens += result.tokens
+        self.logprobs += result.logprobs
+        self.steps += 1
+
+
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.3]),
+    top_k=st.sampled_from([0, 5]),
+    seed=st.integers(0, 1000),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, -0.7]),
+    frequency_penalty=st.sampled_from([0.0, 0.4]),
+    logit_bias=st.sampled_from([(), ((4, 1.0), (5, -1.0))]),
+    min_tokens=st.sampled_from([0, 9]),
+    logprobs=st.sampled_from([None, 2]),
+    grammar=st.sampled_from([None, GRAMMAR]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(samplings, st.randoms(use_true_random=False))
+def test_drafts_change_no_token(sampling: SamplingParams, rng: Random) -> None:
+    plain = Generation(sampling).run(16)
+    future = plain.tokens
+
+    def right(tokens: list[int]) -> list[int]:
+        return future[len(tokens) : len(tokens) + 3]
+
+    def noise(tokens: list[int]) -> list[int]:
+        return [rng.randrange(WORDS) for _ in range(rng.randrange(4))]
+
+    def half_right(tokens: list[int]) -> list[int]:
+        return [t if rng.random() < 0.7 else rng.randrange(WORDS) for t in right(tokens)]
+
+    def right_and_on(tokens: list[int]) -> list[int]:
+        return [*right(tokens), *noise(tokens)]
+
+    for propose in (right, noise, half_right, right_and_on):
+        drafted = Generation(sampling, propose).run(16)
+        assert drafted.tokens[: len(future)] == future, propose.__name__
+        assert drafted.logprobs[: len(plain.logprobs)] == plain.logprobs
+    # A row with three right drafts makes four tokens.
+    assert Generation(sampling, right).run(16).steps == math.ceil((len(future) - 4) / 4)
+
+
+def test_drafts_that_a_grammar_does_not_count_as_allowed_are_not_taken() -> None:
+    class Cautious(FakeMatcher):
+        def mask(self, drafts: Sequence[int], into: Tensor) -> int:
+            return min(1, super().mask(drafts, into))
+
+    class CautiousGrammar(FakeGrammar):
+        def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> FakeMatcher:
+            return Cautious(lambda output: range(VOCAB), [*output])
+
+    sampling = SamplingParams(temperature=0.0, grammar=GRAMMAR)
+    grammar = CautiousGrammar(lambda output: range(VOCAB))
+    scores = torch.zeros(4, VOCAB)
+    scores[[0, 1, 2, 3], [8, 9, 10, 11]] = 1.0
+    drawing = sampler(admission(sampling, grammar=grammar))
+    assert drawing.sample(scores, [Ask(0, 0, (8, 9, 10))]) == [RowResult((8, 9))]
+
+
+def test_nothing_is_drawn_behind_a_stop_token() -> None:
+    this = admission(params({}, temperature=0.0), stops=STOPS)
+    scores = torch.zeros(3, VOCAB)
+    scores[[0, 1, 2], [8, 5, 9]] = 1.0
+    (result,) = sampler(this).sample(scores, [Ask(0, 0, (8, 5))])
+    assert result.tokens == (8, 5)
+
+
+def test_a_site_without_numbers_behind_a_right_draft_is_left_to_the_next_step() -> None:
+    this = admission(GREEDY)
+    drawing = sampler(this)
+    scores = torch.zeros(3, VOCAB)
+    scores[[0, 1], [8, 7]] = 1.0
+    scores[2] = math.nan
+    assert drawing.sample(scores, [Ask(0, 0, (8, 7))]) == [RowResult((8, 7))]
+    (result,) = drawing.sample(torch.full((1, VOCAB), math.nan), [Ask(0, 2)])
+    assert isinstance(result.error, EngineFailed)
+
+
+# log probabilities
+
+
+def test_log_probabilities_are_the_models_own_whatever_is_asked_for() -> None:
+    for slot, feature in enumerate(FEATURES.values()):
+        for num_top in (0, 1, 5, 20):
+            sampling = params(feature, temperature=0.8, seed=slot, logprobs=num_top)
+            this, _ = admit(sampling, output=OUTPUT)
+            (result,) = sampler(this).sample(logits(1), [Ask(0, len(OUTPUT))])
+            expected = own_logprobs(logits(1)[0], result.tokens[0], num_top)
+            assert len(expected.top) == num_top
+            assert is_close(result.logprobs, [expected])
+
+
+def test_a_vocabulary_of_fewer_tokens_than_alternatives_tells_all() -> None:
+    drawing = Sampler(8, CPU)
+    drawing.admit(admission(SamplingParams(logprobs=20)))
+    (result,) = drawing.sample(logits(1)[:, :8], [Ask(0, 0)])
+    assert is_close(result.logprobs, [own_logprobs(logits(1)[0, :8], result.tokens[0], 20)])
+
+
+def test_rank_one_is_shared_by_equals() -> None:
+    scores = torch.tensor([[2.0, 1.0, 2.0]])
+    drawing = Sampler(3, CPU)
+    drawing.admit(admission(SamplingParams(temperature=0.0, logprobs=0, logit_bias=((2, 1.0),))))
+    (result,) = drawing.sample(scores, [Ask(0, 0)])
+    assert (result.tokens, result.logprobs[0].rank) == ((2,), 1)
+
+
+# what cannot go on
+
+
+def failure(this: Admission, drafts: tuple[int, ...] = ()) -> str:
+    """Its cause; a neighbour must not notice."""
+    ask = Ask(0, 0, drafts)
+    neighbour = admission(GREEDY, slot=1)
+    scores = logits(2 + len(ask.drafts))
+    best = int(scores[-1].argmax())
+    result, other = sampler(this, neighbour).sample(scores, [ask, Ask(1, 0)])
+    assert other == RowResult((best,))
+    assert not result.tokens and not result.logprobs
+    return str(result.error)
+
+
+def test_a_row_to_which_nothing_is_left_fails_with_the_cause() -> None:
+    only_stops = FakeGrammar(lambda output: STOPS)
+    sampling = SamplingParams(grammar=GRAMMAR, min_tokens=1, logprobs=1)
+    this = admission(sampling, stops=STOPS, grammar=only_stops)
+    assert failure(this) == "no token is left to draw from by the grammar and min_tokens"
+    later = replace(this, tokens=(1, 2))
+    (result,) = sampler(later).sample(logits(1), [Ask(0, 1)])
+    assert result.tokens[0] in STOPS
+    nothing = FakeGrammar(lambda output: ())
+    assert failure(replace(later, grammar=nothing)) == (
+        "no token is left to draw from by the grammar and min_tokens"
+    )
+    unbound = replace(later, grammar=nothing, sampling=SamplingParams(grammar=GRAMMAR))
+    assert failure(unbound) == "no token is left to draw from by the grammar"
+    every = admission(SamplingParams(min_tokens=1), stops=range(VOCAB))
+    assert failure(every) == "no token is left to draw from by min_tokens"
+
+
+class Failing(FakeGrammar):
+    """Raises in the ``method`` of its matcher, or already in ``matcher``."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(some_tokens)
+        self._method = method
+
+    def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> FakeMatcher:
+        matcher = super().matcher(stop_token_ids, output)
+        if self._method == "matcher":
+            self._fail()
+        setattr(matcher, self._method, self._fail)
+        return matcher
+
+    def _fail(self, *_: object) -> None:
+        raise InvalidRequest(f"in {self._method}")
+
+
+@pytest.mark.parametrize("method", ["matcher", "mask", "accept"])
+def test_a_grammar_that_gives_up_costs_its_own_row(method: str) -> None:
+    this = admission(SamplingParams(grammar=GRAMMAR), grammar=Failing(method))
+    assert failure(this) == f"in {method}"
+    assert failure(this, (4, 9)) == f"in {method}"
+
+
+def test_a_grammar_that_nobody_compiled_is_not_ignored() -> None:
+    assert failure(admission(SamplingParams(grammar=GRAMMAR))) == "its grammar was not compiled"

@@ -1,0 +1,104 @@
+"""One rank that samples, as a process: python -m tests.sampled_rank TASK.
+
+TASK is JSON: {"store", "rank", "size", "model"}. Prints JSON: the engine's tokens for each of
+sampled_jobs(), and what became of each row of a few steps by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everlift.errors import InvalidRequest
+from everlift.sampling import Grammar, GrammarKind, SamplingParams
+from tests.sampled_jobs import sampled_jobs
+from tests.sampling_support import FakeGrammar, FakeMatcher, admission
+from tests.torch_engine import TorchEngine
+from worker.build import build_runner
+from worker.config import Speculation, WorkerConfig
+from worker.model.spec import ModelSpec
+from worker.parallel import Group, init_group, join_store
+from worker.plan import Admission, Plan, Row, RowResult
+
+#: Fewer than the sequences of a batch grow into, enough for each alone.
+NUM_BLOCKS = 12
+GUESSING = Speculation(num_draft_tokens=4, min_match=1)
+PROMPT = tuple(range(20, 60))
+GRAMMAR = Grammar(GrammarKind.REGEX, ("as the fake grammars say",))
+
+
+class Refusing(FakeGrammar):
+    """Cannot follow any sequence."""
+
+    def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> FakeMatcher:
+        raise InvalidRequest("not of the grammar")
+
+
+def main(task: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    store = join_store(task["store"])
+    group = init_group(store, task["rank"], task["size"], torch.device("cpu"), "127.0.0.1")
+    result = outputs(task["model"], group)
+    group.barrier()
+    group.close()
+    return result
+
+
+def outputs(model: str, group: Group) -> dict[str, Any]:
+    spec = ModelSpec.from_hf(model)
+    engine = TorchEngine(Path(model), NUM_BLOCKS, group, speculation=GUESSING)
+    return {
+        "engine": engine.serve(sampled_jobs(spec.vocab_size, *spec.eos_token_ids)),
+        "accepted drafts": engine.accepted_drafts,
+        "by hand": steps_by_hand(model, group),
+    }
+
+
+def steps_by_hand(model: str, group: Group) -> list[list[int] | str]:
+    """Of each row its tokens, or the class of its error: with drafts, prompts to score, a grammar
+    and one that fails."""
+    config = WorkerConfig(model, device="cpu", dtype="float32", num_threads=1, num_blocks=8)
+    runner = build_runner(config, group)
+    prefill = (
+        _row(0, PROMPT),
+        _row(1, PROMPT[:25], samples=False, scores_prompt=True),
+        _row(2, PROMPT[:10]),
+        _row(3, PROMPT[:5]),
+    )
+    first = runner.execute(Plan(1, prefill, tuple(_admissions(group.rank))))
+    (drawn,), (even,) = first[0].tokens, first[2].tokens
+    decode = (
+        _row(0, (drawn, 33, 44), len(PROMPT), num_drafts=2),
+        _row(1, PROMPT[25:], 25, scores_prompt=True),
+        _row(2, (even, 22, 23, 24), 10, num_drafts=3),
+    )
+    second = runner.execute(Plan(2, decode))
+    return [_told(result) for result in (*first, *second)]
+
+
+def _admissions(rank: int) -> Iterable[Admission]:
+    """Only rank 0 has grammars."""
+    even = FakeGrammar(lambda output: range(0, 200, 2)) if rank == 0 else None
+    refusing = Refusing(lambda output: ()) if rank == 0 else None
+    yield admission(SamplingParams(seed=3, frequency_penalty=0.4, logprobs=1), PROMPT)
+    yield admission(SamplingParams(seed=4, prompt_logprobs=2), PROMPT, slot=1)
+    yield admission(SamplingParams(seed=5, grammar=GRAMMAR), PROMPT[:10], slot=2, grammar=even)
+    yield admission(SamplingParams(grammar=GRAMMAR), PROMPT[:5], slot=3, grammar=refusing)
+
+
+def _row(slot: int, tokens: Sequence[int], start: int = 0, **more: Any) -> Row:
+    blocks = (2 * slot, 2 * slot + 1)
+    return Row(slot, tuple(tokens), start, blocks, samples=more.pop("samples", True), **more)
+
+
+def _told(result: RowResult) -> list[int] | str:
+    return type(result.error).__name__ if result.error is not None else [*result.tokens]
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))

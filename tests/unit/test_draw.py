@@ -1,0 +1,146 @@
+"""Drawing tokens: the distribution is exactly the filtered one, and nobody's neighbour matters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from everlift.sampling import SamplingParams
+from tests.llama_support import warped
+from worker import draw as draw_module
+from worker.draw import NOT_FINITE, NOTHING_LEFT, Draw, draw, least_kept
+
+GREEDY = SamplingParams(temperature=0.0)
+#: Wider than the first candidates, so that some filters need the whole row.
+WIDE = 1200
+FILTERS = [
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0.9, top_k=5),
+    SamplingParams(temperature=1.3, top_p=0.8),
+    SamplingParams(temperature=1.0, min_p=0.1),
+    SamplingParams(temperature=1.1, top_k=12, top_p=0.9, min_p=0.02),
+    SamplingParams(temperature=100.0, top_p=0.9),
+    SamplingParams(temperature=50.0, top_k=700, top_p=0.97),
+    SamplingParams(temperature=2.0, top_k=1 << 20, top_p=0.5),
+]
+
+
+def row(params: SamplingParams, position: int = 0, choice: int = 0) -> Draw:
+    return Draw(params, choice, position)
+
+
+def logits(rows: int, vocab: int, seed: int = 3) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    scores = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
+    assert draw(scores, [row(GREEDY)] * 2).tolist() == [1, 0]
+    wide = torch.zeros(1, WIDE)
+    wide[0, [700, 701, 1100]] = 2.0
+    assert draw(wide, [row(GREEDY)]) == 700
+
+
+def test_a_temperature_that_would_only_magnify_rounding_is_greedy() -> None:
+    scores = logits(1, WIDE)
+    assert draw(scores, [row(SamplingParams(temperature=1e-30))]) == scores.argmax()
+
+
+def test_a_low_temperature_does_not_overflow() -> None:
+    scores = logits(1, WIDE) * 1e30
+    assert draw(scores, [row(SamplingParams(temperature=1e-5))]) == scores.argmax()
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab", [40, WIDE])
+def test_filters_keep_what_transformers_keeps(params: SamplingParams, vocab: int) -> None:
+    scores = logits(20, vocab)
+    scaled = (scores - scores.max(-1, keepdim=True).values) / params.temperature
+    kept = scaled.exp() >= least_kept(scaled.exp(), [params] * 20)
+    assert torch.equal(kept, warped(scores, params).isfinite())
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_tokens_are_drawn_from_exactly_the_filtered_distribution(params: SamplingParams) -> None:
+    scores = logits(1, 40)
+    probabilities = warped(scores, params)[0].double().softmax(-1)
+    draws = 20_000
+    rows = [row(params, position) for position in range(draws)]
+    counts = draw(scores.expand(draws, -1).contiguous(), rows).bincount(minlength=40)
+    possible = probabilities > 0
+    assert not counts[~possible].any()
+    expected = probabilities[possible] * draws
+    chi_square = float(((counts[possible] - expected) ** 2 / expected).sum())
+    freedom = int(possible.sum()) - 1
+    assert chi_square < freedom + 4 * math.sqrt(2 * max(freedom, 1))
+
+
+def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
+    params = [GREEDY, *FILTERS] * 3
+    scores = logits(len(params), WIDE)
+    rows = [row(p, position, choice=position % 2) for position, p in enumerate(params)]
+    together = draw(scores, rows).tolist()
+    backwards = draw(scores.flip(0), rows[::-1]).tolist()[::-1]
+    alone = [int(draw(scores[i : i + 1], rows[i : i + 1])) for i in range(len(rows))]
+    assert together == backwards == alone
+
+
+def test_seed_choice_and_position_each_change_what_is_drawn() -> None:
+    scores = logits(1, WIDE).expand(64, -1).contiguous() / 4
+    rows = {
+        "seed": [row(SamplingParams(seed=i)) for i in range(64)],
+        "choice": [row(SamplingParams(), choice=i) for i in range(64)],
+        "position": [row(SamplingParams(), position=i) for i in range(64)],
+    }
+    for name, varied in rows.items():
+        assert len(set(draw(scores, varied).tolist())) > 32, name
+
+
+@pytest.mark.parametrize(
+    ("number", "token"), [(0.0, 1), (1 - 2.0**-53, 3)], ids=["least", "greatest"]
+)
+def test_the_ends_of_the_interval_draw_tokens_that_were_kept(
+    number: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draw_module, "uniform", lambda *_: number)
+    scores = torch.tensor([[-60.0, 3.0, 2.9, 3.0, -60.0]])
+    assert draw(scores, [row(SamplingParams(top_k=3))]) == token
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [GREEDY, FILTERS[4]], ids=["greedy", "drawn"])
+def test_logits_that_are_no_numbers_cost_only_their_own_row(
+    broken: float, params: SamplingParams
+) -> None:
+    scores = logits(3, 40)
+    whole = draw(scores, [row(params)] * 3).tolist()
+    scores[1, 7] = broken
+    assert draw(scores, [row(params)] * 3).tolist() == [whole[0], NOT_FINITE, whole[2]]
+
+
+@pytest.mark.parametrize("params", [GREEDY, *FILTERS], ids=str)
+def test_a_row_in_which_everything_is_ruled_out_says_so(params: SamplingParams) -> None:
+    scores = logits(3, 400)
+    whole = draw(scores, [row(params)] * 3).tolist()
+    scores[1] = -math.inf
+    assert draw(scores, [row(params)] * 3).tolist() == [whole[0], NOTHING_LEFT, whole[2]]
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_what_was_ruled_out_is_never_drawn(params: SamplingParams) -> None:
+    scores = logits(1, WIDE).expand(300, -1).contiguous()
+    allowed = [3, 500, 1100]
+    scores[:, [i for i in range(WIDE) if i not in allowed]] = -math.inf
+    assert {*draw(scores, [row(params, i) for i in range(300)]).tolist()} <= {*allowed}
+
+
+def test_few_allowed_tokens_need_no_sorting_of_the_whole_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scores = logits(1, WIDE)
+    scores[:, 3:] = -math.inf
+    monkeypatch.setattr(Tensor, "sort", None)
+    assert draw(scores, [row(SamplingParams(top_k=50))]) < 3

@@ -1,0 +1,36 @@
+"""Log probabilities of rows that are not as they should be; the others: test_sampler.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from everlift.sampling import TokenLogprobs
+from worker.logprobs import read_score, score
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_row_that_is_no_numbers_has_no_log_probability(broken: float) -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, broken, 3.0], [1.0, 2.0, 3.0]])
+    first, second, third = score(logits, torch.tensor([2, 0, 2]), 2).tolist()
+    assert math.isnan(read_score(second, 2).logprob)
+    assert first == third
+    assert math.isfinite(read_score(first, 2).logprob)
+
+
+def test_a_token_that_the_model_rules_out_has_minus_infinity() -> None:
+    table = score(torch.tensor([[0.0, -math.inf, 0.0]]), torch.tensor([1]), 0)
+    assert read_score(table[0].tolist(), 0) == TokenLogprobs(-math.inf, 3)
+
+
+def test_each_reader_takes_as_many_alternatives_as_it_asked_for() -> None:
+    (columns,) = score(torch.tensor([[0.0, 4.0, 2.0, 3.0]]), torch.tensor([3]), 3).tolist()
+    assert [[t for t, _ in read_score(columns, n).top] for n in range(4)] == [
+        [],
+        [1],
+        [1, 3],
+        [1, 3, 2],
+    ]
+    assert read_score(columns, 2).rank == 2

@@ -1,0 +1,118 @@
+"""A row that is to be drawn: whose it is, where its logits are, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from torch import Tensor
+
+from everlift.errors import EngineFailed, EverliftError
+from everlift.sampling import SamplingParams, TokenLogprobs
+from worker.draw import NOTHING_LEFT, Draw
+from worker.plan import RowResult
+from worker.token_mask import TokenMask
+
+NOT_FINITE_CAUSE = "the model's logits are not finite numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSlot:
+    """One sequence. ``bias`` has token ids and what is added to them; ``stop_ids`` are those that
+    min_tokens holds back. With an ``error`` nothing can be drawn."""
+
+    number: int
+    sampling: SamplingParams
+    choice: int
+    stop_token_ids: frozenset[int]
+    bias: tuple[Tensor, Tensor] | None
+    stop_ids: Tensor | None
+    mask: TokenMask | None
+    error: EverliftError | None
+
+
+@dataclass(slots=True)
+class SampledRow:
+    """One ask of a step, whose logits are those from row ``first`` on. A grammar allows
+    ``num_allowed`` of its drafts."""
+
+    slot: SampledSlot
+    position: int
+    drafts: tuple[int, ...]
+    first: int
+    num_allowed: int
+    error: EverliftError | None
+
+    @property
+    def sites(self) -> range:
+        """The rows of its logits."""
+        return range(self.first, self.first + 1 + len(self.drafts))
+
+    @property
+    def banned_sites(self) -> range:
+        """Those at which no stop token may be drawn."""
+        if self.slot.stop_ids is None:
+            return range(0)
+        return self.sites[: max(0, self.slot.sampling.min_tokens - self.position)]
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether its logits are changed before the temperature."""
+        slot = self.slot
+        edited = slot.bias is not None or slot.mask is not None or slot.sampling.has_penalties
+        return edited or bool(self.banned_sites)
+
+    def ends_by(self, result: RowResult) -> bool:
+        """Whether its sequence goes on no more."""
+        return not result.tokens or result.tokens[-1] in self.slot.stop_token_ids
+
+    def draws(self) -> Iterator[Draw]:
+        for position, _ in enumerate(self.sites, self.position):
+            yield Draw(self.slot.sampling, self.slot.choice, position)
+
+    def fill_mask(self, into: Tensor) -> None:
+        """Into ``into`` int32 [sites, words] what its grammar allows."""
+        assert self.slot.mask is not None
+        try:
+            self.num_allowed = self.slot.mask.mask(self.drafts, into)
+        except EverliftError as error:
+            self.error = error
+
+    def conclude(self, drawn: Sequence[int], logprobs: Mapping[int, TokenLogprobs]) -> RowResult:
+        """``drawn`` has a token for each site of the step, ``logprobs`` those that are told. The
+        grammar goes on by the tokens that the row keeps."""
+        if self.error is not None:
+            return RowResult(error=self.error)
+        own = [drawn[site] for site in self.sites]
+        tokens = _kept(own, self.drafts[: self.num_allowed], self.slot.stop_token_ids)
+        if not tokens:
+            return RowResult(error=self._cause(own[0]))
+        try:
+            if self.slot.mask is not None:
+                self.slot.mask.accept(tokens)
+        except EverliftError as error:
+            return RowResult(error=error)
+        told = [logprobs[site] for site in self.sites[: len(tokens)] if site in logprobs]
+        return RowResult(tuple(tokens), tuple(told))
+
+    def _cause(self, mark: int) -> EverliftError:
+        """Why nothing could be drawn at its first site."""
+        in_force = ["the grammar"] if self.slot.mask is not None else []
+        in_force += ["min_tokens"] if self.banned_sites else []
+        if mark == NOTHING_LEFT and in_force:
+            return EngineFailed(f"no token is left to draw from by {' and '.join(in_force)}")
+        return EngineFailed(NOT_FINITE_CAUSE)
+
+
+def _kept(drawn: Sequence[int], drafts: Sequence[int], stops: frozenset[int]) -> list[int]:
+    """``drawn`` up to the first token that is not the draft in its place or that is a stop, and
+    before the first site that has none: the next step will meet that again, without drafts."""
+    kept: list[int] = []
+    for token, draft in zip_longest(drawn, drafts):
+        if token < 0:
+            break
+        kept.append(token)
+        if token != draft or token in stops:
+            break
+    return kept

@@ -1,0 +1,51 @@
+"""What the sampler needs of a grammar: which tokens it allows next, 32 of them to a word.
+
+Word i of a mask has the tokens 32 * i to 32 * i + 31, the first of them in its lowest bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# A word's bytes are read as they lie in memory.
+assert sys.byteorder == "little"
+
+
+class TokenMask(Protocol):
+    """Where one sequence stands in its grammar. Both raise EverliftError where the sequence cannot
+    go on."""
+
+    def mask(self, drafts: Sequence[int], into: Tensor) -> int:
+        """Fills ``into``, int32 [1 + len(drafts), mask_words(vocab)] on the CPU, with what may come
+        next and after each draft. How many of the drafts the grammar allows; what stands behind
+        the first that it does not allow means nothing."""
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Goes on by ``tokens``, which were drawn."""
+        ...
+
+
+class CompiledGrammar(Protocol):
+    """What ``Admission.grammar`` is on the rank that draws."""
+
+    def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> TokenMask:
+        """Of a sequence that has ``output`` already. Raises EverliftError where that is not of the
+        grammar."""
+        ...
+
+
+def mask_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)
+
+
+def forbidden(mask: Tensor, vocab_size: int) -> Tensor:
+    """bool [n, vocab_size], on the device of ``mask`` int32 [n, mask_words(vocab_size)]."""
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
+    allowed = mask.view(torch.uint8).unsqueeze(-1).bitwise_and(bits)
+    return allowed.flatten(1)[:, :vocab_size] == 0
