@@ -11,7 +11,7 @@ PROTOS := $(sort $(wildcard proto/everlift/v1/*.proto))
 TORCH := 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long bench-ledger check lint types imports proto proto-check lock clean
+.PHONY: help install demo test test-long soak bench-ledger bench-load bench-swap check lint types imports proto proto-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -39,13 +39,22 @@ demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no
 	@$(BIN)/everlift demo --picture build/demo.png
 
 test: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests (under 20 minutes on 2 cores)
-	$(BIN)/pytest -q -m "not long"
+	$(BIN)/pytest -q -m "not long and not soak"
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests that take longer
 	$(BIN)/pytest -q -m long
 
+soak: $(VENV)/.installed ## random models and histories, SOAK_MINUTES (10) for each kind
+	$(BIN)/pytest -q -s -m soak
+
 bench-ledger: $(VENV)/.installed ## what a step costs in the ledger (build/bench/ledger.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/ledger_step.py
+
+bench-load: $(VENV)/.installed ## what loading a checkpoint costs (build/bench/load.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/load_memory.py
+
+bench-swap: $(VENV)/.installed ## preemption: recompute against swap (build/bench/swap.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/swap.py
 
 check: lint types imports proto-check ## style, types, import rules, wire contract
 

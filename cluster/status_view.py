@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import inference_pb2 as pb
 
 #: Shorter than this, a rate would jump.
@@ -30,13 +31,14 @@ class Rates:
 
 
 def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 0.0) -> Group:
-    """Workers, then the cluster's counters. With ``rates`` the workers' tokens are a second's."""
+    """Workers, what their engines make of their work, then the cluster's counters. With ``rates``
+    the workers' tokens are a second's."""
     tokens = "tokens/s" if rates else "tokens"
     columns = ["worker", "address", "pid", "state", "running", "waiting", "KV blocks", tokens]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for worker in status.workers:
         table.add_row(*_cells(worker, _tokens(worker, rates, now)))
-    return Group(table, _counters(status))
+    return Group(table, _engines(status), _counters(status))
 
 
 def _tokens(worker: pb.WorkerStatus, rates: Rates | None, now: float) -> str:
@@ -56,6 +58,35 @@ def _cells(worker: pb.WorkerStatus, tokens: str) -> list[str]:
         f"{worker.blocks_used} / {worker.blocks_total}",
         tokens,
     ]
+
+
+def _engines(status: pb.GetStatusResponse) -> Table:
+    """Since each worker started: the share of its batch slots that were used, of known tokens that
+    were found in the cache, and of drafts that were right; tokens computed again, and blocks
+    swapped out / in. At this moment: the share of its used KV blocks that is empty."""
+    columns = ["worker", "slots busy", "hits", "drafts", "KV empty", "preempted", "recomputed"]
+    table = Table(*columns, "swapped", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for worker in status.workers:
+        if worker.alive:
+            table.add_row(worker.worker_id[:8], *_engine_cells(worker))
+    return table
+
+
+def _engine_cells(worker: pb.WorkerStatus) -> list[str]:
+    counters = worker.counters
+    return [
+        _share(counters.slot_steps, worker.step * worker.max_num_seqs),
+        _share(counters.prefix_hit_tokens, counters.prompt_tokens),
+        _share(counters.accepted_tokens, counters.draft_tokens),
+        _share(counters.unfilled_tokens, worker.blocks_used * BLOCK_SIZE),
+        str(worker.preemptions),
+        str(counters.recomputed_tokens),
+        f"{counters.blocks_swapped_out} / {counters.blocks_swapped_in}",
+    ]
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
 
 
 def _state(worker: pb.WorkerStatus) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from everlift.sampling import SamplingParams
+from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.v1 import session_pb2
-from worker.config import FakeModel, WorkerConfig
+from worker.config import FakeModel, Speculation, WorkerConfig
 from worker.engine import Engine
 from worker.fake_runner import FakeRunner
 from worker.limits import Limits
@@ -23,6 +23,8 @@ def limits(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 4096,
     watermark_blocks: int = 1,
+    num_host_blocks: int = 0,
+    speculation: Speculation | None = None,
     model: FakeModel | None = None,
 ) -> Limits:
     return Limits(
@@ -32,12 +34,18 @@ def limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         watermark_blocks=watermark_blocks,
+        num_host_blocks=num_host_blocks,
+        speculation=speculation or Speculation(),
     )
 
 
 def engine(bounds: Limits | None = None, model: FakeModel | None = None) -> Engine:
     bounds = bounds or limits(model=model)
-    return Engine(FakeRunner(bounds.num_blocks, model or FakeModel()), bounds)
+    return Engine(runner(bounds, model), bounds)
+
+
+def runner(bounds: Limits, model: FakeModel | None = None) -> FakeRunner:
+    return FakeRunner(bounds.num_blocks, model or FakeModel(), bounds.num_host_blocks)
 
 
 def start(
@@ -73,13 +81,16 @@ def prompt(length: int, first: int = 1) -> list[int]:
 
 
 class Collected:
-    """What an engine said, by sequence; checks that offsets are contiguous and nothing follows a
-    stop."""
+    """What an engine said, by sequence; checks that offsets are contiguous, those of the prompt's
+    log probabilities too, and that nothing follows a stop."""
 
     def __init__(self) -> None:
         self.tokens: dict[SequenceKey, list[int]] = {}
         self.stops: dict[SequenceKey, Stop] = {}
         self.errors: dict[SequenceKey, str] = {}
+        self.logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
+        #: from the prompt's second token on
+        self.prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
         self._offsets: dict[SequenceKey, int] = {}
 
     def take(self, outcomes: Iterable[Outcome]) -> None:
@@ -89,6 +100,11 @@ class Collected:
             assert outcome.offset == self._offsets.get(key, outcome.offset), "a gap or a repetition"
             self._offsets[key] = outcome.offset + len(outcome.tokens)
             self.tokens.setdefault(key, []).extend(outcome.tokens)
+            self.logprobs.setdefault(key, []).extend(outcome.logprobs)
+            if outcome.prompt_logprobs:
+                scores = self.prompt_logprobs.setdefault(key, [])
+                assert outcome.prompt_offset == 1 + len(scores), "a gap or a repetition"
+                scores.extend(outcome.prompt_logprobs)
             if outcome.stop is not None:
                 self.stops[key] = outcome.stop
                 self.errors[key] = str(outcome.error or "")

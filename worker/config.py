@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
+
+from everlift.model_name import name_for_clients
 
 #: The model name that stands for the fake runner.
 FAKE = "fake"
@@ -24,6 +25,8 @@ class FakeModel:
     eos_token_id: int = 0
     #: one token of so many is the end, 0 for none; which one is decided by the tokens before it
     eos_one_in: int = 0
+    #: all tokens but one of so many are the same one, 0 for none: a text that drafts can guess
+    surprise_one_in: int = 0
     #: what a block takes of kv_cache_mib
     block_kib: int = 512
 
@@ -32,17 +35,70 @@ class FakeModel:
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("step_time", self.step_time, 0)
         _at_least("eos_one_in", self.eos_one_in, 0)
+        _at_least("surprise_one_in", self.surprise_one_in, 0)
         _at_least("block_kib", self.block_kib, 1)
         if not 0 <= self.eos_token_id < self.vocab_size:
             raise ValueError(f"eos_token_id must be a token below {self.vocab_size}")
 
 
 @dataclass(frozen=True, slots=True)
+class Speculation:
+    """Guesses at the next tokens, which one step then checks: what followed the last tokens where
+    they occurred before, in prompt or output, is guessed to follow them again."""
+
+    #: most tokens guessed for one sequence in a step; 0 guesses nothing
+    num_draft_tokens: int = 0
+    #: so many of the last tokens must have occurred before
+    min_match: int = 2
+    #: the longest match counts, up to so many tokens
+    max_match: int = 4
+
+    def __post_init__(self) -> None:
+        _at_least("num_draft_tokens", self.num_draft_tokens, 0)
+        _at_least("min_match", self.min_match, 1)
+        if self.max_match < self.min_match:
+            raise ValueError(
+                f"max_match ({self.max_match}) must be at least min_match ({self.min_match})"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Grammars:
+    """What structured output may cost. Each grammar has a process of its own, which ends when it
+    takes more."""
+
+    #: CPU seconds to compile a grammar
+    compile_timeout: float = 30.0
+    #: CPU seconds to find out which tokens a grammar allows next
+    step_budget: float = 0.1
+    #: memory that a grammar and its sequences may take
+    process_mib: int = 256
+    #: memory of grammars that are kept for later requests
+    cache_mib: int = 512
+    #: grammars that are compiled at the same time
+    max_compiling: int = 4
+    #: grammars that wait to be compiled; more are refused
+    max_queued: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("process_mib", "max_compiling", "max_queued"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("cache_mib", self.cache_mib, 0)
+        for name in ("compile_timeout", "step_budget"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker: the same value goes to each of its ranks. Durations are seconds."""
 
-    #: Hugging Face directory of the model, or "fake"; a rank needs one
+    #: Hugging Face directory of the model, hub id (org/name), or "fake"; a rank needs one
     model: str = ""
+    #: of a hub id; ranks need a commit, so that all of them read the same
+    model_revision: str = ""
+    #: dummy: pseudo-random weights in place of the checkpoint's; config.json is all that is read
+    load_format: Literal["auto", "dummy"] = "auto"
     #: where routers dial, so no wildcard; other ranks find rank 0 here too
     host: str = "127.0.0.1"
     #: 0 takes a free one
@@ -61,6 +117,15 @@ class WorkerConfig:
     max_model_len: int | None = None
     #: part of the blocks that admission leaves free, so that what runs can grow
     watermark: float = 0.01
+    #: what becomes of the blocks of a preempted sequence when others need them: recompute drops
+    #: them, swap keeps copies in the host's memory, if copying them is quicker than computing them
+    preemption: Literal["recompute", "swap"] = "recompute"
+    #: host memory for swap, over all ranks
+    swap_mib: int = 1024
+    #: drafts of several tokens a step
+    speculation: Speculation = field(default_factory=Speculation)
+    #: structured output
+    grammar: Grammars = field(default_factory=Grammars)
     #: auto is a GPU where there is one
     device: Literal["auto", "cpu", "cuda"] = "auto"
     #: auto is bfloat16 where the device computes in it natively
@@ -85,6 +150,7 @@ class WorkerConfig:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
         for name in ("tensor_parallel", "kv_cache_mib", "max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
+        _at_least("swap_mib", self.swap_mib, 0)
         for name in ("num_blocks", "num_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
@@ -106,9 +172,13 @@ class WorkerConfig:
         return self.model == FAKE
 
     @property
+    def reads_weights(self) -> bool:
+        return self.load_format == "auto"
+
+    @property
     def name(self) -> str:
-        """What clients call the model: the name of its directory."""
-        return Path(self.model).resolve().name if not self.is_fake else FAKE
+        """What clients call the model: its hub id, or the name of its directory."""
+        return FAKE if self.is_fake else name_for_clients(self.model, self.model_revision)
 
 
 def _at_least(name: str, value: float, least: float) -> None:

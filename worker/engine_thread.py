@@ -88,7 +88,8 @@ class EngineThread:
 def _build_runner(config: WorkerConfig, ties: Ties) -> Runner:
     if config.is_fake:
         num_blocks = config.num_blocks or config.kv_cache_mib * 1024 // config.fake.block_kib
-        return FakeRunner(num_blocks, config.fake)
+        swap_mib = config.swap_mib if config.preemption == "swap" else 0
+        return FakeRunner(num_blocks, config.fake, swap_mib * 1024 // config.fake.block_kib)
     from worker.build import build_runner
     from worker.parallel import Group
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from everlift.blockhash import BLOCK_SIZE
-from worker.config import WorkerConfig
+from worker.config import Speculation, WorkerConfig
 from worker.plan import Runner
 
 
@@ -18,7 +18,7 @@ def blocks_for(num_tokens: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """``max_model_len`` counts prompt and output; ``watermark_blocks`` stay free when a sequence is
-    admitted beside others."""
+    admitted beside others; ``num_host_blocks`` are places for blocks in the host's memory."""
 
     num_blocks: int
     vocab_size: int
@@ -26,6 +26,8 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     watermark_blocks: int
+    num_host_blocks: int
+    speculation: Speculation
 
     @classmethod
     def of(cls, config: WorkerConfig, runner: Runner) -> Self:
@@ -39,4 +41,6 @@ class Limits:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             watermark_blocks=max(1, int(config.watermark * runner.num_blocks)),
+            num_host_blocks=runner.num_host_blocks,
+            speculation=config.speculation,
         )

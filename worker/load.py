@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from worker.counters import Counters
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """``pending_prefill_tokens`` are known and not computed, without the one token of each sequence
-    that decodes; ``committed_tokens`` are the known tokens of all sequences. The last three count
-    from the engine's start."""
+    that decodes; ``committed_tokens`` are the known tokens of all sequences. What stands from
+    ``step`` on counts from the engine's start."""
 
     num_running: int
     num_waiting: int
@@ -20,6 +22,7 @@ class Load:
     step: int
     output_tokens: int
     preemptions: int
+    counters: Counters
 
 
 @dataclass(frozen=True, slots=True)

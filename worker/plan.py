@@ -56,6 +56,11 @@ class Row:
     num_drafts: int = 0
     scores_prompt: bool = False
 
+    @property
+    def known_end(self) -> int:
+        """The position after its known tokens."""
+        return self.start + len(self.tokens) - self.num_drafts
+
 
 class BlockCopy(NamedTuple):
     """Between block ``block`` of the KV cache and place ``place`` of the host's memory."""

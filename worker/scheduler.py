@@ -1,7 +1,7 @@
 """Who computes what in the next step. Pure.
 
 One rule: each step computes some of what is known and not computed, under a token budget. Prefill
-in chunks, prefix hits, preemption, resumption and continuation are all this rule.
+in chunks, prefix hits, preemption, resumption, continuation and speculation are all this rule.
 
     waiting  --admit-->    running    it has a slot, and blocks for all its known tokens
     running  --preempt-->  waiting    its blocks are freed (they stay hashed), its order is kept
@@ -13,18 +13,21 @@ A step costs O(running), whatever waits.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import EngineFailed, EverliftError
-from worker.blocks import BlockPool
+from worker.batch import Batch
+from worker.counters import Counters
+from worker.drafter import Drafter
 from worker.limits import Limits, blocks_for
 from worker.load import Load, Occupant
 from worker.outcome import Outcome, Stop
 from worker.plan import Plan, Row, RowResult
 from worker.sequence import NO_SLOT, Sequence
+from worker.share import Share, num_tokens
 from worker.waiting import WaitingLine
 
 
@@ -34,20 +37,19 @@ class Scheduler:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._pool = BlockPool(limits.num_blocks)
+        self._batch = Batch(limits)
         self._waiting = WaitingLine()
         self._epochs: dict[int, list[Sequence]] = {}
-        self._slots: dict[int, Sequence] = {}
-        self._free_slots = list(range(limits.max_num_seqs))
         self._arrivals = 0
         self._step = 0
         self._output_tokens = 0
         self._preemptions = 0
+        self._counters = Counters()
 
     # who is there
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._slots)
+        return len(self._waiting) + len(self._batch)
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain.from_iterable(self._epochs.values())
@@ -71,8 +73,9 @@ class Scheduler:
             del self._epochs[sequence.key.epoch]
         if sequence.slot == NO_SLOT:
             self._waiting.remove(sequence)
+            self._batch.give_up(sequence)
         else:
-            self._vacate(sequence)
+            self._batch.remove(sequence)
 
     # one step
 
@@ -80,177 +83,211 @@ class Scheduler:
         """The next step's plan; without rows when nothing is there to run."""
         self._step += 1
         self._make_room()
-        self._grow()
-        rows = self._running_rows()
-        admitted = self._admitted_rows(budget=self._budget_after(rows))
-        admissions = tuple(self._slots[row.slot].admission() for row in admitted)
-        return Plan(self._step, (*rows, *admitted), admissions)
+        running = self._running_shares()
+        admitted = self._admitted_shares(self._budget_after(running))
+        if self._limits.speculation.num_draft_tokens:
+            running = self._with_drafts(running, self._budget_after([*running, *admitted]))
+        rows = tuple(share.row() for share in (*running, *admitted))
+        admissions = tuple(share.sequence.admission() for share in admitted)
+        return Plan(self._step, rows, admissions, *self._batch.planned_copies())
 
     def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
         """Takes over what ``plan`` computed."""
-        outcomes = []
-        for row, result in zip(plan.rows, results, strict=True):
-            sequence = self._slots[row.slot]
-            if result.error is not None:
-                self.remove(sequence)
-                outcomes.append(_failed(sequence, result.error))
-                continue
-            self._count_computed(sequence, len(row.tokens))
-            for token in result.tokens:
-                outcomes.append(self._append(sequence, token))
-        return outcomes
+        self._batch.executed()
+        self._counters.slot_steps += len(plan.rows)
+        self._counters.blocks_swapped_out += len(plan.saves)
+        self._counters.blocks_swapped_in += len(plan.loads)
+        pairs = zip(plan.rows, results, strict=True)
+        outcomes = [self._commit_row(row, result) for row, result in pairs]
+        return [outcome for outcome in outcomes if outcome is not None]
 
     def fail(self, plan: Plan, error: EverliftError) -> list[Outcome]:
         """Ends every sequence of a plan that could not be executed."""
-        sequences = [self._slots[row.slot] for row in plan.rows]
-        for sequence in sequences:
-            self.remove(sequence)
-        return [_failed(sequence, error) for sequence in sequences]
+        self._batch.failed(plan)
+        return [self._fail(self._batch[row.slot], error) for row in plan.rows]
 
     # room
 
     def _make_room(self) -> None:
-        """Preempts until the pool has the blocks that the next step needs. Victim is who has
-        computed least: the cheapest to repeat, and who has computed most always goes on.
+        """Every sequence in the batch gets the blocks that its known tokens need.
 
-        A single victim leaves less room than it needs to come back in the same step.
+        If the pool lacks some, sequences are preempted. Victim is who has computed least: the
+        cheapest to repeat, and who has computed most always goes on. A single victim leaves less
+        room than it needs to come back in the same step.
         """
-        lacking = sum(sequence.num_blocks_lacking for sequence in self._slots.values())
-        if lacking <= self._pool.num_free:
-            return
-        for victim in sorted(self._slots.values(), key=lambda s: (s.num_computed, -s.order)):
-            if lacking <= self._pool.num_free:
-                break
-            lacking -= victim.num_blocks_lacking
-            self._preempt(victim)
+        growing = [sequence for sequence in self._batch if sequence.num_blocks_lacking]
+        lacking = sum(sequence.num_blocks_lacking for sequence in growing)
+        if lacking > self._batch.num_blocks_free:
+            self._batch.take_back()
+            for victim in sorted(self._batch, key=lambda s: (s.num_computed, -s.order)):
+                if lacking <= self._batch.num_blocks_free:
+                    break
+                lacking -= victim.num_blocks_lacking
+                self._preempt(victim)
+        for sequence in growing:
+            if sequence.slot != NO_SLOT:
+                self._batch.take_blocks(sequence, sequence.num_known)
 
     def _preempt(self, victim: Sequence) -> None:
-        self._vacate(victim)
+        self._batch.preempt(victim)
         self._waiting.push(victim)
         self._preemptions += 1
 
-    def _vacate(self, sequence: Sequence) -> None:
-        self._pool.free(sequence.block_table)
-        sequence.block_table = ()
-        sequence.num_computed = 0
-        del self._slots[sequence.slot]
-        heapq.heappush(self._free_slots, sequence.slot)
-        sequence.slot = NO_SLOT
+    # shares
 
-    def _grow(self) -> None:
-        for sequence in self._slots.values():
-            if count := sequence.num_blocks_lacking:
-                sequence.block_table += self._pool.allocate(count)
-
-    # rows
-
-    def _running_rows(self) -> list[Row]:
+    def _running_shares(self) -> list[Share]:
         """Decodes first, then prefills by arrival."""
         budget = self._limits.max_num_batched_tokens
-        rows = []
-        for sequence in sorted(self._slots.values(), key=lambda s: (s.remaining > 1, s.order)):
-            if count := min(sequence.remaining, budget):
-                rows.append(sequence.row(count))
-                budget -= count
-        return rows
+        shares = []
+        for sequence in sorted(self._batch, key=lambda s: (s.remaining > 1, s.order)):
+            if budget:
+                shares.append(self._share(sequence, budget))
+                budget -= shares[-1].num_known
+        return shares
 
-    def _budget_after(self, rows: Iterable[Row]) -> int:
-        return self._limits.max_num_batched_tokens - sum(len(row.tokens) for row in rows)
-
-    def _admitted_rows(self, budget: int) -> list[Row]:
-        rows = []
-        while budget and self._free_slots and (head := self._waiting.head()) is not None:
-            hits = self._prefix_hits(head)
-            if not self._has_room(head, hits):
+    def _admitted_shares(self, budget: int) -> list[Share]:
+        shares = []
+        while budget and not self._batch.is_full and (head := self._waiting.head()) is not None:
+            hits = self._batch.prefix_hits(head)
+            if not self._batch.has_room(head, hits):
                 break
-            self._admit(head, hits)
-            count = min(head.remaining, budget)
-            rows.append(head.row(count))
-            budget -= count
-        return rows
+            self._waiting.remove(head)
+            self._batch.admit(head, hits)
+            self._counters.prompt_tokens += head.num_known
+            self._counters.prefix_hit_tokens += head.num_computed
+            shares.append(self._share(head, budget))
+            budget -= shares[-1].num_known
+        return shares
 
-    def _prefix_hits(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold how its known tokens begin. At least one token is left to compute, since
-        the next one is drawn from its logits."""
-        hits = []
-        for index in range((sequence.num_known - 1) // BLOCK_SIZE):
-            block = self._pool.lookup(sequence.block_hash(index))
-            if block is None:
-                break
-            hits.append(block)
-        return hits
+    def _share(self, sequence: Sequence, budget: int) -> Share:
+        count = min(sequence.remaining, budget)
+        self._batch.register(sequence, sequence.num_computed, sequence.num_computed + count)
+        return Share(sequence, count)
 
-    def _has_room(self, sequence: Sequence, hits: list[int]) -> bool:
-        held_by_others = sum(not self._pool.is_free(block) for block in hits)
-        needed = blocks_for(sequence.num_known) - held_by_others
-        watermark = self._limits.watermark_blocks if self._slots else 0
-        return needed + watermark <= self._pool.num_free
+    def _budget_after(self, shares: Iterable[Share]) -> int:
+        return self._limits.max_num_batched_tokens - num_tokens(shares)
 
-    def _admit(self, sequence: Sequence, hits: list[int]) -> None:
-        self._waiting.remove(sequence)
-        for block in hits:
-            self._pool.share(block)
-        sequence.block_table = tuple(hits)
-        sequence.block_table += self._pool.allocate(sequence.num_blocks_lacking)
-        sequence.num_computed = len(hits) * BLOCK_SIZE
-        sequence.slot = heapq.heappop(self._free_slots)
-        self._slots[sequence.slot] = sequence
+    # drafts
+
+    def _with_drafts(self, shares: Iterable[Share], budget: int) -> list[Share]:
+        """What is left of the budget goes to drafts for those that decode."""
+        drafted = []
+        for share in shares:
+            if drafts := self._draft(share.sequence, budget):
+                share = share._replace(drafts=drafts)
+                budget -= len(drafts)
+            drafted.append(share)
+        return drafted
+
+    def _draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
+        """Blocks that are taken for it stay in the table until others need them for known tokens:
+        a draft preempts nobody."""
+        most = min(budget, self._room_for_drafts(sequence))
+        if most <= 0 or sequence.remaining > 1:
+            return ()
+        if sequence.drafter is None:
+            sequence.drafter = Drafter(self._limits.speculation)
+        drafts = sequence.drafter.propose(sequence.tokens, most)
+        self._batch.take_blocks(sequence, sequence.num_known + len(drafts))
+        return drafts
+
+    def _room_for_drafts(self, sequence: Sequence) -> int:
+        """Of the tokens that its row can yield, the last one is no draft."""
+        limits = self._limits
+        blocks = len(sequence.block_table) + self._batch.num_blocks_free
+        return min(
+            sequence.max_tokens - sequence.num_output - 1,
+            limits.max_model_len - sequence.num_known - 1,
+            blocks * BLOCK_SIZE - sequence.num_known,
+        )
 
     # results
 
-    def _count_computed(self, sequence: Sequence, count: int) -> None:
-        first_new = sequence.num_computed // BLOCK_SIZE
-        sequence.num_computed += count
-        for index in range(first_new, sequence.num_computed // BLOCK_SIZE):
-            self._pool.register(sequence.block_table[index], sequence.block_hash(index))
-
-    def _append(self, sequence: Sequence, token: int) -> Outcome:
+    def _commit_row(self, row: Row, result: RowResult) -> Outcome | None:
+        """None where there is nothing to tell."""
+        sequence = self._batch[row.slot]
+        if result.error is not None:
+            self._batch.forget(row)
+            return self._fail(sequence, result.error)
         offset = sequence.num_output
-        sequence.tokens.append(token)
-        self._output_tokens += 1
-        stop, error = sequence.stop(self._limits), None
-        if stop is None and blocks_for(sequence.num_known) > self._limits.num_blocks:
-            stop = Stop.FAILED
-            error = EngineFailed(f"outgrew the worker's KV cache of {self._pool.num_blocks} blocks")
+        stop, error = self._append(sequence, result.tokens)
+        count = sequence.num_output - offset
+        self._count_computed(sequence, row, count)
+        if row.num_drafts:
+            self._learn(sequence, row, result)
+        scores = sequence.score(row, result.prompt_logprobs) if row.scores_prompt else (0, ())
         if stop is not None:
             self.remove(sequence)
-        return Outcome(sequence.key, offset, (token,), stop, error)
+        if not count and not scores[1]:
+            return None
+        told = result.tokens[:count], stop, error, result.logprobs[:count]
+        return Outcome(sequence.key, offset, *told, *scores)
+
+    def _append(
+        self, sequence: Sequence, tokens: Iterable[int]
+    ) -> tuple[Stop | None, EverliftError | None]:
+        """Whether it ends by them, and why; those behind its end are dropped."""
+        for token in tokens:
+            sequence.tokens.append(token)
+            self._output_tokens += 1
+            if (stop := sequence.stop(self._limits)) is not None:
+                return stop, None
+        if blocks_for(sequence.num_known) > self._limits.num_blocks:
+            blocks = self._limits.num_blocks
+            return Stop.FAILED, EngineFailed(f"outgrew the worker's KV cache of {blocks} blocks")
+        return None, None
+
+    def _learn(self, sequence: Sequence, row: Row, result: RowResult) -> None:
+        """Which of its drafts were right."""
+        accepted = len(result.tokens) - 1
+        self._counters.draft_tokens += row.num_drafts
+        self._counters.accepted_tokens += accepted
+        assert sequence.drafter is not None, "drafts of nobody"
+        sequence.drafter.learn(row.num_drafts, accepted)
+
+    def _count_computed(self, sequence: Sequence, row: Row, num_drawn: int) -> None:
+        """Of ``num_drawn`` tokens all but the last are drafts that were right: computed as well."""
+        sequence.num_computed = row.known_end
+        if num_drawn > 1:
+            sequence.num_computed += num_drawn - 1
+            self._batch.register(sequence, row.known_end, sequence.num_computed)
+        if row.start < sequence.num_computed_before:
+            end = min(sequence.num_computed, sequence.num_computed_before)
+            self._counters.recomputed_tokens += end - row.start
+
+    def _fail(self, sequence: Sequence, error: EverliftError) -> Outcome:
+        self.remove(sequence)
+        return Outcome(sequence.key, sequence.num_output, (), Stop.FAILED, error)
 
     # telling
 
     def load(self) -> Load:
-        running = self._slots.values()
+        running = self._batch
         prefill = sum(s.remaining for s in running if s.remaining > 1)
         return Load(
             num_running=len(running),
             num_waiting=len(self._waiting),
-            blocks_used=self._pool.num_used,
-            blocks_total=self._pool.num_blocks,
+            blocks_used=running.num_blocks_used,
+            blocks_total=self._limits.num_blocks,
             pending_prefill_tokens=prefill + self._waiting.num_tokens,
             committed_tokens=sum(s.num_known for s in running) + self._waiting.num_tokens,
             step=self._step,
             output_tokens=self._output_tokens,
             preemptions=self._preemptions,
+            counters=replace(self._counters, unfilled_tokens=running.num_unfilled),
         )
 
     def occupants(self) -> tuple[Occupant, ...]:
         """Who has which batch slot, by slot."""
-        return tuple(Occupant(slot, s.request_id) for slot, s in sorted(self._slots.items()))
+        running = sorted(self._batch, key=lambda s: s.slot)
+        return tuple(Occupant(s.slot, s.request_id) for s in running)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the books do not agree. O(blocks and sequences)."""
-        self._pool.check_integrity(s.block_table for s in self._slots.values())
         waiting = list(self._waiting)
-        assert {*waiting, *self._slots.values()} == {*self}, "a sequence is nowhere"
+        self._batch.check_integrity(preempted=waiting)
+        assert {*waiting, *self._batch} == {*self}, "a sequence is nowhere"
         assert sum(s.num_known for s in waiting) == self._waiting.num_tokens, "waiting tokens"
-        assert sorted([*self._free_slots, *self._slots]) == [*range(self._limits.max_num_seqs)]
-        for slot, sequence in self._slots.items():
-            assert sequence.slot == slot, f"slot {slot}"
-            assert 0 < sequence.remaining <= sequence.num_known, f"computed, slot {slot}"
         for sequence in waiting:
             assert not sequence.block_table and sequence.slot == NO_SLOT, "waits with blocks"
             assert not sequence.num_computed, "waits with something computed"
-
-
-def _failed(sequence: Sequence, error: EverliftError) -> Outcome:
-    return Outcome(sequence.key, sequence.num_output, (), Stop.FAILED, error)

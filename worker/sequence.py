@@ -6,8 +6,9 @@
                 0                 num_computed     num_known
 
 A step computes some of what remains; where it computes the last known token, the next is drawn.
-Output of earlier attempts is output like any other, so a continuation differs from an undisturbed
-run in ``num_computed`` alone.
+Drafts may be computed behind it: what is drawn shows which of them were right. Output of earlier
+attempts is output like any other, so a continuation differs from an undisturbed run in
+``num_computed`` alone.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Self
 
 from everlift.blockhash import BLOCK_SIZE, block_hash
 from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange, PromptTooLong
-from everlift.sampling import SamplingParams
+from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.v1 import session_pb2
+from worker.drafter import Drafter
 from worker.limits import Limits, blocks_for
 from worker.outcome import SequenceKey, Stop
 from worker.plan import Admission, Row
@@ -46,6 +48,12 @@ class Sequence:
     block_table: tuple[int, ...] = ()
     #: what the grammar of ``sampling`` was compiled to, where tokens are drawn
     grammar: object | None = None
+    #: the most that was ever computed when it was preempted
+    num_computed_before: int = 0
+    #: where its prompt is scored, the first position of which nothing was told
+    next_score: int = 1
+    #: since it decodes, where there is speculation
+    drafter: Drafter | None = None
     _hashes: list[bytes] = field(default_factory=list)
 
     @classmethod
@@ -117,14 +125,27 @@ class Sequence:
 
     @property
     def num_blocks_lacking(self) -> int:
-        """Blocks that its known tokens need beyond its table."""
-        return blocks_for(len(self.tokens)) - len(self.block_table)
+        """Blocks that its known tokens need beyond its table, which may have more for drafts."""
+        lacking = blocks_for(len(self.tokens)) - len(self.block_table)
+        return lacking if lacking > 0 else 0
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log probabilities of its prompt are still to be told."""
+        return self.sampling.prompt_logprobs is not None and self.next_score < self.num_prompt
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens, from the first on, whose KV may be found in the cache. The others are computed,
+        since something is drawn or scored from their logits."""
+        return self.next_score - 1 if self.is_scoring else self.num_known - 1
 
     def stop(self, limits: Limits) -> Stop | None:
         """Whether its tokens end it."""
-        if self.num_output and self.tokens[-1] in self.stop_token_ids:
+        num_output = self.num_output
+        if num_output > self.sampling.min_tokens and self.tokens[-1] in self.stop_token_ids:
             return Stop.EOS
-        if self.num_output >= self.max_tokens or self.num_known >= limits.max_model_len:
+        if num_output >= self.max_tokens or len(self.tokens) >= limits.max_model_len:
             return Stop.LENGTH
         return None
 
@@ -140,16 +161,32 @@ class Sequence:
             grammar=self.grammar,
         )
 
-    def row(self, count: int) -> Row:
-        """Its share of a step that computes its next ``count`` tokens."""
+    def row(self, count: int, drafts: tuple[int, ...] = ()) -> Row:
+        """Its share of a step that computes its next ``count`` tokens, and ``drafts`` after the
+        last known one."""
         end = self.num_computed + count
         return Row(
             slot=self.slot,
-            tokens=tuple(self.tokens[self.num_computed : end]),
+            tokens=(*self.tokens[self.num_computed : end], *drafts),
             start=self.num_computed,
             block_table=self.block_table,
             samples=end == self.num_known,
+            num_drafts=len(drafts),
+            scores_prompt=self.is_scoring and end >= self.next_score,
         )
+
+    def score(
+        self, row: Row, logprobs: tuple[TokenLogprobs, ...]
+    ) -> tuple[int, tuple[TokenLogprobs, ...]]:
+        """The first position of its prompt that was not told before, and what ``logprobs``, those
+        of a row that scores, have from there on."""
+        first = self.next_score
+        self.next_score = min(row.start + len(row.tokens), self.num_prompt - 1) + 1
+        return first, logprobs[first - (row.start + 1) :]
+
+    def hashes_before(self) -> list[bytes]:
+        """Of the blocks that were computed when it was preempted."""
+        return [self.block_hash(i) for i in range(self.num_computed_before // BLOCK_SIZE)]
 
     def block_hash(self, index: int) -> bytes:
         """Hash of its ``index``-th block, all of whose tokens are known."""

@@ -61,4 +61,6 @@ def _worker(link: WorkerLink) -> pb.WorkerStatus:
         step=state.step,
         tensor_parallel=info.tensor_parallel,
         running=link.running,
+        counters=state.counters,
+        max_num_seqs=info.max_num_seqs,
     )

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everlift.blockhash import BLOCK_SIZE
+from everlift.errors import EngineFailed
 from everlift.sampling import SamplingParams
-from tests.worker_support import GREEDY, Collected, limits, run, start
-from worker.config import FakeModel
+from tests.worker_support import Collected, limits, prompt, run, start
+from worker.config import FakeModel, Speculation
 from worker.engine import Engine
-from worker.fake_runner import FakeRunner, expected_tokens
+from worker.fake_runner import FakeRunner, expected_logprobs, expected_tokens
 from worker.limits import Limits
-from worker.outcome import SequenceKey, Stop
+from worker.outcome import Abort, SequenceKey, Stop
+from worker.plan import Plan, RowResult
 from worker.sequence import Sequence
 
-MODEL = FakeModel(eos_token_id=7, eos_one_in=60)
+#: Its text repeats itself enough for drafts to be right now and then.
+MODEL = FakeModel(eos_token_id=7, eos_one_in=150, surprise_one_in=4)
 #: Prompts share these beginnings, so that prefixes are hit.
-STEMS = [[3 + i % 50 for i in range(length)] for length in (0, 31, 32, 64, 96)]
+STEMS = [[], *(prompt(length, first) for length, first in ((31, 1), (33, 3), (64, 3), (64, 7)))]
 
 
 @dataclass(frozen=True)
 class Job:
+    """One choice of a request that has ``done`` tokens already."""
+
     prompt: list[int]
     done: int
     max_tokens: int
@@ -48,107 +56,210 @@ class Job:
         )
         return Sequence.from_start(message, bounds)
 
+    def check(self, key: SequenceKey, collected: Collected, is_whole: bool) -> None:
+        """That what was told of it is right, and ``is_whole`` all of it."""
+        tokens = self.tokens()
+        told = collected.tokens.get(key, [])
+        expected = {"tokens": tokens[self.done :], "logprobs": [], "prompt_logprobs": []}
+        if (most := self.sampling.logprobs) is not None:
+            whole = [*self.prompt, *tokens]
+            first = len(self.prompt) + self.done
+            expected["logprobs"] = expected_logprobs(whole, first, most, MODEL)
+        if (most := self.sampling.prompt_logprobs) is not None:
+            expected["prompt_logprobs"] = expected_logprobs(self.prompt, 1, most, MODEL)
+        assert len(collected.logprobs.get(key, [])) in (0, len(told))
+        for name, right in expected.items():
+            said = getattr(collected, name).get(key, [])
+            assert said == right[: len(said)], name
+            assert len(said) == len(right) or not is_whole, name
+
+
+counts = st.none() | st.integers(0, 2)
+greedy = st.builds(SamplingParams, st.just(0.0), logprobs=counts, prompt_logprobs=counts)
+sampled = st.builds(
+    SamplingParams,
+    st.just(0.8),
+    seed=st.integers(0, 3),
+    min_tokens=st.integers(0, 40),
+    logprobs=counts,
+)
+
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
+def requests(draw: st.DrawFn) -> list[Job]:
+    """One to three choices of one prompt."""
     stem = draw(st.sampled_from(STEMS))
-    tail = draw(st.lists(st.integers(10, 30), min_size=1, max_size=40))
-    max_tokens = draw(st.integers(1, 70))
-    seed = draw(st.none() | st.integers(0, 3))
-    job = Job(
-        prompt=stem + tail,
-        done=0,
-        max_tokens=max_tokens,
-        sampling=GREEDY if seed is None else SamplingParams(temperature=0.8, seed=seed),
-        choice=draw(st.integers(0, 1)),
-        salt=draw(st.sampled_from([b"", b"tenant"])),
-    )
-    done = draw(st.integers(0, len(job.tokens()) - 1))
-    return Job(job.prompt, done, max_tokens, job.sampling, job.choice, job.salt)
+    tail = draw(st.lists(st.integers(10, 30), min_size=1, max_size=20))
+    max_tokens = draw(st.sampled_from([1, 20, 70, 120]))
+    sampling = draw(greedy | sampled)
+    salt = draw(st.sampled_from([b"", b"tenant"]))
+    jobs = []
+    for choice in draw(st.sampled_from([(0,), (1,), (0, 1, 2)])):
+        job = Job([*stem, *tail], 0, max_tokens, sampling, choice, salt)
+        done = draw(st.just(0) | st.integers(0, len(job.tokens()) - 1))
+        jobs.append(Job(job.prompt, done, max_tokens, sampling, choice, salt))
+    return jobs
 
 
 @dataclass(frozen=True)
 class Event:
-    """Before each step: jobs arrive, and perhaps the abort of the ``abort``-th arrival so far."""
+    """Before a step, requests arrive; perhaps the ``abort``-th arrival so far is aborted, all or
+    one choice; perhaps all but ``preempt`` sequences of the batch are preempted; and perhaps the
+    step fails (-1), or of its rows the ``fault``-th."""
 
-    jobs: list[Job]
-    abort: int | None
+    requests: list[list[Job]]
+    abort: tuple[int, int | None] | None = None
+    preempt: int | None = None
+    fault: int | None = None
 
 
 events = st.lists(
-    st.builds(Event, st.lists(jobs(), max_size=3), st.none() | st.integers(0, 20)), max_size=12
+    st.builds(
+        Event,
+        st.lists(requests(), max_size=2),
+        st.sampled_from([None] * 7 + [(at, choice) for at in (0, 2, 5) for choice in (None, 1)]),
+        st.sampled_from([None, None, 0, 1]),
+        st.sampled_from([None] * 17 + [-1, 0, 3]),
+    ),
+    max_size=12,
 )
+#: More than there is room for, all at once.
+crowds = st.builds(Event, st.lists(requests(), min_size=3, max_size=6))
 bounds = st.builds(
     limits,
-    num_blocks=st.integers(8, 14),
-    max_num_seqs=st.integers(1, 5),
-    max_num_batched_tokens=st.sampled_from([5, 16, 40, 200]),
-    watermark_blocks=st.integers(1, 3),
+    num_blocks=st.integers(7, 9),
+    max_num_seqs=st.sampled_from([1, 3, 4, 5]),
+    max_num_batched_tokens=st.sampled_from([5, 40, 200]),
+    watermark_blocks=st.integers(0, 1),
+    num_host_blocks=st.sampled_from([0, 1, 2, 3, 20]),
+    speculation=st.builds(Speculation, st.sampled_from([0, 1, 4]), st.just(1), st.integers(1, 3)),
 )
+
+
+class Faulty(FakeRunner):
+    """Makes the ``fault`` of an event in the next step."""
+
+    fault: int | None = None
+    has_failed = False
+
+    def execute(self, plan: Plan) -> list[RowResult]:
+        fault, self.fault = self.fault, None
+        # Two failed steps in a row are the engine's end.
+        self.has_failed = fault == -1 and not self.has_failed
+        if self.has_failed:
+            self._spoil(plan)
+            raise RuntimeError
+        results = super().execute(plan)
+        if fault is not None and fault >= 0:
+            results[fault % len(results)] = RowResult(error=EngineFailed("in this row"))
+        return results
+
+    def _spoil(self, plan: Plan) -> None:
+        """All that the step was to write is rubbish."""
+        for _, place in plan.saves:
+            self._host[place] = rubbish()
+        for block, _ in plan.loads:
+            self._kv[block] = rubbish()
+        for row in plan.rows:
+            for position in range(row.start, row.start + len(row.tokens)):
+                at = 2 * (position % BLOCK_SIZE)
+                block = self._kv[row.block_table[position // BLOCK_SIZE]]
+                block[at : at + 2] = array("I", (77, position))
+
+
+def rubbish() -> array[int]:
+    return array("I", [77] * 2 * BLOCK_SIZE)
 
 
 class Run:
     """One engine under a list of events."""
 
     def __init__(self, bounds: Limits) -> None:
-        self.engine = Engine(FakeRunner(bounds.num_blocks, MODEL), bounds)
+        self.runner = Faulty(bounds.num_blocks, MODEL, bounds.num_host_blocks)
+        self.engine = Engine(self.runner, bounds)
         self.collected = Collected()
-        self.arrived: dict[SequenceKey, Job] = {}
+        self.arrived: list[list[SequenceKey]] = []
+        self.jobs: dict[SequenceKey, Job] = {}
         self.aborted: set[SequenceKey] = set()
         self.digests: list[bytes] = []
 
     def happen(self, event: Event) -> None:
-        for job in event.jobs:
-            key = SequenceKey(len(self.arrived) + 1, job.choice)
-            self.arrived[key] = job
-            self.engine.add(job.sequence(key.epoch, self.engine.limits))
-        if event.abort is not None and event.abort < len(self.arrived):
-            self.abort(list(self.arrived)[event.abort])
+        for request in event.requests:
+            epoch = len(self.arrived) + 1
+            self.arrived.append([SequenceKey(epoch, job.choice) for job in request])
+            for key, job in zip(self.arrived[-1], request, strict=True):
+                self.jobs[key] = job
+                self.engine.add(job.sequence(epoch, self.engine.limits))
+        if event.abort is not None and event.abort[0] < len(self.arrived):
+            self.abort(*event.abort)
+        if event.preempt is not None:
+            self.preempt(event.preempt)
+        self.runner.fault = event.fault
 
-    def abort(self, key: SequenceKey) -> None:
-        self.engine.abort(key.epoch)
-        if key not in self.collected.stops:
-            self.aborted.add(key)
+    def abort(self, arrival: int, choice: int | None) -> None:
+        abort = Abort(arrival + 1, () if choice is None else (choice,))
+        self.engine.abort(abort)
+        self.aborted.update(
+            key for key in self.arrived[arrival] if key in abort and key not in self.collected.stops
+        )
+
+    def preempt(self, stay: int) -> None:
+        scheduler = self.engine._scheduler
+        for sequence in list(scheduler._batch)[stay:]:
+            scheduler._preempt(sequence)
 
     def step(self) -> None:
-        had_work = self.engine.has_work
-        tokens_before = self.engine.load().output_tokens
+        before, had_work = self.engine.load(), self.engine.has_work
+        told = len(self.collected.stops)
         self.collected.take(self.engine.step())
         self.engine.check_integrity()
         self.digests.append(self.engine.digest())
         load = self.engine.load()
-        stands_still = had_work and not load.num_running and load.output_tokens == tokens_before
-        assert not stands_still
+        assert not had_work or load.num_running or len(self.collected.stops) > told, "stands still"
+        assert load.counters.accepted_tokens <= load.counters.draft_tokens
+        assert load.output_tokens >= before.output_tokens
+
+    def live(self, events: list[Event]) -> None:
+        for event in events:
+            self.happen(event)
+            self.step()
+        self.runner.fault = None
+
+    def unaborted(self) -> Iterator[tuple[SequenceKey, Job]]:
+        return ((key, job) for key, job in self.jobs.items() if key not in self.aborted)
 
 
-@settings(max_examples=150, deadline=None)
-@given(bounds, events)
-def test_every_sequence_gets_exactly_its_tokens(bounds: Limits, events: list[Event]) -> None:
+@settings(max_examples=120, deadline=None)
+@given(bounds, crowds, events)
+def test_every_sequence_gets_exactly_its_tokens(
+    bounds: Limits, crowd: Event, events: list[Event]
+) -> None:
     this = Run(bounds)
-    for event in events:
-        this.happen(event)
-        this.step()
+    this.live([crowd, *events])
     run(this.engine, this.collected)
 
-    for key, job in this.arrived.items():
-        if key in this.aborted:
-            assert key not in this.collected.stops
-            continue
-        assert job.tokens()[: job.done] + this.collected.tokens[key] == job.tokens()
+    for key in this.aborted:
+        assert key not in this.collected.stops
+        this.jobs[key].check(key, this.collected, is_whole=False)
+    for key, job in this.unaborted():
+        stop = this.collected.stops[key]
+        job.check(key, this.collected, is_whole=stop is not Stop.FAILED)
         ended = job.tokens()[-1] == MODEL.eos_token_id
-        assert this.collected.stops[key] is (Stop.EOS if ended else Stop.LENGTH)
+        assert stop in (Stop.EOS if ended else Stop.LENGTH, Stop.FAILED)
+        assert stop is not Stop.FAILED or any(event.fault is not None for event in events)
     assert this.engine.load().blocks_used == 0
 
 
-@settings(max_examples=50, deadline=None)
-@given(bounds, events)
-def test_the_same_log_makes_the_same_plans(bounds: Limits, events: list[Event]) -> None:
+@settings(max_examples=30, deadline=None)
+@given(bounds, crowds, events)
+def test_the_same_log_makes_the_same_plans(
+    bounds: Limits, crowd: Event, events: list[Event]
+) -> None:
     one, other = Run(bounds), Run(bounds)
     for this in (one, other):
-        for event in events:
-            this.happen(event)
-            this.step()
+        this.live([crowd, *events])
         while this.engine.has_work:
             this.step()
     assert one.digests == other.digests
     assert one.collected.tokens == other.collected.tokens
+    assert one.engine.load() == other.engine.load()

@@ -33,6 +33,20 @@ STATUS = pb.GetStatusResponse(
             blocks_used=5,
             blocks_total=64,
             output_tokens=100,
+            preemptions=4,
+            step=100,
+            max_num_seqs=8,
+            counters=pb.EngineCounters(
+                prompt_tokens=400,
+                prefix_hit_tokens=300,
+                recomputed_tokens=25,
+                draft_tokens=50,
+                accepted_tokens=41,
+                slot_steps=200,
+                blocks_swapped_out=7,
+                blocks_swapped_in=6,
+                unfilled_tokens=16,
+            ),
         ),
         pb.WorkerStatus(worker_id="dead", alive=False, num_running=9),
         pb.WorkerStatus(worker_id="leaving", alive=True, draining=True),
@@ -46,6 +60,13 @@ def test_each_worker_is_a_row() -> None:
     assert cells[0] == ["aaaabbbb", "127.0.0.1:9", "42", "up", "3", "0", "5 / 64", "100"]
     assert cells[1][-5:] == ["lost", "-", "-", "-", "-"]
     assert cells[2][-5] == "draining"
+
+
+def test_what_engines_make_of_their_work_is_shown_of_those_that_are_up() -> None:
+    rows = text(show(STATUS)).splitlines()[10:12]
+    cells = [re.split(r"\s{2,}", row.strip()) for row in rows]
+    assert cells[0] == ["aaaabbbb", "25%", "75%", "82%", "10%", "4", "25", "7 / 6"]
+    assert cells[1] == ["leaving", "-", "-", "-", "-", "0", "0", "0 / 0"]
 
 
 def test_the_counters_stand_below() -> None:

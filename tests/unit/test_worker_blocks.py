@@ -1,5 +1,7 @@
 """The block pool."""
 
+from __future__ import annotations
+
 import pytest
 
 from worker.blocks import BlockPool
@@ -7,87 +9,160 @@ from worker.blocks import BlockPool
 A, B, C = b"a", b"b", b"c"
 
 
+class Shelf:
+    """A store that has ``kept`` and takes notes."""
+
+    def __init__(self, *kept: bytes) -> None:
+        self.kept = {*kept}
+        self.notes: list[tuple[object, ...]] = []
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self.kept
+
+    def evicted(self, block: int, block_hash: bytes) -> None:
+        self.notes.append(("evicted", block, block_hash))
+
+    def pin(self, block_hash: bytes) -> None:
+        self.notes.append(("pin", block_hash))
+
+    def load(self, block_hash: bytes, block: int) -> None:
+        self.notes.append(("load", block_hash, block))
+
+
+def pool(num_blocks: int, store: Shelf | None = None) -> BlockPool:
+    return BlockPool(num_blocks, store or Shelf())
+
+
 def test_blocks_are_handed_out_in_order_of_their_last_use() -> None:
-    pool = BlockPool(4)
-    assert pool.allocate(3) == (0, 1, 2)
+    this = pool(4)
+    assert this.allocate(3) == (0, 1, 2)
     for block, block_hash in ((0, A), (1, B), (2, C)):
-        pool.register(block, block_hash)
-    pool.free((1,))
-    pool.free((0, 2))
-    assert pool.allocate(4) == (3, 1, 2, 0), "never used, freed first, then a tail before its head"
+        this.register(block, block_hash)
+    this.free((1,))
+    this.free((0, 2))
+    assert this.allocate(4) == (3, 1, 2, 0), "never used, freed first, then a tail before its head"
 
 
 def test_a_freed_block_is_found_until_somebody_needs_it() -> None:
-    pool = BlockPool(2)
-    pool.allocate(2)
-    pool.register(0, A)
-    pool.register(1, B)
-    pool.free((0, 1))
-    assert (pool.lookup(A), pool.lookup(B)) == (0, 1)
-    pool.allocate(1)
-    assert (pool.lookup(A), pool.lookup(B)) == (0, None)
-    pool.check_integrity([(1,)])
+    this = pool(2)
+    this.allocate(2)
+    this.register(0, A)
+    this.register(1, B)
+    this.free((0, 1))
+    assert A in this and B in this
+    this.allocate(1)
+    assert A in this and B not in this
+    this.check_integrity([(1,)])
 
 
 def test_a_block_without_a_hash_is_taken_before_any_with_one() -> None:
-    pool = BlockPool(3)
-    pool.allocate(3)
-    pool.register(0, A)
-    pool.free((0,))
-    pool.free((1, 2))
-    assert pool.allocate(2) == (1, 2)
-    assert pool.lookup(A) == 0
+    this = pool(3)
+    this.allocate(3)
+    this.register(0, A)
+    this.free((0,))
+    this.free((1, 2))
+    assert this.allocate(2) == (1, 2)
+    assert A in this
 
 
-def test_sharing_takes_a_block_from_the_free_ones_and_counts_its_users() -> None:
-    pool = BlockPool(2)
-    pool.allocate(1)
-    pool.register(0, A)
-    pool.free((0,))
-    pool.share(0)
-    pool.share(0)
-    assert (pool.num_free, pool.num_used) == (1, 1)
-    pool.check_integrity([(0,), (0,)])
-    pool.free((0,))
-    assert not pool.is_free(0)
-    pool.free((0,))
-    assert pool.is_free(0)
-    pool.check_integrity([])
+def test_a_claim_takes_a_block_from_the_free_ones_and_counts_its_users() -> None:
+    this = pool(2)
+    this.allocate(1)
+    this.register(0, A)
+    this.free((0,))
+    assert not this.is_used(A)
+    assert (this.claim([A]), this.claim([A])) == ((0,), (0,))
+    assert this.is_used(A)
+    assert (this.num_free, this.num_used) == (1, 1)
+    this.check_integrity([(0,), (0,)])
+    this.free((0,))
+    assert this.is_used(A)
+    this.free((0,))
+    assert not this.is_used(A)
+    this.check_integrity([])
 
 
 def test_of_two_blocks_with_the_same_content_the_first_is_found() -> None:
-    pool = BlockPool(2)
-    pool.allocate(2)
-    pool.register(0, A)
-    pool.register(1, A)
-    assert pool.lookup(A) == 0
-    pool.check_integrity([(0,), (1,)])
-    pool.free((0,))
-    pool.free((1,))
-    assert pool.allocate(2) == (1, 0)
-    assert pool.lookup(A) is None
+    this = pool(2)
+    this.allocate(2)
+    this.register(0, A)
+    this.register(1, A)
+    assert this.claim([A]) == (0,)
+    this.check_integrity([(0,), (1,), (0,)])
+    this.free((0,))
+    this.free((0,))
+    this.free((1,))
+    assert this.allocate(2) == (1, 0)
+    assert A not in this
 
 
 def test_registering_a_block_again_changes_nothing() -> None:
-    pool = BlockPool(1)
-    pool.allocate(1)
-    pool.register(0, A)
-    pool.register(0, A)
-    pool.check_integrity([(0,)])
+    this = pool(1)
+    this.allocate(1)
+    this.register(0, A)
+    this.register(0, A)
+    this.check_integrity([(0,)])
+
+
+def test_what_is_forgotten_is_found_no_more() -> None:
+    this = pool(3)
+    this.allocate(3)
+    this.register(0, A)
+    this.register(1, B)
+    for block in (0, 2):
+        this.forget(block)
+    assert A not in this and B in this
+    this.check_integrity([(0, 1, 2)])
+    this.free((0, 1, 2))
+    assert this.allocate(3) == (0, 2, 1), "as if it had never been hashed"
+
+
+def test_the_store_hears_of_what_is_about_to_be_overwritten() -> None:
+    shelf = Shelf()
+    this = pool(2, shelf)
+    this.allocate(2)
+    this.register(1, A)
+    this.free((0, 1))
+    this.allocate(2)
+    assert shelf.notes == [("evicted", 1, A)], "block 0 held nothing of a name"
+
+
+def test_what_the_store_has_is_loaded_when_it_is_claimed() -> None:
+    shelf = Shelf(B, C)
+    this = pool(4, shelf)
+    this.allocate(2)
+    this.register(1, A)
+    this.free((1,))
+    assert C in this and not this.is_used(C)
+    assert this.claim([A, B, C]) == (1, 2, 3)
+    assert shelf.notes == [("pin", C), ("pin", B), ("load", B, 2), ("load", C, 3)]
+    assert this.is_used(C)
+    assert this.claim([B]) == (2,), "it is here now"
+    this.check_integrity([(0,), (1, 2, 3), (2,)])
+
+
+def test_a_load_takes_no_block_that_the_same_claim_finds() -> None:
+    this = pool(2, Shelf(A))
+    this.allocate(2)
+    this.register(0, B)
+    this.register(1, C)
+    this.free((0, 1))
+    assert this.claim([A, C]) == (0, 1)
+    assert this.claim([C]) == (1,)
 
 
 @pytest.mark.parametrize("tables", [[], [(0, 1)], [(0,), (0,)], [(1,)]])
 def test_the_books_are_compared_with_the_tables(tables: list[tuple[int, ...]]) -> None:
-    pool = BlockPool(2)
-    pool.allocate(1)
+    this = pool(2)
+    this.allocate(1)
     with pytest.raises(AssertionError):
-        pool.check_integrity(tables)
+        this.check_integrity(tables)
 
 
 def test_a_wrong_hash_map_is_noticed() -> None:
-    pool = BlockPool(2)
-    pool.allocate(1)
-    pool.register(0, A)
-    pool._by_hash[B] = 1
+    this = pool(2)
+    this.allocate(1)
+    this.register(0, A)
+    this._by_hash[B] = 1
     with pytest.raises(AssertionError, match="hash map"):
-        pool.check_integrity([(0,)])
+        this.check_integrity([(0,)])

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.config import FakeModel, WorkerConfig
+from everlift.model_files import ModelUnavailable
+from worker.config import FakeModel, Speculation, WorkerConfig
 from worker.fake_runner import FakeRunner
 from worker.fingerprint import model_fingerprint
 from worker.limits import Limits
@@ -23,6 +24,7 @@ from worker.rank import Rank
         ({"max_num_seqs": 600}, r"max_num_batched_tokens \(512\) must be at least max_num_seqs"),
         ({"watermark": 1.0}, "watermark must be from 0 to below 1"),
         ({"beat": 0.0}, "beat must be above 0"),
+        ({"swap_mib": -1}, "swap_mib must be at least 0, not -1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(fields: dict[str, object], reason: str) -> None:
@@ -31,15 +33,36 @@ def test_settings_that_cannot_be_are_refused(fields: dict[str, object], reason: 
 
 
 @pytest.mark.parametrize(
-    "fields", [{"vocab_size": 1}, {"step_time": -1.0}, {"eos_token_id": 1024}, {"block_kib": 0}]
+    "fields",
+    [
+        {"vocab_size": 1},
+        {"step_time": -1.0},
+        {"eos_token_id": 1024},
+        {"block_kib": 0},
+        {"surprise_one_in": -1},
+    ],
 )
 def test_fake_models_that_cannot_be_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         FakeModel(**fields)  # type: ignore[arg-type]
 
 
-def test_the_model_is_called_by_its_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_draft_tokens": -1}, "num_draft_tokens must be at least 0"),
+        ({"min_match": 0}, "min_match must be at least 1"),
+        ({"min_match": 5}, r"max_match \(4\) must be at least min_match \(5\)"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(fields: dict[str, int], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Speculation(**fields)
+
+
+def test_the_model_is_called_by_its_directory_or_its_hub_id(tmp_path: Path) -> None:
     assert WorkerConfig(model=f"{tmp_path}/llama/").name == "llama"
+    assert WorkerConfig(model="org/llama").name == "org/llama"
     assert WorkerConfig(model="fake").name == "fake"
 
 
@@ -67,7 +90,8 @@ def test_the_watermark_is_a_part_of_the_pool_and_at_least_a_block() -> None:
         (WorkerConfig(), 0, "model must be set"),
         (WorkerConfig(model="fake"), 1, "rank must be below tensor_parallel 1"),
         (WorkerConfig(model="fake", tensor_parallel=2), 1, "needs the rendezvous"),
-        (WorkerConfig(model="/nowhere"), 0, "no model at '/nowhere': config.json is missing"),
+        (WorkerConfig(model="org/llama"), 0, "must be a commit, not ''"),
+        (WorkerConfig(model="org/llama", model_revision="main"), 0, "must be a commit, not 'main'"),
     ],
 )
 async def test_a_rank_that_cannot_run_is_refused(
@@ -75,6 +99,13 @@ async def test_a_rank_that_cannot_run_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         Rank(config, rank)
+
+
+async def test_a_rank_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnavailable, match="no model at '/nowhere': there is no such"):
+        Rank(WorkerConfig(model="/nowhere"))
+    with pytest.raises(ValueError, match=r"config\.json is missing there"):
+        Rank(WorkerConfig(model=str(tmp_path)))
 
 
 def model(directory: Path) -> Path:
@@ -118,3 +149,19 @@ def test_weights_that_are_none_are_an_error(tmp_path: Path) -> None:
     (this / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(ValueError, match="no safetensors file"):
         model_fingerprint(this)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+async def test_what_weights_are_read_is_part_of_what_names_a_model(tmp_path: Path) -> None:
+    directory = str(model(tmp_path / "model"))
+    configs = [
+        WorkerConfig(model=directory),
+        WorkerConfig(model=directory, load_format="dummy"),
+        WorkerConfig(model="org/name", model_revision=COMMIT),
+        WorkerConfig(model="org/name", model_revision=COMMIT, load_format="dummy"),
+        WorkerConfig(model="org/name", model_revision=COMMIT[::-1]),
+    ]
+    assert len({Rank(config)._files for config in configs}) == len(configs)
+    assert Rank(configs[2])._files == Rank(configs[2])._files

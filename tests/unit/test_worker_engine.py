@@ -5,12 +5,13 @@ import pytest
 from everlift.errors import EngineFailed
 from everlift.sampling import SamplingParams
 from tests.worker_support import Collected, engine, limits, prompt, run, sequence
-from worker.config import FakeModel
+from worker.config import FakeModel, Speculation
 from worker.engine import Engine, EngineBroken
 from worker.fake_runner import FakeRunner, expected_tokens
 from worker.limits import Limits
-from worker.outcome import Outcome, SequenceKey, Stop
-from worker.plan import Plan
+from worker.load import Load
+from worker.outcome import Abort, SequenceKey, Stop
+from worker.plan import Plan, RowResult
 
 KEY = SequenceKey(1, 0)
 
@@ -54,6 +55,40 @@ def test_a_tiny_pool_changes_nothing_but_the_time() -> None:
     assert this.load().preemptions > 3
 
 
+def repetitive(num_drafts: int, num_host_blocks: int = 0) -> Load:
+    """What it took to run six sequences whose text repeats itself, and all got their tokens."""
+    model = FakeModel(surprise_one_in=20)
+    bounds = limits(
+        num_blocks=12,
+        max_num_batched_tokens=64,
+        num_host_blocks=num_host_blocks,
+        speculation=Speculation(num_drafts),
+    )
+    this = engine(bounds, model)
+    for epoch in range(1, 7):
+        this.add(sequence(bounds, epoch, prompt(70 + epoch, 100 * epoch), max_tokens=90))
+    collected = run(this)
+    for epoch in range(1, 7):
+        tokens = collected.tokens[SequenceKey(epoch, 0)]
+        assert tokens == expected_tokens(prompt(70 + epoch, 100 * epoch), 90, model)
+    return this.load()
+
+
+def test_drafts_change_no_token_and_save_steps() -> None:
+    without, drafted = repetitive(num_drafts=0), repetitive(num_drafts=4)
+    assert drafted.step < without.step / 2
+    counters = drafted.counters
+    assert counters.draft_tokens >= counters.accepted_tokens > counters.draft_tokens / 2
+    assert counters.slot_steps < without.counters.slot_steps / 2
+
+
+def test_the_hosts_memory_saves_what_would_be_computed_again() -> None:
+    without, swapped = repetitive(num_drafts=0), repetitive(num_drafts=0, num_host_blocks=12)
+    assert without.preemptions and swapped.preemptions
+    assert swapped.counters.recomputed_tokens < without.counters.recomputed_tokens / 2
+    assert swapped.counters.blocks_swapped_out >= swapped.counters.blocks_swapped_in > 0
+
+
 def test_the_end_of_the_context_ends_a_sequence() -> None:
     bounds = limits(max_model_len=50)
     this = engine(bounds)
@@ -69,10 +104,23 @@ def test_an_abort_ends_every_choice_and_frees_the_blocks_at_once() -> None:
         this.add(sequence(this.limits, 1, prompt(40), choice=choice))
     this.add(sequence(this.limits, 2, prompt(3), max_tokens=5))
     this.step()
-    this.abort(1)
-    this.abort(77)
-    assert this.load().blocks_used == 0 and this.load().num_waiting == 1
+    this.abort(Abort(1))
+    this.abort(Abort(77))
+    assert (this.load().num_running, this.load().blocks_used) == (1, 1)
     assert run(this).stops == {SequenceKey(2, 0): Stop.LENGTH}
+
+
+def test_an_abort_of_one_choice_leaves_the_others_and_what_they_share() -> None:
+    this = engine(limits(max_num_batched_tokens=200))
+    for choice in range(3):
+        this.add(sequence(this.limits, 1, prompt(70), max_tokens=5, choice=choice))
+    this.step()
+    assert this.load().blocks_used == 2 + 3
+    this.abort(Abort(1, (0, 2)))
+    assert this.load().blocks_used == 2 + 1
+    collected = run(this)
+    assert {*collected.stops} == {SequenceKey(1, 1)}
+    assert collected.tokens[SequenceKey(1, 1)] == expected_tokens(prompt(70), 5)[1:]
 
 
 def test_an_engine_without_work_steps_without_the_runner() -> None:
@@ -89,7 +137,7 @@ class Failing(FakeRunner):
         self._error = error
         self._at = at
 
-    def execute(self, plan: Plan) -> list[int]:
+    def execute(self, plan: Plan) -> list[RowResult]:
         if plan.step in self._at:
             raise self._error
         return super().execute(plan)
@@ -115,7 +163,9 @@ def test_a_failed_step_ends_its_sequences_and_the_engine_goes_on() -> None:
 def test_what_the_runner_says_of_the_model_is_passed_on() -> None:
     error = EngineFailed("the logits are not finite")
     (outcome,) = failing(at=range(1, 2), error=error).step()
-    assert outcome == Outcome(KEY, 0, (), Stop.FAILED, "the step failed: the logits are not finite")
+    assert (outcome.key, outcome.offset, outcome.stop) == (KEY, 0, Stop.FAILED)
+    assert isinstance(outcome.error, EngineFailed)
+    assert str(outcome.error) == "the step failed: the logits are not finite"
 
 
 def test_two_failed_steps_in_a_row_are_the_end() -> None:

@@ -8,12 +8,16 @@ import pytest
 
 from everlift.v1 import session_pb2
 from tests.worker_support import Collected, engine, limits, prompt, sequence
+from worker.config import FakeModel, Speculation
 from worker.fake_runner import expected_tokens
 from worker.loop import LeadingLoop, RanksDisagree, Report, follow
 from worker.orders import Inbox
-from worker.outcome import SequenceKey, Stop
+from worker.outcome import Abort, SequenceKey, Stop
 
-LIMITS = limits(num_blocks=6, max_num_seqs=3)
+MODEL = FakeModel(surprise_one_in=5)
+LIMITS = limits(
+    num_blocks=6, max_num_seqs=3, num_host_blocks=4, speculation=Speculation(num_draft_tokens=3)
+)
 
 
 class Log:
@@ -31,7 +35,7 @@ class Lead:
 
     def __init__(self) -> None:
         self.inbox, self.log = Inbox(), Log()
-        self.engine = engine(LIMITS)
+        self.engine = engine(LIMITS, MODEL)
         self.reports: list[Report] = []
         self._reported = threading.Condition()
         loop = LeadingLoop(self.engine, self.inbox, self._report, self.log)
@@ -67,7 +71,7 @@ class Lead:
 def work(lead: Lead) -> None:
     for epoch in range(1, 8):
         lead.inbox.start(sequence(LIMITS, epoch, prompt(30 + epoch, epoch), max_tokens=60))
-    lead.inbox.abort(3)
+    lead.inbox.abort(Abort(3))
 
 
 def test_orders_become_outcomes_and_the_log_makes_the_same_on_another_rank() -> None:
@@ -77,20 +81,21 @@ def test_orders_become_outcomes_and_the_log_makes_the_same_on_another_rank() -> 
     assert SequenceKey(3, 0) not in collected.stops
     for epoch in (1, 2, 4, 5, 6, 7):
         tokens = collected.tokens[SequenceKey(epoch, 0)]
-        assert tokens == expected_tokens(prompt(30 + epoch, epoch), 60)
+        assert tokens == expected_tokens(prompt(30 + epoch, epoch), 60, MODEL)
 
-    other = engine(LIMITS)
+    other = engine(LIMITS, MODEL)
     follow(other, lead.log.entries)
     assert other.digest() == lead.engine.digest()
     assert other.load() == lead.engine.load()
-    assert other.load().preemptions > 0
+    load = other.load()
+    assert load.preemptions and load.counters.accepted_tokens and load.counters.blocks_swapped_in
 
 
 def test_a_rank_whose_plan_differs_ends_at_the_next_entry() -> None:
     with Lead() as lead:
         work(lead)
         lead.until_ended(1)
-    other = engine(limits(num_blocks=6, max_num_seqs=2))
+    other = engine(limits(num_blocks=6, max_num_seqs=2), MODEL)
     with pytest.raises(RanksDisagree, match="step 1"):
         follow(other, lead.log.entries)
 
@@ -103,7 +108,7 @@ def test_a_drain_gives_everything_back_here_and_on_the_other_ranks() -> None:
         collected = lead.until_ended(1, 2)
         assert {*collected.stops.values()} == {Stop.RETURNED}
         assert collected.tokens == {SequenceKey(1, 0): [], SequenceKey(2, 0): []}
-    other = engine(LIMITS)
+    other = engine(LIMITS, MODEL)
     follow(other, lead.log.entries)
     assert not other.has_work and not lead.engine.has_work
 
@@ -112,7 +117,7 @@ def test_what_is_aborted_together_with_a_drain_is_not_given_back() -> None:
     with Lead() as lead:
         for epoch in (1, 2):
             lead.inbox.start(sequence(LIMITS, epoch, prompt(30), max_tokens=3000))
-        lead.inbox.abort(1)
+        lead.inbox.abort(Abort(1))
         lead.inbox.drain()
         assert {*lead.until_ended(2).stops} == {SequenceKey(2, 0)}
 

@@ -1,5 +1,6 @@
 """What a router is still to be told."""
 
+from everlift.errors import EngineFailed
 from everlift.v1 import session_pb2
 from tests.worker_support import prompt
 from worker.load import Occupant
@@ -23,13 +24,18 @@ def test_tokens_of_one_sequence_merge_until_the_frame_is_cut() -> None:
     this.push(Outcome(B, 0, (20,)))
     this.push(Outcome(A, 6, (11, 12)))
     this.push(Outcome(A, 8, (13,), Stop.EOS))
-    this.push(Outcome(B, 1, (), Stop.FAILED, "why"))
+    this.push(Outcome(B, 1, (), Stop.FAILED, EngineFailed("why")))
     assert list(cut(this).progress) == [
         session_pb2.Progress(
             epoch=1, offset=5, token_ids=[10, 11, 12, 13], stop=session_pb2.STOP_CAUSE_EOS
         ),
         session_pb2.Progress(
-            epoch=1, choice=1, token_ids=[20], stop=session_pb2.STOP_CAUSE_FAILED, error="why"
+            epoch=1,
+            choice=1,
+            token_ids=[20],
+            stop=session_pb2.STOP_CAUSE_FAILED,
+            error="why",
+            error_slug="engine_failed",
         ),
     ]
     assert not this

@@ -1,49 +1,19 @@
 """The scheduler, by small numbers: what each step computes, and for whom."""
 
+from __future__ import annotations
+
 from typing import NoReturn
 
 import pytest
 
+from everlift.errors import EngineFailed
+from tests.scheduler_bench import TOKEN, Bench, result
 from tests.worker_support import limits, prompt, sequence
-from worker.limits import Limits
+from worker.counters import Counters
 from worker.load import Load, Occupant
 from worker.outcome import Outcome, SequenceKey, Stop
-from worker.plan import Plan
-from worker.scheduler import Scheduler
+from worker.plan import Plan, RowResult
 from worker.sequence import NO_SLOT, Sequence
-
-TOKEN = 5
-
-
-class Bench:
-    """A scheduler with a runner that always draws TOKEN."""
-
-    def __init__(self, bounds: Limits) -> None:
-        self.limits = bounds
-        self.scheduler = Scheduler(bounds)
-
-    def add(self, epoch: int, length: int, max_tokens: int = 50, first: int = 1) -> Sequence:
-        this = sequence(self.limits, epoch, prompt(length, first), max_tokens=max_tokens)
-        self.scheduler.add(this)
-        return this
-
-    def plan(self) -> Plan:
-        return self.scheduler.schedule()
-
-    def commit(self, plan: Plan) -> list[Outcome]:
-        outcomes = self.scheduler.commit(plan, [TOKEN for row in plan.rows if row.samples])
-        self.scheduler.check_integrity()
-        return outcomes
-
-    def step(self) -> list[tuple[int, int, int]]:
-        """(slot, start, tokens) of each row of the next step."""
-        plan = self.plan()
-        self.commit(plan)
-        return [(row.slot, row.start, len(row.tokens)) for row in plan.rows]
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.step()
 
 
 def test_an_empty_scheduler_plans_nothing() -> None:
@@ -143,13 +113,48 @@ def test_another_salt_shares_nothing() -> None:
     assert bench.step() == [(0, 64, 1), (1, 0, 63)]
 
 
-def test_blocks_are_hashed_only_when_their_tokens_are_computed() -> None:
+def test_a_block_is_shared_in_the_very_step_that_computes_it() -> None:
     bench = Bench(limits(num_blocks=16, max_num_batched_tokens=40))
-    bench.add(1, 100)
+    first = bench.add(1, 100)
     bench.step()
-    bench.add(2, 100)
+    second = bench.add(2, 100)
     assert bench.step() == [(0, 40, 40)]
-    assert bench.step() == [(0, 80, 20), (1, 64, 20)]
+    assert bench.step() == [(0, 80, 20), (1, 96, 4)]
+    assert second.block_table[:3] == first.block_table[:3]
+
+
+def test_the_choices_of_a_request_compute_its_prompt_once() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_seqs=8, max_num_batched_tokens=512))
+    for choice in range(8):
+        bench.add(1, 70, choice=choice)
+    assert bench.step() == [(0, 0, 70), *((slot, 64, 6) for slot in range(1, 8))]
+    assert bench.scheduler.load().blocks_used == 2 + 8
+    counters = bench.scheduler.load().counters
+    assert (counters.prompt_tokens, counters.prefix_hit_tokens) == (8 * 70, 7 * 64)
+
+
+def test_what_a_failed_step_was_to_compute_is_found_by_nobody() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=200))
+    bench.add(1, 100)
+    bench.steps(30)
+    bench.add(2, 140)
+    bench.scheduler.fail(bench.plan(), EngineFailed())
+    bench.scheduler.check_integrity()
+    bench.add(3, 140)
+    assert bench.step() == [(0, 96, 44)], "block 3 was to be filled by the failed step"
+
+
+def test_what_a_row_that_failed_was_to_fill_is_found_by_nobody() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=200))
+    bench.add(1, 40, first=300)
+    bench.step()
+    bench.add(2, 70)
+    plan, error = bench.plan(), EngineFailed("no number")
+    outcomes = bench.scheduler.commit(plan, [result(plan.rows[0]), RowResult(error=error)])
+    assert outcomes[1] == Outcome(SequenceKey(2, 0), 0, (), Stop.FAILED, error)
+    bench.scheduler.check_integrity()
+    bench.add(3, 70)
+    assert bench.step() == [(0, 41, 1), (1, 0, 70)]
 
 
 def fill(bench: Bench, *lengths: int) -> list[Sequence]:
@@ -199,11 +204,10 @@ def test_a_sequence_that_outgrows_the_pool_alone_fails_with_its_last_token() -> 
     bench = Bench(limits(num_blocks=2))
     bench.add(1, 60, max_tokens=1000)
     bench.steps(4)
-    assert bench.commit(bench.plan()) == [
-        Outcome(
-            SequenceKey(1, 0), 4, (TOKEN,), Stop.FAILED, "outgrew the worker's KV cache of 2 blocks"
-        )
-    ]
+    (outcome,) = bench.commit(bench.plan())
+    assert (outcome.offset, outcome.tokens, outcome.stop) == (4, (TOKEN,), Stop.FAILED)
+    assert isinstance(outcome.error, EngineFailed)
+    assert str(outcome.error) == "outgrew the worker's KV cache of 2 blocks"
     assert bench.scheduler.load().blocks_used == 0
 
 
@@ -220,8 +224,9 @@ def test_a_failed_plan_ends_its_sequences_and_no_others() -> None:
     bench.add(1, 3)
     bench.add(2, 3)
     bench.step()
-    assert bench.scheduler.fail(bench.plan(), "why") == [
-        Outcome(SequenceKey(1, 0), 1, (), Stop.FAILED, "why")
+    error = EngineFailed("why")
+    assert bench.scheduler.fail(bench.plan(), error) == [
+        Outcome(SequenceKey(1, 0), 1, (), Stop.FAILED, error)
     ]
     bench.scheduler.check_integrity()
     assert [s.key.epoch for s in bench.scheduler] == [2]
@@ -255,6 +260,7 @@ def test_the_load_counts_what_is_known_and_what_is_to_compute() -> None:
         step=2,
         output_tokens=2,
         preemptions=0,
+        counters=Counters(prompt_tokens=60, slot_steps=3, unfilled_tokens=32 - 11 + 64 - 29),
     )
 
 
@@ -266,7 +272,8 @@ def test_a_step_does_not_look_at_those_that_wait() -> None:
         bench.add(epoch, 3)
     bench.scheduler._waiting._members = Untouchable(bench.scheduler._waiting._members)
     for _ in range(5):
-        bench.scheduler.commit(bench.plan(), [TOKEN])
+        plan = bench.plan()
+        bench.scheduler.commit(plan, [result(row) for row in plan.rows])
         bench.scheduler.load()
 
 

@@ -72,6 +72,18 @@ def test_a_stop_token_or_the_length_ends_it(output: list[int], stop: Stop | None
     assert this.stop(LIMITS) is stop
 
 
+@pytest.mark.parametrize(
+    ("output", "stop"),
+    [([7], None), ([7, 7], None), ([5, 5, 7], Stop.EOS), ([7, 7, 5, 5], Stop.LENGTH)],
+)
+def test_a_stop_token_among_the_min_tokens_ends_nothing(
+    output: list[int], stop: Stop | None
+) -> None:
+    sampling = SamplingParams(min_tokens=2)
+    fields = {"max_tokens": 4, "stop_token_ids": [7], "sampling": sampling}
+    assert sequence(LIMITS, 1, [1], output=output, **fields).stop(LIMITS) is stop
+
+
 def test_the_end_of_the_context_ends_it() -> None:
     assert sequence(LIMITS, 1, prompt(98), output=[1]).stop(LIMITS) is None
     assert sequence(LIMITS, 1, prompt(98), output=[1, 1]).stop(LIMITS) is Stop.LENGTH
@@ -80,9 +92,9 @@ def test_the_end_of_the_context_ends_it() -> None:
 def test_a_row_samples_where_it_reaches_the_last_known_token() -> None:
     this = sequence(LIMITS, 1, [1, 2, 3], output=[4], choice=2)
     this.num_computed, this.slot, this.block_table = 1, 5, (9,)
-    fields = {"slot": 5, "start": 1, "block_table": (9,), "sampling": this.sampling, "choice": 2}
-    assert this.row(2) == Row(tokens=(2, 3), samples=False, seed_position=1, **fields)  # type: ignore[arg-type]
-    assert this.row(3) == Row(tokens=(2, 3, 4), samples=True, seed_position=1, **fields)  # type: ignore[arg-type]
+    assert this.row(2) == Row(5, (2, 3), 1, (9,), samples=False)
+    assert this.row(3) == Row(5, (2, 3, 4), 1, (9,), samples=True)
+    assert this.row(3, (8, 7)) == Row(5, (2, 3, 4, 8, 7), 1, (9,), samples=True, num_drafts=2)
 
 
 def test_blocks_are_hashed_as_the_router_hashes_them() -> None:

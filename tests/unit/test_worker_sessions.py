@@ -1,10 +1,14 @@
 """Whose sequence is whose, without a socket."""
 
+from dataclasses import asdict, replace
+
 from everlift.v1 import session_pb2
 from tests.worker_support import limits, prompt, start
+from worker.counters import Counters
+from worker.grammar.absent import NoGrammars
 from worker.load import Load
 from worker.loop import Report
-from worker.outcome import Outcome, SequenceKey, Stop
+from worker.outcome import Abort, Outcome, SequenceKey, Stop
 from worker.sequence import Sequence
 from worker.sessions import Session, Sessions
 
@@ -18,8 +22,8 @@ class RecordingEngine:
     def start(self, sequence: Sequence) -> None:
         self.orders.append(("start", sequence.key.epoch))
 
-    def abort(self, epoch: int) -> None:
-        self.orders.append(("abort", epoch))
+    def abort(self, abort: Abort) -> None:
+        self.orders.append(("abort", abort.epoch))
 
     def drain(self) -> None:
         self.orders.append("drain")
@@ -28,7 +32,7 @@ class RecordingEngine:
 def load(**fields: int) -> Load:
     names = ("num_running", "num_waiting", "blocks_used", "blocks_total", "pending_prefill_tokens")
     names += ("committed_tokens", "step", "output_tokens", "preemptions")  # type: ignore[assignment]
-    return Load(**dict.fromkeys(names, 0) | fields)
+    return Load(**dict.fromkeys(names, 0) | fields, counters=Counters())
 
 
 def report(
@@ -42,7 +46,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.engine = RecordingEngine()
-        self.sessions = Sessions(LIMITS, load(blocks_total=16), self.engine)
+        self.sessions = Sessions(LIMITS, load(blocks_total=16), self.engine, NoGrammars())
         self.notified: dict[str, int] = {}
 
     def join(self, router_id: str) -> Session:
@@ -85,6 +89,15 @@ def test_a_start_counts_from_its_acknowledgement_on_and_once() -> None:
     state = desk.sessions.cut(a).state
     assert (state.num_running, state.num_waiting) == (1, 0)
     assert (state.pending_prefill_tokens, state.committed_tokens) == (0, 11)
+
+
+def test_the_counters_go_with_the_state() -> None:
+    desk = Desk()
+    a = desk.join("a")
+    counters = Counters(*range(1, 10))
+    desk.sessions.deliver(report(now=replace(load(), counters=counters)))
+    told = desk.sessions.cut(a).state.counters
+    assert {field.name: value for field, value in told.ListFields()} == asdict(counters)
 
 
 def test_a_late_outcome_of_an_aborted_sequence_is_nobodys() -> None:

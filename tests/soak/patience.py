@@ -1,0 +1,19 @@
+"""How long a soak goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+#: Of each soak; SOAK_MINUTES sets another time.
+_MINUTES = 10.0
+
+
+def rounds() -> Iterator[int]:
+    """Numbers from 0, as many as there is time for, and at least one."""
+    end = time.monotonic() + 60 * float(os.environ.get("SOAK_MINUTES", _MINUTES))
+    number = 0
+    while number == 0 or time.monotonic() < end:
+        yield number
+        number += 1

@@ -1,0 +1,33 @@
+"""The engine's property tests, with as many examples as there is time for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.property import test_worker_engine as properties
+from tests.soak.patience import rounds
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+_EXAMPLES = 500
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        properties.test_every_sequence_gets_exactly_its_tokens,
+        properties.test_the_same_log_makes_the_same_plans,
+    ],
+)
+def test_many_histories(test) -> None:  # type: ignore[no-untyped-def]
+    many = settings(
+        max_examples=_EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    everything = given(properties.bounds, properties.crowds, properties.events)
+    for number in rounds():
+        many(seed(number)(everything(test.hypothesis.inner_test)))()
+    print(f"\n{(number + 1) * _EXAMPLES} histories")

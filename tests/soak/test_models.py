@@ -1,0 +1,128 @@
+"""Checkpoints of random families and sizes, in engines of random limits: transformers' logits and
+tokens, for as long as there is time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from shutil import rmtree
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.decoder_steps import Step, SteppedDecoder
+from tests.families import (
+    CHECKPOINTS,
+    MAX_POSITION,
+    VOCAB,
+    Checkpoint,
+    all_logits,
+    greedy,
+    load_family,
+    save_family,
+)
+from tests.soak.patience import rounds
+from tests.torch_engine import TorchEngine, greedy_jobs
+from worker.config import Speculation
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+#: Hidden size, about: in wider models of these random weights rounding alone comes to 1e-4.
+WIDEST = 96
+#: A near tie falls either way by rounding; more than one in so many sequences would be a fault.
+SEQUENCES_PER_NEAR_TIE = 50
+
+Record = Callable[[str, object], None]
+
+
+def random_checkpoint(rng: Random) -> Checkpoint:
+    """One of the family checkpoints with other depths and widths."""
+    base = CHECKPOINTS[rng.choice([*CHECKPOINTS])]
+    kv_heads = rng.randint(1, 3)
+    sizes = dict(base.sizes)
+    if "layer_types" not in sizes and base.model_type != "gemma3":
+        sizes["num_hidden_layers"] = rng.randint(1, 5)
+    sizes["intermediate_size"] = rng.randint(20, 120)
+    sizes["vocab_size"] = VOCAB + rng.randint(0, 60)
+    if sizes.get("sliding_window"):
+        sizes["sliding_window"] = rng.randint(2, 90)
+    heads = kv_heads * rng.randint(1, 3)
+    # Some configurations know no other head size than hidden size over heads, some no remainder.
+    if base.model_type == "phi3":
+        sizes["hidden_size"] = heads * base.head_dim
+    else:
+        sizes["hidden_size"] = heads * rng.randint(2, max(2, WIDEST // heads))
+    return replace(base, heads=heads, kv_heads=kv_heads, sizes=sizes)
+
+
+def random_prompts(rng: Random) -> list[list[int]]:
+    """Some begin alike, some repeat themselves."""
+    made = [[rng.randrange(6, VOCAB) for _ in range(rng.randint(1, 90))] for _ in range(8)]
+    alike = [rng.choice(made)[:64] + rng.choice(made)[:40] for _ in range(4)]
+    return [*made, *alike, rng.choice(made)[:30] * 3]
+
+
+def random_steps(rng: Random, lengths: list[int]) -> list[Step]:
+    """All tokens of all sequences, by chunks of any size."""
+    left = dict(enumerate(lengths))
+    steps: list[Step] = []
+    while left:
+        step = []
+        for which in rng.sample([*left], rng.randint(1, len(left))):
+            count = min(left[which], rng.choice([1, 1, 7, 33, 100]))
+            step.append((which, count))
+            left[which] -= count
+            if not left[which]:
+                del left[which]
+        steps.append(step)
+    return steps
+
+
+def test_random_models_in_random_engines(tmp_path: Path, record_testsuite_property: Record) -> None:
+    torch.set_num_threads(1)
+    models = sequences = near_ties = 0
+    for number in rounds():
+        rng = Random(number)
+        directory = save_family(tmp_path / str(number), random_checkpoint(rng))
+        reference = load_family(directory)
+        prompts = random_prompts(rng)
+        check_logits(rng, directory, prompts, reference)
+        jobs = greedy_jobs(prompts, max_tokens=rng.randint(8, 60))
+        for job, output in zip(jobs, random_engine(rng, directory).serve(jobs), strict=True):
+            near_ties += greedy(reference, job.prompt, output).near_ties(output)
+        sequences += len(jobs)
+        models += 1
+        rmtree(directory)
+    for name in ("models", "sequences", "near_ties"):
+        record_testsuite_property(name, locals()[name])
+    print(f"\n{models} models, {sequences} sequences, {near_ties} near ties")
+    assert near_ties <= 1 + sequences // SEQUENCES_PER_NEAR_TIE
+
+
+def check_logits(
+    rng: Random, directory: Path, prompts: list[list[int]], reference: PreTrainedModel
+) -> None:
+    """Within 3e-4 of transformers, for some of these models are wilder than those of the tests; or
+    where rounding takes transformers itself further from what it computes in double precision, not
+    much further than that."""
+    steps = random_steps(rng, [len(prompt) for prompt in prompts])
+    logits = SteppedDecoder(directory, MAX_POSITION).logits(prompts, steps)
+    assert logits is not None
+    exact_model = deepcopy(reference).double()
+    for got, prompt in zip(logits, prompts, strict=True):
+        wanted, exact = all_logits(reference, prompt), all_logits(exact_model, prompt)
+        bound = max(3e-4, 3 * float((wanted - exact).abs().max()))
+        torch.testing.assert_close(got, wanted, atol=bound, rtol=0)
+
+
+def random_engine(rng: Random, directory: Path) -> TorchEngine:
+    return TorchEngine(
+        directory,
+        num_blocks=rng.choice([9, 12, 20, 100]),
+        preemption=rng.choice(["recompute", "swap"]),
+        swap_mib=1,
+        speculation=Speculation(num_draft_tokens=rng.choice([0, 0, 1, 4])),
+    )

@@ -1,0 +1,161 @@
+"""What the host's memory keeps of preempted sequences."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker.host_store import HostStore
+from worker.plan import BlockCopy
+
+A, B, C = b"a", b"b", b"c"
+
+
+def kept(num_places: int, *hashes: bytes) -> HostStore:
+    """A store that has saved ``hashes``, which are wanted, in this order."""
+    this = HostStore(num_places)
+    this.want(hashes)
+    for block, block_hash in enumerate(hashes):
+        this.evicted(block, block_hash)
+    this.done()
+    return this
+
+
+def test_what_somebody_wants_is_saved_once() -> None:
+    this = HostStore(3)
+    this.want([A, B])
+    for block, block_hash in ((5, A), (6, C), (7, A)):
+        this.evicted(block, block_hash)
+    ((copy,), loads) = this.planned()
+    assert (copy.block, loads) == (5, ())
+    assert A in this and B not in this and C not in this
+    this.done()
+    assert this.planned() == ((), ())
+    this.evicted(5, A)
+    assert this.planned() == ((), ()), "it is kept already"
+    this.check_integrity(wanted=[A, B])
+
+
+def test_a_store_without_places_keeps_nothing() -> None:
+    this = kept(0, A)
+    assert A not in this
+    this.unwant([A])
+    this.check_integrity([])
+
+
+def test_what_is_loaded_stays_where_it_was() -> None:
+    this = kept(2, A)
+    this.pin(A)
+    this.load(A, 9)
+    (_, (copy,)) = this.planned()
+    assert copy.block == 9
+    this.done()
+    this.pin(A)
+    this.load(A, 4)
+    assert this.planned() == ((), (BlockCopy(4, copy.place),))
+    this.failed()
+    assert A in this, "a load changes no place"
+    this.check_integrity([A])
+
+
+def test_the_least_recently_used_place_is_given_to_another() -> None:
+    this = kept(2, A, B)
+    this.pin(A)
+    this.load(A, 9)
+    this.done()
+    this.want([C])
+    this.evicted(3, C)
+    this.done()
+    assert A in this and B not in this and C in this
+    this.check_integrity([A, B, C])
+
+
+def test_what_nobody_wants_is_dropped_first_and_later_blocks_before_earlier_ones() -> None:
+    this = kept(3, A, B, C)
+    this.unwant([B, C])
+    this.want([b"d", b"e"])
+    this.evicted(3, b"d")
+    assert A in this and B in this and C not in this
+    this.evicted(4, b"e")
+    assert A in this and B not in this
+    this.done()
+    this.check_integrity([A, b"d", b"e"])
+
+
+def test_what_was_loaded_for_the_last_one_who_wanted_it_is_dropped_first() -> None:
+    this = kept(2, A, B)
+    this.unwant([B])
+    this.pin(B)
+    this.load(B, 9)
+    this.done()
+    this.want([C])
+    this.evicted(3, C)
+    assert A in this and B not in this
+
+
+def test_two_may_want_the_same() -> None:
+    this = HostStore(1)
+    this.want([A])
+    this.want([A])
+    this.unwant([A])
+    this.evicted(0, A)
+    assert A in this
+    this.done()
+    this.check_integrity([A])
+
+
+def test_a_place_that_is_loaded_from_is_not_saved_to_in_the_same_step() -> None:
+    this = kept(1, A)
+    this.pin(A)
+    this.want([B])
+    this.evicted(5, B)
+    this.load(A, 6)
+    assert this.planned() == ((), (BlockCopy(6, 0),))
+    this.done()
+    assert A in this and B not in this
+    this.check_integrity([A, B])
+
+
+def test_a_place_is_saved_to_once_in_a_step() -> None:
+    this = HostStore(1)
+    this.want([A, B])
+    this.evicted(5, A)
+    this.evicted(6, B)
+    assert this.planned() == ((BlockCopy(5, 0),), ())
+    this.done()
+    assert A in this and B not in this
+
+
+def test_what_is_saved_in_a_step_can_be_loaded_in_it() -> None:
+    this = HostStore(1)
+    this.want([A])
+    this.evicted(5, A)
+    this.pin(A)
+    this.load(A, 6)
+    assert this.planned() == ((BlockCopy(5, 0),), (BlockCopy(6, 0),))
+
+
+def test_a_failed_step_has_saved_nothing() -> None:
+    this = kept(2, A)
+    this.want([B, C])
+    this.evicted(5, B)
+    this.evicted(6, C)
+    assert B in this and C in this and A not in this
+    this.failed()
+    assert {A, B, C}.isdisjoint(h for h in (A, B, C) if h in this)
+    this.check_integrity([A, B, C])
+    this.evicted(5, B)
+    assert B in this, "the place is free again"
+
+
+@pytest.mark.parametrize("damage", ["a step is not over", "a place", "who wants"])
+def test_damaged_books_are_noticed(damage: str) -> None:
+    this = kept(2, A)
+    match damage:
+        case "a step is not over":
+            this.pin(A)
+        case "a place":
+            this._free.append(this._kept[A])
+        case "who wants":
+            this.want([B])
+    with pytest.raises(AssertionError, match=damage):
+        this.check_integrity([A])

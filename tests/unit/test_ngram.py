@@ -1,0 +1,117 @@
+"""Drafts from what followed the last tokens before."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.config import Speculation
+from worker.drafter import _MAX_INDEXED, Drafter
+from worker.ngram import NgramIndex, continued
+
+
+def index(tokens: list[int], min_match: int = 1, max_match: int = 3) -> NgramIndex:
+    this = NgramIndex(min_match, max_match)
+    assert this.extend(tokens, len(tokens))
+    return this
+
+
+def test_the_longest_match_counts_and_of_these_the_last() -> None:
+    assert index([1, 2, 9, 1, 2, 8, 7, 2, 6, 1, 2]).follower() == 5
+    assert index([1, 2, 9, 1, 2, 8, 7, 2, 6, 2]).follower() == 8
+
+
+def test_without_an_earlier_occurrence_there_is_no_match() -> None:
+    assert index([]).follower() is None
+    assert index([1]).follower() is None
+    assert index([1, 2, 3]).follower() is None
+    assert index([1, 2, 3, 2], min_match=2).follower() is None
+
+
+def test_zeros_are_tokens_like_others() -> None:
+    assert index([0, 5, 0, 0, 7, 5, 0]).follower() == 3
+    assert index([5, 7, 0, 5], min_match=2).follower() is None
+
+
+def test_a_text_that_repeats_itself_goes_on_doing_so() -> None:
+    tokens = [7, 1, 2, 1, 2]
+    follower = index(tokens).follower()
+    assert follower == 3
+    assert continued(tokens, 3, 5) == (1, 2, 1, 2, 1)
+
+
+def brute_force(tokens: list[int], min_match: int, max_match: int) -> int | None:
+    for n in range(max_match, min_match - 1, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if n < len(tokens) and tokens[end - n : end] == tokens[len(tokens) - n :]:
+                return end
+    return None
+
+
+@given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 3), st.integers(0, 2))
+def test_the_index_finds_what_a_search_finds(tokens: list[int], min_match: int, more: int) -> None:
+    this = NgramIndex(min_match, min_match + more)
+    for length in range(len(tokens) + 1):
+        assert this.extend(tokens[:length], 1)
+        assert this.follower() == brute_force(tokens[:length], min_match, min_match + more)
+
+
+def test_a_long_prompt_is_taken_in_over_several_steps() -> None:
+    drafter = Drafter(Speculation(num_draft_tokens=2))
+    prompt = [1, 2, 3, *range(10, 10 + 2 * _MAX_INDEXED), 1, 2]
+    drafts = []
+    while not drafts or not drafts[-1]:
+        drafts.append(drafter.propose(prompt, 2))
+    assert drafts == [(), (), (3, 10)]
+
+
+def learned(*pieces: tuple[int, int], limit: int = 8) -> Drafter:
+    """A drafter that was told (drafted, accepted)."""
+    this = Drafter(Speculation(num_draft_tokens=limit))
+    for drafted, accepted in pieces:
+        this.learn(drafted, accepted)
+    return this
+
+
+def proposed(this: Drafter, most: int = 100) -> int:
+    return len(this.propose([1, 2, 3, 1, 2], most))
+
+
+def test_a_drafter_starts_with_the_limit_and_keeps_to_what_there_is_room_for() -> None:
+    assert proposed(learned()) == 8
+    assert proposed(learned(), most=3) == 3
+
+
+def test_drafts_follow_their_success() -> None:
+    assert proposed(learned((8, 0))) == 4
+    assert proposed(learned((8, 2))) == 3
+    assert proposed(learned((8, 2), (3, 3))) == 6
+    assert proposed(learned((8, 2), (3, 3), (6, 6))) == 8
+    assert proposed(learned((8, 0), (4, 0))) == 2
+
+
+def test_whose_drafts_are_never_right_pauses_longer_and_longer() -> None:
+    this = learned()
+    lengths = []
+    for _ in range(30):
+        lengths.append(proposed(this))
+        if lengths[-1]:
+            this.learn(lengths[-1], 0)
+    assert lengths[:6] == [8, 4, 2, 0, 0, 1]
+    drafted = [at for at, length in enumerate(lengths) if length]
+    assert drafted == [0, 1, 2, 5, 10, 19]
+
+
+def test_a_right_draft_ends_the_pauses() -> None:
+    this = learned(*[(1, 0)] * 9)
+    while not proposed(this):
+        pass
+    this.learn(1, 1)
+    assert proposed(this) == 2
+    this.learn(2, 0)
+    assert proposed(this) == 1
+
+
+def test_pauses_are_bounded() -> None:
+    this = learned(*[(1, 0)] * 5000)
+    assert [proposed(this) for _ in range(65)] == [0] * 64 + [1]

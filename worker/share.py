@@ -1,0 +1,24 @@
+"""A step that is being planned: what each sequence is to compute of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from worker.plan import Row
+from worker.sequence import Sequence
+
+
+class Share(NamedTuple):
+    """The sequence's next ``num_known`` known tokens, and drafts behind the last of them."""
+
+    sequence: Sequence
+    num_known: int
+    drafts: tuple[int, ...] = ()
+
+    def row(self) -> Row:
+        return self.sequence.row(self.num_known, self.drafts)
+
+
+def num_tokens(shares: Iterable[Share]) -> int:
+    return sum(share.num_known + len(share.drafts) for share in shares)
