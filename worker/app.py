@@ -43,6 +43,9 @@ class RankActor:
     async def open(self) -> str:
         return await self._rank.open()
 
+    async def fetch(self) -> None:
+        await self._rank.fetch()
+
     async def start(self) -> bytes:
         """WorkerInfo, when ready."""
         return (await self._rank.start()).SerializeToString()
@@ -80,6 +83,7 @@ class WorkerDeployment:
             return actor.remote(config, rank, rendezvous, log_level, log_dir)
 
         self._ranks = await _launch_all(launch, config.tensor_parallel)
+        await asyncio.gather(*(rank.fetch.remote() for rank in self._ranks))
         infos = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
         self._info: bytes = infos[0]
         self._watching = [

@@ -22,3 +22,9 @@ def die_with_parent(parent: int) -> None:
     # It may have ended before it was watched.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outlive_parent() -> None:
+    """Takes ``die_with_parent`` back."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)

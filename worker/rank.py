@@ -13,17 +13,21 @@ import asyncio
 import hashlib
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from everlift import logs
+from everlift import logs, model_files
 from everlift.blockhash import BLOCK_SIZE
+from everlift.model_name import is_commit, is_hub_id
+from everlift.progress import told
 from everlift.v1 import session_pb2
 from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.engine_thread import EngineThread
 from worker.fingerprint import model_fingerprint
+from worker.grammar.absent import NoGrammars
 from worker.limits import Limits
 from worker.loop import Report
 from worker.meeting import MeetingPoint, Ties, join
@@ -32,11 +36,32 @@ from worker.server import SessionServer
 from worker.sessions import Sessions
 from worker.step_log import StepLogWriter
 
+if TYPE_CHECKING:
+    from worker.grammar.compiler import GrammarCompiler
+
 log = logs.get(__name__)
 
 
 class RankFailed(Exception):
     """The rank has ended by itself; the cause says why. Its worker is lost."""
+
+
+class Server(Protocol):
+    """Where rank 0 meets those who start sequences. ``deliver`` is called after every step."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def is_alone(self) -> bool: ...
+
+    async def start(self, info: session_pb2.WorkerInfo) -> None: ...
+
+    def deliver(self, report: Report) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 class Rank:
@@ -46,8 +71,15 @@ class Rank:
     are then started at the same time, since they wait for each other.
     """
 
-    def __init__(self, config: WorkerConfig, rank: int = 0, rendezvous: str = "") -> None:
-        """Raises ValueError for a configuration that cannot run."""
+    def __init__(
+        self,
+        config: WorkerConfig,
+        rank: int = 0,
+        rendezvous: str = "",
+        serve: Callable[[WorkerConfig, Sessions], Server] = SessionServer,
+    ) -> None:
+        """``serve`` makes rank 0's server. Raises ValueError for a configuration that cannot
+        run."""
         if not config.model:
             raise ValueError('model must be set, to a directory or "fake"')
         if not 0 <= rank < config.tensor_parallel:
@@ -62,9 +94,12 @@ class Rank:
         self._meeting_point: MeetingPoint | None = None
         self._inbox = Inbox()
         self._thread: EngineThread | None = None
-        self._server: SessionServer | None = None
+        self._serve_with = serve
+        self._grammars: GrammarCompiler | NoGrammars | None = None
+        self._server: Server | None = None
         self._watched: list[int] = []
         self._ended = asyncio.Event()
+        self._thread_is_over = asyncio.Event()
         self._error: BaseException | None = None
         self._is_stopping = False
 
@@ -78,12 +113,28 @@ class Rank:
         self._meeting_point = await asyncio.to_thread(MeetingPoint, self._config, self._files)
         return self._meeting_point.address
 
+    async def fetch(self) -> None:
+        """Downloads what this machine lacks of a hub's model. Raises ModelUnavailable.
+
+        ``start`` does so too. But ranks on several machines wait for each other only so long: of
+        these all have fetched before any is started.
+        """
+        config = self._config
+        with told("model downloading") as progress:
+            await model_files.fetch(
+                config.model,
+                config.model_revision,
+                weights=config.reads_weights,
+                progress=progress,
+            )
+
     async def start(self) -> session_pb2.WorkerInfo:
         """Returns when ready to serve. On a rank above 0 the info lacks worker_id and address.
 
-        Raises whatever keeps the runner from being built, ChannelBroken when ranks are missing,
-        OSError when the port is taken.
+        Raises ModelUnavailable, whatever keeps the runner from being built, ChannelBroken when
+        ranks are missing, OSError when the port is taken.
         """
+        await self.fetch()
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(self._config, self._meeting(), self._inbox, self._report)
         self._thread.ended.add_done_callback(
@@ -107,7 +158,7 @@ class Rank:
         ``drain_timeout``. Rank 0 does it for all: the others wait for its end, since theirs would
         come in between."""
         if self._rank:
-            await self._until_ended(2 * self._config.drain_timeout)
+            await _until(self._ended, 2 * self._config.drain_timeout)
         elif self._server is not None and not self._ended.is_set():
             await self._server.drain()
 
@@ -121,12 +172,9 @@ class Rank:
             self._meeting_point.close()
         if self._thread is not None:
             self._thread.stop()
-            await self._until_ended(self._config.drain_timeout)
-
-    async def _until_ended(self, timeout_s: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._ended.wait()
+            await _until(self._thread_is_over, self._config.drain_timeout)
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _meeting(self) -> partial[Ties]:
         if self._rank:
@@ -137,8 +185,9 @@ class Rank:
         return partial(self._meeting_point.gather)
 
     async def _serve(self, engine: Engine, info: session_pb2.WorkerInfo) -> None:
-        self._server = SessionServer(
-            self._config, Sessions(engine.limits, engine.load(), self._inbox)
+        self._grammars = _build_grammars(self._config, engine.limits.vocab_size)
+        self._server = self._serve_with(
+            self._config, Sessions(engine.limits, engine.load(), self._inbox, self._grammars)
         )
         info.worker_id = self.worker_id
         info.address = self._server.address
@@ -165,6 +214,7 @@ class Rank:
         self._end(error)
         assert self._thread is not None
         self._thread.ties.close()
+        self._thread_is_over.set()
 
     def _end(self, error: BaseException | None) -> None:
         """The thread has ended, or another rank is gone."""
@@ -196,11 +246,37 @@ class Rank:
         )
 
 
+async def _until(event: asyncio.Event, timeout_s: float) -> None:
+    """Waits for it, but only so long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+
+
 def _files(config: WorkerConfig) -> str:
     """What names the model that a rank reads."""
     if config.is_fake:
-        return f"fake {config.fake.eos_token_id} {config.fake.eos_one_in}"
-    return model_fingerprint(Path(config.model))
+        fake = config.fake
+        return f"fake {fake.eos_token_id} {fake.eos_one_in} {fake.surprise_one_in}"
+    return f"{config.load_format} {_weights(config.model, config.model_revision)}"
+
+
+def _weights(model: str, revision: str) -> str:
+    """A hub's files are named by their commit, before they are here."""
+    if not is_hub_id(model, revision):
+        return model_fingerprint(model_files.locate(model, weights=False))
+    if not is_commit(revision):
+        raise ValueError(f"model_revision of {model!r} must be a commit, not {revision!r}")
+    return revision
+
+
+def _build_grammars(config: WorkerConfig, vocab_size: int) -> GrammarCompiler | NoGrammars:
+    if config.is_fake:
+        return NoGrammars()
+    from worker.grammar.compiler import GrammarCompiler
+    from worker.grammar.nursery import Nursery
+
+    return GrammarCompiler(config.grammar, Nursery(config, vocab_size))
 
 
 def _dtype(config: WorkerConfig) -> str:

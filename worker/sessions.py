@@ -5,10 +5,12 @@ router. It knows no socket and no clock; it lives in the event loop's thread.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from everlift import logs
-from everlift.errors import InvalidRequest
+from everlift.errors import EverliftError, InvalidRequest
+from everlift.sampling import Grammar
 from everlift.v1 import session_pb2
 from worker.limits import Limits
 from worker.load import Load
@@ -28,6 +30,21 @@ class Engine(Protocol):
     def abort(self, abort: Abort) -> None: ...
 
     def drain(self) -> None: ...
+
+
+class Compiled(Protocol):
+    """A grammar as ``Admission.grammar`` wants it."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """What ends the model's outputs."""
+        ...
+
+
+class Grammars(Protocol):
+    def compile(self, grammar: Grammar, done: Callable[[Compiled | EverliftError], None]) -> None:
+        """``done`` is called once, now or later, in this thread."""
+        ...
 
 
 class Session:
@@ -54,14 +71,17 @@ class Claim:
 class Sessions:
     """All routers that are connected to this worker."""
 
-    def __init__(self, limits: Limits, load: Load, engine: Engine) -> None:
+    def __init__(self, limits: Limits, load: Load, engine: Engine, grammars: Grammars) -> None:
         self._limits = limits
         self._load = load
         self._engine = engine
+        self._grammars = grammars
         self._sessions: dict[str, Session] = {}
         self._claims: dict[int, Claim] = {}
         #: started, but not yet counted in the load, with their known tokens
         self._pending: dict[SequenceKey, int] = {}
+        #: of these, the ones whose grammar is being compiled: the engine does not know them
+        self._compiling: dict[SequenceKey, Sequence] = {}
         self._frames = 0
         self.is_draining = False
 
@@ -116,6 +136,8 @@ class Sessions:
         if not self.is_draining:
             self.is_draining = True
             self._engine.drain()
+            for sequence in tuple(self._compiling.values()):
+                self._end_unstarted(sequence, Stop.RETURNED)
             for session in self._sessions.values():
                 session.outbox.notify()
 
@@ -148,8 +170,34 @@ class Sessions:
             return Outcome(key, offset, (), stop)
         self._claims.setdefault(key.epoch, Claim(session)).choices.add(key.choice)
         self._pending[key] = sequence.num_known
-        self._engine.start(sequence)
+        if (grammar := sequence.sampling.grammar) is None:
+            self._engine.start(sequence)
+        else:
+            self._compiling[key] = sequence
+            self._grammars.compile(grammar, partial(self._compiled, sequence))
         return None
+
+    def _compiled(self, sequence: Sequence, result: Compiled | EverliftError) -> None:
+        if self._compiling.get(sequence.key) is not sequence:
+            return  # aborted or returned meanwhile
+        if isinstance(result, EverliftError):
+            log.warning("grammar refused", request_id=sequence.request_id, error=result.slug)
+            self._end_unstarted(sequence, Stop.REFUSED, result)
+            return
+        sequence.grammar = result
+        # Without a stop token nothing could be drawn once the grammar is complete.
+        sequence.stop_token_ids = sequence.stop_token_ids or frozenset(result.eos_token_ids)
+        if (stop := sequence.stop(self._limits)) is not None:
+            self._end_unstarted(sequence, stop)
+            return
+        del self._compiling[sequence.key]
+        self._engine.start(sequence)
+
+    def _end_unstarted(
+        self, sequence: Sequence, stop: Stop, error: EverliftError | None = None
+    ) -> None:
+        del self._compiling[sequence.key], self._pending[sequence.key]
+        self._forward(Outcome(sequence.key, sequence.num_output, (), stop, error))
 
     def _acknowledge(self, epoch: int) -> None:
         for session in self._sessions.values():
@@ -160,8 +208,11 @@ class Sessions:
         if claim is None or claim.session is not session:
             return
         for choice in abort.choices or tuple(claim.choices):
-            session.outbox.drop(SequenceKey(abort.epoch, choice))
+            key = SequenceKey(abort.epoch, choice)
+            session.outbox.drop(key)
             claim.choices.discard(choice)
+            if self._compiling.pop(key, None) is not None:
+                del self._pending[key]
         if not claim.choices:
             del self._claims[abort.epoch]
         self._engine.abort(abort)
@@ -214,4 +265,5 @@ class Sessions:
             output_tokens=load.output_tokens,
             preemptions=load.preemptions,
             draining=self.is_draining,
+            counters=load.counters.to_proto(),
         )

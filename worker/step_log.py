@@ -60,6 +60,9 @@ class StepLogListener:
         return StepLogWriter([lines[rank] for rank in sorted(lines)])
 
     def close(self) -> None:
+        """Whoever accepts meanwhile, in another thread, is told so."""
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
 
     def _next_connection(self, deadline: float) -> socket.socket:
@@ -68,6 +71,8 @@ class StepLogListener:
             line, _ = self._server.accept()
         except (TimeoutError, BlockingIOError):
             raise ChannelBroken("not all ranks have connected in time") from None
+        except OSError as error:
+            raise ChannelBroken(f"nobody can connect any more: {error}") from None
         return line
 
     def _admit(self, line: socket.socket, ranks: int) -> int | None:

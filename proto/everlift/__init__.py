@@ -10,6 +10,7 @@ from everlift.errors import (
     EmptyPrompt,
     EngineFailed,
     EverliftError,
+    InvalidGrammar,
     InvalidRequest,
     LedgerUnavailable,
     Moved,
@@ -25,6 +26,7 @@ from everlift.errors import (
     Unreachable,
 )
 from everlift.messages import FinishReason, OnDisconnect
+from everlift.sampling import TokenLogprobs
 from everlift.stream import Chunk, Stream
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "EverliftError",
     "FinishReason",
     "GenerateOptions",
+    "InvalidGrammar",
     "InvalidRequest",
     "LedgerUnavailable",
     "Moved",
@@ -53,6 +56,7 @@ __all__ = [
     "RequestConflict",
     "RouterStopping",
     "Stream",
+    "TokenLogprobs",
     "UnknownModel",
     "UnknownRequest",
     "Unreachable",

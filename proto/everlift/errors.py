@@ -5,7 +5,8 @@
     │   ├── EmptyPrompt
     │   ├── PromptTooLong
     │   ├── NotUtf8
-    │   └── OutOfRange            a parameter's value
+    │   ├── OutOfRange            a parameter's value
+    │   └── InvalidGrammar        no output can be kept to it
     ├── UnknownModel
     ├── UnknownRequest            never seen, or past its retention
     ├── OffsetOutOfRange          Attach beyond what exists
@@ -66,6 +67,10 @@ class NotUtf8(InvalidRequest):
 
 class OutOfRange(InvalidRequest):
     slug = "out_of_range"
+
+
+class InvalidGrammar(InvalidRequest):
+    slug = "invalid_grammar"
 
 
 class UnknownModel(EverliftError):

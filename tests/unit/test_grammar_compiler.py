@@ -1,0 +1,183 @@
+"""Who gets which compilation, with keepers that compile when they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from everlift.errors import EngineFailed, EverliftError, InvalidGrammar, QueueFull
+from everlift.sampling import Grammar, GrammarKind
+from worker.config import Grammars
+from worker.grammar.compiler import GrammarCompiler
+from worker.grammar.matcher import CompiledGrammar
+from worker.grammar.messages import CHUNK, Compiled, Frames, Reply, decode_request, encode_reply
+
+MIB = 1 << 20
+
+
+class ToyKeepers:
+    """What real ones do, in the test's hands. Sockets in the order of their births."""
+
+    def __init__(self) -> None:
+        self.sockets: list[socket.socket] = []
+        self.born = asyncio.Semaphore(0)
+        self.is_stillborn = False
+        self._taken = 0
+
+    async def keeper(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        if self.is_stillborn:
+            theirs.close()
+            return ours
+        theirs.sendall(encode_reply(Reply(False, 0, b"")))
+        self.sockets.append(theirs)
+        self.born.release()
+        return ours
+
+    def close(self) -> None:
+        for sock in self.sockets:
+            sock.close()
+
+    async def next(self) -> tuple[socket.socket, str]:
+        """The next keeper, and the text that it is to compile."""
+        await self.born.acquire()
+        sock = self.sockets[self._taken]
+        self._taken += 1
+        (frame,) = Frames().feed(await asyncio.get_running_loop().sock_recv(sock, CHUNK))
+        return sock, decode_request(frame)["texts"][0]
+
+
+class Desk:
+    def __init__(self, **settings: float) -> None:
+        self.keepers = ToyKeepers()
+        settings = {"cache_mib": 20, "max_compiling": 1} | settings
+        self._compiler = GrammarCompiler(Grammars(**settings), self.keepers)  # type: ignore[arg-type]
+
+    def order(self, text: str) -> asyncio.Future[CompiledGrammar | EverliftError]:
+        future: asyncio.Future[CompiledGrammar | EverliftError] = asyncio.Future()
+        self._compiler.compile(Grammar(GrammarKind.REGEX, (text,)), future.set_result)
+        return future
+
+    async def compile(self, expected: str, num_bytes: int = MIB) -> None:
+        """The next keeper, which is to compile ``expected``, does."""
+        sock, text = await self.keepers.next()
+        assert text == expected
+        sock.sendall(encode_reply(Reply(False, 0, Compiled(num_bytes, (7,)).encode())))
+
+    async def close(self) -> None:
+        self._compiler.close()
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    desk = Desk()
+    yield desk
+    await desk.close()
+
+
+async def test_a_grammar_is_compiled_once_for_all_who_want_it(desk: Desk) -> None:
+    futures = [desk.order("a") for _ in range(3)]
+    await desk.compile("a")
+    first, *others = [await future for future in futures]
+    assert isinstance(first, CompiledGrammar) and first.eos_token_ids == (7,)
+    assert all(other is first for other in others)
+    assert desk.order("a").result() is first
+
+
+async def test_what_was_used_last_is_kept_while_there_is_room(desk: Desk) -> None:
+    # With what a process takes, 7 MiB each: 20 MiB hold two.
+    for text in "ab":
+        desk.order(text)
+        await desk.compile(text)
+    while not desk.order("b").done():
+        await asyncio.sleep(0)
+    assert desk.order("a").done()
+    future = desk.order("c")
+    await desk.compile("c")
+    await future
+    del future
+    gc.collect()
+    assert [desk.order(text).done() for text in "ac"] == [True, True]
+    assert not desk.order("b").done()
+
+
+async def test_what_a_sequence_holds_is_not_compiled_again() -> None:
+    desk = Desk(cache_mib=0)
+    future = desk.order("a")
+    await desk.compile("a")
+    held = await future
+    assert desk.order("a").result() is held
+    await desk.close()
+
+
+async def test_a_grammar_whose_keeper_died_is_compiled_again(desk: Desk) -> None:
+    future = desk.order("a")
+    await desk.compile("a")
+    lost = await future
+    desk.keepers.sockets[0].close()
+    again = desk.order("a")
+    await desk.compile("a")
+    assert isinstance(await again, CompiledGrammar) and again.result() is not lost
+
+
+async def test_a_refusal_is_remembered(desk: Desk) -> None:
+    future = desk.order("(")
+    sock, _ = await desk.keepers.next()
+    sock.sendall(encode_reply(Reply(True, 0, b"parenthesis")))
+    assert isinstance(error := await future, InvalidGrammar) and str(error) == "parenthesis"
+    assert desk.order("(").result() is error
+
+
+async def test_a_keeper_that_is_ended_while_it_compiles_says_that_it_was_too_much(
+    desk: Desk,
+) -> None:
+    future = desk.order("a")
+    sock, _ = await desk.keepers.next()
+    sock.close()
+    assert isinstance(error := await future, InvalidGrammar)
+    assert str(error) == "the grammar takes more than 30 s to compile, or more than 256 MiB"
+
+
+async def test_a_keeper_that_never_answers_is_given_up() -> None:
+    desk = Desk(compile_timeout=1e-3)
+    assert isinstance(await desk.order("a"), InvalidGrammar)
+    await desk.close()
+
+
+async def test_without_a_nursery_nothing_is_refused_for_ever(desk: Desk) -> None:
+    desk.keepers.is_stillborn = True
+    assert isinstance(await desk.order("a"), EngineFailed)
+    desk.keepers.is_stillborn = False
+    future = desk.order("a")
+    await desk.compile("a")
+    assert isinstance(await future, CompiledGrammar)
+
+
+async def test_they_come_in_the_order_of_arrival_and_too_many_are_refused() -> None:
+    desk = Desk(max_queued=2)
+    futures = [desk.order(text) for text in "abc"]
+    assert isinstance(desk.order("d").result(), QueueFull)
+    for text in "abc":
+        await desk.compile(text)
+    results = await asyncio.gather(*futures)
+    assert all(isinstance(result, CompiledGrammar) for result in results)
+    await desk.close()
+
+
+async def test_as_many_as_allowed_compile_at_the_same_time() -> None:
+    desk = Desk(max_compiling=2)
+    futures = [desk.order(text) for text in "abc"]
+    (first, _), _ = await desk.keepers.next(), await desk.keepers.next()
+    assert len(desk.keepers.sockets) == 2
+    first.close()
+    await desk.compile("c")
+    await futures[2]
+    assert not futures[0].done() or not futures[1].done()
+    await desk.close()

@@ -1,0 +1,41 @@
+"""Messages come out as they went in, however the socket cuts them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.grammar.messages import (
+    Compiled,
+    Frames,
+    Reply,
+    decode_reply,
+    decode_request,
+    encode_reply,
+    encode_request,
+)
+
+REPLIES = st.lists(st.builds(Reply, st.booleans(), st.integers(0, 2**32 - 1), st.binary()))
+
+
+@given(REPLIES, st.integers(1, 9))
+def test_replies_survive_any_cut(replies: list[Reply], size: int) -> None:
+    sent = b"".join(map(encode_reply, replies))
+    frames = Frames()
+    chunks = [sent[at : at + size] for at in range(0, len(sent), size)]
+    got = [decode_reply(frame) for chunk in chunks for frame in frames.feed(chunk)]
+    assert got == replies
+
+
+def test_a_request_comes_back_as_it_was() -> None:
+    request = {"do": "compile", "kind": "choice", "texts": ["é", "\0"]}
+    assert [decode_request(f) for f in Frames().feed(encode_request(request))] == [request]
+
+
+def test_nothing_received_is_the_end() -> None:
+    with pytest.raises(EOFError):
+        next(Frames().feed(b""))
+
+
+def test_what_was_compiled_comes_back_as_it_was() -> None:
+    compiled = Compiled(num_bytes=9, eos_token_ids=(1, 2))
+    assert Compiled.decode(compiled.encode()) == compiled

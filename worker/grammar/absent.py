@@ -1,0 +1,18 @@
+"""What a worker without a tokenizer says to a grammar. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from everlift.errors import InvalidRequest
+from everlift.sampling import Grammar
+
+
+class NoGrammars:
+    """Refuses them all."""
+
+    def compile(self, grammar: Grammar, done: Callable[[InvalidRequest], None]) -> None:
+        done(InvalidRequest("the fake model follows no grammar"))
+
+    def close(self) -> None:
+        """There is nothing to close."""

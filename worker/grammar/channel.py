@@ -1,0 +1,114 @@
+"""Rank 0's end of the socket to one keeper, once its grammar is compiled."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+import weakref
+from collections import deque
+from contextlib import suppress
+
+from everlift.errors import EngineFailed, EverliftError, InvalidGrammar
+from worker.grammar.messages import CHUNK, Frames, Reply, Request, decode_reply, encode_request
+
+#: A keeper that the kernel does not let run has so many times its CPU time for a mask.
+_PATIENCE = 50
+
+
+class Channel:
+    """Requests go out at once, replies wait here until they are taken. Used by one thread, but for
+    what says otherwise. With the last reference to it the socket closes, and the keeper ends."""
+
+    def __init__(self, sock: socket.socket, mask_budget_s: float) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._frames = Frames()
+        #: of every matcher that somebody asks about
+        self._replies: dict[int, deque[Reply]] = {}
+        self._forgotten: deque[int] = deque()
+        self._mask_budget_s = mask_budget_s
+        weakref.finalize(self, sock.close)
+
+    @property
+    def is_lost(self) -> bool:
+        """The keeper is gone. May be asked in another thread than the rest."""
+        poll = select.poll()
+        # No event is asked for: that the other end is closed is told unasked.
+        poll.register(self._sock, 0)
+        return bool(poll.poll(0))
+
+    def tell(self, request: Request) -> None:
+        """Raises EverliftError when the keeper is gone."""
+        self._drop_forgotten()
+        self._replies.setdefault(request["matcher"], deque())
+        self._send(encode_request(request))
+
+    def take(self, matcher: int) -> bytes:
+        """The body of the next reply about ``matcher``. Raises EverliftError for a refusal, or when
+        the keeper is gone."""
+        deadline = self._deadline()
+        while not self._replies[matcher]:
+            if not self._receive():
+                self._wait(select.POLLIN, deadline)
+        reply = self._replies[matcher].popleft()
+        if reply.is_refusal:
+            raise EngineFailed(f"the grammar cannot be followed: {reply.body.decode()}")
+        return reply.body
+
+    def end(self) -> None:
+        """May be called in another thread than the rest, and again."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def forget(self, matcher: int) -> None:
+        """Nobody asks about ``matcher`` any more. Called in any thread, where it is collected."""
+        self._forgotten.append(matcher)
+
+    def _drop_forgotten(self) -> None:
+        while self._forgotten:
+            matcher = self._forgotten.popleft()
+            self._replies.pop(matcher, None)
+            self._send(encode_request({"do": "drop", "matcher": matcher}))
+
+    def _send(self, data: bytes) -> None:
+        """Takes what comes meanwhile, or both ends would wait for each other."""
+        deadline = self._deadline()
+        unsent = memoryview(data)
+        while unsent:
+            try:
+                unsent = unsent[self._sock.send(unsent) :]
+            except BlockingIOError:
+                self._wait(select.POLLIN | select.POLLOUT, deadline)
+                self._receive()
+            except OSError:
+                raise self._lost() from None
+
+    def _receive(self) -> bool:
+        """Whether there was something."""
+        try:
+            for frame in self._frames.feed(self._sock.recv(CHUNK)):
+                reply = decode_reply(frame)
+                if reply.matcher in self._replies:
+                    self._replies[reply.matcher].append(reply)
+        except BlockingIOError:
+            return False
+        except (EOFError, OSError):
+            raise self._lost() from None
+        return True
+
+    def _deadline(self) -> float:
+        return time.monotonic() + _PATIENCE * self._mask_budget_s
+
+    def _wait(self, events: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self._sock, events)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise self._lost()
+
+    def _lost(self) -> EverliftError:
+        self.end()
+        return InvalidGrammar(
+            "the grammar takes too long to follow: more than "
+            f"{self._mask_budget_s:g} s for one token, or too much memory"
+        )

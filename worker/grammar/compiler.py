@@ -1,0 +1,171 @@
+"""Grammars for the sequences of one worker: each is compiled once, and kept while there is room.
+
+It lives in the event loop's thread, and never waits there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from everlift import logs
+from everlift.errors import EngineFailed, EverliftError, InvalidGrammar, QueueFull
+from everlift.sampling import MAX_GRAMMAR_BYTES, Grammar
+from worker.config import Grammars
+from worker.grammar.channel import Channel
+from worker.grammar.matcher import CompiledGrammar
+from worker.grammar.messages import CHUNK, Compiled, Frames, Reply, decode_reply, encode_request
+
+log = logs.get(__name__)
+
+Done = Callable[[CompiledGrammar | EverliftError], None]
+
+#: What a keeper takes beside its grammar.
+_KEEPER_BYTES = 6 << 20
+#: Where the processors are shared, so many times the CPU time may pass.
+_PATIENCE = 6
+
+
+class Keepers(Protocol):
+    """Where they come from."""
+
+    async def keeper(self) -> socket.socket:
+        """The socket, non-blocking, to a process that keeps nothing yet."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GrammarCompiler:
+    """``compile`` and ``close`` are called in the event loop's thread, and ``done`` is."""
+
+    def __init__(self, settings: Grammars, keepers: Keepers) -> None:
+        self._settings = settings
+        self._keepers = keepers
+        self._dones: dict[Grammar, list[Done]] = {}
+        self._waiting: deque[Grammar] = deque()
+        self._compiling: dict[Grammar, asyncio.Task[None]] = {}
+        #: used last comes last
+        self._kept: OrderedDict[Grammar, CompiledGrammar | InvalidGrammar] = OrderedDict()
+        #: the same, and what only sequences hold
+        self._alive: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
+
+    def compile(self, grammar: Grammar, done: Done) -> None:
+        """``done`` gets the compiled grammar; or InvalidGrammar with the cause, QueueFull, or
+        EngineFailed. It is called here and now where that is known."""
+        if (known := self._known(grammar)) is not None:
+            self._keep(grammar, known)
+            done(known)
+        elif grammar in self._dones:
+            self._dones[grammar].append(done)
+        elif len(self._waiting) >= self._settings.max_queued:
+            done(QueueFull("too many grammars wait to be compiled"))
+        else:
+            self._dones[grammar] = [done]
+            self._waiting.append(grammar)
+            self._begin()
+
+    def close(self) -> None:
+        """Ends every process. Nobody is told."""
+        for task in self._compiling.values():
+            task.cancel()
+        for grammar in tuple(self._alive.values()):
+            grammar.end()
+        self._waiting.clear()
+        self._kept.clear()
+        self._keepers.close()
+
+    def _known(self, grammar: Grammar) -> CompiledGrammar | InvalidGrammar | None:
+        known = self._kept.get(grammar) or self._alive.get(grammar)
+        return None if isinstance(known, CompiledGrammar) and known.is_lost else known
+
+    def _begin(self) -> None:
+        while self._waiting and len(self._compiling) < self._settings.max_compiling:
+            grammar = self._waiting.popleft()
+            self._compiling[grammar] = asyncio.create_task(self._finish(grammar))
+
+    async def _finish(self, grammar: Grammar) -> None:
+        result = await self._result(grammar)
+        if isinstance(result, CompiledGrammar):
+            self._alive[grammar] = result
+        if isinstance(result, CompiledGrammar | InvalidGrammar):
+            self._keep(grammar, result)
+        del self._compiling[grammar]
+        self._begin()
+        for done in self._dones.pop(grammar):
+            done(result)
+
+    async def _result(self, grammar: Grammar) -> CompiledGrammar | EverliftError:
+        try:
+            return await self._compiled(grammar)
+        except EverliftError as error:
+            return error
+        except Exception:
+            log.exception("grammar not compiled")
+            return EngineFailed("the grammar compiler failed")
+
+    async def _compiled(self, grammar: Grammar) -> CompiledGrammar:
+        sock = await self._keepers.keeper()
+        try:
+            compiled = Compiled.decode(await self._reply(sock, grammar))
+        except BaseException:
+            sock.close()
+            raise
+        channel = Channel(sock, self._settings.step_budget)
+        return CompiledGrammar(channel, compiled.eos_token_ids, compiled.num_bytes)
+
+    async def _reply(self, sock: socket.socket, grammar: Grammar) -> bytes:
+        """The body of the keeper's reply to ``compile``."""
+        loop, replies = asyncio.get_running_loop(), _Replies(sock)
+        try:
+            await replies.next()
+        except (EOFError, OSError):
+            raise EngineFailed("no grammar can be compiled: the worker's log says why") from None
+        request = {"do": "compile", "kind": grammar.kind.value, "texts": grammar.texts}
+        with suppress(ConnectionError):
+            await loop.sock_sendall(sock, encode_request(request))
+        try:
+            async with asyncio.timeout(_PATIENCE * self._settings.compile_timeout):
+                reply = await replies.next()
+        except (EOFError, OSError, TimeoutError):
+            raise InvalidGrammar(
+                f"the grammar takes more than {self._settings.compile_timeout:g} s to compile, or "
+                f"more than {self._settings.process_mib} MiB"
+            ) from None
+        if reply.is_refusal:
+            raise InvalidGrammar(reply.body.decode())
+        return reply.body
+
+    def _keep(self, grammar: Grammar, result: CompiledGrammar | InvalidGrammar) -> None:
+        """What was used least recently makes room. What sequences hold lives on with them."""
+        self._kept[grammar] = result
+        self._kept.move_to_end(grammar)
+        while sum(map(_cost, self._kept.values())) > self._settings.cache_mib << 20:
+            self._kept.popitem(last=False)
+
+
+class _Replies:
+    """What a keeper says, one reply at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._frames = Frames()
+        self._unread: deque[bytes] = deque()
+
+    async def next(self) -> Reply:
+        loop = asyncio.get_running_loop()
+        while not self._unread:
+            self._unread.extend(self._frames.feed(await loop.sock_recv(self._sock, CHUNK)))
+        return decode_reply(self._unread.popleft())
+
+
+def _cost(kept: CompiledGrammar | InvalidGrammar) -> int:
+    """In bytes, of processes and of texts."""
+    if isinstance(kept, CompiledGrammar):
+        return _KEEPER_BYTES + kept.num_bytes
+    return MAX_GRAMMAR_BYTES

@@ -1,0 +1,97 @@
+"""A compiled grammar, and where one sequence stands in it, as the engine's thread sees them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from worker.grammar.channel import Channel
+
+
+class CompiledGrammar:
+    """What ``Admission.grammar`` is on the rank that draws. Its keeper lives as long as it does.
+
+    ``eos_token_ids`` are what ends an output of the model; ``num_bytes`` is what the grammar takes
+    in its keeper.
+    """
+
+    def __init__(self, channel: Channel, eos_token_ids: tuple[int, ...], num_bytes: int) -> None:
+        self.eos_token_ids = eos_token_ids
+        self.num_bytes = num_bytes
+        self._channel = channel
+        self._matchers = count(1)
+
+    @property
+    def is_lost(self) -> bool:
+        """Its keeper is gone."""
+        return self._channel.is_lost
+
+    def end(self) -> None:
+        """Its sequences cannot go on."""
+        self._channel.end()
+
+    def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> Matcher:
+        """Of a sequence that has ``output`` already.
+
+        Where the grammar is complete, ``stop_token_ids`` are allowed, and nowhere else. Raises
+        EverliftError when the keeper is gone; an output that is not of the grammar is found out
+        when its mask is asked for.
+        """
+        return Matcher(self._channel, next(self._matchers), stop_token_ids, output)
+
+
+class Matcher:
+    """One sequence's place in its grammar. Both methods raise EverliftError where it cannot go on.
+
+    The mask of its next token is under way from its birth, and from each ``accept``, on.
+    """
+
+    def __init__(
+        self, channel: Channel, number: int, stop_token_ids: frozenset[int], output: Sequence[int]
+    ) -> None:
+        self._channel = channel
+        self._number = number
+        self._next: bytes | None = None
+        channel.tell(
+            {
+                "do": "open",
+                "matcher": number,
+                "stops": sorted(stop_token_ids),
+                "tokens": list(output),
+            }
+        )
+        weakref.finalize(self, channel.forget, number)
+
+    def mask(self, drafts: Sequence[int], into: Tensor) -> int:
+        """Fills ``into``, int32 [1 + len(drafts), words of the vocabulary] on the CPU, with what
+        may come next and after each draft. How many of the drafts the grammar allows, of which a
+        stop token is none; what stands behind them is 0."""
+        into.zero_()
+        _fill(into[:1], self._mask_of_next())
+        if not drafts:
+            return 0
+        self._channel.tell({"do": "drafts", "matcher": self._number, "tokens": list(drafts)})
+        masks = self._channel.take(self._number)
+        num_allowed = len(masks) // (into.shape[1] * into.element_size())
+        _fill(into[1 : 1 + num_allowed], masks)
+        return num_allowed
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Goes on by ``tokens``, which were drawn."""
+        self._mask_of_next()
+        self._next = None
+        self._channel.tell({"do": "accept", "matcher": self._number, "tokens": list(tokens)})
+
+    def _mask_of_next(self) -> bytes:
+        if self._next is None:
+            self._next = self._channel.take(self._number)
+        return self._next
+
+
+def _fill(rows: Tensor, masks: bytes) -> None:
+    if masks:
+        rows.copy_(torch.frombuffer(bytearray(masks), dtype=torch.int32).view(rows.shape))

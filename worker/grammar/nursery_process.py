@@ -1,0 +1,81 @@
+"""``python -m worker.grammar.nursery_process``: the process that forks a keeper for each grammar.
+
+It has loaded, once, what every keeper needs: xgrammar and the model's vocabulary. Its arguments are
+a Launch in JSON; its control socket brings the sockets that the keepers are to serve, and when that
+ends, it ends. A keeper that has compiled its grammar outlives it, and ends with its own socket.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+import xgrammar
+
+from everlift import model_files
+from worker.grammar.keeper import Keeper, Model
+from worker.grammar.launch import Launch
+from worker.grammar.vocabulary import token_bytes
+from worker.model.end_tokens import end_token_ids
+from worker.parent import die_with_parent
+
+
+def main() -> None:
+    launch = Launch.decode(sys.argv[1])
+    with socket.socket(fileno=launch.control) as control:
+        # Nobody waits for a keeper.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        model = _load(launch)
+        gc.freeze()
+        nursery = os.getpid()
+        while descriptors := socket.recv_fds(control, 1, 1)[1]:
+            if not os.fork():
+                die_with_parent(nursery)
+                control.close()
+                _keep(socket.socket(fileno=descriptors[0]), model, launch)
+            os.close(descriptors[0])
+
+
+def _load(launch: Launch) -> Model:
+    directory = model_files.locate(launch.model, launch.revision, weights=False)
+    tokens = token_bytes(directory / "tokenizer.json", launch.vocab_size)
+    stops = end_token_ids(directory)
+    vocabulary = xgrammar.TokenizerInfo(
+        tokens, vocab_size=launch.vocab_size, stop_token_ids=list(stops)
+    )
+    return Model(vocabulary, stops)
+
+
+def _keep(sock: socket.socket, model: Model, launch: Launch) -> None:
+    """The whole life of the child process."""
+    try:
+        _bound_memory(launch.process_mib)
+        Keeper(sock, model, launch.budget).run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _bound_memory(mib: int) -> None:
+    """``mib`` more than the nursery has; of all processes here, these are the first to go. Linux
+    alone tells and bounds it so."""
+    if sys.platform != "linux":
+        return
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    limit = used + (mib << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+if __name__ == "__main__":
+    main()
