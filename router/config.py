@@ -9,8 +9,11 @@ from dataclasses import dataclass
 class RouterConfig:
     """Durations are seconds. Port 0 takes a free one."""
 
-    #: Hugging Face directory of the model, for its tokenizer; "fake" for the fake runner's bytes
+    #: Hugging Face directory or hub id (org/name) of the model, for its tokenizer; "fake" for the
+    #: fake runner's bytes
     model: str = ""
+    #: of a hub id: a branch, a tag or a commit; not set: its main branch
+    model_revision: str = ""
     #: where clients connect
     host: str = "127.0.0.1"
     port: int = 50051

@@ -156,6 +156,7 @@ class Leader:
                 prefill_tokens=message.prompt_tokens,
                 max_tokens=message.max_tokens,
                 avoid=message.avoid,
+                choices=message.choices,
             )
         )
         if replaced is not None and replaced.gateway != gateway:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import grpc
 
-from everlift import logs
+from everlift import logs, model_files
 from everlift.blockhash import BLOCK_SIZE
 from everlift.channels import SERVER_OPTIONS
 from everlift.errors import LedgerUnavailable
@@ -44,8 +44,11 @@ class Router:
 
     @classmethod
     async def start(cls, config: RouterConfig, ledger: Ledger) -> Self:
-        """A replica that serves. Raises UnknownModel, LedgerUnavailable, OSError (port taken)."""
-        router = cls(config, ledger, ServedModel.load(config.model))
+        """A replica that serves. Raises UnknownModel, ModelUnavailable, LedgerUnavailable, OSError
+        (port taken)."""
+        await model_files.fetch(config.model, config.model_revision, weights=False)
+        model = ServedModel.load(config.model, config.model_revision)
+        router = cls(config, ledger, model)
         router._bind()
         await router._wire(await ledger.cluster_id())
         await router._internal.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import grpc
@@ -60,11 +61,12 @@ class WorkerLink:
         self._outbox = Outbox(session_pb2.RouterFrame())
         self._tasks = [asyncio.create_task(self._dial()), asyncio.create_task(self._watch())]
 
-    def start(self, start: session_pb2.Start) -> None:
-        self._outbox.add(session_pb2.RouterFrame(starts=[start]))
+    def start(self, starts: Sequence[session_pb2.Start]) -> None:
+        self._outbox.add(session_pb2.RouterFrame(starts=starts))
 
-    def abort(self, epoch: int) -> None:
-        self._outbox.add(session_pb2.RouterFrame(aborts=[session_pb2.Abort(epoch=epoch)]))
+    def abort(self, epoch: int, choices: Sequence[int]) -> None:
+        abort = session_pb2.Abort(epoch=epoch, choices=choices)
+        self._outbox.add(session_pb2.RouterFrame(aborts=[abort]))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -137,17 +139,17 @@ class Sessions:
     def links(self) -> list[WorkerLink]:
         return list(self._links.values())
 
-    def start(self, worker_id: str, start: session_pb2.Start) -> bool:
+    def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
         link = self._links.get(worker_id)
         if link is None or not link.is_up:
             return False
-        link.start(start)
+        link.start(starts)
         return True
 
-    def abort(self, worker_id: str, epoch: int) -> None:
+    def abort(self, worker_id: str, epoch: int, choices: Sequence[int] = ()) -> None:
         link = self._links.get(worker_id)
         if link is not None and link.is_up:
-            link.abort(epoch)
+            link.abort(epoch, choices)
 
     async def reconcile(self, workers: list[session_pb2.WorkerInfo]) -> None:
         """Dials who is new in the table, hangs up on who is gone."""

@@ -18,7 +18,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from everlift.messages import OnDisconnect, Request
-from everlift.sampling import SamplingParams
+from everlift.sampling import Grammar, GrammarKind, SamplingParams, TokenLogprobs
+from router.ledger.base import Ledger
 from router.ledger.config import LedgerConfig
 from router.ledger.embedded import EmbeddedLedger
 from router.ledger.memory import MemoryLedger
@@ -37,7 +38,15 @@ class Clock:
         return self.now
 
 
-def make_request(request_id: str = "r", *, max_tokens: int = 8, body: bytes = b"body") -> Request:
+def make_request(
+    request_id: str = "r",
+    *,
+    max_tokens: int = 8,
+    body: bytes = b"body",
+    n: int = 1,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> Request:
     return Request(
         request_id=request_id,
         model="demo",
@@ -45,7 +54,17 @@ def make_request(request_id: str = "r", *, max_tokens: int = 8, body: bytes = b"
         prompt_ids=(0, 1, 2**32 - 1),
         max_tokens=max_tokens,
         sampling=SamplingParams(
-            temperature=0.5, top_p=0.875, top_k=40, min_p=0.125, seed=2**64 - 1
+            temperature=0.5,
+            top_p=0.875,
+            top_k=40,
+            min_p=0.125,
+            seed=2**64 - 1,
+            presence_penalty=-0.5,
+            logit_bias=((0, -100.0), (2**32 - 1, 0.25)),
+            min_tokens=2,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=Grammar(GrammarKind.CHOICE, ("yes", "nö")),
         ),
         stop=("end", "ä\n"),
         stop_token_ids=(2, 7),
@@ -53,7 +72,21 @@ def make_request(request_id: str = "r", *, max_tokens: int = 8, body: bytes = b"
         deadline=None,
         body_hash=body,
         salt=b"\x00salt",
+        n=n,
+        include_stop=True,
     )
+
+
+def scored(*logprobs: float, num_top: int = 0) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities of tokens; of the same numbers the same. What float32 holds comes back."""
+    return tuple(
+        TokenLogprobs(it, rank, tuple((2**32 - 1 - at, it - at) for at in range(num_top)))
+        for rank, it in enumerate(logprobs, 1)
+    )
+
+
+async def tokens_of(ledger: Ledger, request_id: str = "r", choice: int = 0) -> tuple[int, ...]:
+    return (await ledger.read(request_id)).choices[choice].tokens
 
 
 async def eventually(

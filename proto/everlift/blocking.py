@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from everlift.client import AsyncClient, GenerateOptions, Prompt
 from everlift.messages import FinishReason
+from everlift.sampling import TokenLogprobs
 from everlift.stream import Chunk, Stream
 from everlift.v1 import inference_pb2 as pb
 
@@ -31,7 +32,7 @@ class Client:
         """As AsyncClient.generate."""
         return BlockingStream(self, self._client.generate(prompt, **options))
 
-    def attach(self, request_id: str, from_offset: int = 0) -> BlockingStream:
+    def attach(self, request_id: str, from_offset: int | Sequence[int] = 0) -> BlockingStream:
         """As AsyncClient.attach."""
         return BlockingStream(self, self._client.attach(request_id, from_offset))
 
@@ -92,6 +93,14 @@ class BlockingStream(Iterator[Chunk]):
         return self._stream.finish_reason
 
     @property
+    def finish_reasons(self) -> dict[int, FinishReason]:
+        return self._stream.finish_reasons
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return self._stream.prompt_logprobs
+
+    @property
     def usage(self) -> pb.Usage | None:
         return self._stream.usage
 
@@ -109,8 +118,12 @@ class BlockingStream(Iterator[Chunk]):
         return chunk
 
     def text(self) -> str:
-        """The whole rest of the text."""
+        """The whole rest of the text: of the first choice, if there are several."""
         return self._client.run(self._stream.text())
+
+    def texts(self) -> list[str]:
+        """The whole rest of each choice's text."""
+        return self._client.run(self._stream.texts())
 
     def close(self) -> None:
         """Ends the request if it is this stream's own and unfinished. Never fails."""

@@ -8,15 +8,16 @@ async with AsyncClient("127.0.0.1:50051") as client:
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 import grpc
 
 from everlift import wire
-from everlift.errors import EverliftError, NotUtf8, OutOfRange
+from everlift.errors import EverliftError, InvalidRequest, NotUtf8, OutOfRange
 from everlift.messages import OnDisconnect, check_request_id
 from everlift.routers import Routers
 from everlift.stream import Stream
@@ -45,11 +46,39 @@ class GenerateOptions(TypedDict, total=False):
     min_p: float | None
     #: same seed, same random numbers
     seed: int | None
-    #: the output ends before the first of these strings
+    #: outputs of the same prompt, each a choice of its own; default 1
+    n: int | None
+    #: logits of tokens that occurred in prompt or output are divided by it; default 1
+    repetition_penalty: float | None
+    #: taken from the logits of tokens that occurred in the output; default 0
+    presence_penalty: float | None
+    #: the same, for each time that they occurred
+    frequency_penalty: float | None
+    #: added to the logits of these tokens
+    logit_bias: Mapping[int, float] | None
+    #: so many tokens come before a stop token or stop string counts
+    min_tokens: int | None
+    #: each token's log probability, and so many of the likeliest tokens at its place
+    logprobs: int | None
+    #: the same for the tokens of the prompt
+    prompt_logprobs: int | None
+    #: the output is JSON of this schema. Of this one and the next three only one may be given
+    json_schema: str | Mapping[str, Any] | None
+    #: the output matches this regular expression
+    regex: str | None
+    #: the output follows this grammar in GBNF, its rule "root" first
+    ebnf: str | None
+    #: the output is one of these texts
+    choice: str | Sequence[str] | None
+    #: the text ends before the first of these strings
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
+    #: the text ends after the stop string or stop token, not before it
+    include_stop: bool
     #: go on after an end-of-sequence token
     ignore_eos: bool
+    #: what is computed is shared with requests of the same salt alone
+    cache_salt: str
     #: default: the one model that the cluster serves
     model: str
     #: idempotency key: the same request submitted again under its id is the same request
@@ -77,13 +106,15 @@ class AsyncClient:
 
         Raises InvalidRequest for what cannot be sent at all.
         """
-        submission = _submission(prompt, options)
-        return Stream(self._routers, submission.request_id, submission, 0, self._reconnect_s)
+        submission = submission_message(prompt, options)
+        return Stream(self._routers, submission.request_id, submission, (), self._reconnect_s)
 
-    def attach(self, request_id: str, from_offset: int = 0) -> Stream:
-        """The tokens of a known request from an offset on. Closing this stream only leaves it."""
+    def attach(self, request_id: str, from_offset: int | Sequence[int] = 0) -> Stream:
+        """The tokens of a known request from an offset on: of its first choice, or of each choice
+        its own. Closing this stream only leaves it."""
         check_request_id(request_id)
-        return Stream(self._routers, request_id, None, from_offset, self._reconnect_s)
+        offsets = [from_offset] if isinstance(from_offset, int) else from_offset
+        return Stream(self._routers, request_id, None, offsets, self._reconnect_s)
 
     async def cancel(self, request_id: str) -> pb.CancelResponse:
         """Ends a request. One that is over already stays as it is. Raises UnknownRequest."""
@@ -132,7 +163,9 @@ class AsyncClient:
         raise last
 
 
-def _submission(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """What a router is sent. Raises TypeError for an option that does not exist, and InvalidRequest
+    for what cannot be sent."""
     for name in options.keys() - GenerateOptions.__annotations__.keys():
         raise TypeError(f"generate() has no option {name!r}")
     if isinstance(prompt, bytes):
@@ -157,16 +190,50 @@ def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
         request_id=check_request_id(options.get("request_id") or uuid.uuid4().hex),
         model=options.get("model", ""),
         max_tokens=options.get("max_tokens"),
-        sampling=pb.Sampling(
-            temperature=options.get("temperature"),
-            top_p=options.get("top_p"),
-            top_k=options.get("top_k"),
-            min_p=options.get("min_p"),
-            seed=options.get("seed"),
-        ),
-        stop=[stop] if isinstance(stop, str) else stop,
+        n=options.get("n") or 0,
+        sampling=_sampling(options),
+        include_stop=options.get("include_stop", False),
+        cache_salt=options.get("cache_salt", ""),
+        stop=_listed(stop),
         stop_token_ids=options.get("stop_token_ids", ()),
         ignore_eos=options.get("ignore_eos", False),
         on_disconnect=on_disconnect.value,
         timeout_ms=None if timeout_s is None else round(timeout_s * 1e3),
     )
+
+
+def _listed(texts: str | Sequence[str]) -> Sequence[str]:
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _sampling(options: GenerateOptions) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=options.get("temperature"),
+        top_p=options.get("top_p"),
+        top_k=options.get("top_k"),
+        min_p=options.get("min_p"),
+        seed=options.get("seed"),
+        repetition_penalty=options.get("repetition_penalty"),
+        presence_penalty=options.get("presence_penalty"),
+        frequency_penalty=options.get("frequency_penalty"),
+        logit_bias=options.get("logit_bias"),
+        min_tokens=options.get("min_tokens") or 0,
+        logprobs=options.get("logprobs"),
+        prompt_logprobs=options.get("prompt_logprobs"),
+        grammar=_grammar(options),
+    )
+
+
+def _grammar(options: GenerateOptions) -> pb.Grammar | None:
+    """The form that the output is to have. Raises InvalidRequest for more than one."""
+    schema, texts = options.get("json_schema"), options.get("choice")
+    forms = {
+        "json_schema": json.dumps(schema) if isinstance(schema, Mapping) else schema,
+        "regex": options.get("regex"),
+        "ebnf": options.get("ebnf"),
+        "choice": None if texts is None else pb.Choices(texts=_listed(texts)),
+    }
+    given = {name: form for name, form in forms.items() if form is not None}
+    if len(given) > 1:
+        raise InvalidRequest(f"an output has one form, not {' and '.join(given)}")
+    return pb.Grammar(**given) if given else None  # type: ignore[arg-type]

@@ -22,6 +22,8 @@ from everlift.v1 import ledger_pb2
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_N = 128
+MAX_CACHE_SALT_BYTES = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -69,9 +71,13 @@ class Submission:
     on_disconnect: OnDisconnect
     timeout_s: float | None
     body_hash: bytes
+    n: int = 1
+    include_stop: bool = False
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         check_request_id(self.request_id)
+        check_range("n", self.n, 1, MAX_N)
         if not self.prompt:
             raise EmptyPrompt("the prompt is empty")
         if self.max_tokens is not None:
@@ -81,13 +87,21 @@ class Submission:
         _check_stops(self.stop)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise OutOfRange(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids")
+        if len(self.cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
+            raise OutOfRange(f"cache_salt is longer than {MAX_CACHE_SALT_BYTES} bytes")
+
+    @property
+    def salt(self) -> bytes:
+        """Of the block hashes: requests share what is computed under the same salt alone. All that
+        has to keep requests apart goes in here; so far that is ``cache_salt``, and a tenant's name
+        is to be hashed with it once there are tenants."""
+        return hashlib.sha256(self.cache_salt.encode()).digest() if self.cache_salt else b""
 
     @classmethod
     def from_proto(cls, message: pb.GenerateRequest, request_id: str, seed: int) -> Self:
         """``request_id`` and ``seed`` are used where the message has none. Raises
         InvalidRequest."""
-        if message.n > 1:
-            raise OutOfRange(f"n must be 1 in this version, not {message.n}")
+        _check_best_of(message)
         return cls(
             request_id=message.request_id or request_id,
             model=message.model,
@@ -100,6 +114,18 @@ class Submission:
             on_disconnect=_on_disconnect(message.on_disconnect),
             timeout_s=message.timeout_ms / 1e3 if message.HasField("timeout_ms") else None,
             body_hash=_body_hash(message),
+            n=message.n or 1,
+            include_stop=message.include_stop,
+            cache_salt=message.cache_salt,
+        )
+
+
+def _check_best_of(message: pb.GenerateRequest) -> None:
+    if message.best_of > max(message.n, 1):
+        raise OutOfRange(
+            "best_of above n is not served: the best outputs are only known when the last of them "
+            "has finished, so nothing could be streamed. Ask for n choices with logprobs, and "
+            "choose by these"
         )
 
 
@@ -142,7 +168,8 @@ def _body_hash(message: pb.GenerateRequest) -> bytes:
 class Request:
     """What is to be run, with every default resolved. ``deadline`` is ledger time in seconds.
 
-    ``stop_token_ids`` holds the model's eos ids too, unless they are to be ignored.
+    ``stop_token_ids`` holds the model's eos ids too, unless they are to be ignored. Each of the
+    ``n`` choices may have ``max_tokens``.
     """
 
     request_id: str
@@ -157,6 +184,8 @@ class Request:
     deadline: float | None
     body_hash: bytes
     salt: bytes = b""
+    n: int = 1
+    include_stop: bool = False
 
     def to_bytes(self) -> bytes:
         return ledger_pb2.StoredRequest(
@@ -172,6 +201,8 @@ class Request:
             deadline=self.deadline,
             body_hash=self.body_hash,
             salt=self.salt,
+            n=self.n,
+            include_stop=self.include_stop,
         ).SerializeToString()
 
     @classmethod
@@ -190,4 +221,6 @@ class Request:
             deadline=stored.deadline if stored.HasField("deadline") else None,
             body_hash=stored.body_hash,
             salt=stored.salt,
+            n=stored.n,
+            include_stop=stored.include_stop,
         )

@@ -1,11 +1,13 @@
-"""One request's tokens, each offset exactly once, across the loss of connections and routers."""
+"""One request's tokens, each offset of a choice exactly once, across the loss of connections and
+routers."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +26,7 @@ from everlift.errors import (
 )
 from everlift.messages import FinishReason
 from everlift.routers import Routers
+from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 
 log = logs.get(__name__)
@@ -41,6 +44,7 @@ class Chunk:
 
     ``epoch`` names the attempt that made them, 0 when they were read back from the ledger.
     ``unledgered`` says that they came while the ledger was away: its loss could take them back.
+    ``logprobs`` are those of the tokens, if they were asked for.
     """
 
     offset: int
@@ -48,14 +52,19 @@ class Chunk:
     text: str
     epoch: int
     unledgered: bool
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Stream(AsyncIterator[Chunk]):
     """Iterate it, or ``await stream.text()``; best inside ``async with``, whose end closes it.
 
+    Chunks of several choices come as they are made, each choice's in the order of its offsets.
     Raises EverliftError subclasses: the request's own end, Unreachable when no router answered for
-    ``reconnect_s``, DataLoss when the cluster lost what it had acknowledged. After the last chunk
-    ``finish_reason``, ``usage`` and ``timing`` are set.
+    ``reconnect_s``, DataLoss when the cluster lost what it had acknowledged. A choice that has
+    ended is in ``finish_reasons``; after the last chunk ``usage`` and ``timing`` are set. If they
+    were asked for, ``prompt_logprobs`` are set with the first chunk of choice 0, and are those of
+    the prompt's tokens from the second one on.
     """
 
     def __init__(
@@ -63,17 +72,20 @@ class Stream(AsyncIterator[Chunk]):
         routers: Routers,
         request_id: str,
         submission: pb.GenerateRequest | None,
-        from_offset: int,
+        from_offsets: Sequence[int],
         reconnect_s: float,
     ) -> None:
-        """Without a ``submission`` the request must be known already; then closing only leaves."""
+        """``from_offsets`` are by choice, 0 where none is given. Without a ``submission`` the
+        request must be known already; then closing only leaves."""
         self.request_id = request_id
-        self.finish_reason: FinishReason | None = None
+        self.finish_reasons: dict[int, FinishReason] = {}
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.usage: pb.Usage | None = None
         self.timing: pb.Timing | None = None
         self._routers = routers
         self._submission = submission
-        self._next = from_offset
+        #: by choice, the first offset that has not come
+        self._next = defaultdict(int, enumerate(from_offsets))
         self._backoff = Backoff(reconnect_s, random.random)
         self._deadline = _deadline(submission)
         self._router = ""
@@ -96,9 +108,21 @@ class Stream(AsyncIterator[Chunk]):
                     return chunk
         raise StopAsyncIteration
 
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Of the first choice."""
+        return self.finish_reasons.get(0)
+
     async def text(self) -> str:
-        """The whole rest of the text."""
-        return "".join([chunk.text async for chunk in self])
+        """The whole rest of the text: of the first choice, if there are several."""
+        return (await self.texts())[0]
+
+    async def texts(self) -> list[str]:
+        """The whole rest of each choice's text."""
+        pieces: defaultdict[int, list[str]] = defaultdict(list)
+        async for chunk in self:
+            pieces[chunk.choice].append(chunk.text)
+        return ["".join(pieces[choice]) for choice in range(max(len(self.finish_reasons), 1))]
 
     async def aclose(self) -> None:
         """Ends the request if it is this stream's own and unfinished. Never fails."""
@@ -136,8 +160,11 @@ class Stream(AsyncIterator[Chunk]):
             if remaining is not None:
                 self._submission.timeout_ms = max(1, round(remaining * 1e3))
             return stub.Generate(self._submission, timeout=timeout)
-        attach = pb.AttachRequest(request_id=self.request_id, from_offset=self._next)
+        attach = pb.AttachRequest(request_id=self.request_id, from_offsets=self._offsets())
         return stub.Attach(attach, timeout=timeout)
+
+    def _offsets(self) -> list[int]:
+        return [self._next[choice] for choice in range(max(self._next, default=-1) + 1)]
 
     def _remaining(self) -> float | None:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
@@ -145,29 +172,43 @@ class Stream(AsyncIterator[Chunk]):
     def _take(self, piece: pb.GenerateResponse) -> Chunk | None:
         """What is new in ``piece``. Raises DataLoss on a gap."""
         self._accepted = True
-        end = piece.offset + len(piece.token_ids)
-        if piece.offset > self._next:
-            raise DataLoss(f"offsets {self._next} to {piece.offset - 1} of the stream are missing")
-        if end <= self._next and not piece.finish_reason and piece.token_ids:
+        # Who attaches again is told again how each choice ended.
+        chunk = None if piece.choice in self.finish_reasons else self._fresh(piece)
+        if piece.HasField("usage"):
+            self._finish(piece)
+        return chunk
+
+    def _fresh(self, piece: pb.GenerateResponse) -> Chunk | None:
+        following, end = self._next[piece.choice], piece.offset + len(piece.token_ids)
+        if piece.offset > following:
+            raise DataLoss(f"offsets {following} to {piece.offset - 1} of the stream are missing")
+        if end <= following and not piece.finish_reason and piece.token_ids:
             return None
-        if piece.offset < self._next and piece.token_ids:
+        if piece.offset < following and piece.token_ids:
             # Text cannot be cut at a token: let the router cut it.
             raise Unreachable("a piece overlaps what came before")
-        return self._deliver(piece, end)
+        return self._deliver(piece, max(following, end))
 
     def _deliver(self, piece: pb.GenerateResponse, end: int) -> Chunk | None:
-        self._next = max(self._next, end)
+        self._next[piece.choice] = end
+        if piece.prompt_logprobs:
+            self.prompt_logprobs = _parsed(piece.prompt_logprobs)
         if piece.finish_reason:
-            self._finish(piece)
+            self.finish_reasons[piece.choice] = FinishReason(piece.finish_reason)
         if not piece.token_ids and not piece.text:
             return None
         self._backoff.reset()
         return Chunk(
-            piece.offset, tuple(piece.token_ids), piece.text, piece.epoch, piece.unledgered
+            piece.offset,
+            tuple(piece.token_ids),
+            piece.text,
+            piece.epoch,
+            piece.unledgered,
+            piece.choice,
+            _parsed(piece.logprobs),
         )
 
     def _finish(self, piece: pb.GenerateResponse) -> None:
-        self.finish_reason = FinishReason(piece.finish_reason)
         self.usage, self.timing = piece.usage, piece.timing
         self._ended = True
         self._hang_up()
@@ -185,7 +226,9 @@ class Stream(AsyncIterator[Chunk]):
         if self._deadline is not None and now + delay > self._deadline:
             self._ended = True
             raise DeadlineExceeded("the deadline passed while no router answered") from error
-        log.info("stream broke", request_id=self.request_id, offset=self._next, cause=str(error))
+        log.info(
+            "stream broke", request_id=self.request_id, offsets=self._offsets(), cause=str(error)
+        )
         self._routers.failed(self._router)
         await asyncio.sleep(delay)
 
@@ -207,6 +250,10 @@ class Stream(AsyncIterator[Chunk]):
         except EverliftError as error:
             # The router ends it by itself when the grace for its lost client is over.
             log.info("cancel failed", request_id=self.request_id, cause=str(error))
+
+
+def _parsed(logprobs: Sequence[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs.from_proto(it) for it in logprobs)
 
 
 def _deadline(submission: pb.GenerateRequest | None) -> float | None:

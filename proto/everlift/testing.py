@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -28,6 +28,7 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import FinishReason, Submission
+from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 
@@ -36,13 +37,17 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Token ids, each with the text that it releases, and the text that the end releases."""
+    """Token ids, each with the text that it releases, and the text that the end releases.
+    ``logprobs`` are those of the tokens, or none."""
 
     tokens: tuple[tuple[int, str], ...]
     tail: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-Answer = Callable[[Submission], Output]
+#: What comes of a request: of each of its choices the same, or of each its own.
+Answer = Callable[[Submission], Output | Sequence[Output]]
 
 
 def words(submission: Submission) -> Output:
@@ -62,44 +67,50 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """The stream breaks before the token at ``offset``, or before its end."""
+    """The stream breaks before the token of ``choice`` at ``offset``, or before its end."""
 
     offset: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BreakOff:
-    """The stream ends before the token at ``offset`` as if all were said."""
+    """The stream ends before the token of ``choice`` at ``offset`` as if all were said."""
 
     offset: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """No piece comes from ``offset`` on, until the request is cancelled."""
+    """No piece comes from ``offset`` of ``choice`` on, until the request is cancelled."""
 
     offset: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The token at ``offset`` is sent twice."""
+    """The token of ``choice`` at ``offset`` is sent twice."""
 
     offset: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The token at ``offset`` is sent again in one piece with the next one."""
+    """The token of ``choice`` at ``offset`` is sent again in one piece with the next one."""
 
     offset: int
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """The token at ``offset`` is left out."""
+    """The token of ``choice`` at ``offset`` is left out."""
 
     offset: int
+    choice: int = 0
 
 
 Stop = Break | BreakOff | Hold
@@ -108,35 +119,47 @@ Fault = Refuse | Stop | Repeat | Overlap | Skip
 
 @dataclass(slots=True)
 class FakeRequest:
-    """A request as the fake router knows it."""
+    """A request as the fake router knows it. ``outputs`` are by choice."""
 
     submission: Submission
-    output: Output
+    outputs: tuple[Output, ...]
     state: pb.RequestState.ValueType = pb.REQUEST_STATE_RUNNING
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def tokens(self) -> tuple[tuple[int, str], ...]:
-        return self.output.tokens[: self.submission.max_tokens]
+    def tokens(self, choice: int) -> tuple[tuple[int, str], ...]:
+        return self.outputs[choice].tokens[: self.submission.max_tokens]
 
-    def piece(self, start: int, stop: int) -> pb.GenerateResponse:
+    @property
+    def num_tokens(self) -> int:
+        """Of all choices."""
+        return sum(len(self.tokens(choice)) for choice in range(len(self.outputs)))
+
+    def piece(self, choice: int, start: int, stop: int) -> pb.GenerateResponse:
+        output, tokens = self.outputs[choice], self.tokens(choice)[start:stop]
+        prompt_logprobs = output.prompt_logprobs if (choice, start) == (0, 0) else ()
         return pb.GenerateResponse(
             request_id=self.submission.request_id,
+            choice=choice,
             offset=start,
             epoch=1,
-            token_ids=[token for token, _ in self.tokens[start:stop]],
-            text="".join(text for _, text in self.tokens[start:stop]),
+            token_ids=[token for token, _ in tokens],
+            text="".join(text for _, text in tokens),
+            logprobs=[it.to_proto() for it in output.logprobs[start:stop]],
+            prompt_logprobs=[it.to_proto() for it in prompt_logprobs],
         )
 
-    def last_piece(self) -> pb.GenerateResponse:
-        complete = len(self.tokens) == len(self.output.tokens)
-        piece = self.piece(len(self.tokens), len(self.tokens))
-        piece.text = self.output.tail if complete else ""
+    def end(self, choice: int, *, is_last: bool) -> pb.GenerateResponse:
+        """The last piece of a choice, and maybe of the stream."""
+        output, count = self.outputs[choice], len(self.tokens(choice))
+        complete = count == len(output.tokens)
+        piece = self.piece(choice, count, count)
+        piece.text = output.tail if complete else ""
         piece.finish_reason = (FinishReason.STOP if complete else FinishReason.LENGTH).value
-        piece.usage.CopyFrom(
-            pb.Usage(prompt_tokens=len(self.submission.prompt), output_tokens=len(self.tokens))
-        )
-        piece.timing.attempts = 1
+        if is_last:
+            self.state = pb.REQUEST_STATE_FINISHED
+            piece.usage.prompt_tokens = len(self.submission.prompt)
+            piece.usage.output_tokens = self.num_tokens
+            piece.timing.attempts = 1
         return piece
 
 
@@ -144,7 +167,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
     """Each Generate and Attach takes the next fault of the script; None, or no more, is health.
 
     ``requests`` holds what came, by request id; ``calls`` names the calls in their order:
-    "Generate", "Attach 3", "Cancel".
+    "Generate", "Attach 3", "Cancel"; an Attach with its offsets by choice.
     """
 
     def __init__(self, answer: Answer = words, faults: Iterable[Fault | None] = ()) -> None:
@@ -188,7 +211,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
         try:
             fault = self._next_fault()
             known = self._submit(Submission.from_proto(request, uuid.uuid4().hex, seed=0))
-            async for piece in self._stream(known, 0, fault, context):
+            async for piece in self._stream(known, (), fault, context):
                 yield piece
         except EverliftError as error:
             await wire.abort(context, error)
@@ -196,13 +219,12 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
     async def Attach(
         self, request: pb.AttachRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        self.calls.append(f"Attach {request.from_offset}")
+        self.calls.append(" ".join(["Attach", *map(str, request.from_offsets)]))
         try:
             fault = self._next_fault()
             known = self._known(request.request_id)
-            if not 0 <= request.from_offset <= len(known.tokens):
-                raise OffsetOutOfRange(f"there are {len(known.tokens)} tokens")
-            async for piece in self._stream(known, request.from_offset, fault, context):
+            _check_offsets(known, request.from_offsets)
+            async for piece in self._stream(known, request.from_offsets, fault, context):
                 yield piece
         except EverliftError as error:
             await wire.abort(context, error)
@@ -231,7 +253,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
             model=known.submission.model,
             attempts=1,
             prompt_tokens=len(known.submission.prompt),
-            output_tokens=len(known.tokens),
+            output_tokens=known.num_tokens,
         )
 
     async def GetStatus(
@@ -251,7 +273,9 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
         return fault
 
     def _submit(self, submission: Submission) -> FakeRequest:
-        new = FakeRequest(submission, self._answer(submission))
+        answer = self._answer(submission)
+        outputs = (answer,) * submission.n if isinstance(answer, Output) else tuple(answer)
+        new = FakeRequest(submission, outputs)
         known = self.requests.setdefault(submission.request_id, new)
         if known.submission.body_hash != submission.body_hash:
             raise RequestConflict(f"{submission.request_id} is another request")
@@ -263,34 +287,50 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
         return self.requests[request_id]
 
     async def _stream(
-        self, known: FakeRequest, start: int, fault: Fault | None, context: Context
+        self, known: FakeRequest, offsets: Sequence[int], fault: Fault | None, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         if known.cancelled.is_set():
             raise Cancelled("the request was cancelled")
-        end = len(known.tokens)
-        stop = fault if isinstance(fault, Stop) and start <= fault.offset <= end else None
-        yield pb.GenerateResponse(request_id=known.submission.request_id, offset=start)
-        for first, last in _ranges(start, stop.offset if stop else end, fault):
-            yield known.piece(first, last)
-        if stop:
-            await _stop(stop, known, context)
+        starts = [*offsets, *[0] * (len(known.outputs) - len(offsets))]
+        yield pb.GenerateResponse(request_id=known.submission.request_id, offset=starts[0])
+        *places, last = _places(known, starts)
+        for choice, at in (*places, last):
+            if isinstance(fault, Stop) and (fault.choice, fault.offset) == (choice, at):
+                await _stop(fault, known, context)
+                return
+            if at < len(known.tokens(choice)):
+                for first, stop in _ranges(choice, at, fault):
+                    yield known.piece(choice, first, stop)
+            else:
+                yield known.end(choice, is_last=(choice, at) == last)
+
+
+def _check_offsets(known: FakeRequest, offsets: Sequence[int]) -> None:
+    for choice, offset in enumerate(offsets):
+        if choice >= len(known.outputs) or not 0 <= offset <= len(known.tokens(choice)):
+            raise OffsetOutOfRange(f"choice {choice} has no offset {offset}")
+
+
+def _places(known: FakeRequest, starts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Choice and offset of each token and each end, as they would be made: step by step."""
+    ends = [len(known.tokens(choice)) for choice in range(len(known.outputs))]
+    for at in range(max(ends) + 1):
+        for choice, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if start <= at <= end:
+                yield choice, at
+
+
+def _ranges(choice: int, at: int, fault: Fault | None) -> Iterator[tuple[int, int]]:
+    """The offsets of each piece that the token there makes, from and to before."""
+    match fault:
+        case Skip(offset, which) if (which, offset) == (choice, at):
             return
-        known.state = pb.REQUEST_STATE_FINISHED
-        yield known.last_piece()
-
-
-def _ranges(start: int, end: int, fault: Fault | None) -> Iterator[tuple[int, int]]:
-    """The offsets of each piece, from and to before."""
-    for at in range(start, end):
-        match fault:
-            case Skip(offset) if offset == at:
-                continue
-            case Repeat(offset) if offset == at:
-                yield at, at + 1
-            case Overlap(offset) if offset == at - 1:
-                yield offset, at + 1
-                continue
-        yield at, at + 1
+        case Repeat(offset, which) if (which, offset) == (choice, at):
+            yield at, at + 1
+        case Overlap(offset, which) if (which, offset) == (choice, at - 1):
+            yield offset, at + 1
+            return
+    yield at, at + 1
 
 
 async def _stop(fault: Stop, known: FakeRequest, context: Context) -> None:

@@ -1,4 +1,4 @@
-"""From tokens to text, one token at a time, and the stop strings that end it. Pure.
+"""From tokens to text, one token at a time, and what ends it. Pure.
 
 The text after token k depends on tokens 0..k alone, so that a stream which is continued elsewhere,
 by replaying its tokens, goes on with exactly the next character. Two things are held back: what may
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -31,29 +32,56 @@ class Tokenizer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends a text: the first of ``strings`` to be completed, or a token of ``token_ids``.
+
+    A string that is completed while there are fewer than ``min_tokens`` tokens does not count, nor
+    does a token before which there are fewer. What ended the text is left out of it, unless
+    ``is_included``.
+    """
+
+    strings: tuple[str, ...] = ()
+    token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    is_included: bool = False
+
+
+NO_STOPS = Stops()
+
+
 class TextState:
     """The text of one growing sequence.
 
-    Up to the first stop string all pieces together are ``tokenizer.decode`` of all tokens; with a
-    byte-level tokenizer whatever the tokens are.
+    Up to its end all pieces together are ``tokenizer.decode`` of all tokens; with a byte-level
+    tokenizer whatever the tokens are.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Stops = NO_STOPS) -> None:
         self._detokenizer = Detokenizer(tokenizer)
-        self._matcher = StopMatcher(stop)
+        self._matcher = StopMatcher(stops.strings, is_included=stops.is_included)
+        self._silent_ids = frozenset() if stops.is_included else stops.token_ids
+        self._min_tokens = stops.min_tokens
+        self._num_tokens = 0
 
     @property
     def stopped(self) -> bool:
-        """A stop string is complete. The text ended before it, and nothing more comes."""
+        """A stop string is complete, and with it the text: nothing more comes."""
         return self._matcher.matched
 
     def push(self, token_id: int) -> str:
         """The text that is certain after this token and was not before."""
-        return self._matcher.feed(self._detokenizer.push(token_id))
+        self._num_tokens += 1
+        if token_id in self._silent_ids and self._num_tokens > self._min_tokens:
+            return ""
+        text = self._detokenizer.push(token_id)
+        return self._matcher.feed(text, counts=self._num_tokens >= self._min_tokens)
 
     def finish(self) -> str:
         """What is still held back when no token follows."""
-        return self._matcher.feed(self._detokenizer.finish()) + self._matcher.finish()
+        rest = self._detokenizer.finish()
+        counts = self._num_tokens >= self._min_tokens
+        return self._matcher.feed(rest, counts=counts) + self._matcher.finish()
 
 
 class Detokenizer:
@@ -115,11 +143,14 @@ class StopMatcher:
     """Finds the first stop string to be completed; of several that end together, the longest.
 
     An Aho-Corasick automaton: a state is the longest end of the text so far that a stop string
-    begins with, and that end is held back. O(1) amortised a character, however many stop strings.
+    begins with. What a longer text may still turn into a stop string is held back. O(1) amortised a
+    character, however many stop strings.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, is_included: bool = False) -> None:
+        """``is_included`` lets the text end after the stop string, not before it."""
         self.matched = False
+        self._is_included = is_included
         self._held = ""
         self._state = 0
         self._next: list[dict[str, int]] = [{}]
@@ -127,12 +158,15 @@ class StopMatcher:
         self._depth = [0]
         #: length of the longest stop string that ends in a state; 0: none does
         self._match = [0]
+        #: length of the longest end of a state's text that a longer stop string begins with
+        self._open = [0]
         for stop in stops:
             self._add(stop)
         self._link()
 
-    def feed(self, text: str) -> str:
-        """The text that no stop string can claim any more."""
+    def feed(self, text: str, *, counts: bool = True) -> str:
+        """The text that no stop string can claim any more. Unless it ``counts``, no stop string is
+        completed by ``text``, though one that counts may begin there."""
         if self.matched:
             return ""
         if len(self._next) == 1:  # no stop strings
@@ -140,11 +174,11 @@ class StopMatcher:
         buffer = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):
             self._state = self._step(self._state, char)
-            if self._match[self._state]:
+            if counts and self._match[self._state]:
                 self.matched = True
                 self._held = ""
-                return buffer[: end - self._match[self._state]]
-        certain = len(buffer) - self._depth[self._state]
+                return buffer[: end if self._is_included else end - self._match[self._state]]
+        certain = len(buffer) - self._open[self._state]
         self._held = buffer[certain:]
         return buffer[:certain]
 
@@ -166,6 +200,7 @@ class StopMatcher:
                 self._fallback.append(0)
                 self._depth.append(self._depth[state] + 1)
                 self._match.append(0)
+                self._open.append(0)
             state = self._next[state][char]
         self._match[state] = self._depth[state]
 
@@ -176,6 +211,7 @@ class StopMatcher:
             state = queue.popleft()
             fallback = self._fallback[state]
             self._match[state] = self._match[state] or self._match[fallback]
+            self._open[state] = self._depth[state] if self._next[state] else self._open[fallback]
             for char, child in self._next[state].items():
                 self._fallback[child] = self._step(fallback, char)
                 queue.append(child)

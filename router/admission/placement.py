@@ -37,6 +37,7 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class _Unacknowledged:
     prefill_tokens: int
+    choices: int
     dispatched: float
 
 
@@ -46,6 +47,20 @@ class _Worker:
     load: Load = field(default_factory=Load)
     unacknowledged: dict[int, _Unacknowledged] = field(default_factory=dict)
     unacknowledged_tokens: int = 0
+    unacknowledged_choices: int = 0
+
+    @property
+    def ahead(self) -> int:
+        """Sequences that wait for a slot there."""
+        return self.load.num_waiting + self.unacknowledged_choices
+
+    @property
+    def free_slots(self) -> int:
+        return max(0, self.capacity.max_num_seqs - self.load.num_running - self.ahead)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.load.num_running + self.ahead == 0
 
     @property
     def committed_tokens(self) -> int:
@@ -88,12 +103,14 @@ class Placement:
         gone = worker.unacknowledged.pop(epoch, None)
         if gone is not None:
             worker.unacknowledged_tokens -= gone.prefill_tokens
+            worker.unacknowledged_choices -= gone.choices
 
     def reserve(self, worker_id: str, epoch: int, waiting: Waiting, now: float) -> None:
         """Counts a dispatch against the worker until it is acknowledged."""
         worker = self._workers[worker_id]
-        worker.unacknowledged[epoch] = _Unacknowledged(waiting.prefill_tokens, now)
+        worker.unacknowledged[epoch] = _Unacknowledged(waiting.prefill_tokens, waiting.choices, now)
         worker.unacknowledged_tokens += waiting.prefill_tokens
+        worker.unacknowledged_choices += waiting.choices
 
     def expire(self, now: float) -> None:
         """Releases the dispatches that nobody acknowledged in time."""
@@ -117,22 +134,30 @@ class Placement:
         return worker_id == waiting.avoid and len(self._workers) > 1
 
     def _has_credit(self, worker: _Worker, waiting: Waiting) -> bool:
-        load, capacity = worker.load, worker.capacity
-        if load.draining or load.sequence_number < 0:
+        if worker.load.draining or worker.load.sequence_number < 0:
             return False
-        held = load.num_running + load.num_waiting + len(worker.unacknowledged)
-        if held == 0:
+        if worker.is_idle:
             return True
-        ahead = load.num_waiting + len(worker.unacknowledged)
-        if held >= capacity.max_num_seqs and ahead >= self._local_depth:
+        if not self._has_slots(worker, waiting.choices):
             return False
         pending = worker.pending_prefill
         if pending and pending + waiting.prefill_tokens > self._max_pending_prefill:
             return False
-        return self._free_blocks(worker) > waiting.prefill_tokens // BLOCK_SIZE
+        return self._free_blocks(worker) > _blocks(waiting)
+
+    def _has_slots(self, worker: _Worker, choices: int) -> bool:
+        """Few enough of them have to wait for one there."""
+        without = choices - worker.free_slots
+        return without <= 0 or worker.ahead + without <= self._local_depth
 
     def _free_blocks(self, worker: _Worker) -> int:
         # What has been dispatched or waits there has a claim on blocks that its state does not
         # count yet.
         claimed = -(-worker.pending_prefill // BLOCK_SIZE)
         return worker.capacity.num_blocks - worker.load.blocks_used - claimed
+
+
+def _blocks(waiting: Waiting) -> int:
+    """What is known of it takes so many, but for the last one; its choices share the prompt's, and
+    each other one needs one of its own."""
+    return waiting.prefill_tokens // BLOCK_SIZE + waiting.choices - 1

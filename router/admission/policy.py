@@ -11,7 +11,8 @@ class Waiting:
     """What order and placement may look at.
 
     ``arrived`` is ledger time in seconds and survives requeues. ``prefill_tokens`` are to be
-    computed before the next token: prompt and output so far. ``max_tokens`` may still be generated.
+    computed before the next token: the prompt, which the choices share, and each choice's output so
+    far. ``max_tokens`` may still be generated, by all of the ``choices`` together.
     """
 
     request_id: str
@@ -20,6 +21,7 @@ class Waiting:
     prefill_tokens: int
     max_tokens: int
     avoid: str = ""
+    choices: int = 1
 
 
 #: Compared as a tuple; the smallest key leaves first.

@@ -87,5 +87,6 @@ def _joined(earlier: Append, later: Append) -> Append:
     return replace(
         first,
         tokens=first.tokens + second.tokens[overlap:],
+        logprobs=first.logprobs + second.logprobs[overlap:],
         finish_reason=later.finish_reason or earlier.finish_reason,
     )

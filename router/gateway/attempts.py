@@ -1,22 +1,27 @@
 """A request between queue and worker: dispatched, making tokens, lost, given back, finished, ended.
 
-waiting  --dispatched-->  running  --last token-->  finishing  --stored-->  over
+waiting  --dispatched-->  running  --last tokens-->  finishing  --stored-->  over
    ^                         |
    +--- lost or given back --+         any of them  --end-->  ending  --ledger-->  over
+
+All its choices go this way together; each comes to its own end while the request is running. What
+is given back choice by choice waits for the last of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from everlift import logs
-from everlift.errors import DataLoss, EngineFailed, EverliftError
+from everlift.errors import DataLoss, EngineFailed, EverliftError, InvalidRequest, from_slug
 from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
 from router.gateway.appender import Appender
+from router.gateway.arrival import take
+from router.gateway.choice import Choice
 from router.gateway.custody import Custody, now
 from router.gateway.live import LiveRequest, Phase
 from router.ledger.entry import Append, Appended, Entry, State
@@ -34,11 +39,13 @@ _RETRY_S = 0.1
 class Workers(Protocol):
     """The streams to the workers, as far as requests need them."""
 
-    def start(self, worker_id: str, start: session_pb2.Start) -> bool:
+    def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
         """False when there is no stream to this worker."""
         ...
 
-    def abort(self, worker_id: str, epoch: int) -> None: ...
+    def abort(self, worker_id: str, epoch: int, choices: Sequence[int] = ()) -> None:
+        """Of no choices: of all."""
+        ...
 
 
 class Line(Protocol):
@@ -89,15 +96,15 @@ class Attempts:
             return
         live.begin(message.epoch, message.worker_id, message.attempt, now())
         self._by_epoch[message.epoch] = live
-        self._custody.counters.migrated += bool(len(live.output))
+        self._custody.counters.migrated += bool(live.num_tokens)
         log.info(
             "dispatched",
             request_id=live.request_id,
             worker_id=message.worker_id,
             attempt=message.attempt,
-            offset=len(live.output),
+            tokens=live.num_tokens,
         )
-        if not self._workers.start(message.worker_id, live.start()):
+        if not self._workers.start(message.worker_id, live.starts()):
             live.avoid = message.worker_id
             self._custody.spawn(self._return(live, delay_s=_RETRY_S))
 
@@ -121,47 +128,54 @@ class Attempts:
 
     def progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
         live = self._by_epoch.get(progress.epoch)
-        if live is None:
+        if live is None or progress.choice not in live.at_worker:
             if not progress.stop:
-                self._workers.abort(worker_id, progress.epoch)
+                self._workers.abort(worker_id, progress.epoch, (progress.choice,))
             return
-        fresh = _fresh(live, progress)
-        if fresh is None:
+        choice = live.choices[progress.choice]
+        offset = len(choice.output)
+        if not take(live, choice, progress):
             log.error("tokens missing", request_id=live.request_id, offset=progress.offset)
-            self._workers.abort(worker_id, progress.epoch)
-            self._custody.spawn(self._return(live, loss=f"worker {worker_id} left out tokens"))
+            self._lost(live, f"worker {worker_id} left out tokens")
             return
-        self._advance(live, fresh, progress)
-
-    def _advance(
-        self, live: LiveRequest, fresh: tuple[int, ...], progress: session_pb2.Progress
-    ) -> None:
-        offset = len(live.output)
-        kept = live.output.extend(fresh)
-        finish = FinishReason.STOP if live.output.stopped else _FINISHED_BY.get(progress.stop)
-        if kept or finish:
-            self._appender.put(
-                Append(live.request_id, live.epoch, offset, kept, finish_reason=finish)
-            )
-        if finish:
-            self._finishing(live, finish, at_worker=not progress.stop)
-        elif progress.stop:
+        stop = progress.stop
+        finish = FinishReason.STOP if choice.output.stopped else _FINISHED_BY.get(stop)
+        choice.finish_reason = finish
+        if finish or len(choice.output) > offset:
+            self._appender.put(live.append(choice, offset))
+        if finish and not stop:
+            self._workers.abort(worker_id, live.epoch, (choice.index,))
+        if finish or stop == session_pb2.STOP_CAUSE_RETURNED:
+            self._left(live, choice)
+        elif stop:
             self._stopped_short(live, progress)
 
-    def _finishing(self, live: LiveRequest, finish: FinishReason, *, at_worker: bool) -> None:
-        if at_worker:
-            self._workers.abort(live.worker_id, live.epoch)
-        self._by_epoch.pop(live.epoch, None)
-        live.phase, live.finish_reason = Phase.FINISHING, finish
+    def _left(self, live: LiveRequest, choice: Choice) -> None:
+        """The worker is done with a choice, which is finished or was given back."""
+        live.at_worker.discard(choice.index)
+        if live.at_worker:
+            return
+        if live.unfinished:
+            self._custody.spawn(self._return(live))
+        else:
+            del self._by_epoch[live.epoch]
+            live.phase = Phase.FINISHING
 
     def _stopped_short(self, live: LiveRequest, progress: session_pb2.Progress) -> None:
-        if progress.stop == session_pb2.STOP_CAUSE_RETURNED:
-            self._custody.spawn(self._return(live))
+        """The worker could not begin a choice, or not go on with it: so it is with all."""
+        error = from_slug(progress.error_slug, progress.error)
+        if isinstance(error, InvalidRequest):
+            self.end(live, State.FAILED, error)
         elif progress.stop == session_pb2.STOP_CAUSE_REFUSED:
             self.end(live, State.FAILED, EngineFailed(progress.error))
         else:
             log.warning("engine failed", request_id=live.request_id, cause=progress.error)
-            self._custody.spawn(self._return(live, loss=f"the engine failed: {progress.error}"))
+            self._lost(live, f"the engine failed: {progress.error}")
+
+    def _lost(self, live: LiveRequest, cause: str) -> None:
+        """The worker lives, but this request is lost there."""
+        self._workers.abort(live.worker_id, live.epoch)
+        self._custody.spawn(self._return(live, loss=cause))
 
     def worker_lost(self, worker_id: str) -> None:
         """Everything that ran there goes back into the queue, with its tokens."""
@@ -196,9 +210,10 @@ class Attempts:
             self._custody.settle_as(live, entry)
 
     async def _store_all(self, live: LiveRequest) -> None:
-        """Waits until the ledger has every token, also those that it forgot when it came back."""
-        if missing := live.output.tokens[live.stored :]:
-            self._appender.put(Append(live.request_id, live.epoch, live.stored, tuple(missing)))
+        """Waits until the ledger has all that came, also what it forgot when it came back."""
+        for choice in live.choices:
+            if not choice.is_stored:
+                self._appender.put(live.append(choice, choice.stored))
         await live.all_stored()
 
     # the ledger answers
@@ -208,12 +223,10 @@ class Attempts:
         live = self._custody.get(append.request_id)
         if live is None:
             return
-        end = append.offset + len(append.tokens)
-        if answer is Appended.OK:
-            self._custody.counters.output_tokens += end - live.stored
-            live.mark_stored(end, now())
-            if append.finish_reason:
-                self._finished(live)
+        if answer is Appended.FINISHED:
+            self._finished(live)
+        elif answer is Appended.OK:
+            self._mark_stored(live, append)
         elif answer is Appended.FENCED or answer is Appended.ENDED:
             self._custody.spawn(self._follow(live))
         elif answer is Appended.GAP:
@@ -222,12 +235,27 @@ class Attempts:
             error = DataLoss(f"the ledger answered {answer.value} at offset {append.offset}")
             self.end(live, State.FAILED, error)
 
+    def _mark_stored(self, live: LiveRequest, append: Append) -> None:
+        choice = live.choices[append.choice]
+        end = append.offset + len(append.tokens)
+        self._custody.counters.output_tokens += max(0, end - choice.stored)
+        live.mark_stored(choice, end, now())
+        if not append.finish_reason:
+            return
+        if all(other.is_complete for other in live.choices if other is not choice):
+            # Every end was stored, and yet the request is not finished: one of them was forgotten.
+            self._custody.spawn(self._assert_again(live))
+        else:
+            choice.complete()
+            live.wake()
+
     def _finished(self, live: LiveRequest) -> None:
-        live.output.finish()
+        unseen = sum(len(choice.output) - choice.stored for choice in live.choices)
+        self._custody.counters.output_tokens += unseen
         self._custody.forget(live)
         self._custody.counters.completed += 1
-        live.settle(now())
-        log.info("finished", request_id=live.request_id, tokens=len(live.output))
+        live.complete(now())
+        log.info("finished", request_id=live.request_id, tokens=live.num_tokens)
 
     async def _assert_again(self, live: LiveRequest) -> None:
         """The ledger's server came back without its last second: it gets what it had before."""
@@ -237,17 +265,11 @@ class Attempts:
         if entry.epoch != live.epoch:
             await self._follow(live)
             return
-        tokens = tuple(live.output.tokens[entry.num_tokens :])
-        log.warning("tokens asserted again", request_id=live.request_id, tokens=len(tokens))
-        self._appender.put(
-            Append(
-                live.request_id,
-                live.epoch,
-                entry.num_tokens,
-                tokens,
-                finish_reason=live.finish_reason,
-            )
-        )
+        tokens = live.num_tokens - sum(entry.num_tokens)
+        log.warning("tokens asserted again", request_id=live.request_id, tokens=tokens)
+        for choice, stored in zip(live.choices, entry.num_tokens, strict=True):
+            if stored < len(choice.output) or choice.finish_reason:
+                self._appender.put(live.append(choice, stored))
 
     async def _follow(self, live: LiveRequest) -> None:
         """The ledger has the request in another state than we do: it is right."""
@@ -278,7 +300,7 @@ class Attempts:
             self._ledger_away_since = moment
         live = self._custody.get(append.request_id)
         if live is not None and moment - self._ledger_away_since < self._config.unledgered:
-            live.mark_unledgered(moment)
+            live.mark_unledgered(live.choices[append.choice], moment)
 
     # it ends
 
@@ -305,9 +327,3 @@ class Attempts:
         """No worker shall have it any more."""
         if self._by_epoch.pop(live.epoch, None) is not None:
             self._workers.abort(live.worker_id, live.epoch)
-
-
-def _fresh(live: LiveRequest, progress: session_pb2.Progress) -> tuple[int, ...] | None:
-    """The tokens that are not known yet; None if some before them are missing."""
-    known = len(live.output) - progress.offset
-    return tuple(progress.token_ids[known:]) if known >= 0 else None

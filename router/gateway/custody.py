@@ -80,14 +80,14 @@ class Custody:
 
     def _is_ours_to_the_end(self, live: LiveRequest, entry: Entry) -> bool:
         """What finished is what was streamed here."""
-        return entry.gateway == self.router_id and entry.num_tokens == len(live.output)
+        tokens = tuple(len(choice.output) for choice in live.choices)
+        return entry.gateway == self.router_id and entry.num_tokens == tokens
 
     def close_as(self, live: LiveRequest, entry: Entry) -> None:
         if entry.state is State.FINISHED:
-            live.finish_reason = entry.finish_reason
-            live.mark_stored(len(live.output), now())
-            live.output.finish()
-            live.settle(now())
+            for choice, reason in zip(live.choices, entry.finish_reasons, strict=True):
+                choice.finish_reason = reason
+            live.complete(now())
         else:
             live.settle(now(), _error_of(entry))
 

@@ -52,20 +52,20 @@ class InferenceServer:
             async for piece in _relay(elsewhere.address, attach):
                 yield piece
             return
-        async for piece in self._requests.stream(live, 0):
+        async for piece in self._requests.stream(live):
             yield piece
 
     async def attach(self, data: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         message = _parse(pb.AttachRequest, data)
         try:
             live = await self._requests.attach(
-                check_request_id(message.request_id), message.from_offset
+                check_request_id(message.request_id), message.from_offsets
             )
         except Elsewhere as elsewhere:
             async for piece in _relay(elsewhere.address, message):
                 yield piece
             return
-        async for piece in self._requests.stream(live, message.from_offset):
+        async for piece in self._requests.stream(live, message.from_offsets):
             yield piece
 
     async def cancel(self, data: bytes, context: Context) -> pb.CancelResponse:
@@ -107,10 +107,11 @@ def _described(entry: Entry) -> pb.GetRequestResponse:
         state=_WIRE_STATE[entry.state],
         attempts=entry.attempts,
         worker_id=entry.worker,
-        output_tokens=entry.num_tokens,
-        finish_reason=entry.finish_reason.value
-        if entry.finish_reason
-        else pb.FINISH_REASON_UNSPECIFIED,
+        output_tokens=sum(entry.num_tokens),
+        finish_reasons=[
+            reason.value if reason else pb.FINISH_REASON_UNSPECIFIED
+            for reason in entry.finish_reasons
+        ],
         error_slug=entry.error_slug,
         error_message=entry.error_message,
     )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 
 from everlift.errors import EverliftError
-from everlift.messages import FinishReason, Request
+from everlift.messages import Request
+from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.gateway.choice import Choice
 from router.gateway.output import Output
-from router.ledger.entry import Entry
+from router.ledger.entry import Append, Entry
 
 
 class Phase(Enum):
@@ -20,7 +23,7 @@ class Phase(Enum):
     WAITING = "waiting"
     #: a worker has it
     RUNNING = "running"
-    #: its last tokens are on their way into the ledger
+    #: the last tokens of its choices are on their way into the ledger
     FINISHING = "finishing"
     #: its end, not by its last token, is on its way into the ledger
     ENDING = "ending"
@@ -29,23 +32,33 @@ class Phase(Enum):
 
 
 class LiveRequest:
-    """``now`` is the monotonic clock of the router in seconds.
+    """``now`` is the monotonic clock of the router in seconds. ``outputs`` are by choice."""
 
-    Three counts of tokens, each at most the one before: ``len(output)`` came from workers,
-    ``stored`` are in the ledger, and ``readable`` may be seen by clients: what is stored, or more
-    while the ledger is away and deliveries are marked.
-    """
-
-    def __init__(self, request: Request, entry: Entry, output: Output, now: float) -> None:
+    def __init__(
+        self,
+        request: Request,
+        entry: Entry,
+        outputs: Sequence[Output],
+        now: float,
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
         self.request = request
         self.entry = entry
-        self.output = output
+        self.choices = tuple(
+            Choice(request.request_id, index, output, entry.finish_reasons[index])
+            for index, output in enumerate(outputs)
+        )
+        sampling = request.sampling
+        #: of its tokens or of its prompt's, log probabilities are asked for
+        self.has_logprobs = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
+        #: of the prompt's tokens from the second one on, as far as they are known
+        self.prompt_logprobs = list(prompt_logprobs)
         self.phase = Phase.WAITING
         self.on_disconnect = request.on_disconnect
-        self.stored = self.readable = len(output)
         self.epoch = 0
         self.worker_id = ""
-        self.finish_reason: FinishReason | None = None
+        #: choices that the worker has now
+        self.at_worker: set[int] = set()
         self.error: EverliftError | None = None
         self.attempts = entry.attempts
         self.migrations = 0
@@ -55,8 +68,6 @@ class LiveRequest:
         self.avoid = ""
         self.deadline: asyncio.TimerHandle | None = None
         self.grace: asyncio.TimerHandle | None = None
-        self._epochs: list[tuple[int, int]] = [(0, 0)]
-        self._unledgered_from: int | None = None
         self._watchers: set[asyncio.Event] = set()
         self._num_readers = 0
         self._began = self._waiting_since = now
@@ -67,6 +78,22 @@ class LiveRequest:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all choices."""
+        return sum(len(choice.output) for choice in self.choices)
+
+    @property
+    def unfinished(self) -> list[Choice]:
+        """The choices that go on."""
+        return [choice for choice in self.choices if not choice.finish_reason]
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """They are asked for and not all there yet."""
+        wanted = self.request.sampling.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < len(self.request.prompt_ids) - 1
 
     @property
     def is_over(self) -> bool:
@@ -87,38 +114,41 @@ class LiveRequest:
     # what happens to it
 
     def begin(self, epoch: int, worker_id: str, attempt: int, now: float) -> None:
-        """A worker gets it, under a fresh epoch."""
+        """A worker gets what is unfinished of it, under a fresh epoch."""
         self.phase = Phase.RUNNING
         self.accepted, self.avoid = True, ""
         self.epoch, self.worker_id, self.attempts = epoch, worker_id, attempt
-        self.migrations += bool(len(self.output))
-        self._epochs.append((len(self.output), epoch))
+        self.migrations += bool(self.num_tokens)
+        self.at_worker = {choice.index for choice in self.unfinished}
+        for choice in self.unfinished:
+            choice.begin(epoch)
         self._queued_s += now - self._waiting_since
 
     def wait_again(self, now: float) -> None:
         """Its worker is gone or gave it back."""
         self.phase = Phase.WAITING
         self.epoch, self.worker_id = 0, ""
+        self.at_worker.clear()
         self._waiting_since = now
 
-    def mark_stored(self, count: int, now: float) -> None:
-        """The first ``count`` tokens are in the ledger."""
-        self.stored = max(self.stored, count)
-        if self.stored >= self.readable:
-            self._unledgered_from = None
-        self._make_readable(self.stored, now)
-
-    def mark_unledgered(self, now: float) -> None:
-        """All tokens may be seen although the ledger is away."""
-        if len(self.output) > self.stored and self._unledgered_from is None:
-            self._unledgered_from = self.stored
-        self._make_readable(len(self.output), now)
-
-    def _make_readable(self, count: int, now: float) -> None:
-        if count > self.readable:
+    def mark_stored(self, choice: Choice, count: int, now: float) -> None:
+        """The first ``count`` tokens of the choice are in the ledger."""
+        if choice.mark_stored(count):
             self._first_token = self._first_token or now
-            self.readable = count
         self.wake()
+
+    def mark_unledgered(self, choice: Choice, now: float) -> None:
+        """All tokens of the choice may be seen although the ledger is away."""
+        if choice.mark_unledgered():
+            self._first_token = self._first_token or now
+        self.wake()
+
+    def complete(self, now: float) -> None:
+        """The ledger has all that came: every choice is at its end."""
+        for choice in self.choices:
+            self.mark_stored(choice, len(choice.output), now)
+            choice.complete()
+        self.settle(now)
 
     def settle(self, now: float, error: EverliftError | None = None) -> None:
         """The end: complete, or with ``error``."""
@@ -162,9 +192,9 @@ class LiveRequest:
             event.set()
 
     async def all_stored(self) -> None:
-        """Waits until the ledger has every token that came so far, or the request is over."""
+        """Waits until the ledger has all that came so far, or the request is over."""
         with self._watch() as wake:
-            while self.stored < len(self.output) and not self.is_over:
+            while not self.is_over and not all(choice.is_stored for choice in self.choices):
                 wake.clear()
                 await wake.wait()
 
@@ -174,42 +204,21 @@ class LiveRequest:
         """The first piece of a stream: the request is known."""
         return pb.GenerateResponse(request_id=self.request_id, offset=offset)
 
-    def piece(self, offset: int) -> pb.GenerateResponse | None:
-        """What can be read from ``offset`` on, up to the next change of epoch; None if there is
-        nothing."""
-        complete = self.is_over and self.error is None
-        if offset >= self.readable and not complete:
-            return None
-        end, epoch = self._segment(offset)
-        piece = pb.GenerateResponse(
-            request_id=self.request_id,
-            offset=offset,
-            epoch=epoch,
-            token_ids=self.output.tokens[offset:end],
-            text=self.output.text(offset, end),
-            unledgered=self._unledgered_from is not None and end > self._unledgered_from,
-        )
-        if complete and end == len(self.output):
-            self._close(piece)
+    def piece(self, choice: Choice, offset: int) -> pb.GenerateResponse:
+        """As the choice's own, with what belongs to the request."""
+        piece = choice.piece(offset)
+        if self.has_logprobs:
+            prompt_logprobs = self._prompt_logprobs(choice, offset)
+            piece.prompt_logprobs.extend(it.to_proto() for it in prompt_logprobs)
         return piece
 
-    def _segment(self, offset: int) -> tuple[int, int]:
-        end = self.readable
-        for start, epoch in reversed(self._epochs):
-            if start <= offset:
-                return end, epoch
-            end = min(end, start)
-        raise AssertionError("the first segment starts at 0")
-
-    def _close(self, piece: pb.GenerateResponse) -> None:
-        assert self.finish_reason is not None
-        piece.text += self.output.tail
-        piece.finish_reason = self.finish_reason.value
+    def close(self, piece: pb.GenerateResponse) -> None:
+        """Makes it the last piece of a stream."""
+        assert self._ended is not None
         piece.usage.CopyFrom(
-            pb.Usage(prompt_tokens=len(self.request.prompt_ids), output_tokens=len(self.output))
+            pb.Usage(prompt_tokens=len(self.request.prompt_ids), output_tokens=self.num_tokens)
         )
-        if self._ended is not None:
-            piece.timing.CopyFrom(self._timing(self._ended))
+        piece.timing.CopyFrom(self._timing(self._ended))
 
     def _timing(self, ended: float) -> pb.Timing:
         return pb.Timing(
@@ -220,27 +229,60 @@ class LiveRequest:
             migrations=self.migrations,
         )
 
-    def start(self) -> session_pb2.Start:
-        """The message that lets a worker begin it, or go on exactly where its tokens end."""
+    def starts(self) -> list[session_pb2.Start]:
+        """The messages that let a worker begin it, or go on exactly where its choices end."""
+        return [self._start(choice) for choice in self.unfinished]
+
+    def _start(self, choice: Choice) -> session_pb2.Start:
         request = self.request
         return session_pb2.Start(
             epoch=self.epoch,
+            choice=choice.index,
             request_id=request.request_id,
             prompt_ids=request.prompt_ids,
-            output_ids=self.output.tokens,
+            output_ids=choice.output.tokens,
             max_tokens=request.max_tokens,
-            sampling=request.sampling.to_proto(),
+            sampling=self._sampling(choice).to_proto(),
             stop_token_ids=request.stop_token_ids,
             salt=request.salt,
         )
 
+    def _sampling(self, choice: Choice) -> SamplingParams:
+        """The prompt is scored once, for the first choice, which draws nothing until then."""
+        sampling = self.request.sampling
+        if choice.index == 0 and self.lacks_prompt_logprobs:
+            return sampling
+        return replace(sampling, prompt_logprobs=None)
+
     def waiting(self) -> session_pb2.Waiting:
+        request, unfinished = self.request, self.unfinished
+        known = sum(len(choice.output) for choice in unfinished)
         return session_pb2.Waiting(
             request_id=self.request_id,
             arrived=self.entry.arrived,
-            prompt_tokens=len(self.request.prompt_ids) + len(self.output),
-            max_tokens=self.request.max_tokens - len(self.output),
+            prompt_tokens=len(request.prompt_ids) + known,
+            max_tokens=request.max_tokens * len(unfinished) - known,
             attempt=self.attempts,
             accepted=self.accepted,
             avoid=self.avoid,
+            choices=len(unfinished),
         )
+
+    def append(self, choice: Choice, offset: int) -> Append:
+        """What the ledger is to have of a choice from ``offset`` on."""
+        output = choice.output
+        return Append(
+            self.request_id,
+            self.epoch,
+            offset,
+            tuple(output.tokens[offset:]),
+            choice.index,
+            choice.finish_reason,
+            logprobs=tuple(output.logprobs[offset:]),
+            prompt_logprobs=self._prompt_logprobs(choice, offset) if self.has_logprobs else (),
+        )
+
+    def _prompt_logprobs(self, choice: Choice, offset: int) -> tuple[TokenLogprobs, ...]:
+        """They go with the first tokens of the first choice, all together."""
+        is_first = (choice.index, offset) == (0, 0)
+        return tuple(self.prompt_logprobs) if is_first and not self.lacks_prompt_logprobs else ()

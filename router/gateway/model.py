@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import tokenizers
 
-from everlift import text
+from everlift import model_files, text
+from everlift.checks import check_range
 from everlift.errors import EmptyPrompt, OutOfRange, PromptTooLong, UnknownModel
 from everlift.messages import Request, Submission
+from everlift.model_name import name_for_clients
+from everlift.sampling import SamplingParams
 
 #: The longest tokens of common vocabularies are runs of 128 spaces.
 _MAX_CHARACTERS_PER_TOKEN = 128
+#: What families call the longest context in their configuration.
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+#: Where a configuration does not say it: a worker does, and no request outgrows that.
+_UNBOUNDED = 1 << 30
 
 
 class Tokenizer(text.Tokenizer, Protocol):
@@ -24,7 +31,11 @@ class Tokenizer(text.Tokenizer, Protocol):
 
 class HuggingFaceTokenizer:
     def __init__(self, path: Path) -> None:
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        """Raises UnknownModel for a file that is no tokenizer."""
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # it raises no class of its own
+            raise UnknownModel(f"{path} is no tokenizer: {error}") from None
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
 
@@ -71,23 +82,26 @@ class ServedModel:
     max_model_len: int
 
     @classmethod
-    def load(cls, model: str) -> Self:
-        """``model`` is a Hugging Face directory, or "fake". Raises UnknownModel."""
+    def load(cls, model: str, revision: str = "") -> Self:
+        """``model`` is a Hugging Face directory, a hub id whose files were fetched, or "fake".
+
+        Raises UnknownModel, ModelUnavailable.
+        """
         if model == "fake":
             return cls("fake", "", ByteTokenizer(), (), ByteTokenizer.vocab_size, 4096)
-        directory = Path(model)
+        directory = model_files.locate(model, revision, weights=False)
         config, tokenizer = directory / "config.json", directory / "tokenizer.json"
         for path in (config, tokenizer):
             if not path.is_file():
                 raise UnknownModel(f"no model at {model!r}: {path.name} is missing there")
-        facts = json.loads(config.read_text())
+        facts = _facts(config)
         return cls(
-            name=directory.resolve().name,
+            name=name_for_clients(model, revision),
             fingerprint="",
             tokenizer=HuggingFaceTokenizer(tokenizer),
             eos_ids=_eos_ids(directory, facts),
-            vocab_size=int(facts["vocab_size"]),
-            max_model_len=int(facts["max_position_embeddings"]),
+            vocab_size=_number(facts, ["vocab_size"], _UNBOUNDED),
+            max_model_len=_number(facts, _CONTEXT_KEYS, _UNBOUNDED),
         )
 
     def limit(self, fingerprint: str, max_model_len: int, kv_tokens: int) -> None:
@@ -111,20 +125,25 @@ class ServedModel:
                 f"the prompt has {len(prompt_ids)} tokens; the context of {self.max_model_len} "
                 "has to hold at least one more"
             )
+        max_tokens = min(room, submission.max_tokens or room)
         self._check_ids("stop_token_ids", submission.stop_token_ids)
+        self._check_sampling(submission.sampling, max_tokens)
         eos_ids = () if submission.ignore_eos else self.eos_ids
         return Request(
             request_id=submission.request_id,
             model=self.name,
             fingerprint=self.fingerprint,
             prompt_ids=prompt_ids,
-            max_tokens=min(room, submission.max_tokens or room),
+            max_tokens=max_tokens,
             sampling=submission.sampling,
             stop=submission.stop,
             stop_token_ids=tuple(dict.fromkeys(submission.stop_token_ids + eos_ids)),
             on_disconnect=submission.on_disconnect,
             deadline=None,
             body_hash=submission.body_hash,
+            salt=submission.salt,
+            n=submission.n,
+            include_stop=submission.include_stop,
         )
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -145,13 +164,32 @@ class ServedModel:
             raise EmptyPrompt("the prompt has no token")
         return ids
 
+    def _check_sampling(self, sampling: SamplingParams, max_tokens: int) -> None:
+        self._check_ids("logit_bias", tuple(token for token, _ in sampling.logit_bias))
+        check_range("min_tokens", sampling.min_tokens, 0, max_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            check_range(name, getattr(sampling, name) or 0, 0, self.vocab_size)
+
     def _check_ids(self, name: str, ids: tuple[int, ...]) -> None:
         worst = max(ids, default=0)
         if worst >= self.vocab_size:
             raise OutOfRange(f"{name} holds token {worst}; the vocabulary has {self.vocab_size}")
 
 
-def _eos_ids(directory: Path, config: dict[str, object]) -> tuple[int, ...]:
+def _facts(config: Path) -> dict[str, Any]:
+    """Of the part that makes text, where a model has others. Raises UnknownModel."""
+    try:
+        facts = json.loads(config.read_text())
+        return {**facts.get("text_config", {}), **facts}
+    except (ValueError, TypeError, AttributeError):
+        raise UnknownModel(f"{config} is no model's configuration") from None
+
+
+def _number(facts: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
+    return next((int(facts[key]) for key in keys if facts.get(key) is not None), default)
+
+
+def _eos_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
     generation = directory / "generation_config.json"
     facts = json.loads(generation.read_text()) if generation.is_file() else {}
     eos = facts.get("eos_token_id", config.get("eos_token_id"))

@@ -1,19 +1,34 @@
-"""What one choice of a request has generated: tokens, and the text that each of them released.
-Pure."""
+"""What one choice of a request has generated: tokens, the text that each of them released, their
+log probabilities. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
-from everlift.text import TextState
+from everlift.messages import Request
+from everlift.sampling import TokenLogprobs
+from everlift.text import Stops, TextState, Tokenizer
 
 
 class Output:
     """The text after token k depends on tokens 0..k alone, so any reader can go on at any
-    offset."""
+    offset. ``logprobs`` are those of the tokens, or empty where nobody asked."""
+
+    @classmethod
+    def of(cls, request: Request, tokenizer: Tokenizer) -> Self:
+        """Of one choice of ``request``, before its first token."""
+        stops = Stops(
+            request.stop,
+            frozenset(request.stop_token_ids),
+            request.sampling.min_tokens,
+            request.include_stop,
+        )
+        return cls(TextState(tokenizer, stops))
 
     def __init__(self, text: TextState) -> None:
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self._text = text
         self._released: list[str] = []
         self._tail = ""
@@ -26,16 +41,16 @@ class Output:
         """A stop string is complete: nothing may follow."""
         return self._text.stopped
 
-    def extend(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Adds tokens up to the one that completes a stop string; answers those that were added."""
-        kept = []
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """Adds tokens up to the one that completes a stop string."""
+        start = len(self)
         for token in tokens:
             if self.stopped:
                 break
             self.tokens.append(token)
             self._released.append(self._text.push(token))
-            kept.append(token)
-        return tuple(kept)
+        if logprobs:
+            self.logprobs.extend(logprobs[: len(self) - start])
 
     def finish(self) -> None:
         """No token follows: releases the text that was held back."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -29,7 +29,6 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import OnDisconnect, Request, Submission
-from everlift.text import TextState
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
@@ -38,8 +37,9 @@ from router.gateway.custody import Custody, Elsewhere, now
 from router.gateway.live import LiveRequest, Phase
 from router.gateway.model import ServedModel
 from router.gateway.output import Output
+from router.gateway.reading import Reading
 from router.ledger.base import Ledger
-from router.ledger.entry import Entry, State, Stored
+from router.ledger.entry import Entry, State, Stored, StoredChoice
 
 log = logs.get(__name__)
 
@@ -99,10 +99,10 @@ class Requests:
                 self._custody.spawn(self._recover(request.request_id))
                 raise
             if opened.created:
-                live = self._take(request, opened.entry, ())
+                live = self._take(self._live(request, opened.entry))
                 self._expire_in(live, timeout_s)
                 return live
-        return await self.attach(request.request_id, 0)
+        return await self.attach(request.request_id)
 
     async def _nobody_reads(self, opening: asyncio.Future[LiveRequest]) -> None:
         self._reader_left(await opening)
@@ -118,16 +118,20 @@ class Requests:
         if self._line.queued >= self._config.max_queued:
             raise QueueFull(f"{self._line.queued} requests wait already", retry_after_s=1.0)
 
-    async def attach(self, request_id: str, offset: int) -> LiveRequest:
-        """A known request, live or ended. One whose gateway is gone goes on here.
+    async def attach(self, request_id: str, offsets: Sequence[int] = ()) -> LiveRequest:
+        """A known request, live or ended. One whose gateway is gone goes on here. ``offsets`` are
+        by choice.
 
         Raises UnknownRequest, OffsetOutOfRange, Elsewhere, LedgerUnavailable.
         """
         live = self._custody.get(request_id)
         if live is None:
             live = await self._attach_stored(request_id)
-        if not 0 <= offset <= live.readable:
-            raise OffsetOutOfRange(f"offset {offset} of {live.readable} tokens")
+        if len(offsets) > len(live.choices):
+            raise OffsetOutOfRange(f"{len(offsets)} offsets of {len(live.choices)} choices")
+        for choice, offset in zip(live.choices, offsets, strict=False):
+            if not 0 <= offset <= choice.readable:
+                raise OffsetOutOfRange(f"offset {offset} of {choice.readable} tokens")
         return live
 
     async def _attach_stored(self, request_id: str) -> LiveRequest:
@@ -179,55 +183,58 @@ class Requests:
 
     def _resume(self, stored: Stored) -> LiveRequest:
         entry = stored.entry
-        log.info("request adopted", request_id=entry.request_id, tokens=entry.num_tokens)
-        live = self._take(stored.request, entry, stored.tokens, accepted=True)
+        log.info("request adopted", request_id=entry.request_id, tokens=sum(entry.num_tokens))
+        live = self._restored(stored)
+        live.accepted = True
+        self._take(live)
         if stored.request.deadline is not None:
             self._expire_in(live, stored.request.deadline - stored.now)
         self._wait_for_reader(live)
         return live
 
-    def _take(
-        self,
-        request: Request,
-        entry: Entry,
-        tokens: tuple[int, ...],
-        *,
-        accepted: bool = False,
-    ) -> LiveRequest:
-        live = LiveRequest(request, entry, self._output(request, tokens), now())
-        live.accepted = accepted
+    def _take(self, live: LiveRequest) -> LiveRequest:
         self._custody.take(live)
         self._line.enqueue(live.waiting())
         return live
 
-    def _output(self, request: Request, tokens: tuple[int, ...]) -> Output:
-        output = Output(TextState(self._model.tokenizer, request.stop))
-        output.extend(tokens)
+    def _live(self, request: Request, entry: Entry) -> LiveRequest:
+        return self._restored(Stored(entry, request, (StoredChoice(),) * request.n, now=0.0))
+
+    def _restored(self, stored: Stored) -> LiveRequest:
+        """As it was when the ledger heard of it last."""
+        outputs = [self._output(stored.request, choice) for choice in stored.choices]
+        return LiveRequest(stored.request, stored.entry, outputs, now(), stored.prompt_logprobs)
+
+    def _output(self, request: Request, choice: StoredChoice) -> Output:
+        output = Output.of(request, self._model.tokenizer)
+        output.extend(choice.tokens, choice.logprobs)
         return output
 
     def _replayed(self, stored: Stored) -> LiveRequest:
         """An ended request, as it ended."""
-        live = LiveRequest(
-            stored.request, stored.entry, self._output(stored.request, stored.tokens), now()
-        )
+        live = self._restored(stored)
         self._custody.close_as(live, stored.entry)
         return live
 
     # a client reads, and goes
 
-    async def stream(self, live: LiveRequest, offset: int) -> AsyncIterator[pb.GenerateResponse]:
-        """The pieces of a stream from ``offset`` on; raises the request's error at its end."""
+    async def stream(
+        self, live: LiveRequest, offsets: Sequence[int] = ()
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """The pieces of a stream, of each choice from its offset on; raises the request's error at
+        its end."""
+        reading = Reading(live, offsets)
         try:
             with live.reader() as wake:
-                yield live.head(offset)
+                yield reading.head()
                 while True:
                     wake.clear()
-                    while (piece := live.piece(offset)) is not None:
+                    for piece in reading.pieces():
                         yield piece
-                        if piece.finish_reason:
-                            return
-                        offset += len(piece.token_ids)
-                    if live.error is not None:
+                    if reading.is_at_end:
+                        return
+                    # While a piece was on its way, more may have come before the error.
+                    if live.error is not None and not wake.is_set():
                         raise live.error.with_traceback(None)
                     await wake.wait()
         finally:

@@ -83,9 +83,10 @@ class Ledger(Protocol):
         ...
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
-        """Stores tokens; with a finish reason RUNNING -> FINISHED. One round trip for all of them.
-        What overlaps stored tokens is trimmed. An item that is refused changes nothing and does
-        not disturb the others."""
+        """Stores tokens and their log probabilities; with the finish reason of the last choice
+        that went on RUNNING -> FINISHED. One round trip for all of them. What overlaps stored
+        tokens is trimmed. An item that is refused changes nothing and does not disturb the
+        others."""
         ...
 
     async def release(
@@ -118,9 +119,10 @@ class Ledger(Protocol):
         """Raises UnknownRequest."""
         ...
 
-    async def read(self, request_id: str, offset: int = 0) -> Stored:
-        """Raises UnknownRequest; OffsetOutOfRange for an offset beyond the stored tokens or below
-        0."""
+    async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
+        """What each choice has from its offset on, from 0 on where none is given. Raises
+        UnknownRequest; OffsetOutOfRange for an offset beyond a choice's tokens, below 0 or of no
+        choice."""
         ...
 
     # gateways

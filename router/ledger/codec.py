@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import chain, repeat
 from typing import Any
 
 from everlift.messages import FinishReason, Request
+from everlift.sampling import TokenLogprobs
 from router.ledger.base import Membership
-from router.ledger.entry import Append, Entry, State, Stored
+from router.ledger.entry import Append, Entry, State, Stored, StoredChoice
 
 _UINT32 = "I"
+#: How a choice ended, as one letter of ``finishes``.
+_LETTERS = {None: "-", FinishReason.STOP: "s", FinishReason.LENGTH: "l"}
+_REASONS = {letter: reason for reason, letter in _LETTERS.items()}
+#: Fields of ENTRY in common.lua.
+_NUM_TEXTS = 10
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -30,6 +39,41 @@ def _little_endian(tokens: array[int]) -> array[int]:
     return tokens
 
 
+def has_logprobs(request: Request) -> bool:
+    """Whether keys for log probabilities are needed."""
+    return (request.sampling.logprobs, request.sampling.prompt_logprobs) != (None, None)
+
+
+@cache
+def _record(num_top: int) -> struct.Struct:
+    """A token's log probabilities, little endian:
+
+    logprob float32 | rank uint32 | ids of the alternatives uint32 ... | theirs float32 ...
+    """
+    return struct.Struct(f"<fI{num_top}I{num_top}f")
+
+
+def pack_logprobs(logprobs: Sequence[TokenLogprobs]) -> bytes:
+    """A record each. All have as many alternatives as the first one; raises struct.error for one
+    that has not."""
+    if not logprobs:
+        return b""
+    pack = _record(len(logprobs[0].top)).pack
+    return b"".join(pack(it.logprob, it.rank, *_columns(it.top)) for it in logprobs)
+
+
+def _columns(top: Sequence[tuple[int, float]]) -> chain[float]:
+    return chain((token for token, _ in top), (logprob for _, logprob in top))
+
+
+def unpack_logprobs(data: bytes, num_top: int) -> tuple[TokenLogprobs, ...]:
+    def parse(logprob: float, rank: int, *top: float) -> TokenLogprobs:
+        pairs = zip(map(int, top[:num_top]), top[num_top:], strict=True)
+        return TokenLogprobs(logprob, rank, tuple(pairs))
+
+    return tuple(parse(*fields) for fields in _record(num_top).iter_unpack(data))
+
+
 def microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
 
@@ -39,42 +83,60 @@ def seconds(microseconds: bytes) -> float:
 
 
 def append_fields(item: Append) -> list[str | int | bytes]:
-    """One item of append.lua."""
-    finish = item.finish_reason.name.lower() if item.finish_reason else ""
-    return [item.request_id, item.epoch, item.offset, pack_tokens(item.tokens), finish]
+    """One item of append.lua. Most have five fields: to send each costs the client its time."""
+    tokens = pack_tokens(item.tokens)
+    if not (item.choice or item.finish_reason or item.logprobs or item.prompt_logprobs):
+        return [item.request_id, item.epoch, item.offset, tokens, ""]
+    letter = _LETTERS[item.finish_reason] if item.finish_reason else ""
+    logprobs = pack_logprobs(item.logprobs), pack_logprobs(item.prompt_logprobs)
+    return [
+        item.request_id,
+        item.epoch,
+        item.offset,
+        tokens,
+        "more",
+        item.choice,
+        letter,
+        *logprobs,
+    ]
 
 
 def entry(request_id: str, fields: Sequence[Any]) -> Entry:
     """The answer of common.lua's ``entry``."""
-    *texts, num_tokens = fields
-    state, gateway, arrived, worker, epoch, attempts, losses, finish, slug, message = texts
+    texts, num_tokens = fields[:_NUM_TEXTS], fields[_NUM_TEXTS:]
+    state, gateway, arrived, worker, epoch, attempts, losses, finishes, slug, message = texts
     return Entry(
         request_id=request_id,
         state=State(state.decode()),
         gateway=gateway.decode(),
         arrived=seconds(arrived),
-        num_tokens=num_tokens,
+        num_tokens=tuple(num_tokens),
         worker=worker.decode(),
         epoch=int(epoch),
         attempts=int(attempts),
         losses=int(losses),
-        finish_reason=FinishReason[finish.decode().upper()] if finish else None,
+        finish_reasons=tuple(_REASONS[letter] for letter in finishes.decode()),
         error_slug=slug.decode(),
         error_message=message.decode(),
     )
 
 
-def stored(request_id: str, offset: int, answer: Sequence[Any]) -> Stored:
+def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
     """The answer of common.lua's ``continuation``, less its first word."""
-    fields, request, deadline, tokens, now = answer
+    fields, data, deadline, choices, prompt_logprobs, now = answer
+    request = Request.from_bytes(data)
+    sampling = request.sampling
     return Stored(
         entry=entry(request_id, fields),
-        request=replace(
-            Request.from_bytes(request), deadline=seconds(deadline) if deadline else None
+        request=replace(request, deadline=seconds(deadline) if deadline else None),
+        choices=tuple(
+            StoredChoice(
+                unpack_tokens(tokens), unpack_logprobs(logprobs, sampling.logprobs or 0), offset
+            )
+            for (tokens, logprobs), offset in zip(choices, chain(offsets, repeat(0)), strict=False)
         ),
-        offset=offset,
-        tokens=unpack_tokens(tokens),
         now=seconds(now),
+        prompt_logprobs=unpack_logprobs(prompt_logprobs, sampling.prompt_logprobs or 0),
     )
 
 

@@ -10,7 +10,10 @@
 --                                      max_tokens    most tokens that may be appended
 --                                      call          nonce of the open or take over that came last
 --                                      finished_by   epoch whose append finished it
+--                                      logprobs      1 if there are keys for log probabilities
 --   t:<request id>:<choice>  STRING  generated tokens, uint32 little endian: offset = byte / 4
+--   l:<request id>:<choice>  STRING  their log probabilities, one record a token (codec.py)
+--   p:<request id>           STRING  those of the prompt's tokens from the second on, or empty
 --   owned:<gateway>          SET     unfinished requests of a gateway
 --   owners                   SET     gateways that own some
 --   term                     HASH    term of the newest leader, and since when (µs)
@@ -26,17 +29,35 @@
 --
 -- Lua's numbers are doubles. Moments in µs stay below 2^53 and are exact. Epochs and terms are
 -- 64-bit nonces: they are passed, stored and compared as text, and never become numbers.
+-- `finishes` has one letter a choice, - while it goes on; so its length is the number of choices.
 
 local ROOT = KEYS[1]
 
 local ENTRY = {
     'state', 'gateway', 'arrived', 'worker', 'epoch', 'attempts', 'losses',
-    'finish_reason', 'error_slug', 'error_message',
+    'finishes', 'error_slug', 'error_message',
 }
 
 local function request_key(id) return ROOT .. 'r:' .. id end
 
-local function tokens_key(id) return ROOT .. 't:' .. id .. ':0' end
+local function tokens_key(id, choice) return ROOT .. 't:' .. id .. ':' .. choice end
+
+local function logprobs_key(id, choice) return ROOT .. 'l:' .. id .. ':' .. choice end
+
+local function prompt_logprobs_key(id) return ROOT .. 'p:' .. id end
+
+local function num_choices(id) return redis.call('HSTRLEN', request_key(id), 'finishes') end
+
+-- Every key of a request, that of its hash first.
+local function all_keys(id)
+    local keys = {request_key(id)}
+    for choice = 0, num_choices(id) - 1 do keys[#keys + 1] = tokens_key(id, choice) end
+    if redis.call('HGET', request_key(id), 'logprobs') == '1' then
+        for choice = 0, num_choices(id) - 1 do keys[#keys + 1] = logprobs_key(id, choice) end
+        keys[#keys + 1] = prompt_logprobs_key(id)
+    end
+    return keys
+end
 
 -- Microseconds since 1970.
 local function now()
@@ -49,18 +70,36 @@ local function digits(number) return string.format('%.0f', number) end
 
 local function is_final(state) return state ~= 'queued' and state ~= 'running' end
 
--- The fields of ENTRY and the number of tokens.
+-- The fields of ENTRY and the number of tokens of each choice.
 local function entry(id)
     local fields = redis.call('HMGET', request_key(id), unpack(ENTRY))
-    fields[#fields + 1] = redis.call('STRLEN', tokens_key(id)) / 4
+    for choice = 0, num_choices(id) - 1 do
+        fields[#fields + 1] = redis.call('STRLEN', tokens_key(id, choice)) / 4
+    end
     return fields
 end
 
--- The entry, and what goes on with it takes: request, deadline, tokens from `offset` on, now.
-local function continuation(id, offset)
+-- Tokens and log probabilities of a choice from `offset` on.
+local function stored_choice(id, choice, offset)
+    local key, its_logprobs = tokens_key(id, choice), logprobs_key(id, choice)
+    local num_tokens = redis.call('STRLEN', key) / 4
+    local record = num_tokens == 0 and 0 or redis.call('STRLEN', its_logprobs) / num_tokens
+    return {
+        redis.call('GETRANGE', key, digits(offset * 4), -1),
+        redis.call('GETRANGE', its_logprobs, digits(offset * record), -1),
+    }
+end
+
+-- The entry, and what goes on with it takes: request, deadline, choices each from its offset on (0
+-- where `offsets` ends), log probabilities of the prompt, now.
+local function continuation(id, offsets)
     local request, deadline = unpack(redis.call('HMGET', request_key(id), 'request', 'deadline'))
-    local tokens = redis.call('GETRANGE', tokens_key(id), digits(offset * 4), -1)
-    return {'ok', entry(id), request, deadline, tokens, digits(now())}
+    local choices = {}
+    for choice = 0, num_choices(id) - 1 do
+        choices[#choices + 1] = stored_choice(id, choice, offsets[choice + 1] or 0)
+    end
+    local prompt = redis.call('GETRANGE', prompt_logprobs_key(id), 0, -1)
+    return {'ok', entry(id), request, deadline, choices, prompt, digits(now())}
 end
 
 local function own(id, gateway)
@@ -76,8 +115,7 @@ local function disown(id, gateway)
 end
 
 local function keep_for(id, ms)
-    redis.call('PEXPIRE', request_key(id), ms)
-    redis.call('PEXPIRE', tokens_key(id), ms)
+    for _, key in ipairs(all_keys(id)) do redis.call('PEXPIRE', key, ms) end
 end
 
 -- A server that is full refuses a script's first write if that needs memory, and none after it. The

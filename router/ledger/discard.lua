@@ -6,6 +6,6 @@ local id = ARGV[1]
 local state, gateway = unpack(redis.call('HMGET', request_key(id), 'state', 'gateway'))
 if state == 'queued' then
     disown(id, gateway)
-    redis.call('DEL', request_key(id), tokens_key(id))
+    redis.call('DEL', unpack(all_keys(id)))
 end
 return {'ok'}

@@ -2,7 +2,8 @@
 
     open                   -> queued
     queued     dispatch    -> running     fenced by the leader's term
-    running    append      -> running     fenced by the epoch; with a finish reason -> finished
+    running    append      -> running     fenced by the epoch
+    running    append      -> finished    ... and it ends the last choice that went on
     running    release     -> queued      fenced by the epoch; its worker is lost or gave it back
     running    release     -> failed      ... and it was lost too often
     queued     take over   -> queued      another gateway goes on with it
@@ -12,7 +13,8 @@
     running    end         -> failed | cancelled | expired
 
 The other four states are final: nothing leaves them. Every state but running has epoch 0 and no
-worker.
+worker. A choice ends with the append that brings its finish reason, and the request is finished
+when all its choices are.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from everlift.messages import FinishReason, Request
+from everlift.sampling import TokenLogprobs
 
 
 def lost_too_often(losses: int, cause: str) -> str:
@@ -33,7 +36,7 @@ class State(Enum):
     QUEUED = "queued"
     #: one worker has it, under the entry's epoch
     RUNNING = "running"
-    #: complete: all its tokens are in the ledger
+    #: complete: all tokens of all choices are in the ledger
     FINISHED = "finished"
     #: given up; the entry's error says why
     FAILED = "failed"
@@ -68,6 +71,7 @@ class Entry:
     """What the ledger says of a request, without prompt and tokens.
 
     ``arrived`` is ledger time in seconds and never changes: the key under which the request queues.
+    ``num_tokens`` and ``finish_reasons`` are by choice; a choice that goes on has no reason.
     ``attempts`` counts dispatches, ``losses`` those of them whose worker was lost.
     """
 
@@ -75,31 +79,47 @@ class Entry:
     state: State
     gateway: str
     arrived: float
-    num_tokens: int = 0
+    num_tokens: tuple[int, ...] = (0,)
     worker: str = ""
     epoch: int = 0
     attempts: int = 0
     losses: int = 0
-    finish_reason: FinishReason | None = None
+    finish_reasons: tuple[FinishReason | None, ...] = (None,)
     error_slug: str = ""
     error_message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
+class StoredChoice:
+    """Tokens of one choice, the first of them at ``offset``. ``logprobs`` are theirs where the
+    request asks for them, else none."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
-    """An entry with its request and its tokens from ``offset`` on, as of ``now`` (ledger time)."""
+    """An entry with its request and what its choices have, as of ``now`` (ledger time).
+
+    ``prompt_logprobs`` are of the prompt's tokens from the second one on, all of them or none.
+    """
 
     entry: Entry
     request: Request
-    offset: int
-    tokens: tuple[int, ...]
+    choices: tuple[StoredChoice, ...]
     now: float
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Tokens of one choice of one request, made under ``epoch``, the first of them at
-    ``offset``."""
+    """Tokens of one choice of one request, made under ``epoch``, the first of them at ``offset``.
+
+    ``logprobs`` are theirs if the request asks for them, with as many alternatives as it asks for.
+    ``prompt_logprobs`` come once, all together; with a repetition they are not stored again.
+    """
 
     request_id: str
     epoch: int
@@ -107,15 +127,19 @@ class Append:
     tokens: tuple[int, ...]
     choice: int = 0
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.choice != 0:
-            raise ValueError(f"a request has one choice in this version: no {self.choice}")
+        if self.logprobs and len(self.logprobs) != len(self.tokens):
+            raise ValueError(f"{len(self.logprobs)} logprobs of {len(self.tokens)} tokens")
 
 
 class Appended(Enum):
     #: stored, or already there: a repeated append changes nothing
     OK = "ok"
+    #: the same, and the request is finished
+    FINISHED = "finished"
     #: the epoch is not the request's: somebody else goes on with it
     FENCED = "fenced"
     #: the request is in a final state
@@ -124,5 +148,5 @@ class Appended(Enum):
     GAP = "gap"
     #: more tokens than the request's max_tokens
     LIMIT = "limit"
-    #: no such request
+    #: no such request, or no such choice of it
     UNKNOWN = "unknown"

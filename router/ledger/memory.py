@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from typing import Self
 
 from everlift.errors import (
     AttemptsExhausted,
@@ -17,7 +18,8 @@ from everlift.errors import (
     RequestConflict,
     UnknownRequest,
 )
-from everlift.messages import Request
+from everlift.messages import FinishReason, Request
+from everlift.sampling import TokenLogprobs
 from everlift.v1 import session_pb2
 from router.ledger.base import (
     Membership,
@@ -28,38 +30,92 @@ from router.ledger.base import (
     check_nonce,
 )
 from router.ledger.config import DEFAULTS, LedgerConfig
-from router.ledger.entry import Append, Appended, Entry, Move, State, Stored, lost_too_often
+from router.ledger.entry import (
+    Append,
+    Appended,
+    Entry,
+    Move,
+    State,
+    Stored,
+    StoredChoice,
+    lost_too_often,
+)
+
+
+@dataclass(slots=True)
+class _Choice:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def store(self, item: Append, max_tokens: int) -> Appended:
+        """Stores what lies beyond the tokens that are known."""
+        known = len(self.tokens) - item.offset
+        if known < 0:
+            return Appended.GAP
+        fresh = item.tokens[known:]
+        if len(self.tokens) + len(fresh) > max_tokens:
+            return Appended.LIMIT
+        self.tokens.extend(fresh)
+        self.logprobs.extend(item.logprobs[known:])
+        self.finish_reason = item.finish_reason
+        return Appended.OK
+
+    def is_repeated(self, item: Append) -> bool:
+        """Whether the item ends the choice as it ended."""
+        last = item.offset + len(item.tokens)
+        return item.finish_reason is self.finish_reason and last <= len(self.tokens)
+
+    def stored(self, offset: int) -> StoredChoice:
+        """Raises OffsetOutOfRange."""
+        if not 0 <= offset <= len(self.tokens):
+            raise OffsetOutOfRange(f"offset {offset} is not stored")
+        return StoredChoice(tuple(self.tokens[offset:]), tuple(self.logprobs[offset:]), offset)
 
 
 @dataclass(slots=True)
 class _Record:
     request: Request
     entry: Entry
-    tokens: list[int] = field(default_factory=list)
+    choices: tuple[_Choice, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     #: the epoch whose append finished it
     finished_by: int = 0
 
-    def store(self, item: Append) -> Appended:
-        """Stores what lies beyond the tokens that are known."""
-        if item.offset > len(self.tokens):
-            return Appended.GAP
-        fresh = item.tokens[len(self.tokens) - item.offset :]
-        if len(self.tokens) + len(fresh) > self.request.max_tokens:
-            return Appended.LIMIT
-        self.tokens.extend(fresh)
-        self.entry = replace(self.entry, num_tokens=len(self.tokens))
-        return Appended.OK
-
-    def is_repeated(self, item: Append) -> bool:
-        """Whether the item is the one that finished the request."""
-        return (
-            item.epoch == self.finished_by
-            and item.finish_reason is self.entry.finish_reason
-            and item.offset + len(item.tokens) <= len(self.tokens)
+    @classmethod
+    def opened(cls, request: Request, gateway: str, now: float) -> Self:
+        entry = Entry(
+            request.request_id,
+            State.QUEUED,
+            gateway,
+            arrived=now,
+            num_tokens=(0,) * request.n,
+            finish_reasons=(None,) * request.n,
         )
+        return cls(request, entry, tuple(_Choice() for _ in range(request.n)))
 
-    def stored(self, offset: int, now: float) -> Stored:
-        return Stored(self.entry, self.request, offset, tuple(self.tokens[offset:]), now)
+    def store(self, item: Append) -> Appended:
+        answer = self.choices[item.choice].store(item, self.request.max_tokens)
+        if answer is Appended.OK:
+            self.prompt_logprobs = self.prompt_logprobs or item.prompt_logprobs
+            self.entry = replace(
+                self.entry,
+                num_tokens=tuple(len(choice.tokens) for choice in self.choices),
+                finish_reasons=tuple(choice.finish_reason for choice in self.choices),
+            )
+        return answer
+
+    @property
+    def is_complete(self) -> bool:
+        return all(self.entry.finish_reasons)
+
+    def stored(self, offsets: Sequence[int], now: float) -> Stored:
+        """Raises OffsetOutOfRange."""
+        if len(offsets) > len(self.choices):
+            raise OffsetOutOfRange(f"{len(offsets)} offsets of {len(self.choices)} choices")
+        padded = [*offsets, *[0] * (len(self.choices) - len(offsets))]
+        choices = [choice.stored(at) for choice, at in zip(self.choices, padded, strict=True)]
+        return Stored(self.entry, self.request, tuple(choices), now, self.prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +179,10 @@ class MemoryLedger:
     def _create(self, request: Request, gateway: str, timeout_s: float | None) -> Entry:
         now = self._clock()
         deadline = None if timeout_s is None else now + timeout_s
-        entry = Entry(request.request_id, State.QUEUED, gateway, arrived=now)
-        self._records[entry.request_id] = _Record(replace(request, deadline=deadline), entry)
-        self._own(entry)
-        return entry
+        record = _Record.opened(replace(request, deadline=deadline), gateway, now)
+        self._records[request.request_id] = record
+        self._own(record.entry)
+        return record.entry
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
         check_nonce(epoch), check_nonce(term)
@@ -148,18 +204,25 @@ class MemoryLedger:
 
     def _append(self, item: Append) -> Appended:
         record = self._find(item.request_id)
-        if record is None:
+        if record is None or item.choice >= len(record.choices):
             return Appended.UNKNOWN
+        choice = record.choices[item.choice]
         if record.entry.state.is_final:
-            return Appended.OK if record.is_repeated(item) else Appended.ENDED
+            is_ours = record.finished_by == item.epoch
+            return Appended.FINISHED if is_ours and choice.is_repeated(item) else Appended.ENDED
         if record.entry.state not in Move.APPEND.sources or record.entry.epoch != item.epoch:
             return Appended.FENCED
+        if choice.finish_reason:
+            return Appended.OK if choice.is_repeated(item) else Appended.ENDED
+        return self._store(record, item)
+
+    def _store(self, record: _Record, item: Append) -> Appended:
         answer = record.store(item)
-        if answer is Appended.OK and item.finish_reason:
-            record.finished_by = item.epoch
-            record.entry = replace(record.entry, finish_reason=item.finish_reason)
-            self._finish(record, State.FINISHED)
-        return answer
+        if answer is not Appended.OK or not record.is_complete:
+            return answer
+        record.finished_by = item.epoch
+        self._finish(record, State.FINISHED)
+        return Appended.FINISHED
 
     async def release(
         self, request_id: str, epoch: int, *, loss: str | None, max_losses: int
@@ -184,7 +247,7 @@ class MemoryLedger:
                 record.entry, state=State.QUEUED, gateway=gateway, worker="", epoch=0
             )
             self._own(record.entry)
-        return record.stored(0, self._clock())
+        return record.stored((), self._clock())
 
     async def discard(self, request_id: str) -> None:
         record = self._find(request_id)
@@ -216,11 +279,8 @@ class MemoryLedger:
     async def get(self, request_id: str) -> Entry:
         return self._get(request_id).entry
 
-    async def read(self, request_id: str, offset: int = 0) -> Stored:
-        record = self._get(request_id)
-        if not 0 <= offset <= len(record.tokens):
-            raise OffsetOutOfRange(f"offset {offset} is not stored")
-        return record.stored(offset, self._clock())
+    async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
+        return self._get(request_id).stored(offsets, self._clock())
 
     # gateways
 

@@ -1,18 +1,21 @@
 -- -> queued. Answers created, known, or conflict: the id is taken by another body.
--- ARGV: id, gateway, timeout in µs or '', max_tokens, body, request, call, unfinished_ms
+-- ARGV: id, gateway, timeout in µs or '', max_tokens, n, 1 if it has log probabilities else 0, body,
+--       request, call, unfinished_ms
 
-local id, gateway, timeout, max_tokens, body, request, call, unfinished_ms = unpack(ARGV)
+local id, gateway, timeout, max_tokens, n, logprobs, body, request, call, unfinished_ms = unpack(ARGV)
 
 local function create()
     local arrived = now()
     redis.call('HSET', request_key(id),
         'state', 'queued', 'gateway', gateway, 'arrived', digits(arrived),
         'worker', '', 'epoch', '0', 'attempts', 0, 'losses', 0,
-        'finish_reason', '', 'error_slug', '', 'error_message', '',
+        'finishes', ('-'):rep(n), 'error_slug', '', 'error_message', '',
         'body', body, 'request', request, 'max_tokens', max_tokens, 'call', call,
+        'logprobs', logprobs,
         'deadline', timeout == '' and '' or digits(arrived + timeout))
-    -- Empty, so that it has its time to live before the first append.
-    redis.call('SET', tokens_key(id), '')
+    -- Empty, so that each has its time to live before the first append.
+    local keys = all_keys(id)
+    for i = 2, #keys do redis.call('SET', keys[i], '') end
     own(id, gateway)
     keep_for(id, unfinished_ms)
 end

@@ -1,11 +1,21 @@
 -- Answers what is stored, unknown, or beyond: no such offset.
--- ARGV: id, offset
+-- ARGV: id, and the offsets of the choices, from the first one on
 
-local id, offset = ARGV[1], tonumber(ARGV[2])
+local id = ARGV[1]
+
+local offsets = {}
+for i = 2, #ARGV do offsets[i - 1] = tonumber(ARGV[i]) end
+
+local function is_beyond(choice, offset)
+    return offset < 0 or offset * 4 > redis.call('STRLEN', tokens_key(id, choice))
+end
 
 if redis.call('EXISTS', request_key(id)) == 0 then
     return {'unknown'}
-elseif offset < 0 or offset * 4 > redis.call('STRLEN', tokens_key(id)) then
+elseif #offsets > num_choices(id) then
     return {'beyond'}
 end
-return continuation(id, offset)
+for i, offset in ipairs(offsets) do
+    if is_beyond(i - 1, offset) then return {'beyond'} end
+end
+return continuation(id, offsets)

@@ -97,6 +97,8 @@ class RedisLedger:
             gateway,
             "" if timeout_s is None else codec.microseconds(timeout_s),
             request.max_tokens,
+            request.n,
+            int(codec.has_logprobs(request)),
             request.body_hash,
             request.to_bytes(),
             os.urandom(8),
@@ -157,7 +159,7 @@ class RedisLedger:
         _, rest = await self._move(
             scripts.TAKE_OVER, request_id, gateway, owner, os.urandom(8), _UNFINISHED_MS
         )
-        return codec.stored(request_id, 0, rest)
+        return codec.stored(request_id, (), rest)
 
     async def discard(self, request_id: str) -> None:
         await self._move(scripts.DISCARD, request_id)
@@ -180,11 +182,11 @@ class RedisLedger:
         _, rest = await self._move(scripts.GET, request_id)
         return codec.entry(request_id, rest[0])
 
-    async def read(self, request_id: str, offset: int = 0) -> Stored:
-        word, rest = await self._move(scripts.READ, request_id, offset)
+    async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
+        word, rest = await self._move(scripts.READ, request_id, *offsets)
         if word == "beyond":
-            raise OffsetOutOfRange(f"offset {offset} is not stored")
-        return codec.stored(request_id, offset, rest)
+            raise OffsetOutOfRange(f"offsets {list(offsets)} are not stored")
+        return codec.stored(request_id, offsets, rest)
 
     # gateways
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from router.ledger.config import LedgerConfig, LedgerSetupError
 
 #: Version of the key layout (common.lua). It is part of every key.
-SCHEMA = 1
+SCHEMA = 2
 
 _OLDEST = {"Valkey": (7, 2), "Redis": (7, 0)}
 

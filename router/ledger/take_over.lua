@@ -13,4 +13,4 @@ elseif not is_final(state) and its_gateway == owner and its_call ~= call then
     own(id, gateway)
     queue(id, unfinished_ms, 'gateway', gateway, 'call', call)
 end
-return continuation(id, 0)
+return continuation(id, {})

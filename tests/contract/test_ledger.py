@@ -20,7 +20,16 @@ from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
 from router.ledger.base import Ledger, NotQueued, StaleTerm
 from router.ledger.config import LedgerConfig
-from router.ledger.entry import Append, Appended, Entry, Move, State, Stored, lost_too_often
+from router.ledger.entry import (
+    Append,
+    Appended,
+    Entry,
+    Move,
+    State,
+    Stored,
+    StoredChoice,
+    lost_too_often,
+)
 from router.ledger.memory import MemoryLedger
 from tests.ledgers import (
     Clock,
@@ -28,6 +37,8 @@ from tests.ledgers import (
     eventually,
     make_request,
     redis_server,
+    scored,
+    tokens_of,
     valkey_server,
 )
 
@@ -284,23 +295,23 @@ async def test_a_life_from_open_to_finish_leaves_its_whole_entry(ledger: Ledger)
     arrived = opened.entry.arrived
     assert opened.entry == Entry("r", State.QUEUED, "gateway", arrived)
     await lead(ledger)
-    running = Entry("r", State.RUNNING, "gateway", arrived, 0, "w1", EPOCH, attempts=1)
+    running = Entry("r", State.RUNNING, "gateway", arrived, (0,), "w1", EPOCH, attempts=1)
     assert await ledger.dispatch("r", "w1", EPOCH, TERM) == running
     assert await store(ledger, Append("r", EPOCH, 0, (1, 2))) is Appended.OK
     lost = await ledger.release("r", EPOCH, loss="why", max_losses=3)
-    assert lost == Entry("r", State.QUEUED, "gateway", arrived, 2, attempts=1, losses=1)
+    assert lost == Entry("r", State.QUEUED, "gateway", arrived, (2,), attempts=1, losses=1)
     await ledger.dispatch("r", "w2", 5, TERM)
     last = Append("r", 5, 2, (3,), finish_reason=FinishReason.LENGTH)
-    assert await store(ledger, last) is Appended.OK
+    assert await store(ledger, last) is Appended.FINISHED
     assert await ledger.get("r") == Entry(
         "r",
         State.FINISHED,
         "gateway",
         arrived,
-        num_tokens=3,
+        num_tokens=(3,),
         attempts=2,
         losses=1,
-        finish_reason=FinishReason.LENGTH,
+        finish_reasons=(FinishReason.LENGTH,),
     )
 
 
@@ -337,16 +348,18 @@ async def test_tokens_of_every_size_come_back_from_every_offset(ledger: Ledger) 
     await ledger.dispatch("r", "worker", EPOCH, TERM)
     assert await store(ledger, Append("r", EPOCH, 0, TOKENS)) is Appended.OK
     for offset in range(len(TOKENS) + 1):
-        stored = await ledger.read("r", offset)
-        assert (stored.offset, stored.tokens) == (offset, TOKENS[offset:])
-        assert stored.entry.num_tokens == len(TOKENS)
+        stored = await ledger.read("r", [offset])
+        assert stored.choices == (StoredChoice(TOKENS[offset:], offset=offset),)
+        assert stored.entry.num_tokens == (len(TOKENS),)
 
 
-@pytest.mark.parametrize("offset", [-1, 4, 2**70])
-async def test_there_is_nothing_to_read_beyond_the_tokens(ledger: Ledger, offset: int) -> None:
+@pytest.mark.parametrize("offsets", [[-1], [4], [2**70], [0, 0]])
+async def test_there_is_nothing_to_read_beyond_the_tokens(
+    ledger: Ledger, offsets: list[int]
+) -> None:
     await run(ledger)
     with pytest.raises(OffsetOutOfRange):
-        await ledger.read("r", offset)
+        await ledger.read("r", offsets)
 
 
 LEGAL = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-"
@@ -359,7 +372,7 @@ async def test_ids_of_every_legal_character_are_kept_apart(ledger: Ledger, reque
         await run(ledger, neighbour)
     entry = await run(ledger, request_id)
     assert entry.request_id == request_id
-    assert (await ledger.read(request_id)).tokens == (10, 11, 12)
+    assert await tokens_of(ledger, request_id) == (10, 11, 12)
     await ledger.end(request_id, State.CANCELLED, Cancelled.slug, "")
     for neighbour in neighbours:
         assert (await ledger.get(neighbour)).state is State.RUNNING
@@ -379,7 +392,7 @@ async def test_what_overlaps_is_trimmed(ledger: Ledger) -> None:
     assert await store(ledger, Append("r", EPOCH, 1, (99, 99, 13, 14))) is Appended.OK
     assert await store(ledger, Append("r", EPOCH, 0, (99,))) is Appended.OK
     assert await store(ledger, Append("r", EPOCH, 5, ())) is Appended.OK
-    assert (await ledger.read("r")).tokens == (10, 11, 12, 13, 14)
+    assert await tokens_of(ledger, "r") == (10, 11, 12, 13, 14)
 
 
 @pytest.mark.parametrize("reason", [None, FinishReason.STOP])
@@ -410,25 +423,25 @@ async def test_exactly_max_tokens_are_taken(ledger: Ledger) -> None:
     await run(ledger)
     assert await store(ledger, Append("r", EPOCH, 3, (13, 14, 15, 16, 17))) is Appended.OK
     assert await store(ledger, Append("r", EPOCH, 8, (18,))) is Appended.LIMIT
-    assert (await ledger.get("r")).num_tokens == 8
+    assert (await ledger.get("r")).num_tokens == (8,)
 
 
 async def test_a_request_finishes_with_or_without_more_tokens(ledger: Ledger) -> None:
     for request_id, tokens in (("more", (13,)), ("none", ())):
         await run(ledger, request_id)
         item = Append(request_id, EPOCH, 3, tokens, finish_reason=FinishReason.STOP)
-        assert await store(ledger, item) is Appended.OK
+        assert await store(ledger, item) is Appended.FINISHED
         entry = await ledger.get(request_id)
-        assert (entry.state, entry.num_tokens) == (State.FINISHED, 3 + len(tokens))
+        assert (entry.state, entry.num_tokens) == (State.FINISHED, (3 + len(tokens),))
 
 
 async def test_only_the_append_that_finished_a_request_may_come_again(ledger: Ledger) -> None:
     await run(ledger)
     last = Append("r", EPOCH, 3, (13,), finish_reason=FinishReason.STOP)
-    assert await store(ledger, last) is Appended.OK
-    assert await store(ledger, last) is Appended.OK
+    assert await store(ledger, last) is Appended.FINISHED
+    assert await store(ledger, last) is Appended.FINISHED
     joined = replace(last, offset=2, tokens=(12, 13))
-    assert await store(ledger, joined) is Appended.OK
+    assert await store(ledger, joined) is Appended.FINISHED
     for other in (
         replace(last, finish_reason=FinishReason.LENGTH),
         replace(last, finish_reason=None),
@@ -437,7 +450,7 @@ async def test_only_the_append_that_finished_a_request_may_come_again(ledger: Le
         replace(last, epoch=NEAR_EPOCH),
     ):
         assert await store(ledger, other) is Appended.ENDED
-    assert (await ledger.read("r")).tokens == (10, 11, 12, 13)
+    assert await tokens_of(ledger, "r") == (10, 11, 12, 13)
 
 
 async def test_a_refused_item_does_not_disturb_the_others(ledger: Ledger) -> None:
@@ -456,10 +469,10 @@ async def test_a_refused_item_does_not_disturb_the_others(ledger: Ledger) -> Non
         ]
     )
     assert [answer.value for answer in answers] == (
-        ["ok", "unknown", "fenced", "gap", "limit", "ended", "ok"]
+        ["ok", "unknown", "fenced", "gap", "limit", "ended", "finished"]
     )
-    assert (await ledger.read("a")).tokens == (10, 11, 12, 13, 14)
-    assert [(await ledger.get(i)).num_tokens for i in "bcde"] == [3, 3, 3, 3]
+    assert await tokens_of(ledger, "a") == (10, 11, 12, 13, 14)
+    assert [(await ledger.get(i)).num_tokens for i in "bcde"] == [(3,)] * 4
 
 
 async def test_many_items_are_answered_in_their_order(ledger: Ledger) -> None:
@@ -476,9 +489,145 @@ async def test_nothing_may_be_appended(ledger: Ledger) -> None:
     assert await ledger.append([]) == []
 
 
-def test_a_second_choice_is_not_of_this_version() -> None:
-    with pytest.raises(ValueError, match="choice"):
-        Append("r", EPOCH, 0, (1,), choice=1)
+# choices
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+async def run_three(
+    ledger: Ledger, request_id: str = "r", num_top: int | None = None, epoch: int = EPOCH
+) -> Entry:
+    """A request of three choices on a worker, with or without log probabilities."""
+    request = make_request(request_id, n=3, logprobs=num_top, prompt_logprobs=num_top)
+    await ledger.open(request, "gateway")
+    await lead(ledger)
+    return await ledger.dispatch(request_id, "worker", epoch, TERM)
+
+
+async def test_each_choice_has_tokens_of_its_own(ledger: Ledger) -> None:
+    before = await run_three(ledger)
+    assert (before.num_tokens, before.finish_reasons) == ((0, 0, 0), (None, None, None))
+    items = [Append("r", EPOCH, 0, (choice, 9)[: choice + 1], choice) for choice in range(3)]
+    assert await ledger.append(items) == [Appended.OK] * 3
+    assert await store(ledger, Append("r", EPOCH, 1, (7, 8), choice=0)) is Appended.OK
+    assert await store(ledger, Append("r", EPOCH, 3, (7,), choice=1)) is Appended.GAP
+    assert await store(ledger, Append("r", EPOCH, 1, (0,) * 8, choice=2)) is Appended.LIMIT
+    stored = await ledger.read("r")
+    assert [choice.tokens for choice in stored.choices] == [(0, 7, 8), (1, 9), (2, 9)]
+    assert stored.entry == replace(before, num_tokens=(3, 2, 2))
+    later = await ledger.read("r", [2, 1])
+    assert [choice.tokens for choice in later.choices] == [(8,), (9,), (2, 9)]
+    assert [choice.offset for choice in later.choices] == [2, 1, 0]
+    for offsets in ([4], [0, 3], [0, 0, -1], [0, 0, 0, 0]):
+        with pytest.raises(OffsetOutOfRange):
+            await ledger.read("r", offsets)
+
+
+@pytest.mark.parametrize("choice", [3, 127, 2**31])
+async def test_there_is_no_choice_beyond_n(ledger: Ledger, choice: int) -> None:
+    await run_three(ledger)
+    await run(ledger, "single")
+    before = await content(ledger)
+    for reason in (None, STOP):
+        item = Append("r", EPOCH, 0, (1,), choice, reason)
+        assert await store(ledger, item) is Appended.UNKNOWN
+    assert await store(ledger, Append("single", EPOCH, 3, (1,), choice)) is Appended.UNKNOWN
+    assert await content(ledger) == before
+
+
+async def test_a_request_is_finished_when_all_its_choices_are(ledger: Ledger) -> None:
+    await run_three(ledger)
+    assert await store(ledger, Append("r", EPOCH, 0, (5,), 1, STOP)) is Appended.OK
+    entry = await ledger.get("r")
+    assert (entry.state, entry.finish_reasons) == (State.RUNNING, (None, STOP, None))
+    assert await store(ledger, Append("r", EPOCH, 0, (6, 7), 2)) is Appended.OK
+    # What ended stays ended wherever the others go on, and its tokens stay.
+    entry = await ledger.release("r", EPOCH, loss="why", max_losses=3)
+    assert (entry.state, entry.finish_reasons) == (State.QUEUED, (None, STOP, None))
+    assert (await ledger.take_over("r", "heir", "gateway")).entry.num_tokens == (0, 1, 2)
+    await ledger.dispatch("r", "other worker", 5, TERM)
+    items = [Append("r", 5, 0, (), 0, LENGTH), Append("r", 5, 2, (8,), 2, STOP)]
+    assert await ledger.append(items) == [Appended.OK, Appended.FINISHED]
+    stored = await ledger.read("r")
+    assert stored.entry.state is State.FINISHED
+    assert (stored.entry.epoch, stored.entry.worker) == (0, "")
+    assert stored.entry.finish_reasons == (LENGTH, STOP, STOP)
+    assert [choice.tokens for choice in stored.choices] == [(), (5,), (6, 7, 8)]
+    assert await ledger.orphans(10) == []
+
+
+async def test_only_the_end_of_a_choice_may_come_again(ledger: Ledger) -> None:
+    await run_three(ledger)
+    last = Append("r", EPOCH, 0, (5, 6), 1, STOP)
+    assert await ledger.append([last, last]) == [Appended.OK, Appended.OK]
+    assert await store(ledger, replace(last, offset=2, tokens=())) is Appended.OK
+    for other in (
+        replace(last, finish_reason=LENGTH),
+        replace(last, finish_reason=None),
+        replace(last, tokens=(5, 6, 7)),
+        replace(last, offset=3, tokens=()),
+    ):
+        assert await store(ledger, other) is Appended.ENDED
+    ends = [Append("r", EPOCH, 0, (), choice, LENGTH) for choice in (0, 2)]
+    assert await ledger.append(ends) == [Appended.OK, Appended.FINISHED]
+    assert await ledger.append([*ends, last]) == [Appended.FINISHED] * 3
+    assert await store(ledger, replace(last, finish_reason=LENGTH)) is Appended.ENDED
+    assert await store(ledger, replace(last, epoch=NEAR_EPOCH)) is Appended.ENDED
+
+
+async def test_log_probabilities_are_kept_and_trimmed_with_their_tokens(ledger: Ledger) -> None:
+    await run_three(ledger, num_top=2)
+    first = scored(-0.5, -1.25, float("-inf"), num_top=2)
+    item = Append("r", EPOCH, 0, (1, 2, 3), 1, logprobs=first)
+    assert await store(ledger, item) is Appended.OK
+    late = scored(-9.0, -9.0, -2.0, num_top=2)
+    overlap = Append("r", EPOCH, 1, (8, 8, 4), 1, STOP, logprobs=late)
+    assert await store(ledger, overlap) is Appended.OK
+    assert await store(ledger, replace(item, offset=5)) is Appended.ENDED
+    for stored in (await ledger.read("r"), await ledger.take_over("r", "heir", "gateway")):
+        assert stored.choices[1] == StoredChoice((1, 2, 3, 4), (*first, late[-1]))
+        assert stored.choices[0] == StoredChoice()
+    for offset in range(5):
+        choice = (await ledger.read("r", [0, offset])).choices[1]
+        assert choice.logprobs == (*first, late[-1])[offset:]
+
+
+async def test_a_refused_append_leaves_no_log_probabilities(ledger: Ledger) -> None:
+    await run_three(ledger, num_top=0)
+    one = Append("r", EPOCH, 0, (1,), logprobs=scored(-1.0), prompt_logprobs=scored(-3.0, -4.0))
+    many = replace(one, tokens=(0,) * 9, logprobs=scored(*[-1.0] * 9))
+    for refused in (replace(one, offset=1), replace(one, epoch=NEAR_EPOCH), many):
+        assert await store(ledger, refused) is not Appended.OK
+    stored = await ledger.read("r")
+    assert (stored.choices[0], stored.prompt_logprobs) == (StoredChoice(), ())
+
+
+async def test_the_prompts_log_probabilities_are_kept_once(ledger: Ledger) -> None:
+    await run_three(ledger, num_top=1)
+    assert (await ledger.read("r")).prompt_logprobs == ()
+    first = scored(-3.0, -4.0, num_top=1)
+    tokens = scored(-1.0, num_top=1)
+    item = Append("r", EPOCH, 0, (1,), logprobs=tokens, prompt_logprobs=first)
+    for _ in range(2):
+        assert await store(ledger, item) is Appended.OK
+    again = replace(item, prompt_logprobs=scored(-5.0, -6.0, num_top=1))
+    assert await store(ledger, again) is Appended.OK
+    stored = await ledger.take_over("r", "heir", "gateway")
+    assert stored.prompt_logprobs == first
+    assert stored.choices[0] == StoredChoice((1,), tokens)
+
+
+def test_tokens_have_their_log_probabilities_all_or_none() -> None:
+    with pytest.raises(ValueError, match="1 logprobs of 2 tokens"):
+        Append("r", EPOCH, 0, (1, 2), logprobs=scored(-1.0))
+
+
+async def test_what_is_discarded_or_forgotten_leaves_no_choice_behind(ledger: Ledger) -> None:
+    await ledger.open(make_request(n=3, logprobs=2), "gateway")
+    await ledger.discard("r")
+    await ledger.open(make_request(body=b"other", n=2), "gateway")
+    stored = await ledger.read("r")
+    assert stored.choices == (StoredChoice(), StoredChoice())
 
 
 # fences
@@ -528,7 +677,7 @@ async def test_a_worker_that_was_given_up_stores_nothing_more(ledger: Ledger) ->
     entry = await ledger.release("r", 1, loss="why", max_losses=2)
     assert (entry.state, entry.epoch, entry.losses) == (State.RUNNING, 2, 1)
     assert await store(ledger, Append("r", 2, 3, (13,))) is Appended.OK
-    assert (await ledger.read("r")).tokens == (10, 11, 12, 13)
+    assert await tokens_of(ledger, "r") == (10, 11, 12, 13)
 
 
 async def test_losses_count_up_to_the_last_one(ledger: Ledger) -> None:
@@ -625,7 +774,8 @@ async def test_an_orphan_is_one_until_it_is_taken_over_or_over(ledger: Ledger) -
     await ledger.end("finished", State.EXPIRED, "", "")
     await ledger.discard("discarded")
     stored = await ledger.take_over("adopted", "heir", "dead")
-    assert (stored.entry.gateway, stored.entry.epoch, stored.tokens) == ("heir", 0, (10, 11, 12))
+    assert (stored.entry.gateway, stored.entry.epoch) == ("heir", 0)
+    assert stored.choices == (StoredChoice((10, 11, 12)),)
     assert await ledger.orphans(10) == []
     assert await store(ledger, Append("adopted", EPOCH, 3, (13,))) is Appended.FENCED
     await ledger.leave("heir")
@@ -647,7 +797,7 @@ async def test_what_ended_is_forgotten_and_what_did_not_is_not(
     for request_id in ("finished", "ended", "failed", "running"):
         await run(forgetful, request_id)
     last = Append("finished", EPOCH, 3, (), finish_reason=FinishReason.STOP)
-    assert await store(forgetful, last) is Appended.OK
+    assert await store(forgetful, last) is Appended.FINISHED
     await forgetful.end("ended", State.CANCELLED, "", "")
     await forgetful.release("failed", EPOCH, loss="why", max_losses=1)
 
@@ -657,7 +807,7 @@ async def test_what_ended_is_forgotten_and_what_did_not_is_not(
 
     assert not await all_forgotten()
     await eventually(all_forgotten, tick)
-    assert (await forgetful.read("running")).tokens == (10, 11, 12)
+    assert await tokens_of(forgetful, "running") == (10, 11, 12)
     assert (await forgetful.open(make_request("ended", body=b"other"), "gateway")).created
 
 

@@ -73,6 +73,79 @@ BAD_REQUESTS = {
         "out_of_range",
     ),
     "absurd n": (dict(text="a", n=1_000_000), "INVALID_ARGUMENT", "out_of_range"),
+    "n above the most": (dict(text="a", n=129), "INVALID_ARGUMENT", "out_of_range"),
+    "best_of above n": (dict(text="a", n=2, best_of=3), "INVALID_ARGUMENT", "out_of_range"),
+    "best_of without n": (dict(text="a", best_of=2), "INVALID_ARGUMENT", "out_of_range"),
+    "long cache_salt": (dict(text="a", cache_salt="s" * 129), "INVALID_ARGUMENT", "out_of_range"),
+    "long cache_salt in bytes": (
+        dict(text="a", cache_salt="ä" * 65),
+        "INVALID_ARGUMENT",
+        "out_of_range",
+    ),
+    "repetition_penalty zero": (dict(repetition_penalty=0.0), "INVALID_ARGUMENT", "out_of_range"),
+    "negative repetition_penalty": (
+        dict(repetition_penalty=-1.0),
+        "INVALID_ARGUMENT",
+        "out_of_range",
+    ),
+    "presence_penalty not a number": (
+        dict(presence_penalty=math.nan),
+        "INVALID_ARGUMENT",
+        "out_of_range",
+    ),
+    "presence_penalty above two": (
+        dict(presence_penalty=2.1),
+        "INVALID_ARGUMENT",
+        "out_of_range",
+    ),
+    "infinite frequency_penalty": (
+        dict(frequency_penalty=-math.inf),
+        "INVALID_ARGUMENT",
+        "out_of_range",
+    ),
+    "logit_bias of an unknown token": (
+        dict(logit_bias={1024: 1.0}),
+        "INVALID_ARGUMENT",
+        "out_of_range",
+    ),
+    "absurd logit_bias": (dict(logit_bias={1: 101.0}), "INVALID_ARGUMENT", "out_of_range"),
+    "logit_bias not a number": (dict(logit_bias={1: math.nan}), "INVALID_ARGUMENT", "out_of_range"),
+    "logit_bias of everything": (
+        dict(logit_bias=dict.fromkeys(range(1025), 1.0)),
+        "INVALID_ARGUMENT",
+        "out_of_range",
+    ),
+    "min_tokens above max_tokens": (
+        dict(text="a", max_tokens=5, sampling=pb.Sampling(min_tokens=6)),
+        "INVALID_ARGUMENT",
+        "out_of_range",
+    ),
+    "min_tokens beyond the context": (dict(min_tokens=4096), "INVALID_ARGUMENT", "out_of_range"),
+    "absurd min_tokens": (dict(min_tokens=2**32 - 1), "INVALID_ARGUMENT", "out_of_range"),
+    "absurd logprobs": (dict(logprobs=1_000_000), "INVALID_ARGUMENT", "out_of_range"),
+    "absurd prompt_logprobs": (dict(prompt_logprobs=21), "INVALID_ARGUMENT", "out_of_range"),
+    "grammar without a form": (dict(grammar=pb.Grammar()), "INVALID_ARGUMENT", "invalid_request"),
+    "empty regex": (dict(grammar=pb.Grammar(regex="")), "INVALID_ARGUMENT", "invalid_request"),
+    "no choices": (
+        dict(grammar=pb.Grammar(choice=pb.Choices())),
+        "INVALID_ARGUMENT",
+        "invalid_request",
+    ),
+    "an empty choice": (
+        dict(grammar=pb.Grammar(choice=pb.Choices(texts=["a", ""]))),
+        "INVALID_ARGUMENT",
+        "invalid_request",
+    ),
+    "too many choices": (
+        dict(grammar=pb.Grammar(choice=pb.Choices(texts=["a"] * 1025))),
+        "INVALID_ARGUMENT",
+        "out_of_range",
+    ),
+    "long grammar": (
+        dict(grammar=pb.Grammar(ebnf="a" * 70_000)),
+        "INVALID_ARGUMENT",
+        "out_of_range",
+    ),
     "empty stop string": (dict(text="a", stop=[""]), "INVALID_ARGUMENT", "invalid_request"),
     "too many stop strings": (
         dict(text="a", stop=["s"] * 100_000),
@@ -113,7 +186,7 @@ BAD_REQUESTS = {
         "out_of_range",
     ),
 }
-_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
+_SAMPLING = pb.Sampling.DESCRIPTOR.fields_by_name.keys()
 
 
 def message(fields: dict[str, object]) -> bytes:
@@ -140,7 +213,7 @@ def _starts_of(parts: Cluster) -> list[str]:
     link = parts.routers[0]._sessions.links[0]
     started: list[str] = []
     start = link.start
-    link.start = lambda message: (started.append(message.request_id), start(message))  # type: ignore
+    link.start = lambda starts: (started.extend(s.request_id for s in starts), start(starts))  # type: ignore
     return started
 
 
@@ -178,13 +251,14 @@ async def test_a_request_id_with_another_body_is_refused(
 
 async def test_unknown_requests_and_offsets_are_named(parts: Cluster, client: AsyncClient) -> None:
     received = await receive(client, [1, 2], 5)
-    for request_id, offset, status, slug in [
-        ("nobody", 0, "NOT_FOUND", "unknown_request"),
-        (received.request_id, 6, "OUT_OF_RANGE", "offset_out_of_range"),
-        (received.request_id, -1, "OUT_OF_RANGE", "offset_out_of_range"),
-        ("a\nb", 0, "INVALID_ARGUMENT", "invalid_request"),
+    for request_id, offsets, status, slug in [
+        ("nobody", [], "NOT_FOUND", "unknown_request"),
+        (received.request_id, [6], "OUT_OF_RANGE", "offset_out_of_range"),
+        (received.request_id, [-1], "OUT_OF_RANGE", "offset_out_of_range"),
+        (received.request_id, [0, 0], "OUT_OF_RANGE", "offset_out_of_range"),
+        ("a\nb", [], "INVALID_ARGUMENT", "invalid_request"),
     ]:
-        attach = pb.AttachRequest(request_id=request_id, from_offset=offset)
+        attach = pb.AttachRequest(request_id=request_id, from_offsets=offsets)
         answer = await refused(parts.address, "Attach", attach.SerializeToString())
         assert answer[:2] == (status, slug)
 

@@ -62,15 +62,16 @@ async def file_two_requests(url: str) -> None:
             Append("running", EPOCH, 0, (3,)),
         ]
     )
-    assert answers == [Appended.OK, Appended.OK]
+    assert answers == [Appended.FINISHED, Appended.OK]
     await ledger.close()
 
 
 async def find_two_requests(url: str) -> None:
     ledger = await connect(url)
     finished, running = await ledger.read("finished"), await ledger.read("running")
-    assert (finished.entry.state, finished.tokens) == (State.FINISHED, (1, 2**32 - 1))
-    assert (running.entry.state, running.tokens) == (State.RUNNING, (3,))
+    assert finished.entry.state is State.FINISHED
+    assert finished.choices[0].tokens == (1, 2**32 - 1)
+    assert (running.entry.state, running.choices[0].tokens) == (State.RUNNING, (3,))
     assert await ledger.orphans(10) == ["running"]
     # The dead router's term still stands, and so does the epoch.
     assert await ledger.append([Append("running", EPOCH, 1, (4,))]) == [Appended.OK]

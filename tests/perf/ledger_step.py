@@ -25,6 +25,7 @@ import redis.asyncio
 
 from router.ledger.entry import Append, Appended
 from router.ledger.redis_ledger import RedisLedger, connect
+from router.ledger.server import SCHEMA
 from tests.ledgers import make_request, valkey_server
 
 SEQUENCES = 256
@@ -79,7 +80,8 @@ async def bytes_of_a_request(ledger: RedisLedger, client: redis.asyncio.Redis) -
     await ledger.dispatch("sized", "worker", 1, TERM)
     await ledger.append([Append("sized", 1, 0, tuple(range(STORED_TOKENS)))])
     sizes = [
-        await client.memory_usage(f"everlift:1:{{0}}:{key}") for key in ("r:sized", "t:sized:0")
+        await client.memory_usage(f"everlift:{SCHEMA}:{{0}}:{key}")
+        for key in ("r:sized", "t:sized:0")
     ]
     return sum(size or 0 for size in sizes)
 

@@ -4,9 +4,10 @@ What must hold after every step, whatever the model says:
 
     I1   what was read stays a prefix of what is read later
     I2   tokens come under the current epoch alone
-    I3   there are as many tokens as the entry says, and never more than max_tokens
+    I3   each choice has as many tokens as the entry says, never more than max_tokens, and as many
+         log probabilities where they are kept
     I4   an unfinished request belongs to one gateway, and is an orphan when that one is dead
-    I5   nothing leaves a final state
+    I5   nothing leaves a final state, and a choice that ended stays as it is
     I8   no more losses than attempts, and fewer than the limit unless it failed
     I11  an arrival keeps its time
     I12  no key is left over, and what belongs to a request has an end
@@ -36,13 +37,22 @@ from redis.asyncio import Redis
 
 from everlift.errors import AttemptsExhausted, RequestConflict, UnknownRequest
 from everlift.messages import FinishReason
+from everlift.sampling import TokenLogprobs
 from router.ledger.base import Ledger, NotQueued, StaleTerm
 from router.ledger.config import LedgerConfig
-from router.ledger.entry import Append, Appended, Entry, State, Stored, lost_too_often
+from router.ledger.entry import (
+    Append,
+    Appended,
+    Entry,
+    State,
+    Stored,
+    StoredChoice,
+    lost_too_often,
+)
 from router.ledger.memory import MemoryLedger
 from router.ledger.redis_ledger import connect
 from router.ledger.server import SCHEMA
-from tests.ledgers import Clock, make_request, valkey_server
+from tests.ledgers import Clock, make_request, scored, valkey_server
 
 T = TypeVar("T")
 Run = Callable[[Awaitable[Any]], Any]
@@ -50,6 +60,10 @@ Run = Callable[[Awaitable[Any]], Any]
 IDS = ("a", "b:0", "c", "d")
 #: Those which random moves may end; the others live on until a worker finishes them.
 MORTALS = IDS[:2]
+#: Choices of each request, and alternatives of its tokens where log probabilities are kept.
+NS = {"a": 1, "b:0": 3, "c": 1, "d": 2}
+TOPS = {"a": None, "b:0": 2, "c": 0, "d": None}
+PROMPT_LOGPROBS = scored(-0.25, -0.5)
 GATEWAYS = ("g1", "g2")
 AGES_S = 3600.0
 MAX_LOSSES = 2
@@ -64,6 +78,36 @@ nonces = st.sampled_from(NONCES)
 finishes = st.sampled_from([None] * 8 + [FinishReason.STOP, FinishReason.LENGTH])
 ends = st.sampled_from([State.FAILED, State.CANCELLED, State.EXPIRED])
 tokens = st.lists(st.sampled_from([0, 255, 2**31, 2**32 - 1]), max_size=4).map(tuple)
+#: Mostly of the first choice, sometimes of none that there is.
+choices = st.sampled_from([0, 0, 0, 1, 1, 2, 3])
+
+
+@dataclass
+class LifeChoice:
+    """One choice as it should be: a token and its log probabilities at each place."""
+
+    places: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+    def repeats(self, item: Append) -> bool:
+        is_within = item.offset + len(item.tokens) <= len(self.places)
+        return bool(self.reason) and item.finish_reason is self.reason and is_within
+
+    def append(self, item: Append) -> Appended:
+        if item.offset > len(self.places):
+            return Appended.GAP
+        if item.offset + len(item.tokens) > MAX_TOKENS:
+            return Appended.LIMIT
+        logprobs = item.logprobs or (None,) * len(item.tokens)
+        places = list(zip(item.tokens, logprobs, strict=True))
+        self.places += places[len(self.places) - item.offset :]
+        self.reason = item.finish_reason
+        return Appended.OK
+
+    @property
+    def stored(self) -> StoredChoice:
+        logprobs = tuple(it for _, it in self.places if it is not None)
+        return StoredChoice(tuple(token for token, _ in self.places), logprobs)
 
 
 @dataclass
@@ -72,32 +116,45 @@ class Life:
 
     body: bytes
     entry: Entry
-    tokens: list[int] = field(default_factory=list)
+    choices: tuple[LifeChoice, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finished_by: int = 0
     #: every epoch that it ever had
     epochs: list[int] = field(default_factory=list)
 
     def put(self, **changes: Any) -> Entry:
-        self.entry = replace(self.entry, num_tokens=len(self.tokens), **changes)
+        counts = tuple(len(choice.places) for choice in self.choices)
+        reasons = tuple(choice.reason for choice in self.choices)
+        self.entry = replace(self.entry, num_tokens=counts, finish_reasons=reasons, **changes)
         return self.entry
 
     def append(self, item: Append) -> Appended:
-        last = item.offset + len(item.tokens)
+        if item.choice >= len(self.choices):
+            return Appended.UNKNOWN
+        choice = self.choices[item.choice]
         if self.entry.state.is_final:
-            same = (item.epoch, item.finish_reason) == (self.finished_by, self.entry.finish_reason)
-            return Appended.OK if same and last <= len(self.tokens) else Appended.ENDED
+            is_ours = item.epoch == self.finished_by and choice.repeats(item)
+            return Appended.FINISHED if is_ours else Appended.ENDED
         if self.entry.state is State.QUEUED or item.epoch != self.entry.epoch:
             return Appended.FENCED
-        if item.offset > len(self.tokens):
-            return Appended.GAP
-        if last > MAX_TOKENS:
-            return Appended.LIMIT
-        self.tokens += item.tokens[len(self.tokens) - item.offset :]
-        self.put()
-        if item.finish_reason:
-            self.finished_by = item.epoch
-            self.put(state=State.FINISHED, worker="", epoch=0, finish_reason=item.finish_reason)
-        return Appended.OK
+        if choice.reason:
+            return Appended.OK if choice.repeats(item) else Appended.ENDED
+        return self._store(choice, item)
+
+    def _store(self, choice: LifeChoice, item: Append) -> Appended:
+        answer = choice.append(item)
+        if answer is Appended.OK:
+            self.prompt_logprobs = self.prompt_logprobs or item.prompt_logprobs
+            self.put()
+        if answer is not Appended.OK or not all(self.entry.finish_reasons):
+            return answer
+        self.finished_by = item.epoch
+        self.put(state=State.FINISHED, worker="", epoch=0)
+        return Appended.FINISHED
+
+    @property
+    def stored(self) -> tuple[Entry, tuple[StoredChoice, ...], tuple[TokenLogprobs, ...]]:
+        return self.entry, tuple(choice.stored for choice in self.choices), self.prompt_logprobs
 
 
 class InMemory:
@@ -168,7 +225,15 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(request_id=requests, gateway=gateways, body=st.sampled_from([b"1", b"1", b"1", b"2"]))
     def open(self, request_id: str, gateway: str, body: bytes) -> None:
-        request = make_request(request_id, body=body, max_tokens=MAX_TOKENS)
+        n, num_top = NS[request_id], TOPS[request_id]
+        request = make_request(
+            request_id,
+            body=body,
+            max_tokens=MAX_TOKENS,
+            n=n,
+            logprobs=num_top,
+            prompt_logprobs=None if num_top is None else 0,
+        )
         answer = self.ask(lambda: self.ledger.open(request, gateway))
         # Only within one call is the second try of an open known as such.
         self.again = None
@@ -180,7 +245,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if not known:
             self.seen.pop(request_id, None)
             entry = Entry(request_id, State.QUEUED, gateway, answer.entry.arrived)
-            known = self.lives[request_id] = Life(body, entry)
+            known = Life(body, entry, tuple(LifeChoice() for _ in range(n)))
+            known.put()
+            self.lives[request_id] = known
             assert answer.created
         assert answer.entry == known.entry
 
@@ -210,11 +277,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(
         items=st.lists(
-            st.tuples(requests, st.integers(0, 1), st.integers(-1, 1), tokens, finishes), max_size=4
+            st.tuples(requests, choices, st.integers(0, 1), st.integers(-1, 1), tokens, finishes),
+            max_size=4,
         )
     )
     def append_all(
-        self, items: list[tuple[str, int, int, tuple[int, ...], FinishReason | None]]
+        self, items: list[tuple[str, int, int, int, tuple[int, ...], FinishReason | None]]
     ) -> None:
         appends = [self._item(*item) for item in items]
         answers = self.ask(lambda: self.ledger.append(appends))
@@ -232,14 +300,24 @@ class LedgerMachine(RuleBasedStateMachine):
     def _item(
         self,
         request_id: str,
+        choice: int,
         back: int,
         skew: int,
         new: tuple[int, ...],
         finish: FinishReason | None,
     ) -> Append:
-        life = self.lives.get(request_id)
-        offset = max(0, (len(life.tokens) if life else 0) + skew)
-        return Append(request_id, self._epoch(request_id, back), offset, new, finish_reason=finish)
+        epoch, num_top = self._epoch(request_id, back), TOPS[request_id]
+        offset = max(0, self._length(request_id, choice) + skew)
+        if num_top is None:
+            return Append(request_id, epoch, offset, new, choice, finish)
+        # Another attempt may find the same token a little more or less probable.
+        logprobs = scored(*(-1.0 - at - back for at in range(len(new))), num_top=num_top)
+        prompt_logprobs = PROMPT_LOGPROBS if choice == offset == 0 else ()
+        return Append(request_id, epoch, offset, new, choice, finish, logprobs, prompt_logprobs)
+
+    def _length(self, request_id: str, choice: int) -> int:
+        counts = self.lives[request_id].entry.num_tokens if request_id in self.lives else ()
+        return counts[choice] if choice < len(counts) else 0
 
     def _epoch(self, request_id: str, back: int) -> int:
         """The epoch that a request had ``back`` dispatches ago, if it had so many."""
@@ -282,7 +360,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not life.entry.state.is_final and life.entry.gateway == owner:
             life.put(state=State.QUEUED, gateway=gateway, worker="", epoch=0)
         assert not isinstance(answer, Exception)
-        assert (answer.entry, answer.tokens) == (life.entry, tuple(life.tokens))
+        assert (answer.entry, answer.choices, answer.prompt_logprobs) == life.stored
 
     async def _taken_over(self, request_id: str, gateway: str, owner: str) -> Stored:
         return replace(await self.ledger.take_over(request_id, gateway, owner), now=0.0)
@@ -318,13 +396,28 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # what random moves meet too seldom
 
-    @rule(request_id=requests, skew=st.integers(-2, 1), new=tokens, finish=finishes)
+    @rule(request_id=requests, choice=choices, skew=st.integers(-2, 1), new=tokens, finish=finishes)
     @precondition(lambda self: self._running())
     def go_on(
-        self, request_id: str, skew: int, new: tuple[int, ...], finish: FinishReason | None
+        self,
+        request_id: str,
+        choice: int,
+        skew: int,
+        new: tuple[int, ...],
+        finish: FinishReason | None,
     ) -> None:
         """A worker brings more tokens, some that it brought before, or too few."""
-        self.append_all([(self._runs(request_id), 0, skew, new, finish)])
+        request_id = self._runs(request_id)
+        self.append_all([(request_id, choice % NS[request_id], 0, skew, new, finish)])
+
+    @rule(request_id=requests, new=tokens, finish=finishes.filter(bool))
+    @precondition(lambda self: self._running())
+    def end_all_choices(
+        self, request_id: str, new: tuple[int, ...], finish: FinishReason | None
+    ) -> None:
+        """A frame brings the end of every choice."""
+        request_id = self._runs(request_id)
+        self.append_all([(request_id, c, 0, 0, new[c:], finish) for c in range(NS[request_id])])
 
     @rule(request_id=requests, epoch=nonces, new=tokens, finish=finishes)
     @precondition(lambda self: self._running())
@@ -339,7 +432,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         self.release(request_id, back=0, lost=False)
         self.dispatch(request_id, epoch, self.term, is_stale=False)
-        item = Append(request_id, old, len(life.tokens), (*new, 1), finish_reason=finish)
+        item = Append(request_id, old, life.entry.num_tokens[0], (*new, 1), finish_reason=finish)
         assert self.ask(lambda: self.ledger.append([item])) == [Appended.FENCED]
 
     def _running(self) -> list[str]:
@@ -400,7 +493,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert isinstance(stored, UnknownRequest)
                 continue
             life = self.lives[request_id]
-            assert (stored.entry, stored.tokens) == (life.entry, tuple(life.tokens))
+            assert (stored.entry, stored.choices, stored.prompt_logprobs) == life.stored
             self._check_history(stored)
             self.seen[request_id] = stored
 
@@ -409,18 +502,26 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _check_history(self, stored: Stored) -> None:
         entry = stored.entry
-        assert entry.num_tokens == len(stored.tokens) <= MAX_TOKENS  # I3
+        for count, choice in zip(entry.num_tokens, stored.choices, strict=True):  # I3
+            assert count == len(choice.tokens) <= MAX_TOKENS
+            kept = TOPS[entry.request_id] is not None
+            assert len(choice.logprobs) == (count if kept else 0)
         assert (entry.epoch != 0) == (entry.worker != "") == (entry.state is State.RUNNING)
         assert entry.losses <= entry.attempts  # I8
         assert entry.losses < MAX_LOSSES or entry.state is State.FAILED
         before = self.seen.get(entry.request_id)
         if before is None:
             return
-        assert stored.tokens[: len(before.tokens)] == before.tokens  # I1
+        for was, now, reason in zip(
+            before.choices, stored.choices, before.entry.finish_reasons, strict=True
+        ):
+            assert now.tokens[: len(was.tokens)] == was.tokens  # I1
+            assert now.logprobs[: len(was.logprobs)] == was.logprobs
+            assert now == was or not reason  # I5
         assert entry.arrived == before.entry.arrived  # I11
         if before.entry.state.is_final:  # I5
             assert replace(stored, now=before.now) == before
-        if stored.tokens != before.tokens:  # I2
+        if stored.choices != before.choices:  # I2
             assert before.entry.state is State.RUNNING
             assert entry.epoch in (before.entry.epoch, 0)
 
@@ -437,9 +538,8 @@ class LedgerMachine(RuleBasedStateMachine):
 async def check_keys(client: Redis, root: str, lives: Mapping[str, Life]) -> None:
     """I12: no key is left over, and every request's key has an end."""
     keys = [key.removeprefix(root) async for key in client.scan_iter(f"{root}*")]
-    of_requests = {key for key in keys if key.startswith(("r:", "t:"))}
-    expected = {f"r:{i}" for i in lives} | {f"t:{i}:0" for i in lives if lives[i].tokens}
-    assert expected <= of_requests <= expected | {f"t:{i}:0" for i in lives}
+    of_requests = {key for key in keys if key.startswith(("r:", "t:", "l:", "p:"))}
+    assert of_requests == {key for request_id in lives for key in keys_of(request_id)}
     for key in of_requests:
         assert await client.pttl(root + key) > 0
     unfinished = [life.entry for life in lives.values() if not life.entry.state.is_final]
@@ -449,6 +549,14 @@ async def check_keys(client: Redis, root: str, lives: Mapping[str, Life]) -> Non
     for gateway in owners:
         owned = await client.smembers(f"{root}owned:{gateway}")
         assert owned == {entry.request_id for entry in unfinished if entry.gateway == gateway}
+
+
+def keys_of(request_id: str) -> set[str]:
+    of_choices = {f"t:{request_id}:{choice}" for choice in range(NS[request_id])}
+    if TOPS[request_id] is None:
+        return {f"r:{request_id}"} | of_choices
+    logprobs = {f"l:{request_id}:{choice}" for choice in range(NS[request_id])}
+    return {f"r:{request_id}", f"p:{request_id}"} | of_choices | logprobs
 
 
 @pytest.fixture

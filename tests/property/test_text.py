@@ -1,14 +1,14 @@
 """Incremental text equals the plain decode, on a real byte-level BPE tokenizer."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from everlift.text import TextState
+from everlift.text import NO_STOPS, StopMatcher, Stops, TextState
 
 CORPUS = [
     "count from one to ten: 你好 🙂🙃 naïve café",
@@ -70,12 +70,18 @@ def sentencepiece_like() -> Adapter:
 BYTE_LEVEL = byte_level()
 SENTENCEPIECE = sentencepiece_like()
 RANDOM_TOKENS = st.lists(st.integers(0, BYTE_LEVEL.size + 5), max_size=60)
-STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=5)
+STOPS = st.builds(
+    Stops,
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=5).map(tuple),
+    st.frozensets(st.integers(0, BYTE_LEVEL.size), max_size=3),
+    st.integers(0, 20),
+    st.booleans(),
+)
 
 
-def pushed(tokenizer: Adapter, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, int]:
+def pushed(tokenizer: Adapter, ids: Sequence[int], stops: Stops = NO_STOPS) -> tuple[str, int]:
     """The text and the number of tokens that it took."""
-    state = TextState(tokenizer, stop)
+    state = TextState(tokenizer, stops)
     text = ""
     for count, token in enumerate(ids, 1):
         text += state.push(token)
@@ -118,27 +124,58 @@ def test_sentencepiece_text_keeps_its_spaces(text: str) -> None:
 
 
 @given(RANDOM_TOKENS, STOPS)
-def test_no_piece_is_ever_taken_back(ids: list[int], stops: list[str]) -> None:
+def test_no_piece_is_ever_taken_back(ids: list[int], stops: Stops) -> None:
     whole = pushed(BYTE_LEVEL, ids, stops)[0]
     for cut in range(len(ids)):
         state = TextState(BYTE_LEVEL, stops)
         assert whole.startswith("".join(state.push(token) for token in ids[:cut]))
 
 
-@given(st.text("ab", max_size=40), STOPS)
-def test_the_text_ends_before_the_stop_string_that_is_completed_first(
-    text: str, stops: list[str]
+def cut(ids: Sequence[int], stops: Stops) -> tuple[str, int]:
+    """What ``pushed`` answers, by definition: the text grows token by token, and ends with the
+    first stop string that is completed when there are enough tokens, the longest of several."""
+    text = ""
+    for count, token in enumerate(ids, 1):
+        counts = count >= stops.min_tokens
+        ends = count > stops.min_tokens and token in stops.token_ids
+        silent = ends and not stops.is_included
+        before, text = len(text), text + ("" if silent else BYTE_LEVEL.decode([token]))
+        for end in range(before + 1, len(text) + 1) if counts else ():
+            found = [stop for stop in stops.strings if text[:end].endswith(stop)]
+            if found:
+                return text[: end - max(map(len, found)) * (not stops.is_included)], count
+    return text, len(ids)
+
+
+@given(st.text("ab", max_size=40), STOPS, st.integers(0, 40))
+def test_the_text_ends_with_the_stop_string_that_is_completed_first(
+    text: str, stops: Stops, odd: int
 ) -> None:
     ids = BYTE_LEVEL.tokenizer.encode(text).ids
-    ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))]
-    got, tokens = pushed(BYTE_LEVEL, ids, stops)
-    if not ends:
-        assert (got, tokens) == (text, len(ids))
-        return
-    longest = max(len(stop) for stop in stops if text[: ends[0]].endswith(stop))
-    lengths = accumulate(len(BYTE_LEVEL.decode([token])) for token in ids)
-    completing = next(n for n, length in enumerate(lengths, 1) if length >= ends[0])
-    assert (got, tokens) == (text[: ends[0] - longest], completing)
+    # Here and there a token that ends the text, among those which occur.
+    stops = replace(
+        stops, token_ids=stops.token_ids | {ids[odd]} if odd < len(ids) else frozenset()
+    )
+    assert pushed(BYTE_LEVEL, ids, stops) == cut(ids, stops)
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1))
+def test_no_more_is_held_back_than_what_may_become_a_stop_string(
+    text: str, strings: list[str]
+) -> None:
+    """Also while none of them counts."""
+    matcher = StopMatcher(strings)
+    out = ""
+    for end, char in enumerate(text, 1):
+        out += matcher.feed(char, counts=False)
+        held = next(
+            n for n in range(end, -1, -1) if n == 0 or _begins(strings, text[end - n : end])
+        )
+        assert out == text[: end - held]
+
+
+def _begins(strings: list[str], end: str) -> bool:
+    return any(stop.startswith(end) and stop != end for stop in strings)
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE])

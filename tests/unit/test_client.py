@@ -17,6 +17,7 @@ from everlift import (
     EmptyPrompt,
     EverliftError,
     FinishReason,
+    GenerateOptions,
     LedgerUnavailable,
     NotUtf8,
     OnDisconnect,
@@ -24,11 +25,13 @@ from everlift import (
     QueueFull,
     RequestConflict,
     RouterStopping,
+    Stream,
     UnknownRequest,
     Unreachable,
     errors,
 )
 from everlift.messages import Submission
+from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.testing import (
     Break,
     BreakOff,
@@ -278,6 +281,87 @@ async def test_closing_the_client_breaks_its_streams_and_cancels_nothing() -> No
         assert router.calls == ["Generate"]
 
 
+ABC = (
+    Output(((1, "a"), (2, "b"), (3, "c")), tail="!"),
+    Output(((4, "x"),), tail="?"),
+    Output(((5, "k"), (6, "l"))),
+)
+
+
+async def choices(*faults: Fault | None) -> tuple[list[str], Stream, list[str]]:
+    """The texts of three choices under a script of faults, their stream, and its calls."""
+    async with FakeRouter(lambda _: ABC, faults) as router:
+        async with AsyncClient(router.address, reconnect_s=5.0) as client:
+            stream = client.generate(PROMPT, n=3)
+            return await stream.texts(), stream, router.calls
+
+
+async def test_a_stream_of_several_choices_tells_them_apart() -> None:
+    texts, stream, calls = await choices()
+    assert texts == ["abc!", "x?", "kl"]
+    assert stream.finish_reasons == dict.fromkeys(range(3), FinishReason.STOP)
+    assert stream.finish_reason is FinishReason.STOP
+    assert stream.usage is not None
+    assert stream.usage.output_tokens == 6
+    assert calls == ["Generate"]
+
+
+@pytest.mark.parametrize("fault", [Break, BreakOff])
+@pytest.mark.parametrize(
+    ("choice", "offset", "attach"),
+    [
+        (0, 0, "Attach 0"),
+        (2, 0, "Attach 1 1"),
+        (1, 1, "Attach 2 1 1"),
+        (0, 2, "Attach 2 1 2"),
+        (2, 2, "Attach 3 1 2"),
+        (0, 3, "Attach 3 1 2"),
+    ],
+)
+async def test_each_choice_goes_on_exactly_where_it_broke(
+    fault: type[Break] | type[BreakOff], choice: int, offset: int, attach: str
+) -> None:
+    texts, stream, calls = await choices(fault(offset, choice))
+    assert texts == ["abc!", "x?", "kl"]
+    assert len(stream.finish_reasons) == 3
+    assert calls == ["Generate", attach]
+
+
+async def test_faults_of_one_choice_do_not_touch_the_others() -> None:
+    assert (await choices(Repeat(1, choice=2)))[0] == ["abc!", "x?", "kl"]
+    texts, _, calls = await choices(Overlap(0, choice=2))
+    assert (texts, calls) == (["abc!", "x?", "kl"], ["Generate", "Attach 2 1 1"])
+    with pytest.raises(DataLoss, match="offsets 0 to 0"):
+        await choices(Skip(0, choice=2))
+
+
+async def test_choices_can_be_attached_to_each_from_its_own_offset() -> None:
+    async with FakeRouter(lambda _: ABC) as router, AsyncClient(router.address) as client:
+        request_id = client.generate(PROMPT, n=3).request_id
+        await client.generate(PROMPT, n=3, request_id=request_id).text()
+        for offsets, texts in [
+            (2, ["c!", "x?", "kl"]),
+            ([1], ["bc!", "x?", "kl"]),
+            ([3, 1, 2], ["!", "?", ""]),
+            ([], ["abc!", "x?", "kl"]),
+        ]:
+            assert await client.attach(request_id, offsets).texts() == texts
+        assert await client.attach(request_id).text() == "abc!"
+        with pytest.raises(everlift.OffsetOutOfRange):
+            await client.attach(request_id, [0, 0, 0, 0]).text()
+
+
+async def test_chunks_bring_the_log_probabilities_of_their_tokens() -> None:
+    logprobs = tuple(TokenLogprobs(-float(at), at + 1, ((7, -0.5),)) for at in range(3))
+    output = Output(((1, "a"), (2, "b"), (3, "c")), logprobs=logprobs, prompt_logprobs=logprobs[:2])
+    async with FakeRouter(lambda _: output, [Break(1), Break(2)]) as router:
+        async with AsyncClient(router.address) as client:
+            stream = client.generate(PROMPT, logprobs=1, prompt_logprobs=1)
+            got = [chunk async for chunk in stream]
+    assert [chunk.logprobs for chunk in got] == [(it,) for it in logprobs]
+    assert stream.prompt_logprobs == logprobs[:2]
+
+
 async def test_a_request_can_be_attached_to_from_any_offset() -> None:
     async with FakeRouter() as router, AsyncClient(router.address) as client:
         stream = client.generate(PROMPT)
@@ -354,6 +438,58 @@ async def test_every_option_reaches_the_router() -> None:
     assert (sampling.min_p, sampling.seed) == (0.125, 9)
 
 
+async def test_every_option_of_choices_and_logits_reaches_the_router() -> None:
+    async with FakeRouter() as router, AsyncClient(router.address) as client:
+        stream = client.generate(
+            PROMPT,
+            n=3,
+            repetition_penalty=1.5,
+            presence_penalty=-0.5,
+            frequency_penalty=0.25,
+            logit_bias={7: -100.0, 2: 0.5},
+            min_tokens=2,
+            include_stop=True,
+            logprobs=0,
+            prompt_logprobs=4,
+            cache_salt="mine",
+            request_id="r",
+        )
+        await stream.texts()
+        got = router.requests["r"].submission
+    assert (got.n, got.include_stop, got.cache_salt) == (3, True, "mine")
+    assert got.sampling == SamplingParams(
+        seed=got.sampling.seed,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias=((2, 0.5), (7, -100.0)),
+        min_tokens=2,
+        logprobs=0,
+        prompt_logprobs=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"json_schema": {"type": "object"}}, ("json_schema", ('{"type": "object"}',))),
+        ({"json_schema": "{}"}, ("json_schema", ("{}",))),
+        ({"regex": "a+"}, ("regex", ("a+",))),
+        ({"ebnf": 'root ::= "a"'}, ("ebnf", ('root ::= "a"',))),
+        ({"choice": ["yes", "no"]}, ("choice", ("yes", "no"))),
+        ({"choice": "yes"}, ("choice", ("yes",))),
+    ],
+)
+async def test_the_form_of_the_output_reaches_the_router(
+    option: GenerateOptions, expected: tuple[str, tuple[str, ...]]
+) -> None:
+    async with FakeRouter() as router, AsyncClient(router.address) as client:
+        await client.generate(PROMPT, request_id="r", **option).text()
+        grammar = router.requests["r"].submission.sampling.grammar
+    assert grammar is not None
+    assert (grammar.kind.value, grammar.texts) == expected
+
+
 async def test_a_client_keeps_its_requests_for_a_grace_unless_told_otherwise() -> None:
     async with FakeRouter() as router, AsyncClient(router.address) as client:
         await client.generate(PROMPT, request_id="r").text()
@@ -372,6 +508,10 @@ async def test_what_cannot_be_sent_is_refused_at_once() -> None:
         client.generate("\ud800")
     with pytest.raises(everlift.InvalidRequest, match="request_id"):
         client.generate("x", request_id="no spaces")
+    with pytest.raises(everlift.InvalidRequest, match="one form, not regex and choice"):
+        client.generate("x", regex="a", choice=["b"])
+    with pytest.raises(OutOfRange):
+        client.generate("x", logit_bias={-1: 0.5})
     with pytest.raises(TypeError, match="max_token"):
         client.generate("x", max_token=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="not bytes"):
@@ -389,10 +529,13 @@ async def test_the_blocking_client_does_all_of_this_too() -> None:
             assert stream.finish_reason is FinishReason.STOP
             assert stream.usage is not None
             assert stream.timing is not None
+            assert stream.finish_reasons == {0: FinishReason.STOP}
+            assert stream.prompt_logprobs == ()
             assert client.attach("a", 3).text() == " three four"
+            assert client.generate("x y", n=2).texts() == ["x y", "x y"]
             assert client.get_request("a").output_tokens == 5
             assert client.cancel("a").state == pb.REQUEST_STATE_FINISHED
-            assert client.status().completed == 1
+            assert client.status().completed == 2
             with pytest.raises(UnknownRequest):
                 client.attach("b").text()
         client.close()

@@ -53,7 +53,9 @@ class Gateway:
         leader.connect(name, self.heard.append)
 
     def enqueue(self, request_id: str, *, accepted: bool = False) -> None:
-        waiting = session_pb2.Waiting(request_id=request_id, prompt_tokens=3, accepted=accepted)
+        waiting = session_pb2.Waiting(
+            request_id=request_id, prompt_tokens=3, accepted=accepted, choices=1
+        )
         self.leader.receive(self.name, session_pb2.GatewayMessage(enqueue=[waiting]))
 
     def withdraw(self, request_id: str) -> None:

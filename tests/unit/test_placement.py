@@ -8,8 +8,8 @@ from router.admission.policy import Waiting
 CAPACITY = Capacity(max_num_seqs=2, num_blocks=100)
 
 
-def waiting(prefill_tokens: int = 10, avoid: str = "") -> Waiting:
-    return Waiting("r", "g", 0.0, prefill_tokens, max_tokens=10, avoid=avoid)
+def waiting(prefill_tokens: int = 10, avoid: str = "", choices: int = 1) -> Waiting:
+    return Waiting("r", "g", 0.0, prefill_tokens, max_tokens=10, avoid=avoid, choices=choices)
 
 
 def placement_of(**loads: Load) -> Placement:
@@ -49,6 +49,36 @@ def test_local_depth_bounds_what_a_full_worker_holds() -> None:
         assert placement.choose(waiting()) == "a"
         placement.reserve("a", epoch, waiting(), now=0.0)
     assert placement.choose(waiting()) is None
+
+
+def test_each_choice_takes_a_slot_and_few_may_wait_for_one() -> None:
+    placement = Placement(local_depth=2, max_pending_prefill=100, ack=1.0)
+    placement.join("a", Capacity(max_num_seqs=8, num_blocks=100))
+    placement.report("a", Load(1, num_running=3))
+    assert placement.choose(waiting(choices=7)) == "a"
+    assert placement.choose(waiting(choices=8)) is None
+    placement.reserve("a", 1, waiting(choices=4), now=0.0)
+    placement.reserve("a", 2, waiting(choices=2), now=0.0)
+    assert placement.choose(waiting()) is None
+    placement.acknowledge("a", 1)
+    assert placement.choose(waiting(choices=3)) == "a"
+    placement.expire(now=2.0)
+    assert placement.choose(waiting(choices=7)) == "a"
+
+
+def test_an_idle_worker_takes_more_choices_than_it_has_slots() -> None:
+    placement = placement_of(a=Load(1))
+    assert placement.choose(waiting(choices=128)) == "a"
+    placement.reserve("a", 1, waiting(choices=128), now=0.0)
+    assert placement.choose(waiting()) is None
+
+
+def test_choices_share_the_blocks_of_their_prompt_and_need_one_each_beyond() -> None:
+    placement = Placement(local_depth=2, max_pending_prefill=1000, ack=1.0)
+    placement.join("a", Capacity(max_num_seqs=8, num_blocks=100))
+    placement.report("a", Load(1, num_running=1, blocks_used=96))
+    assert placement.choose(waiting(prefill_tokens=64, choices=3)) is None
+    assert placement.choose(waiting(prefill_tokens=64, choices=2)) == "a"
 
 
 def test_an_unacknowledged_dispatch_is_released_after_a_while() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -21,95 +21,13 @@ from everlift.errors import (
     RouterStopping,
     UnknownModel,
 )
-from everlift.messages import Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.config import RouterConfig
 from router.gateway.custody import Elsewhere
 from router.gateway.live import LiveRequest
-from router.gateway.model import ServedModel
-from router.gateway.requests import Requests
 from router.ledger.entry import Entry, State
 from router.ledger.memory import MemoryLedger
-
-CONFIG = RouterConfig(model="fake", grace=0.05, max_losses=2, max_queued=3)
-TERM = 5
-
-
-class RecordedWorkers:
-    def __init__(self) -> None:
-        self.started: list[session_pb2.Start] = []
-        self.aborted: list[int] = []
-        self.reachable = True
-
-    def start(self, worker_id: str, start: session_pb2.Start) -> bool:
-        if self.reachable:
-            self.started.append(start)
-        return self.reachable
-
-    def abort(self, worker_id: str, epoch: int) -> None:
-        self.aborted.append(epoch)
-
-
-class RecordedLine:
-    def __init__(self) -> None:
-        self.queued = 0
-        self.enqueued: list[session_pb2.Waiting] = []
-        self.withdrawn: list[str] = []
-
-    def enqueue(self, waiting: session_pb2.Waiting) -> None:
-        self.enqueued.append(waiting)
-
-    def withdraw(self, request_id: str) -> None:
-        self.withdrawn.append(request_id)
-
-
-class Gateway:
-    """One gateway with everything around it in reach."""
-
-    def __init__(self, ledger: MemoryLedger, name: str = "gateway") -> None:
-        self.ledger = ledger
-        self.name = name
-        self.workers = RecordedWorkers()
-        self.line = RecordedLine()
-        self.requests = Requests(
-            CONFIG, name, ledger, ServedModel.load("fake"), self.workers, self.line
-        )
-        self.epochs = iter(range(100, 1000))
-
-    async def submit(self, timeout_s: float | None = None, **fields: object) -> LiveRequest:
-        message = pb.GenerateRequest(**{"text": "hi", "request_id": "r", "max_tokens": 8} | fields)
-        submission = Submission.from_proto(message, request_id="made", seed=1)
-        return await self.requests.submit(submission, timeout_s)
-
-    async def dispatch(self, request_id: str = "r", worker_id: str = "w") -> int:
-        epoch = next(self.epochs)
-        entry = await self.ledger.dispatch(request_id, worker_id, epoch, TERM)
-        self.requests.dispatched(
-            session_pb2.Dispatched(
-                request_id=request_id, worker_id=worker_id, epoch=epoch, attempt=entry.attempts
-            )
-        )
-        return epoch
-
-    def make(
-        self,
-        epoch: int,
-        offset: int,
-        text: str,
-        stop: session_pb2.StopCause = session_pb2.STOP_CAUSE_UNSPECIFIED,
-    ) -> None:
-        self.requests.attempts.progress(
-            "w",
-            session_pb2.Progress(epoch=epoch, offset=offset, token_ids=text.encode(), stop=stop),
-        )
-
-    async def stored(self, request_id: str = "r") -> tuple[State, bytes]:
-        stored = await self.ledger.read(request_id)
-        return stored.entry.state, bytes(stored.tokens)
-
-    async def read(self, live: LiveRequest, offset: int = 0) -> list[pb.GenerateResponse]:
-        return [piece async for piece in self.requests.stream(live, offset)]
+from tests.gateway_support import CONFIG, TERM, Gateway, texts, until
 
 
 @pytest.fixture
@@ -127,16 +45,6 @@ async def gateway(ledger: MemoryLedger) -> AsyncIterator[Gateway]:
     yield gateway
     await gateway.requests.stop(0.0)
     run.cancel()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-def texts(pieces: list[pb.GenerateResponse]) -> str:
-    return "".join(piece.text for piece in pieces)
 
 
 async def test_tokens_pass_from_worker_to_ledger_to_client(gateway: Gateway) -> None:
@@ -164,7 +72,7 @@ async def test_a_stop_string_cuts_before_the_append(gateway: Gateway) -> None:
     assert texts(pieces) == "ab"
     assert pieces[-1].usage.output_tokens == 5
     assert await gateway.stored() == (State.FINISHED, b"abEND")
-    assert gateway.workers.aborted == [epoch]
+    assert gateway.workers.aborted == [(epoch, (0,))]
 
 
 async def test_a_lost_worker_costs_no_token_and_repeats_none(gateway: Gateway) -> None:
@@ -177,7 +85,7 @@ async def test_a_lost_worker_costs_no_token_and_repeats_none(gateway: Gateway) -
     assert again.arrived == before.arrived
     assert again.prompt_tokens == 5
     gateway.make(first, 3, "LATE")
-    assert gateway.workers.aborted == [first]
+    assert gateway.workers.aborted == [(first, (0,))]
     second = await gateway.dispatch(worker_id="other")
     assert bytes(gateway.workers.started[-1].output_ids) == b"abc"
     gateway.make(second, 3, "de", session_pb2.STOP_CAUSE_EOS)
@@ -192,7 +100,7 @@ async def test_repeated_tokens_are_dropped_and_a_gap_costs_the_attempt(gateway: 
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "abc")
     gateway.make(epoch, 1, "bcd")
-    await until(lambda: live.stored == 4)
+    await until(lambda: live.choices[0].stored == 4)
     gateway.make(epoch, 5, "f")
     await until(lambda: len(gateway.line.enqueued) == 2)
     assert await gateway.stored() == (State.QUEUED, b"abcd")
@@ -221,11 +129,11 @@ async def test_what_a_draining_worker_gives_back_is_not_a_loss(gateway: Gateway)
 async def test_a_plain_clients_disconnect_cancels_and_frees_the_worker(gateway: Gateway) -> None:
     live = await gateway.submit()
     epoch = await gateway.dispatch()
-    stream = gateway.requests.stream(live, 0)
+    stream = gateway.requests.stream(live)
     await anext(stream)
     await stream.aclose()
     await until(lambda: live.is_over)
-    assert gateway.workers.aborted == [epoch]
+    assert gateway.workers.aborted == [(epoch, ())]
     assert (await gateway.stored())[0] is State.CANCELLED
 
 
@@ -251,7 +159,7 @@ async def test_continue_goes_on_without_a_client(gateway: Gateway) -> None:
 
 
 async def _leave(gateway: Gateway, live: LiveRequest) -> None:
-    stream = gateway.requests.stream(live, 0)
+    stream = gateway.requests.stream(live)
     await anext(stream)
     await stream.aclose()
 
@@ -264,7 +172,7 @@ async def test_the_deadline_ends_a_request_wherever_it_is(gateway: Gateway) -> N
         with pytest.raises(DeadlineExceeded):
             await gateway.read(live)
     assert gateway.line.withdrawn == ["waits"]
-    assert gateway.workers.aborted == [epoch]
+    assert gateway.workers.aborted == [(epoch, ())]
     assert (await gateway.stored("runs"))[0] is State.EXPIRED
 
 
@@ -287,18 +195,20 @@ async def test_attach_goes_on_at_any_offset_live_and_ended(gateway: Gateway) -> 
     live = await gateway.submit(stop=["#"], max_tokens=20)
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "caf\u00e9 au")
-    await until(lambda: live.stored == 8)
+    await until(lambda: live.choices[0].stored == 8)
     running = [
-        asyncio.create_task(gateway.read(await gateway.requests.attach("r", offset), offset))
+        asyncio.create_task(gateway.read(await gateway.requests.attach("r", [offset]), offset))
         for offset in range(9)
     ]
     with pytest.raises(OffsetOutOfRange):
-        await gateway.requests.attach("r", 9)
+        await gateway.requests.attach("r", [9])
     gateway.make(epoch, 8, " lait", session_pb2.STOP_CAUSE_EOS)
     whole = texts(await gateway.read(live))
     assert whole == "caf\u00e9 au lait"
     live_texts = [texts(await task) for task in running]
-    ended = [texts(await gateway.read(await gateway.requests.attach("r", k), k)) for k in range(9)]
+    ended = [
+        texts(await gateway.read(await gateway.requests.attach("r", [k]), k)) for k in range(9)
+    ]
     assert live_texts == ended
     # Half a character has no text: offset 4 stands between the two bytes of the accent.
     expected = [whole[k:] for k in range(4)] + [whole[3:]] + [whole[k - 1 :] for k in range(5, 9)]
@@ -311,14 +221,14 @@ async def test_a_dead_gateways_request_goes_on_where_a_client_attaches(
     live = await gateway.submit()
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "abc")
-    await until(lambda: live.stored == 3)
+    await until(lambda: live.choices[0].stored == 3)
     other = Gateway(ledger, "other")
     run = asyncio.create_task(other.requests.attempts.run())
     with pytest.raises(Elsewhere) as elsewhere:
-        await other.requests.attach("r", 3)
+        await other.requests.attach("r", [3])
     assert elsewhere.value.address == "here:1"
     await ledger.leave("gateway")
-    adopted = await other.requests.attach("r", 3)
+    adopted = await other.requests.attach("r", [3])
     assert [w.prompt_tokens for w in other.line.enqueued] == [5]
     gateway.make(epoch, 3, "LATE")
     with pytest.raises(EverliftError, match="attach again"):
@@ -350,10 +260,10 @@ async def test_a_ledger_that_lost_its_last_second_is_told_again(
     live = await gateway.submit()
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "abcd")
-    await until(lambda: live.stored == 4)
+    await until(lambda: live.choices[0].stored == 4)
     record = ledger._records["r"]
-    del record.tokens[1:]
-    record.entry = replace(record.entry, num_tokens=1)
+    del record.choices[0].tokens[1:]
+    record.entry = replace(record.entry, num_tokens=(1,))
     gateway.make(epoch, 4, "e")
     gateway.make(epoch, 5, "f", session_pb2.STOP_CAUSE_EOS)
     assert texts(await gateway.read(live)) == "abcdef"
@@ -409,7 +319,7 @@ async def test_what_finished_elsewhere_is_not_passed_off_as_complete(
     live = await gateway.submit()
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "ab")
-    await until(lambda: live.stored == 2)
+    await until(lambda: live.choices[0].stored == 2)
     await ledger.leave("gateway")
     other = Gateway(ledger, "other")
     run = asyncio.create_task(other.requests.attempts.run())
@@ -445,7 +355,7 @@ async def test_a_request_ends_although_who_asked_for_it_is_gone() -> None:
     live = await gateway.submit()
     epoch = await gateway.dispatch()
     asked = asyncio.create_task(gateway.requests.cancel("r"))
-    await until(lambda: gateway.workers.aborted == [epoch])
+    await until(lambda: gateway.workers.aborted == [(epoch, ())])
     asked.cancel()
     ledger.let.set()
     await until(lambda: live.is_over)

@@ -1,10 +1,11 @@
 """Incremental text and stop strings, with a tokenizer of one token a byte."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from everlift.text import StopMatcher, TextState
+from everlift.text import StopMatcher, Stops, TextState
 
 SPECIAL = 256
 
@@ -19,8 +20,8 @@ class Bytes:
         return token_id < SPECIAL
 
 
-def pieces(data: bytes, *stop: str) -> list[str]:
-    state = TextState(Bytes(), stop)
+def pieces(data: bytes, *stop: str, **stops: Any) -> list[str]:
+    state = TextState(Bytes(), Stops(stop, **stops))
     return [*(state.push(byte) for byte in data), state.finish()]
 
 
@@ -81,7 +82,7 @@ def test_tokens_without_text_do_not_hide_that_others_came_before() -> None:
 
 
 def test_text_ends_before_the_stop_string() -> None:
-    state = TextState(Bytes(), ("END",))
+    state = TextState(Bytes(), Stops(("END",)))
     assert [state.push(byte) for byte in b"a EN"] == ["a", " ", "", ""]
     assert not state.stopped
     assert state.push(ord("D")) == ""
@@ -130,3 +131,47 @@ def test_a_stop_string_inside_one_piece_is_found() -> None:
 def test_nothing_comes_after_the_stop_string() -> None:
     matcher = StopMatcher(["b"])
     assert [matcher.feed("ab"), matcher.feed("c"), matcher.finish()] == ["a", "", ""]
+
+
+def test_what_ends_the_text_is_in_it_if_that_is_asked_for() -> None:
+    assert pieces(b"aENDx", "END", is_included=True) == ["a", "", "", "END", "", ""]
+    token = {"token_ids": frozenset(b"#")}
+    assert pieces(b"ab#", **token) == ["a", "b", "", ""]
+    assert pieces(b"ab#", **token, is_included=True) == ["a", "b", "#", ""]
+
+
+def test_a_stop_token_releases_nothing_and_completes_nothing() -> None:
+    stops = Stops(("E#",), frozenset(b"#"))
+    state = TextState(Bytes(), stops)
+    assert [state.push(byte) for byte in b"aE#"] == ["a", "", ""]
+    assert not state.stopped
+    assert state.finish() == "E"
+    included = TextState(Bytes(), Stops(stops.strings, stops.token_ids, is_included=True))
+    assert [included.push(byte) for byte in b"aE#"] == ["a", "", "E#"]
+    assert included.stopped
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, "a"), (3, "a"), (4, "aXYb"), (6, "aXYb"), (7, "aXYbXY")]
+)
+def test_a_stop_string_counts_when_there_are_enough_tokens(min_tokens: int, text: str) -> None:
+    assert "".join(pieces(b"aXYbXY", "XY", min_tokens=min_tokens)) == text
+
+
+def test_a_stop_string_may_begin_before_it_counts() -> None:
+    state = TextState(Bytes(), Stops(("ABCD",), min_tokens=4))
+    assert [state.push(byte) for byte in b"ABCD"] == [""] * 4
+    assert state.stopped
+
+
+def test_a_completed_stop_string_that_does_not_count_is_not_held_back() -> None:
+    state = TextState(Bytes(), Stops(("AB", "ABC"), min_tokens=3))
+    assert [state.push(byte) for byte in b"AB"] == ["", ""]
+    state = TextState(Bytes(), Stops(("AB",), min_tokens=9))
+    assert [state.push(byte) for byte in b"ABAB"] == ["", "AB", "", "AB"]
+
+
+def test_a_stop_token_is_text_while_there_are_too_few_tokens() -> None:
+    stops = {"token_ids": frozenset(b"#")}
+    assert "".join(pieces(b"##ab#", **stops, min_tokens=4)) == "##ab"
+    assert "".join(pieces(b"##ab#", **stops, min_tokens=5)) == "##ab#"

@@ -316,6 +316,9 @@ class GenerateRequest(google.protobuf.message.Message):
     ON_DISCONNECT_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     N_FIELD_NUMBER: builtins.int
+    BEST_OF_FIELD_NUMBER: builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: the model that the cluster serves"""
     text: builtins.str
@@ -328,14 +331,20 @@ class GenerateRequest(google.protobuf.message.Message):
     timeout_ms: builtins.int
     """Counted from arrival; a gRPC deadline that comes earlier holds as well."""
     n: builtins.int
-    """choices; 0 and 1 mean one"""
+    """choices, up to 128; 0 and 1 mean one"""
+    best_of: builtins.int
+    """Above n it is refused: a best-of holds all outputs back until the last one has finished."""
+    include_stop: builtins.bool
+    """the text ends after the stop string or stop token, and not before it"""
+    cache_salt: builtins.str
+    """KV blocks are shared between requests of the same salt alone. At most 128 bytes."""
     @property
     def tokens(self) -> Global___TokenIds: ...
     @property
     def sampling(self) -> Global___Sampling: ...
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """stop strings; the output ends before the first of them"""
+        """stop strings; the text ends before the first of them"""
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -354,9 +363,12 @@ class GenerateRequest(google.protobuf.message.Message):
         on_disconnect: Global___OnDisconnect.ValueType = ...,
         timeout_ms: builtins.int | None = ...,
         n: builtins.int = ...,
+        best_of: builtins.int = ...,
+        include_stop: builtins.bool = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_timeout_ms", b"_timeout_ms", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_timeout_ms", b"_timeout_ms", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_timeout_ms", b"_timeout_ms", "best_of", b"best_of", "cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload
@@ -371,17 +383,19 @@ class AttachRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
-    FROM_OFFSET_FIELD_NUMBER: builtins.int
+    FROM_OFFSETS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    from_offset: builtins.int
-    """the first token offset that the client has not seen"""
+    @property
+    def from_offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """By choice, the first token offset that the client has not seen; 0 where none is given."""
+
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
-        from_offset: builtins.int = ...,
+        from_offsets: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_offset", b"from_offset", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_offsets", b"from_offsets", "request_id", b"request_id"]) -> None: ...
 
 Global___AttachRequest: typing_extensions.TypeAlias = AttachRequest
 
@@ -439,8 +453,9 @@ Global___Timing: typing_extensions.TypeAlias = Timing
 
 @typing.final
 class GenerateResponse(google.protobuf.message.Message):
-    """One piece of a stream. The first one carries no tokens and comes as soon as the request is in the
-    ledger. Offsets of a choice are contiguous: the next piece starts at offset + len(token_ids).
+    """One piece of a stream, with tokens of one choice. The first one carries no tokens and comes as soon
+    as the request is in the ledger. Offsets of a choice are contiguous: its next piece starts at
+    offset + len(token_ids).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -455,6 +470,8 @@ class GenerateResponse(google.protobuf.message.Message):
     FINISH_REASON_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
     TIMING_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     choice: builtins.int
     offset: builtins.int
@@ -466,13 +483,27 @@ class GenerateResponse(google.protobuf.message.Message):
     unledgered: builtins.bool
     """delivered while the ledger was away"""
     finish_reason: Global___FinishReason.ValueType
-    """set on the last piece only, with usage and timing"""
+    """set on the last piece of each choice"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> Global___Usage:
+        """set on the last piece of the stream, and of all choices together"""
+
     @property
-    def timing(self) -> Global___Timing: ...
+    def timing(self) -> Global___Timing:
+        """set with usage"""
+
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """of token_ids, if asked for"""
+
+    @property
+    def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """Of the prompt's tokens from its second one on, if asked for: all of them, with the tokens at
+        offset 0 of choice 0.
+        """
+
     def __init__(
         self,
         *,
@@ -486,9 +517,11 @@ class GenerateResponse(google.protobuf.message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
         timing: Global___Timing | None = ...,
+        logprobs: collections.abc.Iterable[Global___TokenLogprobs] | None = ...,
+        prompt_logprobs: collections.abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["timing", b"timing", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "finish_reason", b"finish_reason", "offset", b"offset", "request_id", b"request_id", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "unledgered", b"unledgered", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "unledgered", b"unledgered", "usage", b"usage"]) -> None: ...
 
 Global___GenerateResponse: typing_extensions.TypeAlias = GenerateResponse
 
@@ -548,7 +581,7 @@ class GetRequestResponse(google.protobuf.message.Message):
     WORKER_ID_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
-    FINISH_REASON_FIELD_NUMBER: builtins.int
+    FINISH_REASONS_FIELD_NUMBER: builtins.int
     ERROR_SLUG_FIELD_NUMBER: builtins.int
     ERROR_MESSAGE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
@@ -559,10 +592,14 @@ class GetRequestResponse(google.protobuf.message.Message):
     """while it runs"""
     prompt_tokens: builtins.int
     output_tokens: builtins.int
-    finish_reason: Global___FinishReason.ValueType
+    """of all choices"""
     error_slug: builtins.str
     """while FAILED, CANCELLED or EXPIRED: the cause"""
     error_message: builtins.str
+    @property
+    def finish_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]:
+        """by choice; unspecified for one that goes on"""
+
     def __init__(
         self,
         *,
@@ -573,11 +610,11 @@ class GetRequestResponse(google.protobuf.message.Message):
         worker_id: builtins.str = ...,
         prompt_tokens: builtins.int = ...,
         output_tokens: builtins.int = ...,
-        finish_reason: Global___FinishReason.ValueType = ...,
+        finish_reasons: collections.abc.Iterable[Global___FinishReason.ValueType] | None = ...,
         error_slug: builtins.str = ...,
         error_message: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "error_message", b"error_message", "error_slug", b"error_slug", "finish_reason", b"finish_reason", "model", b"model", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "error_message", b"error_message", "error_slug", b"error_slug", "finish_reasons", b"finish_reasons", "model", b"model", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "worker_id", b"worker_id"]) -> None: ...
 
 Global___GetRequestResponse: typing_extensions.TypeAlias = GetRequestResponse
 
@@ -610,6 +647,7 @@ class WorkerStatus(google.protobuf.message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     address: builtins.str
     pid: builtins.int
@@ -625,6 +663,8 @@ class WorkerStatus(google.protobuf.message.Message):
     """since the worker started"""
     step: builtins.int
     tensor_parallel: builtins.int
+    max_num_seqs: builtins.int
+    """batch slots"""
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RunningSequence]: ...
     @property
@@ -647,9 +687,10 @@ class WorkerStatus(google.protobuf.message.Message):
         tensor_parallel: builtins.int = ...,
         running: collections.abc.Iterable[Global___RunningSequence] | None = ...,
         counters: Global___EngineCounters | None = ...,
+        max_num_seqs: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "step", b"step", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "max_num_seqs", b"max_num_seqs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "step", b"step", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus
 

@@ -35,6 +35,8 @@ class StoredRequest(google.protobuf.message.Message):
     DEADLINE_FIELD_NUMBER: builtins.int
     BODY_HASH_FIELD_NUMBER: builtins.int
     SALT_FIELD_NUMBER: builtins.int
+    N_FIELD_NUMBER: builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     model: builtins.str
     fingerprint: builtins.str
@@ -44,6 +46,8 @@ class StoredRequest(google.protobuf.message.Message):
     """ledger time in seconds"""
     body_hash: builtins.bytes
     salt: builtins.bytes
+    n: builtins.int
+    include_stop: builtins.bool
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -69,9 +73,11 @@ class StoredRequest(google.protobuf.message.Message):
         deadline: builtins.float | None = ...,
         body_hash: builtins.bytes = ...,
         salt: builtins.bytes = ...,
+        n: builtins.int = ...,
+        include_stop: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_deadline", b"_deadline", "deadline", b"deadline", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "body_hash", b"body_hash", "deadline", b"deadline", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "model", b"model", "on_disconnect", b"on_disconnect", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "body_hash", b"body_hash", "deadline", b"deadline", "fingerprint", b"fingerprint", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_deadline", b"_deadline"]) -> typing.Literal["deadline"] | None: ...
 
 Global___StoredRequest: typing_extensions.TypeAlias = StoredRequest

@@ -473,19 +473,22 @@ class Waiting(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     ACCEPTED_FIELD_NUMBER: builtins.int
     AVOID_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """ledger time in seconds; the key under which it queues, kept over requeues"""
     prompt_tokens: builtins.int
-    """tokens to prefill: prompt and output so far"""
+    """tokens to prefill: the prompt, once, and the unfinished choices' outputs"""
     max_tokens: builtins.int
-    """still to come at most"""
+    """still to come at most, of all choices"""
     attempt: builtins.int
     """the last one that ended"""
     accepted: builtins.bool
     """it has been told before, or has run: it is not refused any more"""
     avoid: builtins.str
     """a worker that its gateway could not reach"""
+    choices: builtins.int
+    """unfinished ones, each for a slot of its own"""
     def __init__(
         self,
         *,
@@ -496,8 +499,9 @@ class Waiting(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         accepted: builtins.bool = ...,
         avoid: builtins.str = ...,
+        choices: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 

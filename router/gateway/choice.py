@@ -1,0 +1,105 @@
+"""One choice of a live request: what came, what the ledger has, what clients may see. Pure."""
+
+from __future__ import annotations
+
+from everlift.messages import FinishReason
+from everlift.v1 import inference_pb2 as pb
+from router.gateway.output import Output
+
+
+class Choice:
+    """Three counts of tokens, each at most the one before: ``len(output)`` came from workers,
+    ``stored`` are in the ledger, and ``readable`` may be seen by clients: what is stored, or more
+    while the ledger is away and deliveries are marked.
+    """
+
+    def __init__(
+        self, request_id: str, index: int, output: Output, finish_reason: FinishReason | None
+    ) -> None:
+        """``output`` and its end are what the ledger has."""
+        self.request_id = request_id
+        self.index = index
+        self.output = output
+        self.stored = self.readable = len(output)
+        #: how it ended; its last tokens may still be on their way into the ledger
+        self.finish_reason = finish_reason
+        #: its end is in the ledger
+        self.is_complete = False
+        self._epochs: list[tuple[int, int]] = [(0, 0)]
+        self._unledgered_from: int | None = None
+        if finish_reason:
+            self.complete()
+
+    @property
+    def is_stored(self) -> bool:
+        """The ledger has all that came so far."""
+        has_end = self.is_complete or not self.finish_reason
+        return has_end and self.stored >= len(self.output)
+
+    # what happens to it
+
+    def begin(self, epoch: int) -> None:
+        """A worker gets it, under a fresh epoch."""
+        self._epochs.append((len(self.output), epoch))
+
+    def mark_stored(self, count: int) -> bool:
+        """The first ``count`` tokens are in the ledger. Answers whether more can be read."""
+        if count > self.stored:
+            self.stored = count
+        if self.stored >= self.readable:
+            self._unledgered_from = None
+        return self._make_readable(self.stored)
+
+    def mark_unledgered(self) -> bool:
+        """All tokens may be seen although the ledger is away. Answers whether that is more."""
+        if len(self.output) > self.stored and self._unledgered_from is None:
+            self._unledgered_from = self.stored
+        return self._make_readable(len(self.output))
+
+    def _make_readable(self, count: int) -> bool:
+        if count <= self.readable:
+            return False
+        self.readable = count
+        return True
+
+    def complete(self) -> None:
+        """Its end is in the ledger, with all its tokens."""
+        assert self.finish_reason is not None
+        if not self.is_complete:
+            self.is_complete = True
+            self.output.finish()
+
+    # what it looks like outside
+
+    def is_readable_from(self, offset: int) -> bool:
+        """There is a token there, or the end."""
+        return offset < self.readable or self.is_complete
+
+    def piece(self, offset: int) -> pb.GenerateResponse:
+        """What can be read from ``offset`` on, up to the next change of epoch. At the end it has
+        the finish reason, with no token if need be."""
+        end, epoch = self._segment(offset)
+        piece = pb.GenerateResponse(
+            request_id=self.request_id,
+            choice=self.index,
+            offset=offset,
+            epoch=epoch,
+            token_ids=self.output.tokens[offset:end],
+            text=self.output.text(offset, end),
+            unledgered=self._unledgered_from is not None and end > self._unledgered_from,
+        )
+        if self.output.logprobs:
+            piece.logprobs.extend(it.to_proto() for it in self.output.logprobs[offset:end])
+        if self.is_complete and end == len(self.output):
+            assert self.finish_reason is not None
+            piece.text += self.output.tail
+            piece.finish_reason = self.finish_reason.value
+        return piece
+
+    def _segment(self, offset: int) -> tuple[int, int]:
+        end = self.readable
+        for start, epoch in reversed(self._epochs):
+            if start <= offset:
+                return end, epoch
+            end = min(end, start)
+        raise AssertionError("the first segment starts at 0")

@@ -1,0 +1,112 @@
+"""A gateway for tests: a recorded worker and a recorded queue around it, everything in reach."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from everlift.messages import Submission
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.config import RouterConfig
+from router.gateway.live import LiveRequest
+from router.gateway.model import ServedModel
+from router.gateway.requests import Requests
+from router.ledger.entry import State
+from router.ledger.memory import MemoryLedger
+
+CONFIG = RouterConfig(model="fake", grace=0.05, max_losses=2, max_queued=3)
+TERM = 5
+
+
+class RecordedWorkers:
+    def __init__(self) -> None:
+        self.started: list[session_pb2.Start] = []
+        self.aborted: list[tuple[int, tuple[int, ...]]] = []
+        self.reachable = True
+
+    def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
+        if self.reachable:
+            self.started.extend(starts)
+        return self.reachable
+
+    def abort(self, worker_id: str, epoch: int, choices: Sequence[int] = ()) -> None:
+        self.aborted.append((epoch, tuple(choices)))
+
+
+class RecordedLine:
+    def __init__(self) -> None:
+        self.queued = 0
+        self.enqueued: list[session_pb2.Waiting] = []
+        self.withdrawn: list[str] = []
+
+    def enqueue(self, waiting: session_pb2.Waiting) -> None:
+        self.enqueued.append(waiting)
+
+    def withdraw(self, request_id: str) -> None:
+        self.withdrawn.append(request_id)
+
+
+class Gateway:
+    """One gateway with everything around it in reach."""
+
+    def __init__(self, ledger: MemoryLedger, name: str = "gateway") -> None:
+        self.ledger = ledger
+        self.name = name
+        self.workers = RecordedWorkers()
+        self.line = RecordedLine()
+        self.requests = Requests(
+            CONFIG, name, ledger, ServedModel.load("fake"), self.workers, self.line
+        )
+        self.epochs = iter(range(100, 1000))
+
+    async def submit(self, timeout_s: float | None = None, **fields: object) -> LiveRequest:
+        message = pb.GenerateRequest(**{"text": "hi", "request_id": "r", "max_tokens": 8} | fields)
+        submission = Submission.from_proto(message, request_id="made", seed=1)
+        return await self.requests.submit(submission, timeout_s)
+
+    async def dispatch(self, request_id: str = "r", worker_id: str = "w") -> int:
+        epoch = next(self.epochs)
+        entry = await self.ledger.dispatch(request_id, worker_id, epoch, TERM)
+        self.requests.dispatched(
+            session_pb2.Dispatched(
+                request_id=request_id, worker_id=worker_id, epoch=epoch, attempt=entry.attempts
+            )
+        )
+        return epoch
+
+    def make(
+        self,
+        epoch: int,
+        offset: int,
+        text: str,
+        stop: session_pb2.StopCause = session_pb2.STOP_CAUSE_UNSPECIFIED,
+        **fields: object,
+    ) -> None:
+        self.requests.attempts.progress(
+            "w",
+            session_pb2.Progress(
+                epoch=epoch,
+                offset=offset,
+                token_ids=text.encode(),
+                stop=stop,
+                **fields,  # type: ignore[arg-type]
+            ),
+        )
+
+    async def stored(self, request_id: str = "r") -> tuple[State, bytes]:
+        stored = await self.ledger.read(request_id)
+        return stored.entry.state, bytes(stored.choices[0].tokens)
+
+    async def read(self, live: LiveRequest, *offsets: int) -> list[pb.GenerateResponse]:
+        return [piece async for piece in self.requests.stream(live, offsets)]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def texts(pieces: list[pb.GenerateResponse]) -> str:
+    return "".join(piece.text for piece in pieces)

@@ -1,0 +1,84 @@
+"""How the ledger's values become bytes and come back."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everlift.messages import FinishReason
+from everlift.sampling import TokenLogprobs
+from router.ledger import codec
+from router.ledger.entry import Append
+from tests.ledgers import make_request, scored
+
+FLOATS = st.floats(max_value=0.0, width=32)
+IDS = st.integers(0, 2**32 - 1)
+NUM_TOP = 3
+RECORDS = st.lists(
+    st.builds(
+        TokenLogprobs,
+        FLOATS,
+        IDS,
+        st.lists(st.tuples(IDS, FLOATS), min_size=NUM_TOP, max_size=NUM_TOP).map(tuple),
+    ),
+    max_size=5,
+).map(tuple)
+
+
+@given(RECORDS)
+def test_log_probabilities_come_back_as_they_were(logprobs: tuple[TokenLogprobs, ...]) -> None:
+    data = codec.pack_logprobs(logprobs)
+    assert codec.unpack_logprobs(data, NUM_TOP) == logprobs
+    # Records of one size, so that bytes can be cut at any token.
+    assert len(data) == len(logprobs) * (8 + 8 * NUM_TOP)
+
+
+def test_a_record_is_little_endian_whatever_the_machine_is() -> None:
+    [it] = scored(-0.5, num_top=1)
+    assert codec.pack_logprobs([it]) == struct.pack("<fIIf", -0.5, 1, 2**32 - 1, -0.5)
+
+
+def test_records_of_several_sizes_cannot_be_packed() -> None:
+    with pytest.raises(struct.error):
+        codec.pack_logprobs([*scored(-1.0, num_top=1), *scored(-1.0, num_top=2)])
+
+
+def test_an_append_of_tokens_alone_is_five_fields() -> None:
+    fields = codec.append_fields(Append("r", 7, 3, (1, 2)))
+    assert fields == ["r", 7, 3, b"\x01\0\0\0\x02\0\0\0", ""]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"choice": 1},
+        {"finish_reason": FinishReason.STOP},
+        {"logprobs": scored(-1.0)},
+        {"prompt_logprobs": scored(-1.0)},
+    ],
+)
+def test_whatever_else_an_append_has_makes_it_nine(more: dict[str, object]) -> None:
+    fields = codec.append_fields(Append("r", 7, 3, (1,), **more))  # type: ignore[arg-type]
+    assert (len(fields), fields[4]) == (9, "more")
+
+
+def test_every_way_to_finish_has_its_letter() -> None:
+    letters = {
+        codec.append_fields(Append("r", 7, 3, (), finish_reason=reason))[6]
+        for reason in FinishReason
+    }
+    assert len(letters) == len(FinishReason)
+    assert "-" not in letters
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, False), ({"logprobs": 0}, True), ({"prompt_logprobs": 0}, True)],
+)
+def test_keys_are_made_for_the_log_probabilities_that_are_asked_for(
+    options: dict[str, int], expected: bool
+) -> None:
+    assert codec.has_logprobs(make_request(**options)) is expected  # type: ignore[arg-type]
