@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,20 +15,20 @@ from rich.live import Live
 from rich.markup import escape
 
 from cluster import config as configuration
-from cluster import endpoint, serving
-from cluster.config import ADDRESS_VARIABLE
+from cluster import generate, serving
+from cluster.batch import command as batching
+from cluster.connection import Address, connected
 from cluster.demo import demonstrate
-from cluster.errors import ClusterFailed
+from cluster.errors import BatchFailed, ClusterFailed
 from cluster.status_view import Rates, show
-from everlift import AsyncClient, EverliftError, GenerateOptions, Stream, Unreachable
+from everlift import EverliftError, Stream
 from everlift.settings import SettingsError
 from everlift.v1 import inference_pb2 as pb
-from router.config import RouterConfig
 from router.ledger.config import LedgerSetupError
 
 _REFRESH_S = 0.5
 #: What the caller can act on. Anything else is our mistake, and shows its traceback.
-_EXPLAINED = (EverliftError, SettingsError, LedgerSetupError, ClusterFailed, OSError)
+_EXPLAINED = (EverliftError, SettingsError, LedgerSetupError, ClusterFailed, BatchFailed, OSError)
 
 
 class _Commands(typer.core.TyperGroup):
@@ -53,14 +51,6 @@ app = typer.Typer(
     help="Serves large language models on a cluster; no request is lost.",
 )
 
-Address = Annotated[
-    str | None,
-    typer.Option(
-        envvar=ADDRESS_VARIABLE,
-        metavar="HOST:PORT",
-        help="The router; several separated by commas. Default: the cluster on this machine.",
-    ),
-]
 RequestId = Annotated[str, typer.Argument(metavar="ID", help="The request's id.")]
 
 
@@ -70,6 +60,7 @@ RequestId = Annotated[str, typer.Argument(metavar="ID", help="The request's id."
 
 - `everlift up` serves the demo model
 - `everlift up --model ~/models/llama --workers 2 --tensor-parallel 2`
+- `everlift up --model Qwen/Qwen3-0.6B` downloads what it serves
 - `everlift up --no-ray --set router.port=0 --set ledger.url=redis://10.0.0.5`
 - `EVERLIFT_WORKER__MAX_NUM_SEQS=64 everlift up --config cluster.yaml`
 """
@@ -78,8 +69,16 @@ def up(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help='Hugging Face directory, or "fake". Default: the demo\'s.'
+            metavar="MODEL",
+            help='Hugging Face directory, hub id (org/name), or "fake". Default: the demo\'s.',
         ),
+    ] = None,
+    model_revision: Annotated[
+        str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a hub id.")
+    ] = None,
+    load_format: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="auto, or dummy for weights that are pseudo-random."),
     ] = None,
     workers: Annotated[int | None, typer.Option(metavar="N", help="How many workers.")] = None,
     tensor_parallel: Annotated[
@@ -93,51 +92,16 @@ def up(
     ] = None,
 ) -> None:
     """Serve on this machine until Ctrl-C."""
+    worker = _given(tensor_parallel=tensor_parallel, load_format=load_format)
     options = _given(
-        model=model, num_workers=workers, worker=_given(tensor_parallel=tensor_parallel) or None
+        model=model, model_revision=model_revision, num_workers=workers, worker=worker or None
     )
     loaded = configuration.load(config, os.environ, assignments or (), options)
     asyncio.run(serving.serve(loaded, Console(highlight=False), with_ray=not no_ray))
 
 
-@app.command(
-    epilog="""
-**Examples**
-
-- `everlift generate "count from 17 to 30:" --temperature 0`
-- `everlift generate "Once" --max-tokens 50 --stop "." --seed 7`
-"""
-)
-def generate(
-    prompt: str,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Only the K likeliest tokens.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Only tokens so likely as the best.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same output.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="The output ends before this text. Repeatable.")
-    ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds until it fails.")] = None,
-    request_id: Annotated[
-        str | None, typer.Option(help="The same id again is the same request.")
-    ] = None,
-    address: Address = None,
-) -> None:
-    """Stream the continuation of a prompt. Ctrl-C cancels it."""
-    options: GenerateOptions = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-        "stop": stop or (),
-        "timeout_s": timeout,
-        "request_id": request_id,
-    }
-    asyncio.run(_generate(address, prompt, options))
+app.command(epilog=generate.EXAMPLES)(generate.generate)
+app.command(epilog=batching.EXAMPLES)(batching.batch)
 
 
 @app.command(epilog="**Example:** `everlift attach 3f2a… --from-offset 100`")
@@ -192,13 +156,8 @@ def main() -> None:
     app()
 
 
-async def _generate(address: str | None, prompt: str, options: GenerateOptions) -> None:
-    async with _client(address) as client, client.generate(prompt, **options) as stream:
-        await _print(stream)
-
-
 async def _attach(address: str | None, request_id: str, from_offset: int) -> None:
-    async with _client(address) as client, client.attach(request_id, from_offset) as stream:
+    async with connected(address) as client, client.attach(request_id, from_offset) as stream:
         await _print(stream)
 
 
@@ -215,47 +174,24 @@ async def _print(stream: Stream) -> None:
 
 
 async def _cancel(address: str | None, request_id: str) -> None:
-    async with _client(address) as client:
+    async with connected(address) as client:
         response = await client.cancel(request_id)
     state = pb.RequestState.Name(response.state).removeprefix("REQUEST_STATE_")
     typer.echo(state.lower())
 
 
 async def _status(address: str | None) -> None:
-    async with _client(address) as client:
+    async with connected(address) as client:
         Console().print(show(await client.status()))
 
 
 async def _watch(address: str | None) -> None:
     rates = Rates()
-    async with _client(address) as client:
+    async with connected(address) as client:
         with Live(console=Console()) as live:
             while True:
                 live.update(show(await client.status(), rates, time.monotonic()))
                 await asyncio.sleep(_REFRESH_S)
-
-
-@asynccontextmanager
-async def _client(address: str | None) -> AsyncIterator[AsyncClient]:
-    """A client of a cluster that answers. Raises Unreachable with advice."""
-    addresses = _addresses(address)
-    async with AsyncClient(addresses) as client:
-        try:
-            await client.status()
-        except Unreachable:
-            place = ", ".join(addresses)
-            raise Unreachable(
-                f"no cluster answers at {place}: start one with `everlift up`"
-            ) from None
-        yield client
-
-
-def _addresses(given: str | None) -> list[str]:
-    if given:
-        return given.split(",")
-    defaults = RouterConfig()
-    state_dir = configuration.load(None, os.environ).state_dir
-    return endpoint.find(state_dir) or [f"{defaults.host}:{defaults.port}"]
 
 
 def _given(**options: object) -> dict[str, object]:

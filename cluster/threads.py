@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from cluster.config import Config
+
+_WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
 def threads_per_rank(config: Config, cores: int) -> int:
@@ -13,4 +17,9 @@ def threads_per_rank(config: Config, cores: int) -> int:
 
 def rank_environment(threads: int) -> dict[str, str]:
     """A waiting OpenMP thread that spins would take the cores of everybody else there."""
-    return {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
+    return {_WAIT_POLICY: "PASSIVE", "OMP_NUM_THREADS": str(threads)}
+
+
+def wait_passively() -> None:
+    """The same for a rank in this process. Who has set it, or imported torch, has decided."""
+    os.environ.setdefault(_WAIT_POLICY, "PASSIVE")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster import endpoint
-from cluster.config import Config
+from cluster.config import DEMO_MODEL, Config
 from cluster.processes import ProcessCluster
 from router.config import RouterConfig
 
@@ -59,6 +59,14 @@ async def test_the_python_example_runs(environment: dict[str, str]) -> None:
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     script = f"import asyncio\nasync def main():\n{lines}\nasyncio.run(main())"
     assert await output(environment, "-c", script) == " 17 18 19 20 21 22 23 24 25 26 27 28 29 30"
+
+
+async def test_the_example_without_a_cluster_runs() -> None:
+    example = re.search(r"```python\n(.*?)```", (ROOT / "cluster" / "README.md").read_text(), re.S)
+    assert example is not None
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
+    body = example[1].replace("cluster/demo_model", str(DEMO_MODEL))
+    assert await output(environment, "-c", body) == " 42\n 5 4 3 2 1\n"
 
 
 @pytest.mark.parametrize("target", re.findall(r"^    make ([a-z-]+)", README, re.MULTILINE))

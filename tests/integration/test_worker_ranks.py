@@ -139,7 +139,7 @@ async def router_is_cut_off(router: Router) -> None:
 
 
 async def test_rank_1_ends_when_rank_0_is_gone() -> None:
-    listener = StepLogListener("127.0.0.1", "fake 0 0")
+    listener = StepLogListener("127.0.0.1", "fake 0 0 0")
     process = await child(listener.address)
     writer = await asyncio.to_thread(listener.accept, 2, 10.0)
     assert await said(process) == "ready"
@@ -160,7 +160,7 @@ async def test_ranks_that_disagree_end_loudly() -> None:
 
 
 async def test_a_rank_dies_with_the_process_that_started_it() -> None:
-    listener = StepLogListener("127.0.0.1", "fake 0 0")
+    listener = StepLogListener("127.0.0.1", "fake 0 0 0")
     middle = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", MIDDLE, str(CHILD), listener.address),
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
@@ -196,8 +196,9 @@ async def test_strangers_do_not_become_ranks() -> None:
     wrong_rank = StepLogReader.connect(listener.address, 2, "model")
     right = StepLogReader.connect(listener.address, 1, "model")
     writer = await accepting
-    writer.write(session_pb2.StepLog(aborts=[7]))
-    assert next(iter(right)).aborts == [7]
+    entry = session_pb2.StepLog(aborts=[session_pb2.Abort(epoch=7)])
+    writer.write(entry)
+    assert next(iter(right)) == entry
     for reader in (wrong_token, wrong_rank):
         with pytest.raises(ChannelBroken):
             await asyncio.to_thread(next, iter(reader))

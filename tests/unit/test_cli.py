@@ -1,6 +1,9 @@
 """The command line against a fake router."""
 
 import asyncio
+import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,16 +11,25 @@ from typer.testing import CliRunner, Result
 
 from cluster import endpoint
 from cluster.cli import app
+from cluster.config import DEMO_MODEL
+from cluster.options import OPTIONS
+from everlift.client import GenerateOptions
 from everlift.errors import QueueFull
+from everlift.sampling import Grammar, GrammarKind
 from everlift.testing import Break, FakeRouter, Refuse
+from router.gateway.model import ByteTokenizer
+from tests.restored_logging import restored_logging
+from worker.fake_runner import expected_tokens
 
-COMMANDS = ["up", "generate", "attach", "cancel", "status"]
+COMMANDS = ["up", "generate", "batch", "attach", "cancel", "status"]
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv("EVERLIFT_ADDRESS", raising=False)
+    with restored_logging():
+        yield
 
 
 async def run(*arguments: str, **environ: str) -> Result:
@@ -52,6 +64,105 @@ async def test_generates_options_reach_the_router() -> None:
     sampling = got.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 3)
     assert (sampling.min_p, sampling.seed) == (0.125, 9)
+
+
+async def test_what_an_output_is_to_be_reaches_the_router(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    sampling = "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5"
+    biases = "--logit-bias 5=-1.5 --logit-bias 7=2 --min-tokens 2 --logprobs 3 --prompt-logprobs 0"
+    ends = "--include-stop --ignore-eos --stop-token-id 4 --stop-token-id 6 --cache-salt s"
+    forms = {
+        "a": ["--json-schema", f"@{tmp_path / 'schema.json'}"],
+        "b": ["--json-schema", "true"],
+        "c": ["--regex", "[0-9]+"],
+        "d": ["--ebnf", 'root ::= "x"'],
+        "e": ["--choice", "yes", "--choice", "no"],
+    }
+    async with FakeRouter() as router:
+        for request_id, form in forms.items():
+            options = [*sampling.split(), *biases.split(), *ends.split(), *form]
+            place = ["--address", router.address, "--request-id", request_id]
+            result = await run("generate", "x", *options, *place)
+            assert result.exit_code == 0, result.output
+        got = {each: router.requests[each].submission for each in forms}
+    first = got["a"]
+    assert (first.include_stop, first.ignore_eos, first.cache_salt) == (True, True, "s")
+    assert first.stop_token_ids == (4, 6)
+    assert first.sampling.logit_bias == ((5, -1.5), (7, 2.0))
+    assert (first.sampling.repetition_penalty, first.sampling.presence_penalty) == (1.5, 0.5)
+    assert (first.sampling.frequency_penalty, first.sampling.min_tokens) == (-0.5, 2)
+    assert (first.sampling.logprobs, first.sampling.prompt_logprobs) == (3, 0)
+    assert {each: submission.sampling.grammar for each, submission in got.items()} == {
+        "a": Grammar(GrammarKind.JSON_SCHEMA, ('{"type": "object"}',)),
+        "b": Grammar(GrammarKind.JSON_SCHEMA, ("true",)),
+        "c": Grammar(GrammarKind.REGEX, ("[0-9]+",)),
+        "d": Grammar(GrammarKind.EBNF, ('root ::= "x"',)),
+        "e": Grammar(GrammarKind.CHOICE, ("yes", "no")),
+    }
+
+
+def test_every_option_of_the_client_has_its_flag() -> None:
+    """But for those that a command settles itself."""
+    assert OPTIONS.keys() == GenerateOptions.__annotations__.keys() - {"model", "on_disconnect"}
+
+
+async def test_several_choices_come_one_after_the_other() -> None:
+    async with FakeRouter() as router:
+        result = await run("generate", "one two", "--n", "2", "--address", router.address)
+    assert result.stdout == "--- choice 0 (stop)\none two\n--- choice 1 (stop)\none two\n"
+
+
+async def test_choices_come_as_json_where_that_is_wanted() -> None:
+    async with FakeRouter() as router:
+        command = ["generate", "one é", "--n", "2", "--json", "--address", router.address]
+        result = await run(*command)
+    assert list(map(json.loads, result.stdout.splitlines())) == [
+        {"choice": index, "text": "one é", "finish_reason": "stop"} for index in range(2)
+    ]
+
+
+HERE = ("--no-ray", "--model", "fake")
+
+
+async def test_a_prompt_is_answered_without_a_cluster() -> None:
+    result = await run("generate", "hello", *HERE, "--temperature", "0", "--max-tokens", "5")
+    expected = ByteTokenizer().decode(expected_tokens(list(b"hello"), 5))
+    assert (result.exit_code, result.stdout, result.stderr) == (0, expected + "\n", "")
+    more = await run("generate", "hello", *HERE, "--n", "2", "--max-tokens", "5", "--json")
+    assert [json.loads(line)["choice"] for line in more.stdout.splitlines()] == [0, 1]
+
+
+async def test_log_probabilities_are_printed_a_line_a_token() -> None:
+    options = ["--logprobs", "1", "--prompt-logprobs", "0", "--temperature", "0"]
+    result = await run("generate", "abc", *HERE, "--max-tokens", "2", *options)
+    tokens = expected_tokens(list(b"abc"), 2)
+    text, *lines = result.stdout.splitlines()
+    assert text == ByteTokenizer().decode(tokens)
+    title, heads, *rows = lines[:4]
+    assert title == "log probabilities of the output:"
+    assert heads.split() == ["token", "logprob", "rank", "likeliest", "tokens"]
+    assert [row.split()[0] for row in rows] == list(map(str, tokens))
+    title, _, *rows = lines[4:]
+    assert title == "log probabilities of the prompt, from its second token on:"
+    assert [row.split()[0] for row in rows] == [str(ord("b")), str(ord("c"))]
+    described = await run("generate", "abc", *HERE, "--max-tokens", "2", *options, "--json")
+    fields = json.loads(described.stdout)
+    assert [each["token"] for each in fields["logprobs"]] == tokens
+    assert len(fields["prompt_logprobs"]) == 2
+
+
+async def test_what_cannot_run_here_is_said_in_one_line(tmp_path: Path) -> None:
+    said = await failure("generate", "x", "--model", "fake")
+    assert said.startswith("--model needs --no-ray: a cluster has its model")
+    assert "--set needs --no-ray" in await failure("generate", "x", "--set", "worker.beat=1")
+    assert "no such directory" in await failure("generate", "x", "--no-ray", "--model", "/none")
+    shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\x08")
+    broken = str(tmp_path / "model")
+    assert "model.safetensors" in await failure("generate", "x", "--no-ray", "--model", broken)
+    assert "stop string is empty" in await failure("generate", "x", *HERE, "--stop", "")
+    assert "--logit-bias must be ID=VALUE" in await failure("generate", "x", "--logit-bias", "5")
+    assert "No such file" in await failure("generate", "x", "--json-schema", "@/none")
 
 
 async def test_a_request_can_be_attached_to_and_cancelled() -> None:

@@ -1,0 +1,42 @@
+"""Who answers a batch: a cluster, or a model in this process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster.batch.lines import Work
+from cluster.completion import Completion, gather
+from cluster.offline import LLM
+from everlift.client import AsyncClient, GenerateOptions
+from everlift.errors import QueueFull
+from everlift.messages import OnDisconnect
+
+_RETRY_S = 1.0
+
+
+class ClusterBackend:
+    """A request that it sent before, perhaps in another process, is attached to. What is cut off
+    goes on in the cluster, where it is found again."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def complete(self, work: Work) -> Completion:
+        """A full queue is waited for."""
+        options: GenerateOptions = {**work.options, "on_disconnect": OnDisconnect.CONTINUE}
+        while True:
+            try:
+                return await gather(self._client.generate(work.prompt, **options))
+            except QueueFull as error:
+                await asyncio.sleep(error.retry_after_s or _RETRY_S)
+
+
+class LocalBackend:
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    async def complete(self, work: Work) -> Completion:
+        completion = await asyncio.wrap_future(self._llm.submit(work.prompt, **work.options))
+        if completion.error is not None:
+            raise completion.error
+        return completion

@@ -1,0 +1,106 @@
+"""``everlift batch`` as it is typed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.bar import bar
+from cluster.batch.backends import ClusterBackend, LocalBackend
+from cluster.batch.lines import Survey, read
+from cluster.batch.results import Results
+from cluster.batch.run import Backend, Batch
+from cluster.connection import Address, connected
+from cluster.errors import BatchFailed
+from cluster.local import Assignments, Model, NoRay, local_config, opened
+
+#: What two workers of default size have in their batches.
+_CONCURRENCY = 512
+
+EXAMPLES = """
+Each line of FILE is a prompt with its options, or one of OpenAI's with `custom_id` and `body`:
+
+    {"id": "a", "prompt": "count from 17 to 30:", "temperature": 0, "max_tokens": 64}
+
+Results are appended as they come. Run again, a batch that was cut off goes on with the rest.
+
+**Examples**
+
+- `everlift batch prompts.jsonl` writes prompts.out.jsonl
+- `everlift batch prompts.jsonl --output answers.jsonl --concurrency 64`
+- `everlift batch prompts.jsonl --no-ray --model ~/models/llama`
+"""
+
+
+def batch(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The results. Default: FILE with .out in its name."),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Most requests at once.")
+    ] = _CONCURRENCY,
+    address: Address = None,
+    no_ray: NoRay = False,
+    model: Model = None,
+    assignments: Assignments = None,
+) -> None:
+    """Answer a file of prompts. Ctrl-C leaves the rest for another time."""
+    config = local_config(no_ray, model, assignments)
+    known, path = Survey(file), output or file.with_suffix(f".out{file.suffix}")
+    if path.exists() and path.samefile(file):
+        raise BatchFailed("the results cannot go into the file that is read")
+    with Results(path) as results:
+        job = _Job(file, known, results, concurrency)
+        if not job.num_left:
+            typer.echo(f"{path}: all {len(known)} were done before")
+        elif config is None:
+            asyncio.run(_through_cluster(job, address))
+        else:
+            with opened(config) as llm:
+                asyncio.run(job.run(LocalBackend(llm)))
+        raise typer.Exit(1 if results.num_failed(known.keys()) else 0)
+
+
+async def _through_cluster(job: _Job, address: str | None) -> None:
+    async with connected(address) as client:
+        await job.run(ClusterBackend(client))
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    file: Path
+    known: Survey
+    results: Results
+    concurrency: int
+
+    @property
+    def num_left(self) -> int:
+        return len(self.known) - self.results.num_done(self.known.keys())
+
+    async def run(self, backend: Backend) -> None:
+        """What is left of it; then says in a line what was done, also where it was cut off."""
+        total, began = len(self.known), time.monotonic()
+        done, shown = total - self.num_left, sys.stderr.isatty()
+        with bar(self.file.name, total, done, shown=shown) as advance:
+            batch = Batch(backend, self.results, self.concurrency, advance)
+            try:
+                await batch.run(read(self.file, self.known.digest, self.results))
+            finally:
+                self._sum_up(batch.output_tokens, time.monotonic() - began)
+
+    def _sum_up(self, tokens: int, elapsed_s: float) -> None:
+        total, left = len(self.known), self.num_left
+        failed = self.results.num_failed(self.known.keys())
+        rest = "; run it again to go on" if left else ""
+        typer.echo(
+            f"{self.results.path}: {total - left} of {total} done, {failed} of them failed; "
+            f"{tokens} tokens in {elapsed_s:.1f} s, {tokens / elapsed_s:.0f} tokens/s{rest}"
+        )

@@ -1,0 +1,196 @@
+"""The lines of a batch's file, each a prompt with its options.
+
+    {"id": "a", "prompt": "count from 1 to 9:", "max_tokens": 20, "temperature": 0}
+    {"id": "b", "prompt": [17, 4, 9], "n": 2}
+    {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "12 + 30 ="}}
+
+Options are those of the client by their names. A line without an id has its number as one,
+"line-7". Empty lines are passed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+from cluster.errors import BatchFailed
+from everlift.client import GenerateOptions, Prompt, submission_message
+from everlift.errors import EverliftError, InvalidRequest
+
+#: A batch's requests go on to their end, so that the same batch finds them when it comes again.
+_OPTIONS = GenerateOptions.__annotations__.keys() - {"on_disconnect"}
+_OPENAI_URL = "/v1/completions"
+_ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A line that can be sent. ``number`` counts from 1."""
+
+    number: int
+    id: str
+    prompt: Prompt
+    options: GenerateOptions
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that cannot; ``id`` is None where it has none that can be read."""
+
+    number: int
+    id: str | None
+    error: EverliftError
+
+
+Line = Work | BadLine
+#: What names a line in the results: its id, or its number where none can be read.
+Key = str | int
+
+
+class Survey:
+    """What is known of a file before anything runs; ``digest`` is of its content."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads all of it once. Raises BatchFailed for an id that occurs twice, OSError."""
+        digest = hashlib.sha256()
+        self._numbers: dict[str, int] = {}
+        #: of lines without a readable id
+        self._nameless: list[int] = []
+        for number, data in _numbered(path):
+            digest.update(data)
+            self._add(_id_of(data, number), number)
+        self.digest = digest.digest()
+
+    def __len__(self) -> int:
+        return len(self._numbers) + len(self._nameless)
+
+    def keys(self) -> Iterator[Key]:
+        """Of all lines."""
+        return chain(self._numbers, self._nameless)
+
+    def _add(self, line_id: str | None, number: int) -> None:
+        if line_id is None:
+            self._nameless.append(number)
+            return
+        first = self._numbers.setdefault(line_id, number)
+        if first != number:
+            raise BatchFailed(f"lines {first} and {number} have the same id {line_id!r}")
+
+
+def read(path: Path, digest: bytes, done: Container[Key] = ()) -> Iterator[Line]:
+    """Line by line, without those that are ``done``.
+
+    The file's ``digest`` makes request id and seed of each that has none of its own: the same line
+    of the same file has the same ones, so that a cluster knows it again and its text does not
+    change.
+    """
+    for number, data in _numbered(path):
+        if (_id_of(data, number) or number) not in done:
+            yield _line(number, data, digest)
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        for number, data in enumerate(file, 1):
+            if data.strip():
+                yield number, data
+
+
+def _line(number: int, data: bytes, digest: bytes) -> Line:
+    line_id: str | None = None
+    try:
+        fields = _parse(data)
+        line_id = _given_id(fields) or _default_id(number)
+        prompt, options = _asked(fields)
+        options = _named(options, digest, number)
+        submission_message(prompt, options)
+    except TypeError as error:
+        return BadLine(number, line_id, InvalidRequest(f"a value of the wrong type: {error}"))
+    except EverliftError as error:
+        return BadLine(number, line_id, error)
+    return Work(number, line_id, prompt, options)
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(data.strip())
+    except ValueError as error:
+        raise InvalidRequest(f"the line is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the line is no JSON object")
+    return fields
+
+
+def _id_of(data: bytes, number: int) -> str | None:
+    """None where there is none that can be read."""
+    try:
+        return _given_id(_parse(data)) or _default_id(number)
+    except InvalidRequest:
+        return None
+
+
+def _given_id(fields: Mapping[str, Any]) -> str | None:
+    given = fields.get("custom_id" if "body" in fields else "id")
+    if given is not None and not isinstance(given, str):
+        raise InvalidRequest(f"the id must be text, not {given!r}")
+    return given
+
+
+def _default_id(number: int) -> str:
+    return f"line-{number}"
+
+
+def _asked(fields: dict[str, Any]) -> tuple[Prompt, GenerateOptions]:
+    """The prompt and what is said about it. Raises InvalidRequest."""
+    body = _openai_body(fields) if "body" in fields else fields
+    given = {name: value for name, value in body.items() if value is not None}
+    given.pop("id", None)
+    prompt = given.pop("prompt", None)
+    if not isinstance(prompt, str | list):
+        raise InvalidRequest("the prompt must be text or a list of token ids")
+    for name in given:
+        _check_option(name)
+    if "logit_bias" in given:
+        given["logit_bias"] = _by_token(given["logit_bias"])
+    return prompt, cast(GenerateOptions, given)
+
+
+def _openai_body(fields: dict[str, Any]) -> dict[str, Any]:
+    if unknown := fields.keys() - _ENVELOPE:
+        raise InvalidRequest(f"a line with a body has no {sorted(unknown)[0]!r} beside it")
+    url, body = fields.get("url", _OPENAI_URL), fields["body"]
+    if url != _OPENAI_URL:
+        raise InvalidRequest(f"only {_OPENAI_URL} is served in a batch, not {url!r}")
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body is no JSON object")
+    return body
+
+
+def _check_option(name: str) -> None:
+    if name in _OPTIONS:
+        return
+    near = get_close_matches(name, _OPTIONS, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise InvalidRequest(f"there is no option {name!r}{hint}")
+
+
+def _by_token(bias: object) -> dict[int, float]:
+    """JSON has only text as keys."""
+    if not isinstance(bias, dict):
+        raise InvalidRequest("logit_bias must be an object of token ids and numbers")
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise InvalidRequest("a key of logit_bias is no token id") from None
+
+
+def _named(options: GenerateOptions, digest: bytes, number: int) -> GenerateOptions:
+    own = hashlib.sha256(digest + number.to_bytes(8, "little")).digest()
+    seed = int.from_bytes(own[:8], "little") >> 1
+    return {"request_id": f"batch-{own[8:].hex()}", "seed": seed, **options}

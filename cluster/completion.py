@@ -1,0 +1,87 @@
+"""What became of a prompt, whole: its choices with text, tokens and log probabilities."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from everlift.errors import EverliftError
+from everlift.messages import FinishReason
+from everlift.sampling import TokenLogprobs
+from everlift.stream import Chunk, Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``logprobs`` are of ``token_ids``, empty where nobody asked. ``finish_reason`` is None where
+    its prompt failed before its end."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """``prompt_logprobs`` are of the prompt's tokens from the second one on, empty where nobody
+    asked. With an ``error`` the choices have what there was before it."""
+
+    request_id: str
+    num_prompt_tokens: int
+    choices: tuple[Choice, ...]
+    #: empty where a cluster has tokenised the prompt
+    prompt_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: EverliftError | None = None
+
+    @property
+    def text(self) -> str:
+        """Of the first choice. Raises the ``error``, if there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.choices[0].text
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Over all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+
+async def gather(stream: Stream) -> Completion:
+    """The rest of a cluster's stream, whole. Raises EverliftError. One who stops waiting for it
+    only leaves the request."""
+    gathering = Gathering()
+    async for chunk in stream:
+        gathering.add(chunk)
+    return gathering.completion(stream)
+
+
+class Gathering:
+    """The choices of a request, out of the chunks of its stream."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, list[Chunk]] = defaultdict(list)
+
+    def add(self, chunk: Chunk) -> None:
+        """Chunks of one choice come in the order of their offsets."""
+        self._chunks[chunk.choice].append(chunk)
+
+    def completion(self, stream: Stream) -> Completion:
+        """Once ``stream`` has come to its end."""
+        assert stream.usage is not None
+        return Completion(
+            request_id=stream.request_id,
+            num_prompt_tokens=stream.usage.prompt_tokens,
+            choices=tuple(self._choice(*each) for each in sorted(stream.finish_reasons.items())),
+            prompt_logprobs=stream.prompt_logprobs,
+        )
+
+    def _choice(self, index: int, reason: FinishReason) -> Choice:
+        chunks = self._chunks[index]
+        return Choice(
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+            finish_reason=reason,
+            logprobs=tuple(each for chunk in chunks for each in chunk.logprobs),
+        )

@@ -1,0 +1,48 @@
+"""The cluster that a command means, and its way there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated
+
+import typer
+
+from cluster import config as configuration
+from cluster import endpoint
+from cluster.config import ADDRESS_VARIABLE
+from everlift import AsyncClient, Unreachable
+from router.config import RouterConfig
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        envvar=ADDRESS_VARIABLE,
+        metavar="HOST:PORT",
+        help="The router; several separated by commas. Default: the cluster on this machine.",
+    ),
+]
+
+
+@asynccontextmanager
+async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
+    """A client of a cluster that answers. Raises Unreachable with advice."""
+    addresses = _addresses(address)
+    async with AsyncClient(addresses) as client:
+        try:
+            await client.status()
+        except Unreachable:
+            place = ", ".join(addresses)
+            raise Unreachable(
+                f"no cluster answers at {place}: start one with `everlift up`"
+            ) from None
+        yield client
+
+
+def _addresses(given: str | None) -> list[str]:
+    if given:
+        return given.split(",")
+    defaults = RouterConfig()
+    state_dir = configuration.load(None, os.environ).state_dir
+    return endpoint.find(state_dir) or [f"{defaults.host}:{defaults.port}"]

@@ -1,0 +1,143 @@
+"""``everlift generate``: one prompt, through a cluster or in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cluster import describe
+from cluster.completion import Choice, Completion, Gathering
+from cluster.config import Config
+from cluster.connection import Address, connected
+from cluster.local import Assignments, Model, NoRay, local_config, opened
+from cluster.options import generate_options, takes_options
+from everlift.client import GenerateOptions
+from everlift.sampling import TokenLogprobs
+from everlift.stream import Chunk
+
+EXAMPLES = """
+**Examples**
+
+- `everlift generate "count from 17 to 30:" --temperature 0`
+- `everlift generate "Once" --max-tokens 50 --stop "." --seed 7`
+- `everlift generate "12 + 30 =" --n 3 --logprobs 2 --json`
+- `everlift generate "json name=ann age=31 city=rome:" --json-schema @person.json`
+- `everlift generate --no-ray --model ~/models/llama "Once" --set worker.dtype=float32`
+"""
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object for each choice.")]
+
+
+@takes_options
+def generate(
+    prompt: str,
+    as_json: AsJson = False,
+    address: Address = None,
+    no_ray: NoRay = False,
+    model: Model = None,
+    assignments: Assignments = None,
+    **options: Any,
+) -> None:
+    """Stream the continuation of a prompt. Ctrl-C cancels it."""
+    given = generate_options(options)
+    screen = _Screen(as_json=as_json, is_live=not as_json and given.get("n", 1) == 1)
+    config = local_config(no_ray, model, assignments)
+    if config is None:
+        asyncio.run(_through_cluster(address, prompt, given, screen))
+    else:
+        _here(config, prompt, given, screen)
+
+
+async def _through_cluster(
+    address: str | None, prompt: str, options: GenerateOptions, screen: _Screen
+) -> None:
+    gathering = Gathering()
+    async with connected(address) as client, client.generate(prompt, **options) as stream:
+        async for chunk in stream:
+            gathering.add(chunk)
+            screen.show(chunk)
+    screen.end(gathering.completion(stream))
+
+
+def _here(config: Config, prompt: str, options: GenerateOptions, screen: _Screen) -> None:
+    with opened(config) as llm, llm.stream(prompt, **options) as stream:
+        for chunk in stream:
+            screen.show(chunk)
+    assert stream.completion is not None
+    screen.end(stream.completion)
+
+
+@dataclass(frozen=True, slots=True)
+class _Screen:
+    """One choice is written as it comes; several, or JSON, when they are whole."""
+
+    as_json: bool
+    is_live: bool
+
+    def show(self, chunk: Chunk) -> None:
+        if self.is_live:
+            typer.echo(chunk.text, nl=False)
+
+    def end(self, completion: Completion) -> None:
+        if self.as_json:
+            _write_json(completion)
+        elif self.is_live:
+            typer.echo()
+            _write_output_logprobs(completion.choices[0])
+        else:
+            _write_choices(completion)
+        if not self.as_json:
+            ids = completion.prompt_ids[1:]
+            _write_logprobs("prompt, from its second token on", completion.prompt_logprobs, ids)
+        _sum_up(completion)
+
+
+def _write_json(completion: Completion) -> None:
+    for index, choice in enumerate(completion.choices):
+        fields: describe.Json = {"choice": index} | describe.choice(choice)
+        if index == 0 and completion.prompt_logprobs:
+            fields["prompt_logprobs"] = describe.logprobs(completion.prompt_logprobs)
+        typer.echo(json.dumps(fields, ensure_ascii=False))
+
+
+def _write_choices(completion: Completion) -> None:
+    for index, choice in enumerate(completion.choices):
+        assert choice.finish_reason is not None
+        typer.echo(f"--- choice {index} ({choice.finish_reason.name.lower()})\n{choice.text}")
+        _write_output_logprobs(choice)
+
+
+def _write_output_logprobs(choice: Choice) -> None:
+    _write_logprobs("output", choice.logprobs, choice.token_ids)
+
+
+def _write_logprobs(
+    where: str, logprobs: Sequence[TokenLogprobs], token_ids: Sequence[int]
+) -> None:
+    """A line a token; ``token_ids`` may be unknown."""
+    if not logprobs:
+        return
+    typer.echo(f"log probabilities of the {where}:")
+    typer.echo("  token   logprob   rank  likeliest tokens")
+    for token, each in zip_longest(token_ids, logprobs, fillvalue="?"):
+        assert isinstance(each, TokenLogprobs)
+        top = ", ".join(f"{other} {logprob:.4f}" for other, logprob in each.top)
+        typer.echo(f"{token:>7} {each.logprob:>9.4f} {each.rank:>6}  {top}".rstrip())
+
+
+def _sum_up(completion: Completion) -> None:
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        reasons = {choice.finish_reason for choice in completion.choices}
+        ended = ", ".join(sorted(reason.name.lower() for reason in reasons if reason))
+        console.print(
+            f"[dim]{completion.num_output_tokens} tokens, {ended}, "
+            f"request {completion.request_id}[/]"
+        )

@@ -1,0 +1,74 @@
+"""What commands say about a model in their own process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from cluster import config as configuration
+from cluster.config import Config
+from cluster.errors import ClusterFailed
+from cluster.offline import LLM
+from everlift import logs
+from everlift.settings import SettingsError
+from worker.step_log import ChannelBroken
+
+_PANEL = "Without a cluster"
+
+NoRay = Annotated[
+    bool,
+    typer.Option(
+        "--no-ray", help="Run the model in this process, then end.", rich_help_panel=_PANEL
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help='With --no-ray: Hugging Face directory, hub id, or "fake". Default: the demo\'s.',
+        rich_help_panel=_PANEL,
+    ),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="With --no-ray: any setting, e.g. worker.dtype=float32.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+def local_config(
+    no_ray: bool, model: str | None, assignments: Sequence[str] | None
+) -> Config | None:
+    """What is to run in this process; None where a cluster is meant. Raises SettingsError."""
+    if no_ray:
+        options = {} if model is None else {"model": model}
+        return configuration.load(None, os.environ, assignments or (), options)
+    for name, given in (("--model", model), ("--set", assignments)):
+        if given:
+            raise SettingsError(
+                f"{name} needs --no-ray: a cluster has its model and its settings from "
+                "`everlift up`"
+            )
+    return None
+
+
+@contextmanager
+def opened(config: Config) -> Iterator[LLM]:
+    """The model, ready; its log goes to a file. Raises ClusterFailed where it cannot run here."""
+    log_dir = config.state_dir / "logs"
+    log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    logs.configure("offline", config.log_level, log_dir / "offline.log")
+    try:
+        llm = LLM.of(config)
+    except (ValueError, ChannelBroken) as error:
+        raise ClusterFailed(str(error)) from error
+    with llm:
+        yield llm

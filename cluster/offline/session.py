@@ -1,0 +1,57 @@
+"""The session of a worker whose only caller lives in the same process: a server without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from everlift.v1 import session_pb2
+from worker.loop import Report
+from worker.sessions import Sessions
+
+_NAME = "local"
+
+
+class LocalSession:
+    """What a Rank asks of its server. ``receive`` gets everything that the worker says, in the
+    event loop's thread and never from inside ``start_all`` or ``abort``."""
+
+    address = ""
+    is_alone = False
+
+    def __init__(self, sessions: Sessions, receive: Callable[[session_pb2.Progress], None]) -> None:
+        self._sessions = sessions
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._is_due = False
+        self._session = sessions.join(_NAME, self._notify)
+
+    def start_all(self, starts: Iterable[session_pb2.Start]) -> None:
+        self._sessions.receive(self._session, session_pb2.RouterFrame(starts=starts))
+
+    def abort(self, epoch: int, choices: Iterable[int] = ()) -> None:
+        """Ends ``choices``, or all where none is named; nothing more is said of them."""
+        abort = session_pb2.Abort(epoch=epoch, choices=choices)
+        self._sessions.receive(self._session, session_pb2.RouterFrame(aborts=[abort]))
+
+    async def start(self, info: session_pb2.WorkerInfo) -> None:
+        """There is nobody to greet."""
+
+    def deliver(self, report: Report) -> None:
+        self._sessions.deliver(report)
+
+    async def drain(self) -> None:
+        """There is nowhere else to go on."""
+
+    async def stop(self) -> None:
+        self._sessions.leave(self._session)
+
+    def _notify(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_due = False
+        for progress in self._sessions.cut(self._session).progress:
+            self._receive(progress)

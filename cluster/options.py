@@ -1,0 +1,123 @@
+"""What may be said about a request on the command line: each option once, by its name in the
+client's GenerateOptions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from everlift.client import GenerateOptions
+from everlift.errors import InvalidRequest
+
+_SAMPLING, _FORM, _REQUEST = "How tokens are drawn", "What the output looks like", "The request"
+_TEXT_OR_FILE = "TEXT|@FILE"
+
+
+def _number(kind: type, text: str, panel: str = _SAMPLING) -> object:
+    return Annotated[kind | None, typer.Option(help=text, rich_help_panel=panel)]
+
+
+def _texts(text: str, panel: str, **more: Any) -> object:
+    return Annotated[
+        list[str] | None,
+        typer.Option(help=f"{text} Repeatable.", rich_help_panel=panel, **more),
+    ]
+
+
+def _text(text: str, panel: str, **more: Any) -> object:
+    return Annotated[str | None, typer.Option(help=text, rich_help_panel=panel, **more)]
+
+
+def _switch(name: str, text: str, panel: str) -> object:
+    return Annotated[bool, typer.Option(name, help=text, rich_help_panel=panel)]
+
+
+#: By their names in GenerateOptions, as typer takes them.
+OPTIONS: Mapping[str, Any] = {
+    "max_tokens": _number(int, "Most tokens to generate.", _REQUEST),
+    "n": _number(int, "So many outputs of the same prompt; default 1.", _REQUEST),
+    "temperature": _number(float, "0 is greedy; default 1."),
+    "top_p": _number(float, "Nucleus sampling."),
+    "top_k": _number(int, "Only the K likeliest tokens."),
+    "min_p": _number(float, "Only tokens so likely as the best."),
+    "seed": _number(int, "Same seed, same output."),
+    "repetition_penalty": _number(float, "Divides logits of tokens that occurred; default 1."),
+    "presence_penalty": _number(float, "Taken from logits of tokens in the output; default 0."),
+    "frequency_penalty": _number(float, "The same, for each time that they occurred."),
+    "logit_bias": _texts("Added to a token's logit.", _SAMPLING, metavar="ID=VALUE"),
+    "min_tokens": _number(int, "So many tokens before a stop counts."),
+    "logprobs": _number(int, "Show log probabilities, and so many alternatives.", _FORM),
+    "prompt_logprobs": _number(int, "The same for the prompt's tokens.", _FORM),
+    "json_schema": _text("JSON of this schema.", _FORM, metavar=_TEXT_OR_FILE),
+    "regex": _text("What this regular expression matches.", _FORM),
+    "ebnf": _text('A grammar in GBNF, its rule "root" first.', _FORM, metavar=_TEXT_OR_FILE),
+    "choice": _texts("One of these texts.", _FORM),
+    "stop": _texts("The output ends before this text.", _FORM),
+    "stop_token_ids": Annotated[
+        list[int] | None,
+        typer.Option(
+            "--stop-token-id", help="It ends at this token. Repeatable.", rich_help_panel=_FORM
+        ),
+    ],
+    "include_stop": _switch("--include-stop", "It ends after the stop, not before it.", _FORM),
+    "ignore_eos": _switch("--ignore-eos", "Go on after an end-of-sequence token.", _FORM),
+    "cache_salt": _text("Share computed blocks with the same salt alone.", _REQUEST),
+    "timeout_s": Annotated[
+        float | None,
+        typer.Option("--timeout", help="Seconds until it fails.", rich_help_panel=_REQUEST),
+    ],
+    "request_id": _text("The same id again is the same request.", _REQUEST),
+}
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` for typer, with OPTIONS in place of its ``**options``."""
+    own = inspect.signature(command, eval_str=True)
+    named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if _is_switch(kind) else None,
+            annotation=kind,
+        )
+        for name, kind in OPTIONS.items()
+    ]
+    command.__signature__ = own.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+    return command
+
+
+def _is_switch(kind: Any) -> bool:
+    return kind.__origin__ is bool
+
+
+def generate_options(values: Mapping[str, Any]) -> GenerateOptions:
+    """What was said, as the client takes it. Raises InvalidRequest, OSError for a file that cannot
+    be read."""
+    given = {name: value for name, value in values.items() if _is_given(value)}
+    for name in ("json_schema", "ebnf"):
+        if name in given:
+            given[name] = _read(given[name])
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(map(_bias, given["logit_bias"]))
+    return cast(GenerateOptions, given)
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False and value != []
+
+
+def _read(text: str) -> str:
+    return Path(text[1:]).expanduser().read_text() if text.startswith("@") else text
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise InvalidRequest(f"--logit-bias must be ID=VALUE, not {text!r}") from None

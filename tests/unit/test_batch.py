@@ -1,0 +1,289 @@
+"""A batch's lines, its results, and how the one become the other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cluster.batch.lines import BadLine, Line, Survey, Work, read
+from cluster.batch.results import Results
+from cluster.batch.run import Batch
+from cluster.completion import Choice, Completion
+from cluster.errors import BatchFailed
+from everlift.errors import EmptyPrompt, EngineFailed, EverliftError, Unreachable
+from everlift.messages import FinishReason
+from everlift.sampling import TokenLogprobs
+
+
+def written(directory: Path, *lines: object) -> Path:
+    """A batch's file of values, or of text as it is."""
+    path = directory / "batch.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(f"{text}\n" for text in texts))
+    return path
+
+
+def lines(directory: Path, *given: object) -> list[Line]:
+    path = written(directory, *given)
+    return list(read(path, Survey(path).digest))
+
+
+def work(line: Line) -> Work:
+    assert isinstance(line, Work), line
+    return line
+
+
+# lines
+
+
+def test_a_line_is_a_prompt_with_its_options(tmp_path: Path) -> None:
+    text, ids = map(
+        work,
+        lines(
+            tmp_path,
+            {"id": "a", "prompt": "x", "max_tokens": 3, "stop": ["y"], "seed": 7, "top_p": None},
+            {"prompt": [1, 2], "logit_bias": {"5": -1.5}, "request_id": "r"},
+        ),
+    )
+    assert (text.number, text.id, text.prompt) == (1, "a", "x")
+    assert (text.options["max_tokens"], text.options["stop"]) == (3, ["y"])
+    assert (text.options["seed"], "top_p" in text.options) == (7, False)
+    assert (ids.number, ids.id, ids.prompt) == (2, "line-2", [1, 2])
+    assert (ids.options["logit_bias"], ids.options["request_id"]) == ({5: -1.5}, "r")
+
+
+def test_openais_line_is_one_too(tmp_path: Path) -> None:
+    body = {"prompt": "x", "max_tokens": 3, "n": 2}
+    envelope = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
+    (line,) = map(work, lines(tmp_path, envelope))
+    assert (line.id, line.prompt, line.options["n"]) == ("c", "x", 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "no JSON object"),
+        ({"id": "i"}, "the prompt must be text or a list"),
+        ({"id": "i", "prompt": 5}, "the prompt must be text or a list"),
+        ({"id": "i", "prompt": ["a", "b"]}, "wrong type"),
+        ({"id": "i", "prompt": [-1]}, "-1"),
+        ({"id": "i", "prompt": "x", "max_token": 1}, "did you mean max_tokens?"),
+        ({"id": "i", "prompt": "x", "max_tokens": "1"}, "wrong type"),
+        ({"id": "i", "prompt": "x", "on_disconnect": "cancel"}, "no option 'on_disconnect'"),
+        ({"id": "i", "prompt": "x", "logit_bias": {"a": 1}}, "no token id"),
+        ({"id": "i", "prompt": "x", "logit_bias": [1]}, "must be an object"),
+        ({"id": "i", "prompt": "x", "regex": "a", "ebnf": "b"}, "one form"),
+        ({"id": "i", "prompt": "x", "request_id": "no id"}, "request_id"),
+        ({"custom_id": "i", "body": {"messages": []}}, "the prompt must be text or a list"),
+        ({"custom_id": "i", "body": "x"}, "no JSON object"),
+        ({"custom_id": "i", "url": "/v1/embeddings", "body": {}}, "only /v1/completions"),
+        ({"custom_id": "i", "prompt": "x", "body": {}}, "'prompt' beside it"),
+        ({"id": 3, "prompt": "x"}, "the id must be text"),
+    ],
+)
+def test_a_line_that_cannot_be_says_why_and_stops_no_other(
+    line: object, cause: str, tmp_path: Path
+) -> None:
+    bad, good = lines(tmp_path, line, {"id": "good", "prompt": "x"})
+    assert isinstance(bad, BadLine)
+    assert cause in str(bad.error)
+    has_name = isinstance(line, dict) and isinstance(line.get("id", "i"), str)
+    assert (bad.number, bad.id) == (1, "i" if has_name else None)
+    assert work(good).id == "good"
+
+
+def test_empty_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
+    (line,) = lines(tmp_path, "", "  ", {"prompt": "x"})
+    assert (line.number, line.id) == (3, "line-3")
+
+
+def test_the_same_line_of_the_same_file_has_the_same_request_id_and_seed(tmp_path: Path) -> None:
+    given = [{"prompt": "x"}, {"prompt": "x"}]
+    first, again, other = (
+        [(w.options["request_id"], w.options["seed"]) for w in map(work, lines(tmp_path, *g))]
+        for g in (given, given, [*given, {"prompt": "y"}])
+    )
+    assert first == again
+    assert len({*first, *other}) == 5
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [{"id": "a", "prompt": "x"}, {"prompt": "y"}, {"id": "a", "prompt": "z"}],
+        [{"id": "line-3", "prompt": "x"}, {"prompt": "y"}, {"prompt": "z"}],
+        [{"id": "a", "prompt": "x"}, "{", {"custom_id": "a", "body": {}}],
+    ],
+)
+def test_an_id_that_occurs_twice_keeps_all_from_running(
+    given: list[object], tmp_path: Path
+) -> None:
+    with pytest.raises(BatchFailed, match="lines 1 and 3 have the same id"):
+        Survey(written(tmp_path, *given))
+
+
+# results
+
+
+def test_results_know_what_they_hold_when_they_are_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with Results(path) as results:
+        results.append({"id": "a", "text": "é\ud800\n"})
+        results.append({"id": None, "line": 4, "error": {}})
+    with Results(path) as results:
+        assert ("a" in results, 4 in results, "b" in results, 1 in results) == (1, 1, 0, 0)
+        assert (results.num_done(["a", "b", 4]), results.num_failed(["a", "b", 4])) == (2, 1)
+    assert [json.loads(line)["id"] for line in path.read_bytes().splitlines()] == ["a", None]
+
+
+@pytest.mark.parametrize("torn", ['{"id": "b", "te', '{"id": "b", "text": "x"}', "\0\0\0"])
+def test_a_torn_last_line_is_cut_off(torn: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"id": "a", "text": "x"}\n' + torn)
+    with Results(path) as results:
+        assert ("a" in results, "b" in results) == (True, False)
+        results.append({"id": "b", "text": "y"})
+    assert path.read_text() == '{"id": "a", "text": "x"}\n{"id": "b", "text": "y"}\n'
+
+
+@pytest.mark.parametrize("line", ["hello", "[]", "{}", '{"id": null}', '{"id": 3}', '"id"'])
+def test_a_file_of_something_else_is_left_alone(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(f'{{"id": "a"}}\n{line}\ntorn')
+    with pytest.raises(BatchFailed, match=r"something else than results \(line 2\)"):
+        Results(path)
+    assert path.read_text().endswith("\ntorn")
+
+
+def test_one_batch_at_a_time_writes_to_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with Results(path), pytest.raises(BatchFailed, match="another batch writes"):
+        Results(path)
+    Results(path).close()
+
+
+# from the one to the other
+
+
+def completion(text: str, choices: int = 1, reason: FinishReason = FinishReason.STOP) -> Completion:
+    return Completion("r", 3, (Choice(text, (1, 2), reason),) * choices)
+
+
+class Backend:
+    """Gives the prompt back, once it is let; fails where the prompt is an error."""
+
+    def __init__(self, errors: dict[str, Exception] | None = None, is_open: bool = True) -> None:
+        self.asked: list[str] = []
+        self.gate = asyncio.Event()
+        self._errors = errors or {}
+        if is_open:
+            self.gate.set()
+
+    async def complete(self, work: Work) -> Completion:
+        assert isinstance(work.prompt, str)
+        self.asked.append(work.prompt)
+        await self.gate.wait()
+        if work.prompt in self._errors:
+            raise self._errors[work.prompt]
+        return completion(work.prompt)
+
+
+async def run(
+    directory: Path, given: Sequence[object], backend: Backend, concurrency: int = 8
+) -> list[dict[str, object]]:
+    """The results, all that there are now."""
+    path, out = written(directory, *given), directory / "out.jsonl"
+    with Results(out) as results:
+        batch = Batch(backend, results, concurrency, lambda tokens: None)
+        try:
+            await batch.run(read(path, Survey(path).digest, results))
+        finally:
+            records = [json.loads(line) for line in out.read_text().splitlines()]
+    return records
+
+
+async def test_a_failure_is_a_result_and_stops_no_other(tmp_path: Path) -> None:
+    given = [{"id": "a", "prompt": "x"}, "{", {"id": "b", "prompt": "y"}, {"prompt": "z"}]
+    backend = Backend({"y": EngineFailed("broken")})
+    records = await run(tmp_path, given, backend)
+    usage = {"prompt_tokens": 3, "output_tokens": 2}
+    assert sorted(records, key=str) == sorted(
+        [
+            {"id": "a", "text": "x", "finish_reason": "stop", "usage": usage},
+            {
+                "id": None,
+                "line": 2,
+                "error": {
+                    "code": "invalid_request",
+                    "message": "the line is not JSON: Expecting property name enclosed in double "
+                    "quotes: line 1 column 2 (char 1)",
+                },
+            },
+            {"id": "b", "line": 3, "error": {"code": "engine_failed", "message": "broken"}},
+            {"id": "line-4", "text": "z", "finish_reason": "stop", "usage": usage},
+        ],
+        key=str,
+    )
+    assert await run(tmp_path, given, backend) == records
+    assert backend.asked == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize("error", [Unreachable("gone"), RuntimeError("gone")])
+async def test_what_would_fail_all_is_raised_and_leaves_the_rest_for_later(
+    error: Exception, tmp_path: Path
+) -> None:
+    given = [{"prompt": "x"}, {"prompt": "y"}, {"prompt": "z"}]
+    with pytest.raises(type(error), match="gone"):
+        await run(tmp_path, given, Backend({"y": error}), concurrency=1)
+    backend = Backend()
+    assert len(await run(tmp_path, given, backend)) == 3
+    assert backend.asked == ["y", "z"]
+
+
+async def test_only_so_many_lines_are_read_and_asked_at_once(tmp_path: Path) -> None:
+    backend = Backend(is_open=False)
+    given = [{"prompt": str(i)} for i in range(9)]
+    running = asyncio.create_task(run(tmp_path, given, backend, concurrency=3))
+    while len(backend.asked) < 3:
+        await asyncio.sleep(0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(backend.asked) == 3
+    backend.gate.set()
+    assert len(await running) == 9
+
+
+async def test_choices_and_log_probabilities_are_written(tmp_path: Path) -> None:
+    logprobs = (TokenLogprobs(-0.5, 1, ((7, -0.5),)), TokenLogprobs(-1.25, 2))
+
+    class Full(Backend):
+        async def complete(self, work: Work) -> Completion:
+            choice = Choice("t", (7, 8), FinishReason.LENGTH, logprobs)
+            return Completion("r", 2, (choice, choice), prompt_logprobs=logprobs[1:])
+
+    (record,) = await run(tmp_path, [{"id": "a", "prompt": "x"}], Full())
+    described = {
+        "text": "t",
+        "finish_reason": "length",
+        "logprobs": [
+            {"token": 7, "logprob": -0.5, "rank": 1, "top": [[7, -0.5]]},
+            {"token": 8, "logprob": -1.25, "rank": 2, "top": []},
+        ],
+    }
+    assert record == {
+        "id": "a",
+        "choices": [described, described],
+        "prompt_logprobs": [{"logprob": -1.25, "rank": 2, "top": []}],
+        "usage": {"prompt_tokens": 2, "output_tokens": 4},
+    }
+
+
+def test_the_text_of_a_failed_prompt_raises_its_error() -> None:
+    error: EverliftError = EmptyPrompt("nothing")
+    with pytest.raises(EmptyPrompt, match="nothing"):
+        _ = Completion("r", 0, (), error=error).text
