@@ -11,7 +11,7 @@ PROTOS := $(sort $(wildcard proto/everlift/v1/*.proto))
 TORCH := 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long soak bench-ledger bench-load bench-swap check lint types imports proto proto-check lock clean
+.PHONY: help install demo test test-long soak bench-ledger bench-load bench-swap bench-speculation check lint types imports proto proto-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -56,6 +56,9 @@ bench-load: $(VENV)/.installed ## what loading a checkpoint costs (build/bench/l
 bench-swap: $(VENV)/.installed ## preemption: recompute against swap (build/bench/swap.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/swap.py
 
+bench-speculation: $(VENV)/.installed ## drafts from n-grams on the demo model (build/bench/speculation.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/speculation.py
+
 check: lint types imports proto-check ## style, types, import rules, wire contract
 
 lint: $(VENV)/.installed
@@ -82,7 +85,8 @@ proto-check: $(PROTO_VENV)/.installed
 
 lock: $(VENV)/.installed ## write what .venv holds into constraints.txt
 	@{ echo "# Every package of .venv at the version that the tests ran with; made by make lock."; \
-	  $(BIN)/pip freeze --exclude-editable | grep -v '^torch=='; echo torch==$(TORCH); } > constraints.txt
+	  echo "# But triton: torch's CUDA builds say which one they need."; \
+	  $(BIN)/pip freeze --exclude-editable | grep -vE '^(torch|triton)=='; echo torch==$(TORCH); } > constraints.txt
 
 clean: ## remove the environments and everything built
 	rm -rf $(VENV) $(PROTO_VENV) build

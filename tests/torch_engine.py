@@ -103,6 +103,10 @@ class TorchEngine:
         return self._engine.load().preemptions
 
     @property
+    def steps(self) -> int:
+        return len(self._runner.plans)
+
+    @property
     def counters(self) -> Counters:
         return self._engine.load().counters
 
