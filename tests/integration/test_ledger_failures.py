@@ -23,6 +23,7 @@ from router.ledger.config import LedgerConfig, LedgerSetupError
 from router.ledger.embedded import EmbeddedLedger
 from router.ledger.entry import Append, Appended, State
 from router.ledger.redis_ledger import RedisLedger, connect
+from router.ledger.server import SCHEMA
 from router.ledger.shards import Shards
 from tests.ledgers import connected, make_request, redis_server, tokens_of, valkey_server
 
@@ -274,7 +275,7 @@ async def test_a_ledger_of_another_layout_is_refused(redis_url: str) -> None:
         client.hset("layout:layout", "schema", 99)
         with pytest.raises(LedgerSetupError, match="schema 99"):
             await connect(config)
-        client.hset("layout:layout", "schema", 1)
+        client.hset("layout:layout", "schema", SCHEMA)
     again = await connect(config)
     assert await again.cluster_id() == cluster_id
     await again.close()
@@ -308,10 +309,15 @@ async def test_a_request_that_expired_unfinished_is_no_orphan_for_ever(redis_url
         for request_id in ("expired", "kept"):
             await ledger.open(make_request(request_id), "dead")
         with Redis.from_url(redis_url) as client:
-            assert client.delete("expired:1:{0}:r:expired", "expired:1:{0}:t:expired:0") == 2
+            assert (
+                client.delete(
+                    f"expired:{SCHEMA}:{{0}}:r:expired", f"expired:{SCHEMA}:{{0}}:t:expired:0"
+                )
+                == 2
+            )
             assert await ledger.orphans(10) == ["kept"]
-            assert client.smembers("expired:1:{0}:owned:dead") == {b"kept"}
-            assert client.pttl("expired:1:{0}:r:kept") > 7 * 24 * 3600 * 1000
+            assert client.smembers(f"expired:{SCHEMA}:{{0}}:owned:dead") == {b"kept"}
+            assert client.pttl(f"expired:{SCHEMA}:{{0}}:r:kept") > 7 * 24 * 3600 * 1000
 
 
 async def test_a_worker_that_is_gone_leaves_no_address_behind(redis_url: str) -> None:
@@ -320,7 +326,7 @@ async def test_a_worker_that_is_gone_leaves_no_address_behind(redis_url: str) ->
             await ledger.put_worker(WorkerInfo(worker_id=worker_id, address=address))
         await ledger.drop_worker("dropped")
         with Redis.from_url(redis_url) as client:
-            assert client.hgetall("gone:1:{0}:worker_addresses") == {b"kept": b"h:1"}
+            assert client.hgetall(f"gone:{SCHEMA}:{{0}}:worker_addresses") == {b"kept": b"h:1"}
 
 
 async def test_an_embedded_ledger_is_reached_by_its_url() -> None:
