@@ -1,8 +1,10 @@
-"""What waits for a stream to take it: additions merge into one message until then."""
+"""What waits for a stream to take it: additions merge until then, into few messages of no great
+size."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Generic, TypeVar
 
@@ -10,21 +12,32 @@ from google.protobuf.message import Message
 
 M = TypeVar("M", bound=Message)
 
+#: Far below what a stream takes, so that no number of additions breaks it.
+_MERGED_BYTES = 1 << 20
+
 
 class Outbox(Generic[M]):
     """Belongs to one stream and is closed with it: gRPC goes on asking a dead stream's iterator."""
 
     def __init__(self, first: M) -> None:
-        self._message = first
+        self._messages = deque([first])
+        self._num_bytes = first.ByteSize()
         self._changed = asyncio.Event()
         self._changed.set()
         self._is_closed = False
 
     def add(self, message: M) -> None:
-        """Repeated fields are appended, others replaced. After the close it changes nothing."""
+        """Repeated fields are appended, others replaced. After the close it changes nothing.
+        ``message`` is the outbox's own from then on."""
         if self._is_closed:
             return
-        self._message.MergeFrom(message)
+        num_bytes = message.ByteSize()
+        if self._messages and self._num_bytes + num_bytes <= _MERGED_BYTES:
+            self._num_bytes += num_bytes
+            self._messages[-1].MergeFrom(message)
+        else:
+            self._num_bytes = num_bytes
+            self._messages.append(message)
         self._changed.set()
 
     def close(self) -> None:
@@ -35,7 +48,7 @@ class Outbox(Generic[M]):
         while True:
             await self._changed.wait()
             self._changed.clear()
+            while self._messages and not self._is_closed:
+                yield self._messages.popleft()
             if self._is_closed:
                 return
-            message, self._message = self._message, type(self._message)()
-            yield message

@@ -34,6 +34,8 @@ _FINISHED_BY = {
 }
 #: Before a request that its worker did not get queues again.
 _RETRY_S = 0.1
+#: To write down more of them for a worker would keep the event loop from all others for too long.
+_TOKENS_AT_ONCE = 1 << 16
 
 
 class Workers(Protocol):
@@ -104,9 +106,27 @@ class Attempts:
             attempt=message.attempt,
             tokens=live.num_tokens,
         )
-        if not self._workers.start(message.worker_id, live.starts()):
+        # Ends and tokens that the ledger did not take under an older epoch.
+        self._store_rest(live)
+        if not live.at_worker:
+            self._all_left(live)
+        elif not self._start(live, live.unfinished):
             live.avoid = message.worker_id
             self._custody.spawn(self._return(live, delay_s=_RETRY_S))
+
+    def _start(self, live: LiveRequest, choices: Sequence[Choice]) -> bool:
+        """Of long ones a part, and the others when the event loop has done what waits. False when
+        there is no stream to the worker."""
+        longest = len(live.request.prompt_ids) + max(len(choice.output) for choice in choices)
+        count = max(1, _TOKENS_AT_ONCE // longest)
+        if later := choices[count:]:
+            asyncio.get_running_loop().call_soon(self._start_later, live, live.epoch, later)
+        starts = [live.start(choice) for choice in choices[:count]]
+        return self._workers.start(live.worker_id, starts)
+
+    def _start_later(self, live: LiveRequest, epoch: int, choices: Sequence[Choice]) -> None:
+        if self._by_epoch.get(epoch) is live:
+            self._start(live, choices)
 
     async def _decline(self, message: session_pb2.Dispatched) -> None:
         entry = await self._custody.persist(
@@ -153,8 +173,11 @@ class Attempts:
     def _left(self, live: LiveRequest, choice: Choice) -> None:
         """The worker is done with a choice, which is finished or was given back."""
         live.at_worker.discard(choice.index)
-        if live.at_worker:
-            return
+        if not live.at_worker:
+            self._all_left(live)
+
+    def _all_left(self, live: LiveRequest) -> None:
+        """No worker has anything to do for it."""
         if live.unfinished:
             self._custody.spawn(self._return(live))
         else:
@@ -211,10 +234,13 @@ class Attempts:
 
     async def _store_all(self, live: LiveRequest) -> None:
         """Waits until the ledger has all that came, also what it forgot when it came back."""
+        self._store_rest(live)
+        await live.all_stored()
+
+    def _store_rest(self, live: LiveRequest) -> None:
         for choice in live.choices:
             if not choice.is_stored:
                 self._appender.put(live.append(choice, choice.stored))
-        await live.all_stored()
 
     # the ledger answers
 

@@ -6,6 +6,9 @@ from everlift.messages import FinishReason
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.output import Output
 
+#: With their log probabilities this stays far below what a connection takes as one message.
+_TOKENS_A_PIECE = 4096
+
 
 class Choice:
     """Three counts of tokens, each at most the one before: ``len(output)`` came from workers,
@@ -76,8 +79,8 @@ class Choice:
         return offset < self.readable or self.is_complete
 
     def piece(self, offset: int) -> pb.GenerateResponse:
-        """What can be read from ``offset`` on, up to the next change of epoch. At the end it has
-        the finish reason, with no token if need be."""
+        """What can be read from ``offset`` on, up to the next change of epoch, and no more than
+        belongs into one message. At the end it has the finish reason, with no token if need be."""
         end, epoch = self._segment(offset)
         piece = pb.GenerateResponse(
             request_id=self.request_id,
@@ -97,7 +100,7 @@ class Choice:
         return piece
 
     def _segment(self, offset: int) -> tuple[int, int]:
-        end = self.readable
+        end = min(self.readable, offset + _TOKENS_A_PIECE)
         for start, epoch in reversed(self._epochs):
             if start <= offset:
                 return end, epoch

@@ -43,6 +43,7 @@ class LiveRequest:
         prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         self.request = request
+        self.request_id = request.request_id
         self.entry = entry
         self.choices = tuple(
             Choice(request.request_id, index, output, entry.finish_reasons[index])
@@ -74,10 +75,6 @@ class LiveRequest:
         self._queued_s = 0.0
         self._first_token: float | None = None
         self._ended: float | None = None
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     @property
     def num_tokens(self) -> int:
@@ -229,11 +226,8 @@ class LiveRequest:
             migrations=self.migrations,
         )
 
-    def starts(self) -> list[session_pb2.Start]:
-        """The messages that let a worker begin it, or go on exactly where its choices end."""
-        return [self._start(choice) for choice in self.unfinished]
-
-    def _start(self, choice: Choice) -> session_pb2.Start:
+    def start(self, choice: Choice) -> session_pb2.Start:
+        """The message that lets a worker begin a choice, or go on exactly where it ends."""
         request = self.request
         return session_pb2.Start(
             epoch=self.epoch,

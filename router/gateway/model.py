@@ -23,6 +23,11 @@ _MAX_CHARACTERS_PER_TOKEN = 128
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 #: Where a configuration does not say it: a worker does, and no request outgrows that.
 _UNBOUNDED = 1 << 30
+#: Log probabilities of a prompt, alternatives counted in: they go to the ledger, and to the client,
+#: in one piece, and more would keep the gateway from all others for too long.
+_MAX_PROMPT_LOGPROBS = 1 << 18
+#: The same of the output of all choices, which stays in the memory of gateway and ledger.
+_MAX_LOGPROBS = 1 << 22
 
 
 class Tokenizer(text.Tokenizer, Protocol):
@@ -128,6 +133,7 @@ class ServedModel:
         max_tokens = min(room, submission.max_tokens or room)
         self._check_ids("stop_token_ids", submission.stop_token_ids)
         self._check_sampling(submission.sampling, max_tokens)
+        _check_amount(submission, len(prompt_ids), max_tokens)
         eos_ids = () if submission.ignore_eos else self.eos_ids
         return Request(
             request_id=submission.request_id,
@@ -174,6 +180,20 @@ class ServedModel:
         worst = max(ids, default=0)
         if worst >= self.vocab_size:
             raise OutOfRange(f"{name} holds token {worst}; the vocabulary has {self.vocab_size}")
+
+
+def _check_amount(submission: Submission, num_prompt: int, max_tokens: int) -> None:
+    """Of the log probabilities that are asked for."""
+    sampling, num_output = submission.sampling, submission.n * max_tokens
+    for name, num_top, num_tokens, limit in (
+        ("logprobs", sampling.logprobs, num_output, _MAX_LOGPROBS),
+        ("prompt_logprobs", sampling.prompt_logprobs, num_prompt, _MAX_PROMPT_LOGPROBS),
+    ):
+        if num_top is not None and num_tokens * (1 + num_top) > limit:
+            raise OutOfRange(
+                f"{name} of {num_tokens} tokens with {num_top} alternatives each are too many; "
+                f"at most {limit} log probabilities are told of a request"
+            )
 
 
 def _facts(config: Path) -> dict[str, Any]:

@@ -29,17 +29,14 @@ class Output:
     def __init__(self, text: TextState) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        #: a stop string is complete: nothing may follow
+        self.stopped = False
         self._text = text
         self._released: list[str] = []
         self._tail = ""
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def stopped(self) -> bool:
-        """A stop string is complete: nothing may follow."""
-        return self._text.stopped
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Adds tokens up to the one that completes a stop string."""
@@ -49,6 +46,7 @@ class Output:
                 break
             self.tokens.append(token)
             self._released.append(self._text.push(token))
+            self.stopped = self._text.stopped
         if logprobs:
             self.logprobs.extend(logprobs[: len(self) - start])
 

@@ -45,6 +45,8 @@ log = logs.get(__name__)
 
 #: Each replays its tokens, which takes the event loop's time.
 _ADOPTIONS_AT_ONCE = 4
+#: Replayed before others have their turn.
+_TOKENS_AT_ONCE = 1024
 
 
 class Requests:
@@ -99,7 +101,7 @@ class Requests:
                 self._custody.spawn(self._recover(request.request_id))
                 raise
             if opened.created:
-                live = self._take(self._live(request, opened.entry))
+                live = self._take(self._new(request, opened.entry))
                 self._expire_in(live, timeout_s)
                 return live
         return await self.attach(request.request_id)
@@ -137,7 +139,7 @@ class Requests:
     async def _attach_stored(self, request_id: str) -> LiveRequest:
         stored = await self._ledger.read(request_id)
         if stored.entry.state.is_final:
-            return self._replayed(stored)
+            return await self._replayed(stored)
         return await self.adopt(request_id)
 
     async def adopt(self, request_id: str) -> LiveRequest:
@@ -162,7 +164,9 @@ class Requests:
                 raise Moved("another router goes on with this request: attach again")
             if stored.request.model != self._model.name:
                 return await self._give_up(stored)
-            return self._replayed(stored) if stored.entry.state.is_final else self._resume(stored)
+            if stored.entry.state.is_final:
+                return await self._replayed(stored)
+            return await self._resume(stored)
 
     async def _check_ownerless(self, owner: str) -> None:
         """Raises Elsewhere when another living gateway has the request."""
@@ -179,12 +183,12 @@ class Requests:
                 stored.entry.request_id, State.FAILED, error.slug, str(error), self._router_id
             )
         )
-        return self._replayed(replace(stored, entry=entry))
+        return await self._replayed(replace(stored, entry=entry))
 
-    def _resume(self, stored: Stored) -> LiveRequest:
+    async def _resume(self, stored: Stored) -> LiveRequest:
         entry = stored.entry
         log.info("request adopted", request_id=entry.request_id, tokens=sum(entry.num_tokens))
-        live = self._restored(stored)
+        live = await self._restored(stored)
         live.accepted = True
         self._take(live)
         if stored.request.deadline is not None:
@@ -197,22 +201,26 @@ class Requests:
         self._line.enqueue(live.waiting())
         return live
 
-    def _live(self, request: Request, entry: Entry) -> LiveRequest:
-        return self._restored(Stored(entry, request, (StoredChoice(),) * request.n, now=0.0))
+    def _new(self, request: Request, entry: Entry) -> LiveRequest:
+        outputs = [Output.of(request, self._model.tokenizer) for _ in range(request.n)]
+        return LiveRequest(request, entry, outputs, now())
 
-    def _restored(self, stored: Stored) -> LiveRequest:
+    async def _restored(self, stored: Stored) -> LiveRequest:
         """As it was when the ledger heard of it last."""
-        outputs = [self._output(stored.request, choice) for choice in stored.choices]
+        outputs = [await self._output(stored.request, choice) for choice in stored.choices]
         return LiveRequest(stored.request, stored.entry, outputs, now(), stored.prompt_logprobs)
 
-    def _output(self, request: Request, choice: StoredChoice) -> Output:
+    async def _output(self, request: Request, choice: StoredChoice) -> Output:
         output = Output.of(request, self._model.tokenizer)
-        output.extend(choice.tokens, choice.logprobs)
+        for start in range(0, len(choice.tokens), _TOKENS_AT_ONCE):
+            part = slice(start, start + _TOKENS_AT_ONCE)
+            output.extend(choice.tokens[part], choice.logprobs[part])
+            await asyncio.sleep(0)
         return output
 
-    def _replayed(self, stored: Stored) -> LiveRequest:
+    async def _replayed(self, stored: Stored) -> LiveRequest:
         """An ended request, as it ended."""
-        live = self._restored(stored)
+        live = await self._restored(stored)
         self._custody.close_as(live, stored.entry)
         return live
 
@@ -289,8 +297,9 @@ class Requests:
         return await asyncio.shield(self.attempts.end(live, State.CANCELLED, error))
 
     async def get(self, request_id: str) -> Stored:
-        """What the ledger knows of a request. Raises UnknownRequest."""
-        return await self._ledger.read(request_id)
+        """What the ledger knows of a request, less its tokens. Raises UnknownRequest."""
+        entry = await self._ledger.get(request_id)
+        return await self._ledger.read(request_id, entry.num_tokens)
 
     # the leader speaks
 

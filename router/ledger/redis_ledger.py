@@ -5,6 +5,7 @@ What a key holds is written in ``common.lua``; how it behaves, in ``base.py``.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from collections.abc import Sequence
@@ -159,7 +160,7 @@ class RedisLedger:
         _, rest = await self._move(
             scripts.TAKE_OVER, request_id, gateway, owner, os.urandom(8), _UNFINISHED_MS
         )
-        return codec.stored(request_id, (), rest)
+        return await _stored(request_id, (), rest)
 
     async def discard(self, request_id: str) -> None:
         await self._move(scripts.DISCARD, request_id)
@@ -186,7 +187,7 @@ class RedisLedger:
         word, rest = await self._move(scripts.READ, request_id, *offsets)
         if word == "beyond":
             raise OffsetOutOfRange(f"offsets {list(offsets)} are not stored")
-        return codec.stored(request_id, offsets, rest)
+        return await _stored(request_id, offsets, rest)
 
     # gateways
 
@@ -256,3 +257,8 @@ class RedisLedger:
 
     async def close(self) -> None:
         await self._shards.close()
+
+
+async def _stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
+    # Hundreds of thousands of log probabilities take a second: not of the event loop's.
+    return await asyncio.to_thread(codec.stored, request_id, offsets, answer)

@@ -271,6 +271,114 @@ async def test_an_end_that_the_ledger_forgot_is_told_again(
     assert gateway.requests.counters.output_tokens == 3
 
 
+def forget_dispatch(ledger: MemoryLedger) -> None:
+    """As a server does that came back without its last second."""
+    record = ledger._records["r"]
+    record.entry = replace(record.entry, state=State.QUEUED, worker="", epoch=0)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_ends_of_a_dispatch_that_the_ledger_forgot_are_stored_under_the_next_one(
+    gateway: Gateway, ledger: MemoryLedger, n: int
+) -> None:
+    live = await gateway.submit(n=n)
+    epoch = await gateway.dispatch()
+    forget_dispatch(ledger)
+    for index in range(n):
+        gateway.make(epoch, 0, "abc", EOS, choice=index)
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    started = len(gateway.workers.started)
+    await gateway.dispatch()
+    await until(lambda: live.is_over)
+    assert by_choice(await gateway.read(live), n) == ["abc"] * n
+    assert len(gateway.workers.started) == started
+    assert (await ledger.get("r")).num_tokens == (3,) * n
+
+
+async def test_an_end_under_a_forgotten_dispatch_is_stored_beside_a_choice_that_goes_on(
+    gateway: Gateway, ledger: MemoryLedger
+) -> None:
+    live = await gateway.submit(n=2)
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "ab", choice=0)
+    gateway.make(epoch, 0, "xy", choice=1)
+    await until(lambda: all(choice.stored == 2 for choice in live.choices))
+    forget_dispatch(ledger)
+    gateway.make(epoch, 2, "c", EOS, choice=0)
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    epoch = await gateway.dispatch()
+    assert [start.choice for start in gateway.workers.started[2:]] == [1]
+    gateway.make(epoch, 2, "z", EOS, choice=1)
+    await until(lambda: live.is_over)
+    assert by_choice(await gateway.read(live), 2) == ["abc", "xyz"]
+
+
+# long ones
+
+
+async def test_long_choices_start_in_parts_until_they_are_lost(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.gateway.attempts._TOKENS_AT_ONCE", 12)
+    live = await gateway.submit(n=6, text="four")
+    started = gateway.workers.started
+    await gateway.dispatch()
+    assert [start.choice for start in started] == [0, 1, 2]
+    await until(lambda: len(started) == 6)
+    gateway.requests.attempts.worker_lost("w")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    await gateway.dispatch()
+    gateway.requests.attempts.drop(live)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert [start.choice for start in started] == [*range(6), 0, 1, 2]
+
+
+async def test_a_piece_has_no_more_tokens_than_belong_into_one_message(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.gateway.choice._TOKENS_A_PIECE", 3)
+    live = await gateway.submit(n=2)
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "abcdef", EOS, choice=0)
+    gateway.make(epoch, 0, "ghijk", EOS, choice=1)
+    pieces = await gateway.read(live)
+    assert by_choice(pieces, 2) == ["abcdef", "ghijk"]
+    sizes = [(p.choice, len(p.token_ids), bool(p.finish_reason)) for p in pieces if p.token_ids]
+    assert sizes == [(0, 3, False), (0, 3, True), (1, 3, False), (1, 2, True)]
+
+
+async def test_others_have_their_turn_while_an_ended_request_is_replayed(gateway: Gateway) -> None:
+    await gateway.submit(n=3, max_tokens=2048)
+    epoch = await gateway.dispatch()
+    for index in range(3):
+        gateway.make(epoch, 0, "a" * 2048, LENGTH, choice=index)
+    await until(lambda: not len(gateway.requests))
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    await gateway.requests.attach("r")
+    task.cancel()
+    assert turns >= 6
+
+
+async def test_what_is_known_of_a_request_comes_without_its_tokens(gateway: Gateway) -> None:
+    await gateway.submit(n=2, sampling=pb.Sampling(logprobs=0))
+    epoch = await gateway.dispatch()
+    for index in range(2):
+        gateway.make(epoch, 0, "a", EOS, choice=index, logprobs=wire(scored(-1.0)))
+    await until(lambda: not len(gateway.requests))
+    known = await gateway.requests.get("r")
+    assert known.entry.num_tokens == (1, 1)
+    assert [(choice.tokens, choice.logprobs) for choice in known.choices] == [((), ())] * 2
+
+
 # log probabilities
 
 
@@ -436,6 +544,22 @@ async def test_min_tokens_come_before_a_stop_string_counts(gateway: Gateway) -> 
     gateway.make(epoch, 0, "a#b#cd")
     assert texts(await gateway.read(live)) == "a#b"
     assert gateway.workers.started[0].sampling.min_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("asked", "n", "prompt", "max_tokens"),
+    [("logprobs", 64, 1, 3121), ("prompt_logprobs", 1, 12484, 1)],
+)
+async def test_more_log_probabilities_than_a_gateway_can_keep_are_refused(
+    gateway: Gateway, asked: str, n: int, prompt: int, max_tokens: int
+) -> None:
+    gateway.requests._model.max_model_len = 20_000
+    fields = {"n": n, "text": "x" * prompt}
+    sampling = pb.Sampling(**{asked: 20})  # type: ignore[arg-type]
+    with pytest.raises(OutOfRange, match="are too many"):
+        await gateway.submit(**fields, max_tokens=max_tokens, sampling=sampling)
+    less = {"text": "x" * (prompt - 1)} if prompt > 1 else {"max_tokens": max_tokens - 1}
+    await gateway.submit(**fields | {"max_tokens": max_tokens} | less, sampling=sampling)
 
 
 async def test_blocks_are_shared_under_the_same_salt_alone(gateway: Gateway) -> None:

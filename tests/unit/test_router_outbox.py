@@ -1,0 +1,56 @@
+"""What waits for a stream to take it."""
+
+import asyncio
+
+from everlift.v1 import session_pb2
+from router import outbox
+from router.outbox import Outbox
+
+
+def frame(*epochs: int, num_bytes: int = 0) -> session_pb2.RouterFrame:
+    salt = bytes(num_bytes)
+    return session_pb2.RouterFrame(
+        starts=[session_pb2.Start(epoch=epoch, salt=salt) for epoch in epochs]
+    )
+
+
+async def taken(this: Outbox[session_pb2.RouterFrame]) -> list[list[int]]:
+    """The epochs of each message that it has."""
+    messages: list[list[int]] = []
+
+    async def take() -> None:
+        async for message in this.messages():
+            messages.append([start.epoch for start in message.starts])
+
+    task = asyncio.create_task(take())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    task.cancel()
+    return messages
+
+
+async def test_additions_merge_until_they_are_taken() -> None:
+    this = Outbox(session_pb2.RouterFrame())
+    this.add(frame(1))
+    this.add(frame(2))
+    assert await taken(this) == [[1, 2]]
+    this.add(frame(3))
+    this.add(frame(4))
+    assert await taken(this) == [[3, 4]]
+
+
+async def test_no_number_of_additions_makes_a_message_that_a_stream_refuses() -> None:
+    third = outbox._MERGED_BYTES // 3
+    this = Outbox(session_pb2.RouterFrame())
+    for epoch in range(1, 6):
+        this.add(frame(epoch, num_bytes=third))
+    this.add(frame(6, num_bytes=4 * third))
+    this.add(frame(7))
+    assert await taken(this) == [[1, 2], [3, 4], [5], [6], [7]]
+
+
+async def test_after_its_close_it_says_nothing_more() -> None:
+    this = Outbox(frame(1))
+    this.close()
+    this.add(frame(2))
+    assert await taken(this) == []
