@@ -120,7 +120,7 @@ def _line(number: int, data: bytes, digest: bytes) -> Line:
 def _parse(data: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(data.strip())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the line is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest("the line is no JSON object")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
@@ -88,7 +89,9 @@ class Background:
 
 
 def _alone(config: Config) -> Config:
-    """With a share of the cores for each rank of the one worker that there is."""
+    """With a share of the cores for each rank of the one worker that there is. Its only caller
+    waits for all that it asks: none of its grammars is one too many."""
     alone = replace(config, num_workers=1)
     threads = threads_per_rank(alone, len(os.sched_getaffinity(0)))
-    return replace(alone, worker=replace(alone.worker, num_threads=threads))
+    grammar = replace(alone.worker.grammar, max_queued=sys.maxsize)
+    return replace(alone, worker=replace(alone.worker, num_threads=threads, grammar=grammar))

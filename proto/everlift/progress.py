@@ -57,6 +57,15 @@ def _bar(what: str) -> Iterator[Progress]:
         rich.TransferSpeedColumn(),
         rich.TimeRemainingColumn(),
     )
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = rich.Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(what, total=None)
+
+    def progress(done: int, total: int) -> None:
+        # Not before: where there is nothing to do, nothing is to be seen.
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield progress
+    finally:
+        bar.stop()

@@ -121,6 +121,14 @@ def test_an_output_has_the_form_that_was_asked_for() -> None:
     assert fine.error is None
 
 
+def test_no_grammar_of_many_is_one_too_many() -> None:
+    grammars = {"max_compiling": 1, "max_queued": 1}
+    forms: list[GenerateOptions] = [{"regex": f"a{i}"} for i in range(5)]
+    with LLM(DEMO_MODEL, **SETTINGS, grammar=grammars) as llm:
+        answers = llm.generate(["x"] * 5, each=forms, max_tokens=8)
+    assert [answer.text for answer in answers] == [f"a{i}" for i in range(5)]
+
+
 def test_two_ranks_say_the_same_and_end_together(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def test_openais_line_is_one_too(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[1]", "no JSON object"),
+        ("[" * 10_000, "recursion"),
         ({"id": "i"}, "the prompt must be text or a list"),
         ({"id": "i", "prompt": 5}, "the prompt must be text or a list"),
         ({"id": "i", "prompt": ["a", "b"]}, "wrong type"),

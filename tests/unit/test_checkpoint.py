@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_header, read_tensors, some
+from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_tensors, some
 
 
 def write(path: Path, header: object, data: bytes = b"") -> Path:
@@ -42,13 +42,20 @@ def test_what_safetensors_writes_can_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"1234567", b"\xff" * 20, (9).to_bytes(8, "little") + b"{}"]
+    "content",
+    [
+        b"",
+        b"1234567",
+        b"\xff" * 20,
+        (9).to_bytes(8, "little") + b"{}",
+        (10_000).to_bytes(8, "little") + b"[" * 10_000,
+    ],
 )
 def test_what_has_no_header_is_no_safetensors_file(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(BadCheckpoint, match=r"x\.safetensors is no safetensors file"):
-        read_header(path)
+        read_tensors(path)
 
 
 @pytest.mark.parametrize("header", [[], 1, None])
@@ -69,6 +76,7 @@ def test_a_header_that_lists_no_tensors_is_none(header: object, tmp_path: Path) 
         {"dtype": "I8", "shape": [1], "data_offsets": [4, 0]},
         {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [1], "data_offsets": [0]},
+        {"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 4]},
     ],
 )
 def test_an_entry_that_cannot_be_is_named(entry: object, tmp_path: Path) -> None:
@@ -84,6 +92,17 @@ def test_a_file_that_ends_too_soon_names_what_is_cut(tmp_path: Path) -> None:
     }
     path = write(tmp_path / "x.safetensors", entries, bytes(7))
     with pytest.raises(BadCheckpoint, match=r"is truncated: it ends before or within b, c$"):
+        read_tensors(path)
+
+
+def test_tensors_that_overlap_are_named(tmp_path: Path) -> None:
+    places = {"a": [0, 4], "empty": [4, 4], "b": [4, 8], "c": [6, 10]}
+    entries = {
+        name: {"dtype": "F16", "shape": [(end - start) // 2], "data_offsets": [start, end]}
+        for name, (start, end) in places.items()
+    }
+    path = write(tmp_path / "x.safetensors", entries, bytes(10))
+    with pytest.raises(BadCheckpoint, match=r"b and c overlap"):
         read_tensors(path)
 
 

@@ -88,6 +88,25 @@ def test_several_pieces_may_be_of_one_tensor_and_each_slice_is_read_once(
     assert lengths == [48, 16]
 
 
+@pytest.mark.parametrize(("width", "lengths"), [(4, [48]), (16_384, [32_768] * 3)])
+def test_columns_of_short_rows_are_read_with_what_is_between_them(
+    width: int, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = torch.arange(3.0 * width).view(3, width)
+    save_file({"o.weight": stored}, tmp_path / "model.safetensors")
+    read, preadv = [], os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], place: int) -> int:
+        read.append(preadv(descriptor, buffers, place))
+        return read[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    into, columns = torch.empty(3, width // 2), slice(width // 2, width)
+    load(Pieces(Piece("o.weight", (3, width), (slice(None), columns), into)), tmp_path)
+    assert torch.equal(into, stored[:, columns])
+    assert read == lengths
+
+
 def test_several_files_are_read_as_one(tmp_path: Path) -> None:
     one = loaded(save_llama(tmp_path / "one"), Group.single())
     many = loaded(save_llama(tmp_path / "many", max_shard_size="30KB"), Group.single())

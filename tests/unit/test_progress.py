@@ -3,6 +3,7 @@
 import logging
 import os
 import pty
+import select
 import sys
 
 import pytest
@@ -37,3 +38,14 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = os.read(ours, 65536).decode()
     os.close(ours)
     assert "weights loading" in shown and "3.0/4.0 MB" in shown
+
+
+def test_where_there_is_nothing_to_do_no_bar_flashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with told("model downloading"):
+            pass
+        assert not select.select([ours], [], [], 0)[0]
+    os.close(ours)

@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,11 @@ def read_tensors(path: Path) -> list[StoredTensor]:
     cut = [tensor.name for tensor in tensors if tensor.end > size]
     if cut:
         raise BadCheckpoint(f"{path} is truncated: it ends before or within {some(cut)}")
-    return sorted(tensors, key=lambda tensor: tensor.start)
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    for one, following in pairwise(tensors):
+        if following.start < one.end:
+            raise BadCheckpoint(f"{path}: {one.name} and {following.name} overlap")
+    return tensors
 
 
 def read_header(path: Path) -> bytes:
@@ -76,7 +81,7 @@ def some(names: Collection[str]) -> str:
 def _entries(path: Path, header: bytes) -> list[tuple[str, Any]]:
     try:
         entries = json.loads(header)
-    except ValueError:
+    except (ValueError, RecursionError):
         entries = None
     if not isinstance(entries, dict):
         raise BadCheckpoint(f"{path} is no safetensors file")
@@ -88,7 +93,7 @@ def _tensor(path: Path, name: str, entry: Any, data: int) -> StoredTensor:
     try:
         dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
         start, end = map(int, entry["data_offsets"])
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         raise BadCheckpoint(f"{path}: the header's entry of {name} is not right") from None
     item = ITEM_SIZES.get(dtype)
     is_fit = item is None or end - start == item * math.prod(shape)

@@ -1,7 +1,8 @@
 """Parameters from where they lie, of any type there, by way of one small buffer.
 
-A parameter of the same type in ordinary memory is read in place. Else a few rows at a time come
-into the buffer and are copied, which converts them: no tensor is ever held twice.
+A parameter of the same type in ordinary memory is read in place, unless it is a part of short rows.
+Else a few rows at a time come into the buffer and are copied, which converts them: no tensor is
+ever held twice.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from worker.model.runs import Run, bounds_of, runs
 Read = Callable[[Iterable[Run], Tensor], None]
 
 _BUFFER_BYTES = 4 << 20
+#: To read so many bytes more takes no longer than to read behind them once more.
+_GAP_BYTES = 16 << 10
 
 
 class Filler:
@@ -34,24 +37,40 @@ class Filler:
     def fill(self, piece: Piece, dtype: torch.dtype, read: Read) -> None:
         """``piece.into``, from a tensor whose elements ``read`` gives in ``dtype``."""
         bounds = bounds_of(piece.slices, piece.shape)
-        for rows in _batches(bounds, dtype.itemsize):
-            into = piece.into[rows.start - bounds[0].start : rows.stop - bounds[0].start]
-            landing = self._landing(into, dtype)
-            read(runs(piece.shape, (rows, *bounds[1:])), landing.view(-1))
+        inner = _read_of_a_row(bounds[1:], piece.shape[1:], dtype.itemsize)
+        wanted = [_within(part, whole) for part, whole in zip(bounds[1:], inner, strict=True)]
+        for rows in _batches((bounds[0], *inner), dtype.itemsize):
+            into = piece.into[_within(rows, bounds[0])]
+            landing = self._landing(into, (len(rows), *map(len, inner)), dtype)
+            read(runs(piece.shape, (rows, *inner)), landing.view(-1))
             if landing is not into:
-                into.copy_(landing)
+                into.copy_(landing[:, *wanted])
             self._done_bytes += into.nbytes
             self._progress(self._done_bytes, self.total_bytes)
 
-    def _landing(self, into: Tensor, dtype: torch.dtype) -> Tensor:
-        """``into`` itself, if it can be read to; else room in the buffer for the same."""
-        if into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous():
+    def _landing(self, into: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """``into`` itself, if ``shape`` can be read to it; else room for that in the buffer."""
+        is_fit = into.dtype == dtype and into.shape == shape
+        if is_fit and into.device.type == "cpu" and into.is_contiguous():
             return into
-        size = into.numel() * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         if len(self._buffer) < size:
             on_gpu = into.device.type == "cuda"
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
-        return self._buffer[:size].view(dtype).view(into.shape)
+        return self._buffer[:size].view(dtype).view(shape)
+
+
+def _read_of_a_row(
+    wanted: tuple[range, ...], shape: tuple[int, ...], item_size: int
+) -> tuple[range, ...]:
+    """What is read of each row for the sake of ``wanted``: all of it, where that is cheap."""
+    unwanted = math.prod(shape) - math.prod(map(len, wanted))
+    return tuple(map(range, shape)) if unwanted * item_size <= _GAP_BYTES else wanted
+
+
+def _within(inner: range, outer: range) -> slice:
+    """``inner``, counted from where ``outer`` begins."""
+    return slice(inner.start - outer.start, inner.stop - outer.start)
 
 
 def _batches(bounds: tuple[range, ...], item_size: int) -> Iterator[range]:

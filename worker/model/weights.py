@@ -1,4 +1,5 @@
-"""From safetensors into a rank's parameters: of each tensor only the rank's slices, once.
+"""From safetensors into a rank's parameters: of each tensor only the rank's slices, once, and of
+short rows what lies between them.
 
 Everything is checked by the files' headers before the first tensor is read. Files are read one
 after the other, each from its beginning to its end. None is mapped: what is touched of a mapped
