@@ -1,7 +1,7 @@
 """One rank that samples, as a process: python -m tests.sampled_rank TASK.
 
 TASK is JSON: {"store", "rank", "size", "model"}. Prints JSON: the engine's tokens for each of
-sampled_jobs(), and what became of each row of a few steps by hand.
+sampled_jobs(), what became of each row of a few steps by hand, and tokens of an engine that swaps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from everlift.errors import InvalidRequest
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.sampled_jobs import sampled_jobs
 from tests.sampling_support import FakeGrammar, FakeMatcher, admission
-from tests.torch_engine import TorchEngine
+from tests.torch_engine import Job, TorchEngine, greedy_jobs
 from worker.build import build_runner
 from worker.config import Speculation, WorkerConfig
 from worker.model.spec import ModelSpec
@@ -56,7 +56,20 @@ def outputs(model: str, group: Group) -> dict[str, Any]:
         "engine": engine.serve(sampled_jobs(spec.vocab_size, *spec.eos_token_ids)),
         "accepted drafts": engine.accepted_drafts,
         "by hand": steps_by_hand(model, group),
+        **swapped(model, group),
     }
+
+
+def swapped(model: str, group: Group) -> dict[str, Any]:
+    """Sequences with more blocks than the cache, which go to the host's memory and back."""
+    engine = TorchEngine(Path(model), 8, group, preemption="swap", swap_mib=1)
+    tokens = engine.serve(swapped_jobs())
+    return {"swapped": tokens, "blocks swapped in": engine.counters.blocks_swapped_in}
+
+
+def swapped_jobs() -> list[Job]:
+    prompts = [[first + i % 39 for i in range(40)] for first in (20, 60, 100, 140)]
+    return greedy_jobs(prompts, max_tokens=90)
 
 
 def steps_by_hand(model: str, group: Group) -> list[list[int] | str]:

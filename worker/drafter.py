@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from worker.config import Speculation
 from worker.ngram import NgramIndex, continued
 
-#: Tokens taken into the index at once: a long prompt must not hold up a step.
-_MAX_INDEXED = 512
+#: Tokens read in a step, by all drafters: long prompts must not hold it up.
+MAX_READ = 2048
 _PATIENCE = 2
 _MAX_PAUSE = 64
 
@@ -33,13 +33,20 @@ class Drafter:
         self._misses = 0
         self._pause = 0
 
+    def read(self, tokens: Sequence[int], most: int) -> int:
+        """Takes in up to ``most`` of those of ``tokens``, which only grow, that are new; how many
+        it took."""
+        before = self._index.length
+        self._index.extend(tokens, most)
+        return self._index.length - before
+
     def propose(self, tokens: Sequence[int], most: int) -> tuple[int, ...]:
-        """A draft of up to ``most`` tokens after ``tokens``, which only grow. Once a step."""
-        is_complete = self._index.extend(tokens, _MAX_INDEXED)
+        """A draft of up to ``most`` tokens after ``tokens``, if it has read them all. Once a
+        step."""
         if self._pause:
             self._pause -= 1
             return ()
-        follower = self._index.follower() if is_complete else None
+        follower = self._index.follower() if self._index.length == len(tokens) else None
         if follower is None:
             return ()
         return continued(tokens, follower, min(self._count, most))

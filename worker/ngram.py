@@ -26,15 +26,19 @@ class NgramIndex:
         self._window = 0
         self._length = 0
 
-    def extend(self, tokens: Sequence[int], most: int) -> bool:
-        """Takes in up to ``most`` of those of ``tokens`` that are new; whether that was all."""
+    @property
+    def length(self) -> int:
+        """How many tokens were taken in."""
+        return self._length
+
+    def extend(self, tokens: Sequence[int], most: int) -> None:
+        """Takes in up to ``most`` of those of ``tokens`` that are new."""
         for token in tokens[self._length : self._length + most]:
             for n, followers in self._followers.items():
                 if n <= self._length:
                     followers[self._window & self._masks[n]] = self._length
             self._window = (self._window << _TOKEN_BITS | token) & self._longest
             self._length += 1
-        return self._length == len(tokens)
 
     def follower(self) -> int | None:
         """The index of what followed the longest n-gram that ends the tokens, where it occurred

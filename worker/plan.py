@@ -71,8 +71,9 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step; ``step`` counts from 1. Rows come decodes first. ``saves`` are made before
-    ``loads``, and both before anything is computed."""
+    """One step; ``step`` counts from 1. Rows come decodes first, but for those of ``admissions``,
+    which follow in their order: they may attend to what the rows before them write. ``saves`` are
+    made before ``loads``, and both before anything is computed."""
 
     step: int
     rows: tuple[Row, ...]

@@ -119,8 +119,7 @@ class Sampler:
     def _apply_masks(self, logits: Tensor, rows: Sequence[SampledRow]) -> None:
         if rows:
             lengths = [len(row.sites) for row in rows]
-            # What a grammar says nothing of is allowed.
-            bits = torch.full((sum(lengths), mask_words(self._vocab_size)), -1, dtype=torch.int32)
+            bits = torch.empty(sum(lengths), mask_words(self._vocab_size), dtype=torch.int32)
             for row, lines in zip(rows, bits.split_with_sizes(lengths), strict=True):
                 row.fill_mask(lines)
             sites = self._upload(_sites(rows))

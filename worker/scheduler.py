@@ -21,7 +21,7 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import EngineFailed, EverliftError
 from worker.batch import Batch
 from worker.counters import Counters
-from worker.drafter import Drafter
+from worker.drafter import MAX_READ, Drafter
 from worker.limits import Limits, blocks_for
 from worker.load import Load, Occupant
 from worker.outcome import Outcome, Stop
@@ -171,23 +171,28 @@ class Scheduler:
 
     def _with_drafts(self, shares: Iterable[Share], budget: int) -> list[Share]:
         """What is left of the budget goes to drafts for those that decode."""
-        drafted = []
+        drafted, most_read = [], MAX_READ
         for share in shares:
-            if drafts := self._draft(share.sequence, budget):
-                share = share._replace(drafts=drafts)
-                budget -= len(drafts)
+            if share.sequence.remaining == 1:
+                drafter = self._drafter(share.sequence)
+                most_read -= drafter.read(share.sequence.tokens, most_read)
+                share = share._replace(drafts=self._draft(share.sequence, drafter, budget))
+                budget -= len(share.drafts)
             drafted.append(share)
         return drafted
 
-    def _draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
+    def _drafter(self, sequence: Sequence) -> Drafter:
+        if sequence.drafter is None:
+            sequence.drafter = Drafter(self._limits.speculation)
+        return sequence.drafter
+
+    def _draft(self, sequence: Sequence, drafter: Drafter, budget: int) -> tuple[int, ...]:
         """Blocks that are taken for it stay in the table until others need them for known tokens:
         a draft preempts nobody."""
         most = min(budget, self._room_for_drafts(sequence))
-        if most <= 0 or sequence.remaining > 1:
+        if most <= 0:
             return ()
-        if sequence.drafter is None:
-            sequence.drafter = Drafter(self._limits.speculation)
-        drafts = sequence.drafter.propose(sequence.tokens, most)
+        drafts = drafter.propose(sequence.tokens, most)
         self._batch.take_blocks(sequence, sequence.num_known + len(drafts))
         return drafts
 

@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 from everlift.sampling import TokenLogprobs
 from tests.llama_support import SIZES, Reference, load_llama, save_llama, warped
 from tests.sampled_jobs import sampled_jobs
-from tests.sampled_rank import GUESSING, NUM_BLOCKS, outputs
+from tests.sampled_rank import GUESSING, NUM_BLOCKS, outputs, swapped_jobs
 from tests.sampling_oracle import is_close, own_logprobs, shaped
 from tests.sampling_support import admission
 from tests.torch_engine import Job, TorchEngine
@@ -147,6 +147,8 @@ def test_two_ranks_sample_the_tokens_of_one(
     alone = outputs(str(directory), Group.single())
     assert first["engine"] == second["engine"]
     assert first["accepted drafts"] > 0
+    assert first["blocks swapped in"] == second["blocks swapped in"] > 0
+    assert first["swapped"] == second["swapped"]
     assert first["by hand"] == alone["by hand"]
     # Only rank 0 knows why a grammar gave up; the others know that it did.
     causes = {"InvalidRequest": "EngineFailed"}
@@ -154,6 +156,7 @@ def test_two_ranks_sample_the_tokens_of_one(
     assert first["by hand"].count("InvalidRequest") == 1
     jobs = sampled_jobs(SIZES["vocab_size"], EOS)
     found = near_ties(model, jobs, alone["engine"], first["engine"])
+    found += near_ties(model, swapped_jobs(), alone["swapped"], first["swapped"])
     record_testsuite_property("near ties, sampling on two ranks", found)
     assert found <= 1
 

@@ -159,6 +159,13 @@ def test_tokens_that_the_model_does_not_have_change_nothing() -> None:
     assert result.error is None
 
 
+def test_a_stop_token_is_held_back_beside_one_that_the_model_does_not_have() -> None:
+    scores = logits(1)
+    this = admission(SamplingParams(min_tokens=3), stops=[5, VOCAB + 7])
+    sampler(this).sample(scores, [Ask(0, 0)])
+    assert scores.isneginf().nonzero().tolist() == [[0, 5]]
+
+
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 9, "top_p": 0.9, "min_p": 0.02}], ids=len)
 def test_tokens_are_drawn_from_exactly_the_shaped_distribution(

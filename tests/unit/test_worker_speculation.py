@@ -7,6 +7,7 @@ from typing import Any
 from tests.scheduler_bench import TOKEN, Bench
 from tests.worker_support import limits
 from worker.config import Speculation
+from worker.drafter import MAX_READ
 from worker.outcome import Outcome, SequenceKey, Stop
 from worker.plan import Plan, RowResult
 from worker.sequence import Sequence
@@ -80,6 +81,18 @@ def test_drafts_get_what_the_others_leave_of_the_budget() -> None:
     bench.add(4, 7, first=500)
     plan = bench.plan()
     assert [(len(row.tokens), row.num_drafts) for row in plan.rows] == [(4, 3), (1, 0), (7, 0)]
+
+
+def test_a_step_reads_only_so_much_of_all_long_prompts() -> None:
+    bench = speculating(num_blocks=150, max_num_batched_tokens=5000)
+    these = [bench.add(epoch, 1500) for epoch in (1, 2, 3)]
+    read = []
+    for _ in range(4):
+        bench.step()
+        read.append([this.drafter._index.length if this.drafter else 0 for this in these])
+    assert read[:2] == [[0, 0, 0], [1501, MAX_READ - 1501, 0]]
+    assert sum(read[2]) == 2 * MAX_READ
+    assert min(read[3]) > 1500, "in the end everything"
 
 
 def test_drafts_take_free_blocks_and_no_others() -> None:
