@@ -50,6 +50,10 @@ class FakeMatcher:
     def __init__(self, allowed: Allowed, output: list[int]) -> None:
         self._allowed = allowed
         self.output = output
+        self.ready = True
+
+    def is_ready(self) -> bool:
+        return self.ready
 
     def mask(self, drafts: Sequence[int], into: Tensor) -> int:
         assert into.shape[0] == 1 + len(drafts) and into.dtype == torch.int32

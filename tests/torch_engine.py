@@ -58,6 +58,7 @@ class RecordingRunner:
         self.num_host_blocks = runner.num_host_blocks
         self.vocab_size = runner.vocab_size
         self.max_model_len = runner.max_model_len
+        self.unready_slots = runner.unready_slots
         self.close = runner.close
 
     def execute(self, plan: Plan) -> list[RowResult]:

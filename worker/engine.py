@@ -8,6 +8,8 @@ the same.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from everlift import logs
 from everlift.errors import EngineFailed
 from worker.digest import plan_digest
@@ -58,9 +60,14 @@ class Engine:
         """All that is here, running or waiting."""
         return list(self._scheduler)
 
-    def step(self) -> list[Outcome]:
-        """One forward pass over some of what is known. Raises EngineBroken."""
-        self._plan = self._scheduler.schedule()
+    def unready_slots(self) -> frozenset[int]:
+        """What the next step had better hold. Only rank 0 knows."""
+        return self._runner.unready_slots()
+
+    def step(self, held: Collection[int] = ()) -> list[Outcome]:
+        """One forward pass over some of what is known; the sequences in the slots ``held`` draw
+        nothing, unless nobody else has anything to do. Raises EngineBroken."""
+        self._plan = self._scheduler.schedule(held)
         if not self._plan.rows:
             return []
         try:

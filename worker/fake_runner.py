@@ -53,6 +53,9 @@ class FakeRunner:
     def max_model_len(self) -> int:
         return self._model.max_model_len
 
+    def unready_slots(self) -> frozenset[int]:
+        return frozenset()
+
     def execute(self, plan: Plan) -> list[RowResult]:
         if self._model.step_time:
             time.sleep(self._model.step_time)

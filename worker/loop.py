@@ -62,11 +62,12 @@ class LeadingLoop:
         while True:
             orders = self._next_orders()
             returned = self._give_back(orders) if orders.drain else []
-            self._write(orders)
+            held = self._engine.unready_slots()
+            self._write(orders, held)
             if orders.stop:
                 return
             _apply(self._engine, orders.starts, orders.aborts)
-            self._tell(orders, [*returned, *self._engine.step()])
+            self._tell(orders, [*returned, *self._engine.step(held)])
 
     def _next_orders(self) -> Orders:
         if self._engine.has_work:
@@ -87,7 +88,7 @@ class LeadingLoop:
         orders.aborts.extend(Abort(epoch) for epoch in epochs)
         return [Outcome(s.key, s.num_output, (), Stop.RETURNED) for s in leaving]
 
-    def _write(self, orders: Orders) -> None:
+    def _write(self, orders: Orders, held: Iterable[int]) -> None:
         if self._log is not None:
             self._log.write(
                 session_pb2.StepLog(
@@ -95,6 +96,7 @@ class LeadingLoop:
                     aborts=[abort.to_proto() for abort in orders.aborts],
                     previous_digest=self._engine.digest(),
                     stop=orders.stop,
+                    held_slots=held,
                 )
             )
 
@@ -118,7 +120,7 @@ def follow(engine: Engine, log: Iterable[session_pb2.StepLog]) -> None:
             raise RanksDisagree(f"the plan of step {engine.load().step} is not rank 0's")
         starts = [Sequence.from_start(start, engine.limits) for start in entry.starts]
         _apply(engine, starts, map(Abort.from_proto, entry.aborts))
-        engine.step()
+        engine.step(frozenset(entry.held_slots))
 
 
 def _apply(engine: Engine, starts: Iterable[Sequence], aborts: Iterable[Abort]) -> None:

@@ -123,6 +123,10 @@ class Runner(Protocol):
         """Most tokens of one sequence, prompt and output."""
         ...
 
+    def unready_slots(self) -> frozenset[int]:
+        """Slots in which drawing would have to wait for a grammar; only rank 0 knows of any."""
+        ...
+
     def execute(self, plan: Plan) -> list[RowResult]:
         """Runs one step; a result for each row, with the same tokens on every rank."""
         ...

@@ -95,6 +95,9 @@ class TorchRunner:
     def max_model_len(self) -> int:
         return self._max_model_len
 
+    def unready_slots(self) -> frozenset[int]:
+        return self._sampler.unready_slots() if self._sampler is not None else frozenset()
+
     @torch.inference_mode()
     def execute(self, plan: Plan) -> list[RowResult]:
         self._copy_blocks(plan)

@@ -53,11 +53,15 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._slots: dict[int, SampledSlot] = {}
+        self._masks: dict[int, TokenMask] = {}
         self._histories = Histories(device)
 
     def admit(self, admission: Admission) -> None:
         """Its sequence takes the slot, in place of any other."""
         mask, error = _token_mask(admission)
+        self._masks.pop(admission.slot, None)
+        if mask is not None:
+            self._masks[admission.slot] = mask
         self._slots[admission.slot] = SampledSlot(
             admission.slot,
             admission.sampling,
@@ -69,6 +73,10 @@ class Sampler:
             error=error,
         )
         self._histories.admit(admission)
+
+    def unready_slots(self) -> frozenset[int]:
+        """Those in which drawing would have to wait for a grammar."""
+        return frozenset(slot for slot, mask in self._masks.items() if not mask.is_ready())
 
     def sample(self, logits: Tensor, asks: Sequence[Ask]) -> list[RowResult]:
         """A result for each ask. ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows for each, one
@@ -154,7 +162,7 @@ class Sampler:
         for row, result in pairs:
             # A grammar holds memory elsewhere, and the slot may be long without another sequence.
             if row.slot.mask is not None and row.ends_by(result):
-                del self._slots[row.slot.number]
+                del self._slots[row.slot.number], self._masks[row.slot.number]
 
     # tensors
 

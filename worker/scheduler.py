@@ -13,7 +13,7 @@ A step costs O(running), whatever waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
@@ -79,12 +79,18 @@ class Scheduler:
 
     # one step
 
-    def schedule(self) -> Plan:
-        """The next step's plan; without rows when nothing is there to run."""
+    def schedule(self, held: Collection[int] = ()) -> Plan:
+        """The next step's plan; without rows when nothing is there to run.
+
+        The sequences in the slots ``held``, for whose grammars drawing would have to wait, sit the
+        step out if there is anything else to do: they slow down nobody but themselves.
+        """
         self._step += 1
         self._make_room()
-        running = self._running_shares()
+        running = self._running_shares(held)
         admitted = self._admitted_shares(self._budget_after(running))
+        if held and not running and not admitted:
+            running = self._running_shares(held=())
         if self._limits.speculation.num_draft_tokens:
             running = self._with_drafts(running, self._budget_after([*running, *admitted]))
         rows = tuple(share.row() for share in (*running, *admitted))
@@ -135,12 +141,13 @@ class Scheduler:
 
     # shares
 
-    def _running_shares(self) -> list[Share]:
+    def _running_shares(self, held: Collection[int]) -> list[Share]:
         """Decodes first, then prefills by arrival."""
         budget = self._limits.max_num_batched_tokens
         shares = []
         for sequence in sorted(self._batch, key=lambda s: (s.remaining > 1, s.order)):
-            if budget:
+            is_held = sequence.slot in held and sequence.remaining <= budget
+            if budget and not is_held:
                 shares.append(self._share(sequence, budget))
                 budget -= shares[-1].num_known
         return shares
@@ -155,7 +162,7 @@ class Scheduler:
             self._batch.admit(head, hits)
             self._counters.prompt_tokens += head.num_known
             self._counters.prefix_hit_tokens += head.num_computed
-            shares.append(self._share(head, budget))
+            shares.append(self._share(head, _first_count(head, budget)))
             budget -= shares[-1].num_known
         return shares
 
@@ -296,3 +303,11 @@ class Scheduler:
         for sequence in waiting:
             assert not sequence.block_table and sequence.slot == NO_SLOT, "waits with blocks"
             assert not sequence.num_computed, "waits with something computed"
+
+
+def _first_count(sequence: Sequence, budget: int) -> int:
+    """Of its known tokens, how many are computed as it comes into the batch. One with a grammar
+    draws in the step after, if it can: until then nobody knows how long its mask takes."""
+    if sequence.sampling.grammar is None:
+        return budget
+    return max(1, min(budget, sequence.remaining - 1))

@@ -17,8 +17,12 @@ assert sys.byteorder == "little"
 
 
 class TokenMask(Protocol):
-    """Where one sequence stands in its grammar. Both raise EverliftError where the sequence cannot
-    go on."""
+    """Where one sequence stands in its grammar. ``mask`` and ``accept`` raise EverliftError where
+    the sequence cannot go on."""
+
+    def is_ready(self) -> bool:
+        """Whether ``mask`` without drafts answers at once, or soon enough for a step to wait."""
+        ...
 
     def mask(self, drafts: Sequence[int], into: Tensor) -> int:
         """Fills ``into``, int32 [1 + len(drafts), mask_words(vocab)] on the CPU, with what may come

@@ -14,7 +14,10 @@ from worker.grammar.messages import (
     encode_request,
 )
 
-REPLIES = st.lists(st.builds(Reply, st.booleans(), st.integers(0, 2**32 - 1), st.binary()))
+NUMBERS = st.integers(0, 2**32 - 1)
+REPLIES = st.lists(
+    st.builds(Reply, st.booleans(), NUMBERS, st.binary(), st.floats(min_value=0, max_value=1e6))
+)
 
 
 @given(REPLIES, st.integers(1, 9))

@@ -118,6 +118,18 @@ def test_a_grammar_is_let_go_of_when_its_sequence_ends() -> None:
         assert len(grammar.matchers) == 0
 
 
+def test_a_slot_is_unready_while_its_grammar_is_and_until_its_sequence_ends() -> None:
+    grammar = FakeGrammar(lambda output: STOPS)
+    drawing = sampler(admission(SamplingParams(grammar=GRAMMAR), stops=STOPS, grammar=grammar))
+    assert drawing.unready_slots() == frozenset()
+    (matcher,) = grammar.matchers
+    matcher.ready = False
+    assert drawing.unready_slots() == {0}
+    del matcher
+    drawing.sample(logits(1), [Ask(0, 0)])
+    assert drawing.unready_slots() == frozenset()
+
+
 def test_a_new_sequence_of_a_slot_has_nothing_of_the_last_one() -> None:
     first, _ = admit(params(FEATURES["all"]), output=OUTPUT)
     drawing = sampler(first)

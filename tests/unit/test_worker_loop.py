@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
@@ -98,6 +99,22 @@ def test_a_rank_whose_plan_differs_ends_at_the_next_entry() -> None:
     other = engine(limits(num_blocks=6, max_num_seqs=2), MODEL)
     with pytest.raises(RanksDisagree, match="step 1"):
         follow(other, lead.log.entries)
+
+
+def test_what_rank_0_holds_the_others_hold_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    lead = Lead()
+    turns = count()
+    monkeypatch.setattr(
+        lead.engine, "unready_slots", lambda: frozenset({0, 2} if next(turns) % 3 else ())
+    )
+    with lead:
+        work(lead)
+        collected = lead.until_ended(1, 2, 4, 5, 6, 7)
+    assert any(entry.held_slots for entry in lead.log.entries)
+    for epoch in (1, 2, 4, 5, 6, 7):
+        tokens = expected_tokens(prompt(30 + epoch, epoch), 60, MODEL)
+        assert collected.tokens[SequenceKey(epoch, 0)] == tokens
+    follow(engine(LIMITS, MODEL), lead.log.entries)
 
 
 def test_a_drain_gives_everything_back_here_and_on_the_other_ranks() -> None:

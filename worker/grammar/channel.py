@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
@@ -10,8 +11,13 @@ from collections import deque
 from contextlib import suppress
 
 from everlift.errors import EngineFailed, EverliftError, InvalidGrammar
+from worker.grammar.backlog import Account, Backlog
 from worker.grammar.messages import CHUNK, Frames, Reply, Request, decode_reply, encode_request
 
+#: A step waits for what the keepers have to do while it is no more than this on each core: common
+#: grammars take a fraction of a millisecond a token, and who sits a step out decodes slower.
+_BACKLOG_S = 0.005
+_CORES = os.cpu_count() or 1
 #: A keeper that the kernel does not let run has so many times its CPU time for a mask.
 _PATIENCE = 50
 
@@ -20,7 +26,7 @@ class Channel:
     """Requests go out at once, replies wait here until they are taken. Used by one thread, but for
     what says otherwise. With the last reference to it the socket closes, and the keeper ends."""
 
-    def __init__(self, sock: socket.socket, mask_budget_s: float) -> None:
+    def __init__(self, sock: socket.socket, mask_budget_s: float, backlog: Backlog) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._frames = Frames()
@@ -28,7 +34,10 @@ class Channel:
         self._replies: dict[int, deque[Reply]] = {}
         self._forgotten: deque[int] = deque()
         self._mask_budget_s = mask_budget_s
+        self._backlog = backlog
+        self._account = Account(backlog, mask_budget_s)
         weakref.finalize(self, sock.close)
+        weakref.finalize(self, backlog.close, self._account)
 
     @property
     def is_lost(self) -> bool:
@@ -42,6 +51,7 @@ class Channel:
         """Raises EverliftError when the keeper is gone."""
         self._drop_forgotten()
         self._replies.setdefault(request["matcher"], deque())
+        self._account.asked(request["matcher"])
         self._send(encode_request(request))
 
     def take(self, matcher: int) -> bytes:
@@ -56,6 +66,21 @@ class Channel:
             raise EngineFailed(f"the grammar cannot be followed: {reply.body.decode()}")
         return reply.body
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the keepers have more to do than a step can wait for."""
+        return self._backlog.seconds > _BACKLOG_S * _CORES
+
+    def has_reply(self, matcher: int) -> bool:
+        """Whether ``take`` would not wait."""
+        try:
+            while not self._replies[matcher]:
+                if not self._receive():
+                    return False
+        except EverliftError:
+            pass  # take says it again
+        return True
+
     def end(self) -> None:
         """May be called in another thread than the rest, and again."""
         with suppress(OSError):
@@ -69,6 +94,7 @@ class Channel:
         while self._forgotten:
             matcher = self._forgotten.popleft()
             self._replies.pop(matcher, None)
+            self._account.forget(matcher)
             self._send(encode_request({"do": "drop", "matcher": matcher}))
 
     def _send(self, data: bytes) -> None:
@@ -91,6 +117,7 @@ class Channel:
                 reply = decode_reply(frame)
                 if reply.matcher in self._replies:
                     self._replies[reply.matcher].append(reply)
+                    self._account.answered(reply.matcher, reply.cpu_s)
         except BlockingIOError:
             return False
         except (EOFError, OSError):
@@ -108,6 +135,7 @@ class Channel:
 
     def _lost(self) -> EverliftError:
         self.end()
+        self._account.forget_all()
         return InvalidGrammar(
             "the grammar takes too long to follow: more than "
             f"{self._mask_budget_s:g} s for one token, or too much memory"

@@ -17,6 +17,7 @@ from everlift import logs
 from everlift.errors import EngineFailed, EverliftError, InvalidGrammar, QueueFull
 from everlift.sampling import MAX_GRAMMAR_BYTES, Grammar
 from worker.config import Grammars
+from worker.grammar.backlog import Backlog
 from worker.grammar.channel import Channel
 from worker.grammar.matcher import CompiledGrammar
 from worker.grammar.messages import CHUNK, Compiled, Frames, Reply, decode_reply, encode_request
@@ -47,6 +48,7 @@ class GrammarCompiler:
     def __init__(self, settings: Grammars, keepers: Keepers) -> None:
         self._settings = settings
         self._keepers = keepers
+        self._backlog = Backlog()
         self._dones: dict[Grammar, list[Done]] = {}
         self._waiting: deque[Grammar] = deque()
         self._compiling: dict[Grammar, asyncio.Task[None]] = {}
@@ -116,7 +118,7 @@ class GrammarCompiler:
         except BaseException:
             sock.close()
             raise
-        channel = Channel(sock, self._settings.step_budget)
+        channel = Channel(sock, self._settings.step_budget, self._backlog)
         return CompiledGrammar(channel, compiled.eos_token_ids, compiled.num_bytes)
 
     async def _reply(self, sock: socket.socket, grammar: Grammar) -> bytes:

@@ -54,6 +54,8 @@ _SUSTAINED = 0.2
 _ORIGIN = re.compile(r"^\[[0-9:]+\] \S+: (Warning: )?", re.MULTILINE)
 #: It repeats the whole text of a schema that is no JSON.
 _MAX_CAUSE = 300
+#: So says C++, through xgrammar.
+_OUT_OF_MEMORY = "bad_alloc"
 _LITERAL = re.compile(r"[^A-Za-z0-9 ]")
 
 
@@ -117,14 +119,14 @@ class Keeper:
         if request["do"] == "drop":
             self._places.pop(matcher, None)
             return
+        began = time.process_time()
         try:
             reply = Reply(False, matcher, self._operations[request["do"]](request))
         except (Refused, NotEnforceable) as error:
             reply = Reply(True, matcher, str(error).encode())
-        except Exception:
-            traceback.print_exc()
-            reply = Reply(True, matcher, b"the grammar cannot be handled")
-        self._answer(reply)
+        except Exception as error:
+            reply = Reply(True, matcher, _unforeseen(error))
+        self._answer(reply._replace(cpu_s=time.process_time() - began))
 
     def _answer(self, reply: Reply) -> None:
         self._sock.sendall(encode_reply(reply))
@@ -259,7 +261,14 @@ def _warnings_refused() -> Iterator[None]:
             raise Refused(_cause(warnings.splitlines()[0]))
 
 
+def _unforeseen(error: Exception) -> bytes:
+    if _OUT_OF_MEMORY in str(error):
+        return b"that takes too much memory"
+    traceback.print_exc()
+    return b"the grammar cannot be handled"
+
+
 def _cause(message: str) -> str:
-    if "bad_alloc" in message:
+    if _OUT_OF_MEMORY in message:
         return "the grammar takes too much memory to compile"
     return _ORIGIN.sub("", message).strip()[:_MAX_CAUSE]

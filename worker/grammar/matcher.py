@@ -45,7 +45,8 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """One sequence's place in its grammar. Both methods raise EverliftError where it cannot go on.
+    """One sequence's place in its grammar. ``mask`` and ``accept`` raise EverliftError where it
+    cannot go on.
 
     The mask of its next token is under way from its birth, and from each ``accept``, on.
     """
@@ -65,6 +66,13 @@ class Matcher:
             }
         )
         weakref.finalize(self, channel.forget, number)
+
+    def is_ready(self) -> bool:
+        """Whether the mask of its next token is here, or why there will be none; or if it is worth
+        waiting for."""
+        if self._next is not None or not self._channel.is_busy:
+            return True
+        return self._channel.has_reply(self._number)
 
     def mask(self, drafts: Sequence[int], into: Tensor) -> int:
         """Fills ``into``, int32 [1 + len(drafts), words of the vocabulary] on the CPU, with what

@@ -1,7 +1,7 @@
 """What goes over the socket between rank 0 and a grammar's keeper.
 
     request    length, JSON
-    reply      length, status, matcher, body: masks, JSON, or the cause of a refusal in UTF-8
+    reply      length, status, matcher, CPU time, body: masks, JSON, or a refusal's cause in UTF-8
 
 A keeper says first that it is there, by a reply of its own; then each request but ``drop`` has one.
 """
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 _LENGTH = struct.Struct("<I")
-_HEAD = struct.Struct("<?I")
+_HEAD = struct.Struct("<?Id")
 #: Read at once.
 CHUNK = 1 << 18
 
@@ -23,11 +23,12 @@ Request = dict[str, Any]
 
 
 class Reply(NamedTuple):
-    """``is_refusal`` says that ``body`` is a cause."""
+    """``is_refusal`` says that ``body`` is a cause; ``cpu_s`` is what the answer took."""
 
     is_refusal: bool
     matcher: int
     body: bytes
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,12 @@ def decode_request(frame: bytes) -> Request:
 
 
 def encode_reply(reply: Reply) -> bytes:
-    return _framed(_HEAD.pack(reply.is_refusal, reply.matcher) + reply.body)
+    return _framed(_HEAD.pack(reply.is_refusal, reply.matcher, reply.cpu_s) + reply.body)
 
 
 def decode_reply(frame: bytes) -> Reply:
-    is_refusal, matcher = _HEAD.unpack_from(frame)
-    return Reply(is_refusal, matcher, frame[_HEAD.size :])
+    is_refusal, matcher, cpu_s = _HEAD.unpack_from(frame)
+    return Reply(is_refusal, matcher, frame[_HEAD.size :], cpu_s)
 
 
 def _framed(body: bytes) -> bytes:

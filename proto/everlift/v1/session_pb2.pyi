@@ -413,6 +413,7 @@ class StepLog(google.protobuf.message.Message):
     ABORTS_FIELD_NUMBER: builtins.int
     PREVIOUS_DIGEST_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
+    HELD_SLOTS_FIELD_NUMBER: builtins.int
     previous_digest: builtins.bytes
     """of the plan of the step before"""
     stop: builtins.bool
@@ -421,6 +422,10 @@ class StepLog(google.protobuf.message.Message):
     def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Start]: ...
     @property
     def aborts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Abort]: ...
+    @property
+    def held_slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """whose sequences draw nothing in this step"""
+
     def __init__(
         self,
         *,
@@ -428,8 +433,9 @@ class StepLog(google.protobuf.message.Message):
         aborts: collections.abc.Iterable[Global___Abort] | None = ...,
         previous_digest: builtins.bytes = ...,
         stop: builtins.bool = ...,
+        held_slots: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "previous_digest", b"previous_digest", "starts", b"starts", "stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "held_slots", b"held_slots", "previous_digest", b"previous_digest", "starts", b"starts", "stop", b"stop"]) -> None: ...
 
 Global___StepLog: typing_extensions.TypeAlias = StepLog
 

@@ -1,0 +1,55 @@
+"""What the keepers still have to do, as rank 0 reckons it."""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import pytest
+
+from worker.grammar.backlog import Account, Backlog
+
+
+def account(budget_s: float = 0.1) -> tuple[Backlog, Account]:
+    backlog = Backlog()
+    return backlog, Account(backlog, budget_s)
+
+
+def test_a_first_answer_may_take_the_budget_and_a_later_one_what_the_last_one_took() -> None:
+    backlog, this = account()
+    this.asked(1)
+    assert backlog.seconds == 0.1
+    this.answered(1, cpu_s=0.02)
+    assert backlog.seconds == 0
+    this.asked(1)
+    assert backlog.seconds == 0.02
+
+
+def test_one_slow_answer_is_remembered_for_a_while() -> None:
+    backlog, this = account()
+    expected = []
+    for cpu_s in (0.08, 0.001, 0.001, 0.03):
+        this.asked(1)
+        expected.append(backlog.seconds)
+        this.answered(1, cpu_s)
+    assert expected == pytest.approx([0.1, 0.08, 0.04, 0.02])
+
+
+def test_what_nobody_waits_for_is_not_reckoned() -> None:
+    backlog, this = account()
+    this.asked(1)
+    this.asked(2)
+    this.forget(1)
+    assert backlog.seconds == pytest.approx(0.1)
+    this.forget(2)
+    assert backlog.seconds == pytest.approx(0)
+
+
+def test_a_keeper_that_is_gone_owes_nothing_whichever_thread_finds_out() -> None:
+    backlog, this = account()
+    other = Account(backlog, 0.1)
+    for each in (this, this, other):
+        each.asked(1)
+    thread = Thread(target=backlog.close, args=[this])
+    thread.start()
+    thread.join()
+    assert backlog.seconds == pytest.approx(0.1)

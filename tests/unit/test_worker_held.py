@@ -1,0 +1,76 @@
+"""Sequences whose grammars are not ready sit steps out, and slow nobody else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from everlift.sampling import Grammar, GrammarKind
+from tests.scheduler_bench import Bench
+from tests.worker_support import GREEDY, limits
+from worker.plan import Row
+
+CONSTRAINED = replace(GREEDY, grammar=Grammar(GrammarKind.REGEX, ("a*",)))
+
+
+def bench() -> Bench:
+    return Bench(limits(num_blocks=16, max_num_seqs=4, max_num_batched_tokens=64))
+
+
+def rows(this: Bench, *held: int) -> tuple[Row, ...]:
+    """Of the next step, in which these slots are held."""
+    plan = this.scheduler.schedule(frozenset(held))
+    this.commit(plan)
+    return plan.rows
+
+
+def slots(this: Bench, *held: int) -> list[int]:
+    return [row.slot for row in rows(this, *held)]
+
+
+def test_a_held_sequence_sits_the_step_out_and_goes_on_where_it_was() -> None:
+    this = bench()
+    first, second = this.add(1, 5), this.add(2, 5)
+    this.step()
+    assert slots(this, first.slot) == [second.slot]
+    assert (first.num_output, second.num_output) == (1, 2)
+    assert slots(this) == [first.slot, second.slot]
+
+
+def test_where_nobody_else_has_anything_to_do_nobody_is_held() -> None:
+    this = bench()
+    first, second = this.add(1, 5), this.add(2, 5)
+    this.step()
+    assert slots(this, first.slot, second.slot) == [first.slot, second.slot]
+
+
+def test_a_newcomer_comes_in_while_all_others_are_held() -> None:
+    this = bench()
+    first = this.add(1, 5)
+    this.step()
+    newcomer = this.add(2, 5)
+    assert slots(this, first.slot) == [newcomer.slot]
+
+
+def test_a_long_prompt_goes_on_up_to_its_last_chunk() -> None:
+    this = bench()
+    this.add(1, 5)
+    this.step()
+    long = this.add(2, 150)
+    this.step()
+    assert long.slot == 1
+    counts = [[len(row.tokens) for row in rows(this, long.slot)] for _ in range(3)]
+    assert counts == [[1, 63], [1], [1]]
+    assert [row.samples for row in rows(this)] == [True, True]
+
+
+def test_one_with_a_grammar_draws_first_in_the_step_after_it_came_in() -> None:
+    this = bench()
+    this.add(1, 5, sampling=CONSTRAINED)
+    steps = [[(len(row.tokens), row.samples) for row in rows(this)] for _ in range(2)]
+    assert steps == [[(4, False)], [(1, True)]]
+
+
+def test_a_prompt_of_one_token_draws_at_once() -> None:
+    this = bench()
+    this.add(1, 1, sampling=CONSTRAINED)
+    assert [row.samples for row in rows(this)] == [True]

@@ -1,0 +1,58 @@
+"""What the keepers still have to do, in the CPU time that it will probably take. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class Backlog:
+    """Of all keepers together. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._closed: deque[Account] = deque()
+
+    @property
+    def seconds(self) -> float:
+        while self._closed:
+            self._closed.popleft().forget_all()
+        return self._seconds
+
+    def add(self, seconds: float) -> None:
+        self._seconds += seconds
+
+    def close(self, account: Account) -> None:
+        """No answer comes any more. May be called in any thread."""
+        self._closed.append(account)
+
+
+class Account:
+    """One keeper's part of a backlog: what it was asked and has not answered, by matcher.
+
+    A matcher's next answer will take as long as its last one, or half as long as the one before,
+    whichever is more; its first may take ``budget_s``.
+    """
+
+    def __init__(self, backlog: Backlog, budget_s: float) -> None:
+        self._backlog = backlog
+        self._budget_s = budget_s
+        self._cost_s: dict[int, float] = {}
+        self._due_s: dict[int, deque[float]] = {}
+
+    def asked(self, matcher: int) -> None:
+        cost_s = self._cost_s.get(matcher, self._budget_s)
+        self._due_s.setdefault(matcher, deque()).append(cost_s)
+        self._backlog.add(cost_s)
+
+    def answered(self, matcher: int, cpu_s: float) -> None:
+        self._backlog.add(-self._due_s[matcher].popleft())
+        self._cost_s[matcher] = max(cpu_s, self._cost_s.get(matcher, 0.0) / 2)
+
+    def forget(self, matcher: int) -> None:
+        """Nobody waits for its answers any more."""
+        self._backlog.add(-sum(self._due_s.pop(matcher, ())))
+        self._cost_s.pop(matcher, None)
+
+    def forget_all(self) -> None:
+        for matcher in list(self._due_s):
+            self.forget(matcher)
