@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -82,9 +82,9 @@ def test_only_a_window_of_the_prompts_is_with_the_engine(
     waiting: list[int] = []
     step = Engine.step
 
-    def counted(engine: Engine) -> object:
+    def counted(engine: Engine, held: Collection[int]) -> object:
         waiting.append(len(engine.sequences()))
-        return step(engine)
+        return step(engine, held)
 
     monkeypatch.setattr(Engine, "step", counted)
     llm.generate(prompts(100), max_tokens=3, n=2)
