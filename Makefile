@@ -41,8 +41,8 @@ demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no
 test: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests (under 20 minutes on 2 cores)
 	$(BIN)/pytest -q -m "not long and not soak"
 
-test-long: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests that take longer
-	$(BIN)/pytest -q -m long
+test-long: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests that take longer, and a short soak
+	SOAK_MINUTES=$${SOAK_MINUTES:-2} $(BIN)/pytest -q -m "long or soak"
 
 soak: $(VENV)/.installed ## random models and histories, SOAK_MINUTES (10) for each kind
 	$(BIN)/pytest -q -s -m soak
