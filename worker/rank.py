@@ -173,6 +173,8 @@ class Rank:
         if self._thread is not None:
             self._thread.stop()
             await _until(self._thread_is_over, self._config.drain_timeout)
+            # A thread that is not over yet ends by this; nobody will be there to close them then.
+            self._thread.ties.close()
         if self._grammars is not None:
             self._grammars.close()
 
