@@ -5,6 +5,7 @@ from everlift.client import AsyncClient, GenerateOptions
 from everlift.errors import (
     AttemptsExhausted,
     Cancelled,
+    ChaosForbidden,
     DataLoss,
     DeadlineExceeded,
     EmptyPrompt,
@@ -12,6 +13,7 @@ from everlift.errors import (
     EverliftError,
     InvalidGrammar,
     InvalidRequest,
+    LedgerFull,
     LedgerUnavailable,
     Moved,
     NotUtf8,
@@ -23,6 +25,7 @@ from everlift.errors import (
     RouterStopping,
     UnknownModel,
     UnknownRequest,
+    UnknownWorker,
     Unreachable,
 )
 from everlift.messages import FinishReason, OnDisconnect
@@ -34,6 +37,7 @@ __all__ = [
     "AttemptsExhausted",
     "BlockingStream",
     "Cancelled",
+    "ChaosForbidden",
     "Chunk",
     "Client",
     "DataLoss",
@@ -45,6 +49,7 @@ __all__ = [
     "GenerateOptions",
     "InvalidGrammar",
     "InvalidRequest",
+    "LedgerFull",
     "LedgerUnavailable",
     "Moved",
     "NotUtf8",
@@ -59,5 +64,6 @@ __all__ = [
     "TokenLogprobs",
     "UnknownModel",
     "UnknownRequest",
+    "UnknownWorker",
     "Unreachable",
 ]

@@ -40,6 +40,10 @@ class Client:
         """As AsyncClient.cancel."""
         return self.run(self._client.cancel(request_id))
 
+    def forget(self, request_id: str) -> None:
+        """As AsyncClient.forget."""
+        self.run(self._client.forget(request_id))
+
     def get_request(self, request_id: str) -> pb.GetRequestResponse:
         """As AsyncClient.get_request."""
         return self.run(self._client.get_request(request_id))

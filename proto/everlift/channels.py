@@ -27,6 +27,9 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     *_BOTH_ENDS,
     # By default a server hangs up on whoever asks more than every five minutes whether it lives.
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    # What one connection may have open: a client with more waits for its own streams, and one that
+    # opens streams for nothing takes only so much memory.
+    ("grpc.max_concurrent_streams", 1 << 14),
     # Two servers must not share a port by accident.
     ("grpc.so_reuseport", 0),
 ]

@@ -21,6 +21,7 @@ from everlift.errors import EverliftError, InvalidRequest, NotUtf8, OutOfRange
 from everlift.messages import OnDisconnect, check_request_id
 from everlift.routers import Routers
 from everlift.stream import Stream
+from everlift.transport import GRPC, Transport
 from everlift.v1 import inference_pb2 as pb
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     #: the text ends after the stop string or stop token, not before it
     include_stop: bool
+    #: from -10 to 10: a larger one goes first
+    priority: int
+    #: the first token is wanted so soon
+    ttft_target_s: float
     #: go on after an end-of-sequence token
     ignore_eos: bool
     #: what is computed is shared with requests of the same salt alone
@@ -85,7 +90,7 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None
     #: default GRACE: the router keeps the request for a while for its client to come back
     on_disconnect: OnDisconnect
-    #: seconds from now, after which it fails with DeadlineExceeded
+    #: seconds from its first call on, after which it fails with DeadlineExceeded
     timeout_s: float | None
 
 
@@ -97,8 +102,14 @@ class AsyncClient:
     single calls are the messages of ``everlift.v1``.
     """
 
-    def __init__(self, targets: str | Sequence[str], *, reconnect_s: float = 30.0) -> None:
-        self._routers = Routers([targets] if isinstance(targets, str) else targets)
+    def __init__(
+        self,
+        targets: str | Sequence[str],
+        *,
+        reconnect_s: float = 30.0,
+        transport: Transport = GRPC,
+    ) -> None:
+        self._routers = Routers([targets] if isinstance(targets, str) else targets, transport)
         self._reconnect_s = reconnect_s
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
@@ -120,6 +131,12 @@ class AsyncClient:
         """Ends a request. One that is over already stays as it is. Raises UnknownRequest."""
         message = pb.CancelRequest(request_id=request_id)
         return await self._ask(lambda stub: stub.Cancel, message)
+
+    async def forget(self, request_id: str) -> None:
+        """Erases a request, its prompt and its outputs. One that goes on is cancelled first. Raises
+        UnknownRequest."""
+        message = pb.ForgetRequest(request_id=request_id)
+        await self._ask(lambda stub: stub.Forget, message)
 
     async def get_request(self, request_id: str) -> pb.GetRequestResponse:
         """What is known of a request, without its tokens. Raises UnknownRequest."""
@@ -186,6 +203,7 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
 def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
     stop, timeout_s = options.get("stop", ()), options.get("timeout_s")
     on_disconnect = options.get("on_disconnect", OnDisconnect.GRACE)
+    ttft_target_s = options.get("ttft_target_s")
     return pb.GenerateRequest(
         request_id=check_request_id(options.get("request_id") or uuid.uuid4().hex),
         model=options.get("model", ""),
@@ -199,6 +217,8 @@ def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
         ignore_eos=options.get("ignore_eos", False),
         on_disconnect=on_disconnect.value,
         timeout_ms=None if timeout_s is None else round(timeout_s * 1e3),
+        priority=options.get("priority", 0),
+        ttft_target_ms=None if ttft_target_s is None else round(ttft_target_s * 1e3),
     )
 
 

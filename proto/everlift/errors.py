@@ -12,11 +12,14 @@
     ├── OffsetOutOfRange          Attach beyond what exists
     ├── RequestConflict           the request id is taken by another body
     ├── QueueFull                 try again later
+    ├── LedgerFull                the same: the ledger's memory is short
     ├── DeadlineExceeded
     ├── Cancelled
     ├── AttemptsExhausted         its workers were lost too often
     ├── EngineFailed              the engine could not go on with it
     ├── LedgerUnavailable
+    ├── UnknownWorker
+    ├── ChaosForbidden            the cluster was started without chaos
     ├── RouterStopping            this replica drains: go to another one, nothing is lost
     ├── Moved                     another router goes on with the request: attach again
     ├── Unreachable               no router answers: what the client itself finds
@@ -103,6 +106,12 @@ class QueueFull(EverliftError):
     http_status = 429
 
 
+class LedgerFull(EverliftError):
+    slug = "ledger_full"
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 429
+
+
 class DeadlineExceeded(EverliftError):
     slug = "deadline_exceeded"
     grpc_status = "DEADLINE_EXCEEDED"
@@ -127,6 +136,18 @@ class LedgerUnavailable(EverliftError):
     slug = "ledger_unavailable"
     grpc_status = "UNAVAILABLE"
     http_status = 503
+
+
+class UnknownWorker(EverliftError):
+    slug = "unknown_worker"
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+
+
+class ChaosForbidden(EverliftError):
+    slug = "chaos_forbidden"
+    grpc_status = "PERMISSION_DENIED"
+    http_status = 403
 
 
 class RouterStopping(EverliftError):

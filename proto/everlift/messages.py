@@ -25,6 +25,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_N = 128
 MAX_CACHE_SALT_BYTES = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
+MAX_PRIORITY = 10
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -74,9 +75,12 @@ class Submission:
     n: int = 1
     include_stop: bool = False
     cache_salt: str = ""
+    priority: int = 0
+    ttft_target_s: float | None = None
 
     def __post_init__(self) -> None:
         check_request_id(self.request_id)
+        check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         check_range("n", self.n, 1, MAX_N)
         if not self.prompt:
             raise EmptyPrompt("the prompt is empty")
@@ -84,6 +88,8 @@ class Submission:
             check_range("max_tokens", self.max_tokens, 1, 1 << 30)
         if self.timeout_s is not None:
             check_range("timeout", self.timeout_s, 0.001, MAX_TIMEOUT_S)
+        if self.ttft_target_s is not None:
+            check_range("ttft_target", self.ttft_target_s, 0.001, MAX_TIMEOUT_S)
         _check_stops(self.stop)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise OutOfRange(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids")
@@ -112,12 +118,18 @@ class Submission:
             stop_token_ids=tuple(message.stop_token_ids),
             ignore_eos=message.ignore_eos,
             on_disconnect=_on_disconnect(message.on_disconnect),
-            timeout_s=message.timeout_ms / 1e3 if message.HasField("timeout_ms") else None,
+            timeout_s=_seconds(message, "timeout_ms"),
             body_hash=_body_hash(message),
             n=message.n or 1,
             include_stop=message.include_stop,
             cache_salt=message.cache_salt,
+            priority=message.priority,
+            ttft_target_s=_seconds(message, "ttft_target_ms"),
         )
+
+
+def _seconds(message: pb.GenerateRequest, field: str) -> float | None:
+    return getattr(message, field) / 1e3 if message.HasField(field) else None  # type: ignore[arg-type]
 
 
 def _check_best_of(message: pb.GenerateRequest) -> None:
@@ -159,14 +171,15 @@ def _body_hash(message: pb.GenerateRequest) -> bytes:
     body.CopyFrom(message)
     body.DiscardUnknownFields()
     # What may differ between two tries of the same request.
-    for field in ("request_id", "timeout_ms", "on_disconnect"):
+    for field in ("request_id", "timeout_ms", "on_disconnect", "priority", "ttft_target_ms"):
         body.ClearField(field)
     return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be run, with every default resolved. ``deadline`` is ledger time in seconds.
+    """What is to be run, with every default resolved. ``deadline`` is ledger time in seconds,
+    ``ttft_target_s`` counts from arrival.
 
     ``stop_token_ids`` holds the model's eos ids too, unless they are to be ignored. Each of the
     ``n`` choices may have ``max_tokens``.
@@ -186,6 +199,8 @@ class Request:
     salt: bytes = b""
     n: int = 1
     include_stop: bool = False
+    priority: int = 0
+    ttft_target_s: float | None = None
 
     def to_bytes(self) -> bytes:
         return ledger_pb2.StoredRequest(
@@ -203,6 +218,8 @@ class Request:
             salt=self.salt,
             n=self.n,
             include_stop=self.include_stop,
+            priority=self.priority,
+            ttft_target_s=self.ttft_target_s,
         ).SerializeToString()
 
     @classmethod
@@ -223,4 +240,6 @@ class Request:
             salt=stored.salt,
             n=stored.n,
             include_stop=stored.include_stop,
+            priority=stored.priority,
+            ttft_target_s=stored.ttft_target_s if stored.HasField("ttft_target_s") else None,
         )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from everlift.channels import CLIENT_OPTIONS
 from everlift.errors import Unreachable
+from everlift.transport import GRPC, Transport
 from everlift.v1 import inference_pb2_grpc
 
 if TYPE_CHECKING:
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 class Routers:
     """One router is current, until it fails and the next one takes its place."""
 
-    def __init__(self, targets: Sequence[str]) -> None:
+    def __init__(self, targets: Sequence[str], transport: Transport = GRPC) -> None:
         if not targets:
             raise ValueError("at least one router address is needed")
         self._targets = tuple(targets)
+        self._transport = transport
         self._current = 0
         self.is_closed = False
         self._open: dict[str, tuple[grpc.aio.Channel, InferenceAsyncStub]] = {}
@@ -38,7 +39,7 @@ class Routers:
         if self.is_closed:
             raise Unreachable("the client is closed")
         if self.current not in self._open:
-            channel = grpc.aio.insecure_channel(self.current, options=CLIENT_OPTIONS)
+            channel = self._transport.channel(self.current)
             self._open[self.current] = channel, inference_pb2_grpc.InferenceStub(channel)
         return self._open[self.current][1]
 

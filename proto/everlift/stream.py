@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import grpc
 
 from everlift import logs, wire
 from everlift.backoff import Backoff
+from everlift.digest import TokenDigest
 from everlift.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -86,8 +86,11 @@ class Stream(AsyncIterator[Chunk]):
         self._submission = submission
         #: by choice, the first offset that has not come
         self._next = defaultdict(int, enumerate(from_offsets))
+        #: by choice, of all tokens before that; None where the first ones were never seen
+        self._digests = None if any(from_offsets) else defaultdict[int, TokenDigest](TokenDigest)
         self._backoff = Backoff(reconnect_s, random.random)
-        self._deadline = _deadline(submission)
+        #: on the event loop's clock; not known before the first try
+        self._deadline: float | None = None
         self._router = ""
         self._heard_since: float | None = None
         self._call: grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse] | None = None
@@ -148,7 +151,8 @@ class Stream(AsyncIterator[Chunk]):
         piece = await wire.read(self._call)
         if piece is None:
             raise Unreachable("the stream broke off")
-        self._heard_since = self._heard_since or time.monotonic()
+        if self._heard_since is None:
+            self._heard_since = _now()
         return piece
 
     def _dial(self) -> grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse]:
@@ -160,14 +164,28 @@ class Stream(AsyncIterator[Chunk]):
             if remaining is not None:
                 self._submission.timeout_ms = max(1, round(remaining * 1e3))
             return stub.Generate(self._submission, timeout=timeout)
-        attach = pb.AttachRequest(request_id=self.request_id, from_offsets=self._offsets())
-        return stub.Attach(attach, timeout=timeout)
+        return stub.Attach(self._attach_request(), timeout=timeout)
+
+    def _attach_request(self) -> pb.AttachRequest:
+        """Goes on behind what came. The digests let the router see that what it has is the same, or
+        will be the same when it has made again what it lost."""
+        offsets, digests = self._offsets(), self._digests
+        return pb.AttachRequest(
+            request_id=self.request_id,
+            from_offsets=offsets,
+            digests=[digests[choice].value for choice in range(len(offsets))] if digests else (),
+        )
 
     def _offsets(self) -> list[int]:
         return [self._next[choice] for choice in range(max(self._next, default=-1) + 1)]
 
     def _remaining(self) -> float | None:
-        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+        """Seconds to the deadline, which counts from the first call."""
+        if self._deadline is None:
+            if self._submission is None or not self._submission.HasField("timeout_ms"):
+                return None
+            self._deadline = _now() + self._submission.timeout_ms / 1e3
+        return max(self._deadline - _now(), 0.0)
 
     def _take(self, piece: pb.GenerateResponse) -> Chunk | None:
         """What is new in ``piece``. Raises DataLoss on a gap."""
@@ -191,6 +209,8 @@ class Stream(AsyncIterator[Chunk]):
 
     def _deliver(self, piece: pb.GenerateResponse, end: int) -> Chunk | None:
         self._next[piece.choice] = end
+        if self._digests is not None:
+            self._digests[piece.choice].add(piece.token_ids)
         if piece.prompt_logprobs:
             self.prompt_logprobs = _parsed(piece.prompt_logprobs)
         if piece.finish_reason:
@@ -215,7 +235,7 @@ class Stream(AsyncIterator[Chunk]):
 
     async def _recover(self, error: EverliftError) -> None:
         """Waits for the next try; raises when there is none."""
-        now = time.monotonic()
+        now = _now()
         if self._heard_since is not None and now - self._heard_since > _STEADY_S:
             self._backoff.reset()
         self._hang_up()
@@ -256,7 +276,6 @@ def _parsed(logprobs: Sequence[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs.from_proto(it) for it in logprobs)
 
 
-def _deadline(submission: pb.GenerateRequest | None) -> float | None:
-    if submission is None or not submission.HasField("timeout_ms"):
-        return None
-    return time.monotonic() + submission.timeout_ms / 1e3
+def _now() -> float:
+    """On the event loop's clock, which tests may let run as they like."""
+    return asyncio.get_running_loop().time()

@@ -19,8 +19,10 @@ import grpc
 
 from everlift import wire
 from everlift.channels import SERVER_OPTIONS
+from everlift.digest import token_digest
 from everlift.errors import (
     Cancelled,
+    DataLoss,
     DeadlineExceeded,
     EverliftError,
     OffsetOutOfRange,
@@ -167,7 +169,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
     """Each Generate and Attach takes the next fault of the script; None, or no more, is health.
 
     ``requests`` holds what came, by request id; ``calls`` names the calls in their order:
-    "Generate", "Attach 3", "Cancel"; an Attach with its offsets by choice.
+    "Generate", "Attach 3", "Cancel", "Forget"; an Attach with its offsets by choice.
     """
 
     def __init__(self, answer: Answer = words, faults: Iterable[Fault | None] = ()) -> None:
@@ -223,7 +225,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
         try:
             fault = self._next_fault()
             known = self._known(request.request_id)
-            _check_offsets(known, request.from_offsets)
+            _check_offsets(known, request.from_offsets, request.digests)
             async for piece in self._stream(known, request.from_offsets, fault, context):
                 yield piece
         except EverliftError as error:
@@ -239,6 +241,16 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
             known.state = pb.REQUEST_STATE_CANCELLED
             known.cancelled.set()
         return pb.CancelResponse(state=known.state)
+
+    async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetResponse:
+        self.calls.append("Forget")
+        try:
+            known = self._known(request.request_id)
+        except UnknownRequest as error:
+            await wire.abort(context, error)
+        known.cancelled.set()
+        del self.requests[request.request_id]
+        return pb.ForgetResponse()
 
     async def GetRequest(
         self, request: pb.GetRequestRequest, context: Context
@@ -305,9 +317,16 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
                 yield known.end(choice, is_last=(choice, at) == last)
 
 
-def _check_offsets(known: FakeRequest, offsets: Sequence[int]) -> None:
+def _check_offsets(known: FakeRequest, offsets: Sequence[int], digests: Sequence[int]) -> None:
+    """Whoever says what it has cannot be out of range; it has something else."""
     for choice, offset in enumerate(offsets):
-        if choice >= len(known.outputs) or not 0 <= offset <= len(known.tokens(choice)):
+        if choice >= len(known.outputs) or offset < 0:
+            raise OffsetOutOfRange(f"choice {choice} has no offset {offset}")
+        tokens = [token for token, _ in known.tokens(choice)[:offset]]
+        if choice < len(digests):
+            if offset > len(tokens) or token_digest(tokens) != digests[choice]:
+                raise DataLoss(f"choice {choice} cannot be continued at offset {offset}")
+        elif offset > len(tokens):
             raise OffsetOutOfRange(f"choice {choice} has no offset {offset}")
 
 

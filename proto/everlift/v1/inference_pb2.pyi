@@ -319,6 +319,8 @@ class GenerateRequest(google.protobuf.message.Message):
     BEST_OF_FIELD_NUMBER: builtins.int
     INCLUDE_STOP_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    TTFT_TARGET_MS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: the model that the cluster serves"""
     text: builtins.str
@@ -338,6 +340,12 @@ class GenerateRequest(google.protobuf.message.Message):
     """the text ends after the stop string or stop token, and not before it"""
     cache_salt: builtins.str
     """KV blocks are shared between requests of the same salt alone. At most 128 bytes."""
+    priority: builtins.int
+    """Class, from -10 to 10: a larger one leaves the admission queue first, and where it would come too late
+    otherwise, a running request of a smaller one gives up its place and goes on later.
+    """
+    ttft_target_ms: builtins.int
+    """The first token is wanted so soon after arrival. It comes later rather than never."""
     @property
     def tokens(self) -> Global___TokenIds: ...
     @property
@@ -366,13 +374,17 @@ class GenerateRequest(google.protobuf.message.Message):
         best_of: builtins.int = ...,
         include_stop: builtins.bool = ...,
         cache_salt: builtins.str = ...,
+        priority: builtins.int = ...,
+        ttft_target_ms: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_timeout_ms", b"_timeout_ms", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_timeout_ms", b"_timeout_ms", "best_of", b"best_of", "cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "best_of", b"best_of", "cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_timeout_ms", b"_timeout_ms"]) -> typing.Literal["timeout_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ttft_target_ms", b"_ttft_target_ms"]) -> typing.Literal["ttft_target_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["prompt", b"prompt"]) -> typing.Literal["text", "tokens"] | None: ...
 
@@ -384,18 +396,27 @@ class AttachRequest(google.protobuf.message.Message):
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     FROM_OFFSETS_FIELD_NUMBER: builtins.int
+    DIGESTS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     @property
     def from_offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """By choice, the first token offset that the client has not seen; 0 where none is given."""
+
+    @property
+    def digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """By choice, what everlift.digest makes of the tokens before from_offsets. With it an offset may lie
+        beyond what the cluster still has: the stream waits until the tokens are made again, and ends with
+        DATA_LOSS where they are not the same.
+        """
 
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
         from_offsets: collections.abc.Iterable[builtins.int] | None = ...,
+        digests: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_offsets", b"from_offsets", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digests", b"digests", "from_offsets", b"from_offsets", "request_id", b"request_id"]) -> None: ...
 
 Global___AttachRequest: typing_extensions.TypeAlias = AttachRequest
 
@@ -428,6 +449,8 @@ class Timing(google.protobuf.message.Message):
     TOTAL_S_FIELD_NUMBER: builtins.int
     ATTEMPTS_FIELD_NUMBER: builtins.int
     MIGRATIONS_FIELD_NUMBER: builtins.int
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
     queued_s: builtins.float
     """waiting in the admission queue"""
     time_to_first_token_s: builtins.float
@@ -438,6 +461,10 @@ class Timing(google.protobuf.message.Message):
     """times the request was given to a worker"""
     migrations: builtins.int
     """of these, to continue what another worker had begun"""
+    preemptions: builtins.int
+    """times that it gave up its KV blocks before its end"""
+    recomputed_tokens: builtins.int
+    """computed again after a preemption, a loss or a move"""
     def __init__(
         self,
         *,
@@ -446,8 +473,10 @@ class Timing(google.protobuf.message.Message):
         total_s: builtins.float = ...,
         attempts: builtins.int = ...,
         migrations: builtins.int = ...,
+        preemptions: builtins.int = ...,
+        recomputed_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "migrations", b"migrations", "queued_s", b"queued_s", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "migrations", b"migrations", "preemptions", b"preemptions", "queued_s", b"queued_s", "recomputed_tokens", b"recomputed_tokens", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s"]) -> None: ...
 
 Global___Timing: typing_extensions.TypeAlias = Timing
 
@@ -584,6 +613,9 @@ class GetRequestResponse(google.protobuf.message.Message):
     FINISH_REASONS_FIELD_NUMBER: builtins.int
     ERROR_SLUG_FIELD_NUMBER: builtins.int
     ERROR_MESSAGE_FIELD_NUMBER: builtins.int
+    LOSSES_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     state: Global___RequestState.ValueType
     model: builtins.str
@@ -596,9 +628,16 @@ class GetRequestResponse(google.protobuf.message.Message):
     error_slug: builtins.str
     """while FAILED, CANCELLED or EXPIRED: the cause"""
     error_message: builtins.str
+    losses: builtins.int
+    """attempts whose worker was lost"""
+    priority: builtins.int
     @property
     def finish_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]:
         """by choice; unspecified for one that goes on"""
+
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestEvent]:
+        """its moves, oldest first; of very many the last ones"""
 
     def __init__(
         self,
@@ -613,10 +652,64 @@ class GetRequestResponse(google.protobuf.message.Message):
         finish_reasons: collections.abc.Iterable[Global___FinishReason.ValueType] | None = ...,
         error_slug: builtins.str = ...,
         error_message: builtins.str = ...,
+        losses: builtins.int = ...,
+        events: collections.abc.Iterable[Global___RequestEvent] | None = ...,
+        priority: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "error_message", b"error_message", "error_slug", b"error_slug", "finish_reasons", b"finish_reasons", "model", b"model", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "error_message", b"error_message", "error_slug", b"error_slug", "events", b"events", "finish_reasons", b"finish_reasons", "losses", b"losses", "model", b"model", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "worker_id", b"worker_id"]) -> None: ...
 
 Global___GetRequestResponse: typing_extensions.TypeAlias = GetRequestResponse
+
+@typing.final
+class RequestEvent(google.protobuf.message.Message):
+    """One move of a request in the ledger."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: builtins.int
+    MOVE_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    time: builtins.float
+    """ledger time in seconds"""
+    move: builtins.str
+    """open, dispatch, release, take_over, finish, end, reassert"""
+    detail: builtins.str
+    """the worker, the gateway, or the cause"""
+    def __init__(
+        self,
+        *,
+        time: builtins.float = ...,
+        move: builtins.str = ...,
+        detail: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "move", b"move", "time", b"time"]) -> None: ...
+
+Global___RequestEvent: typing_extensions.TypeAlias = RequestEvent
+
+@typing.final
+class ForgetRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+
+Global___ForgetRequest: typing_extensions.TypeAlias = ForgetRequest
+
+@typing.final
+class ForgetResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ForgetResponse: typing_extensions.TypeAlias = ForgetResponse
 
 @typing.final
 class GetStatusRequest(google.protobuf.message.Message):
@@ -648,6 +741,8 @@ class WorkerStatus(google.protobuf.message.Message):
     RUNNING_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: builtins.int
+    STEP_S_FIELD_NUMBER: builtins.int
+    SLOW_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     address: builtins.str
     pid: builtins.int
@@ -665,6 +760,10 @@ class WorkerStatus(google.protobuf.message.Message):
     tensor_parallel: builtins.int
     max_num_seqs: builtins.int
     """batch slots"""
+    step_s: builtins.float
+    """of a step in the last second"""
+    slow: builtins.bool
+    """so much slower than the others that it gets nothing while they have room"""
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RunningSequence]: ...
     @property
@@ -688,9 +787,11 @@ class WorkerStatus(google.protobuf.message.Message):
         running: collections.abc.Iterable[Global___RunningSequence] | None = ...,
         counters: Global___EngineCounters | None = ...,
         max_num_seqs: builtins.int = ...,
+        step_s: builtins.float = ...,
+        slow: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "max_num_seqs", b"max_num_seqs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "step", b"step", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "max_num_seqs", b"max_num_seqs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "slow", b"slow", "step", b"step", "step_s", b"step_s", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus
 
@@ -714,7 +815,7 @@ class EngineCounters(google.protobuf.message.Message):
     prefix_hit_tokens: builtins.int
     """of these, found in the KV cache"""
     recomputed_tokens: builtins.int
-    """computed again after a preemption"""
+    """computed again after a preemption, a loss or a move"""
     draft_tokens: builtins.int
     """proposed by speculation"""
     accepted_tokens: builtins.int
@@ -776,6 +877,11 @@ class GetStatusResponse(google.protobuf.message.Message):
     FAILED_FIELD_NUMBER: builtins.int
     MIGRATED_FIELD_NUMBER: builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    PREEMPTED_FIELD_NUMBER: builtins.int
+    MOVED_FIELD_NUMBER: builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    FALSE_ALARMS_FIELD_NUMBER: builtins.int
+    LEDGER_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     model: builtins.str
     leader: builtins.str
@@ -788,8 +894,17 @@ class GetStatusResponse(google.protobuf.message.Message):
     failed: builtins.int
     migrated: builtins.int
     output_tokens: builtins.int
+    preempted: builtins.int
+    """requests that gave up their blocks, as often as they did"""
+    moved: builtins.int
+    """of these, those that went on elsewhere"""
+    recomputed_tokens: builtins.int
+    false_alarms: builtins.int
+    """workers taken for lost that spoke again"""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @property
+    def ledger(self) -> Global___LedgerStatus: ...
     def __init__(
         self,
         *,
@@ -803,7 +918,51 @@ class GetStatusResponse(google.protobuf.message.Message):
         failed: builtins.int = ...,
         migrated: builtins.int = ...,
         output_tokens: builtins.int = ...,
+        preempted: builtins.int = ...,
+        moved: builtins.int = ...,
+        recomputed_tokens: builtins.int = ...,
+        false_alarms: builtins.int = ...,
+        ledger: Global___LedgerStatus | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "completed", b"completed", "failed", b"failed", "leader", b"leader", "migrated", b"migrated", "model", b"model", "output_tokens", b"output_tokens", "queued", b"queued", "running", b"running", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["ledger", b"ledger"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "completed", b"completed", "failed", b"failed", "false_alarms", b"false_alarms", "leader", b"leader", "ledger", b"ledger", "migrated", b"migrated", "model", b"model", "moved", b"moved", "output_tokens", b"output_tokens", "preempted", b"preempted", "queued", b"queued", "recomputed_tokens", b"recomputed_tokens", "running", b"running", "workers", b"workers"]) -> None: ...
 
 Global___GetStatusResponse: typing_extensions.TypeAlias = GetStatusResponse
+
+@typing.final
+class LedgerStatus(google.protobuf.message.Message):
+    """The ledger as the answering router sees it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: builtins.int
+    DURABILITY_CLASS_FIELD_NUMBER: builtins.int
+    DURABILITY_FIELD_NUMBER: builtins.int
+    MEMORY_USED_FIELD_NUMBER: builtins.int
+    AWAY_FIELD_NUMBER: builtins.int
+    ROLLBACKS_FIELD_NUMBER: builtins.int
+    server: builtins.str
+    """name and version"""
+    durability_class: builtins.str
+    """memory, everysec, always or replicated"""
+    durability: builtins.str
+    """before_delivery or behind"""
+    memory_used: builtins.float
+    """part of what it may use; 0 where it has no bound"""
+    away: builtins.bool
+    """it does not answer"""
+    rollbacks: builtins.int
+    """times that it came back without what it had acknowledged"""
+    def __init__(
+        self,
+        *,
+        server: builtins.str = ...,
+        durability_class: builtins.str = ...,
+        durability: builtins.str = ...,
+        memory_used: builtins.float = ...,
+        away: builtins.bool = ...,
+        rollbacks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["away", b"away", "durability", b"durability", "durability_class", b"durability_class", "memory_used", b"memory_used", "rollbacks", b"rollbacks", "server", b"server"]) -> None: ...
+
+Global___LedgerStatus: typing_extensions.TypeAlias = LedgerStatus

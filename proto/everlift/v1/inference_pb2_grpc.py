@@ -54,6 +54,11 @@ class InferenceStub(object):
                 request_serializer=everlift_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
                 response_deserializer=everlift_dot_v1_dot_inference__pb2.GetRequestResponse.FromString,
                 _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/everlift.v1.Inference/Forget',
+                request_serializer=everlift_dot_v1_dot_inference__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_inference__pb2.ForgetResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/everlift.v1.Inference/GetStatus',
                 request_serializer=everlift_dot_v1_dot_inference__pb2.GetStatusRequest.SerializeToString,
@@ -93,6 +98,13 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Forget(self, request, context):
+        """Erases a request, its prompt and its outputs; one that goes on is cancelled first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Workers, queue and requests of the cluster, as the leading router sees them.
         """
@@ -122,6 +134,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetRequest,
                     request_deserializer=everlift_dot_v1_dot_inference__pb2.GetRequestRequest.FromString,
                     response_serializer=everlift_dot_v1_dot_inference__pb2.GetRequestResponse.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=everlift_dot_v1_dot_inference__pb2.ForgetRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_inference__pb2.ForgetResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -237,6 +254,33 @@ class Inference(object):
             '/everlift.v1.Inference/GetRequest',
             everlift_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
             everlift_dot_v1_dot_inference__pb2.GetRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.Inference/Forget',
+            everlift_dot_v1_dot_inference__pb2.ForgetRequest.SerializeToString,
+            everlift_dot_v1_dot_inference__pb2.ForgetResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -91,6 +91,22 @@ _InferenceGetRequestType = typing_extensions.TypeVar(
     ],
 )
 
+_InferenceForgetType = typing_extensions.TypeVar(
+    '_InferenceForgetType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ForgetRequest,
+        everlift.v1.inference_pb2.ForgetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ForgetRequest,
+        everlift.v1.inference_pb2.ForgetResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ForgetRequest,
+        everlift.v1.inference_pb2.ForgetResponse,
+    ],
+)
+
 _InferenceGetStatusType = typing_extensions.TypeVar(
     '_InferenceGetStatusType',
     grpc.UnaryUnaryMultiCallable[
@@ -107,7 +123,7 @@ _InferenceGetStatusType = typing_extensions.TypeVar(
     ],
 )
 
-class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceAttachType, _InferenceCancelType, _InferenceGetRequestType, _InferenceGetStatusType]):
+class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceAttachType, _InferenceCancelType, _InferenceGetRequestType, _InferenceForgetType, _InferenceGetStatusType]):
     @typing.overload
     def __init__(self: InferenceStub[
         grpc.UnaryStreamMultiCallable[
@@ -125,6 +141,10 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceAttachType,
         grpc.UnaryUnaryMultiCallable[
             everlift.v1.inference_pb2.GetRequestRequest,
             everlift.v1.inference_pb2.GetRequestResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.inference_pb2.ForgetRequest,
+            everlift.v1.inference_pb2.ForgetResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             everlift.v1.inference_pb2.GetStatusRequest,
@@ -151,6 +171,10 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceAttachType,
             everlift.v1.inference_pb2.GetRequestResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.inference_pb2.ForgetRequest,
+            everlift.v1.inference_pb2.ForgetResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             everlift.v1.inference_pb2.GetStatusRequest,
             everlift.v1.inference_pb2.GetStatusResponse,
         ],
@@ -169,6 +193,9 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceAttachType,
 
     GetRequest: _InferenceGetRequestType
     """What the ledger knows of a request, without its tokens."""
+
+    Forget: _InferenceForgetType
+    """Erases a request, its prompt and its outputs; one that goes on is cancelled first."""
 
     GetStatus: _InferenceGetStatusType
     """Workers, queue and requests of the cluster, as the leading router sees them."""
@@ -189,6 +216,10 @@ InferenceAsyncStub: typing_extensions.TypeAlias = InferenceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.inference_pb2.GetRequestRequest,
         everlift.v1.inference_pb2.GetRequestResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ForgetRequest,
+        everlift.v1.inference_pb2.ForgetResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.inference_pb2.GetStatusRequest,
@@ -230,6 +261,14 @@ class InferenceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[everlift.v1.inference_pb2.GetRequestResponse, collections.abc.Awaitable[everlift.v1.inference_pb2.GetRequestResponse]]:
         """What the ledger knows of a request, without its tokens."""
+
+    @abc.abstractmethod
+    def Forget(
+        self,
+        request: everlift.v1.inference_pb2.ForgetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.inference_pb2.ForgetResponse, collections.abc.Awaitable[everlift.v1.inference_pb2.ForgetResponse]]:
+        """Erases a request, its prompt and its outputs; one that goes on is cancelled first."""
 
     @abc.abstractmethod
     def GetStatus(

@@ -37,6 +37,8 @@ class StoredRequest(google.protobuf.message.Message):
     SALT_FIELD_NUMBER: builtins.int
     N_FIELD_NUMBER: builtins.int
     INCLUDE_STOP_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    TTFT_TARGET_S_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     model: builtins.str
     fingerprint: builtins.str
@@ -48,6 +50,8 @@ class StoredRequest(google.protobuf.message.Message):
     salt: builtins.bytes
     n: builtins.int
     include_stop: builtins.bool
+    priority: builtins.int
+    ttft_target_s: builtins.float
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -75,9 +79,14 @@ class StoredRequest(google.protobuf.message.Message):
         salt: builtins.bytes = ...,
         n: builtins.int = ...,
         include_stop: builtins.bool = ...,
+        priority: builtins.int = ...,
+        ttft_target_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_deadline", b"_deadline", "deadline", b"deadline", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "body_hash", b"body_hash", "deadline", b"deadline", "fingerprint", b"fingerprint", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "deadline", b"deadline", "sampling", b"sampling", "ttft_target_s", b"ttft_target_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "body_hash", b"body_hash", "deadline", b"deadline", "fingerprint", b"fingerprint", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "ttft_target_s", b"ttft_target_s"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline", b"_deadline"]) -> typing.Literal["deadline"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ttft_target_s", b"_ttft_target_s"]) -> typing.Literal["ttft_target_s"] | None: ...
 
 Global___StoredRequest: typing_extensions.TypeAlias = StoredRequest

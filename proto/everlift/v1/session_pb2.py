@@ -22,52 +22,57 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from everlift.v1 import chaos_pb2 as everlift_dot_v1_dot_chaos__pb2
 from everlift.v1 import inference_pb2 as everlift_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x65verlift/v1/session.proto\x12\x0b\x65verlift.v1\x1a\x1b\x65verlift/v1/inference.proto\"4\n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\ncluster_id\x18\x02 \x01(\t\"\x8d\x01\n\x0bRouterFrame\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.everlift.v1.RouterHello\x12\"\n\x06starts\x18\x02 \x03(\x0b\x32\x12.everlift.v1.Start\x12\"\n\x06\x61\x62orts\x18\x03 \x03(\x0b\x32\x12.everlift.v1.Abort\x12\r\n\x05\x64rain\x18\x04 \x01(\x08\"\xc5\x01\n\x05Start\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12\x12\n\noutput_ids\x18\x05 \x03(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.everlift.v1.Sampling\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x0c\n\x04salt\x18\t \x01(\x0c\"\'\n\x05\x41\x62ort\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\"\x83\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x17\n\x0ftensor_parallel\x18\n \x01(\r\x12\x0b\n\x03pid\x18\x0b \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0c \x01(\r\"\xdf\x02\n\x0bWorkerState\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_used\x18\x04 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x05 \x01(\r\x12\x1e\n\x16pending_prefill_tokens\x18\x06 \x01(\r\x12\x18\n\x10\x63ommitted_tokens\x18\x07 \x01(\r\x12\x0c\n\x04step\x18\x08 \x01(\x04\x12\x15\n\routput_tokens\x18\t \x01(\x04\x12\x13\n\x0bpreemptions\x18\n \x01(\x04\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12-\n\x07running\x18\x0c \x03(\x0b\x32\x1c.everlift.v1.RunningSequence\x12-\n\x08\x63ounters\x18\r \x01(\x0b\x32\x1b.everlift.v1.EngineCounters\"\xa0\x01\n\x0bWorkerFrame\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x17.everlift.v1.WorkerInfo\x12\'\n\x05state\x18\x02 \x01(\x0b\x32\x18.everlift.v1.WorkerState\x12\x17\n\x0f\x61\x63\x63\x65pted_epochs\x18\x03 \x03(\x06\x12\'\n\x08progress\x18\x04 \x03(\x0b\x32\x15.everlift.v1.Progress\"\x8f\x02\n\x08Progress\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12$\n\x04stop\x18\x05 \x01(\x0e\x32\x16.everlift.v1.StopCause\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x12\n\nerror_slug\x18\x07 \x01(\t\x12,\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1a.everlift.v1.TokenLogprobs\x12\x15\n\rprompt_offset\x18\t \x01(\r\x12\x33\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1a.everlift.v1.TokenLogprobs\"@\n\x0cStepLogHello\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"\x8c\x01\n\x07StepLog\x12\"\n\x06starts\x18\x01 \x03(\x0b\x32\x12.everlift.v1.Start\x12\"\n\x06\x61\x62orts\x18\x02 \x03(\x0b\x32\x12.everlift.v1.Abort\x12\x17\n\x0fprevious_digest\x18\x03 \x01(\x0c\x12\x0c\n\x04stop\x18\x04 \x01(\x08\x12\x12\n\nheld_slots\x18\x05 \x03(\r\":\n\x0f\x41nnounceRequest\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.everlift.v1.WorkerInfo\"\x12\n\x10\x41nnounceResponse\"\x9c\x01\n\x07Waiting\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61rrived\x18\x02 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\x08\x12\r\n\x05\x61void\x18\x07 \x01(\t\x12\x0f\n\x07\x63hoices\x18\x08 \x01(\r\"\\\n\x0eGatewayMessage\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12%\n\x07\x65nqueue\x18\x02 \x03(\x0b\x32\x14.everlift.v1.Waiting\x12\x10\n\x08withdraw\x18\x03 \x03(\t\"S\n\nDispatched\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\"\x8d\x01\n\rLeaderMessage\x12+\n\ndispatched\x18\x01 \x03(\x0b\x32\x17.everlift.v1.Dispatched\x12\r\n\x05\x61\x64opt\x18\x02 \x03(\t\x12\x0f\n\x07refused\x18\x03 \x03(\t\x12\x10\n\x08resigned\x18\x04 \x01(\x08\x12\x0e\n\x06queued\x18\x05 \x01(\x04\x12\r\n\x05stale\x18\x06 \x03(\t*\x9a\x01\n\tStopCause\x12\x1a\n\x16STOP_CAUSE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTOP_CAUSE_EOS\x10\x01\x12\x15\n\x11STOP_CAUSE_LENGTH\x10\x02\x12\x17\n\x13STOP_CAUSE_RETURNED\x10\x03\x12\x16\n\x12STOP_CAUSE_REFUSED\x10\x04\x12\x15\n\x11STOP_CAUSE_FAILED\x10\x05\x32R\n\rWorkerSession\x12\x41\n\x07\x43onnect\x12\x18.everlift.v1.RouterFrame\x1a\x18.everlift.v1.WorkerFrame(\x01\x30\x01\x32\xa3\x01\n\x0eRouterInternal\x12G\n\x08\x41nnounce\x12\x1c.everlift.v1.AnnounceRequest\x1a\x1d.everlift.v1.AnnounceResponse\x12H\n\tAdmission\x12\x1b.everlift.v1.GatewayMessage\x1a\x1a.everlift.v1.LeaderMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x65verlift/v1/session.proto\x12\x0b\x65verlift.v1\x1a\x17\x65verlift/v1/chaos.proto\x1a\x1b\x65verlift/v1/inference.proto\"4\n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x12\n\ncluster_id\x18\x02 \x01(\t\"\xb0\x01\n\x0bRouterFrame\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x18.everlift.v1.RouterHello\x12\"\n\x06starts\x18\x02 \x03(\x0b\x32\x12.everlift.v1.Start\x12\"\n\x06\x61\x62orts\x18\x03 \x03(\x0b\x32\x12.everlift.v1.Abort\x12\r\n\x05\x64rain\x18\x04 \x01(\x08\x12!\n\x05\x66\x61ult\x18\x05 \x01(\x0b\x32\x12.everlift.v1.Fault\"\xed\x01\n\x05Start\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12\x12\n\noutput_ids\x18\x05 \x03(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.everlift.v1.Sampling\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x0c\n\x04salt\x18\t \x01(\x0c\x12\x14\n\x0cnum_computed\x18\n \x01(\r\x12\x10\n\x08priority\x18\x0b \x01(\x11\"\'\n\x05\x41\x62ort\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\"\x83\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x17\n\x0ftensor_parallel\x18\n \x01(\r\x12\x0b\n\x03pid\x18\x0b \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0c \x01(\r\"\xa1\x03\n\x0bWorkerState\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_used\x18\x04 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x05 \x01(\r\x12\x1e\n\x16pending_prefill_tokens\x18\x06 \x01(\r\x12\x18\n\x10\x63ommitted_tokens\x18\x07 \x01(\r\x12\x0c\n\x04step\x18\x08 \x01(\x04\x12\x15\n\routput_tokens\x18\t \x01(\x04\x12\x13\n\x0bpreemptions\x18\n \x01(\x04\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12-\n\x07running\x18\x0c \x03(\x0b\x32\x1c.everlift.v1.RunningSequence\x12-\n\x08\x63ounters\x18\r \x01(\x0b\x32\x1b.everlift.v1.EngineCounters\x12\x17\n\x0f\x63omputed_tokens\x18\x0e \x01(\x04\x12\x17\n\x0freleased_blocks\x18\x0f \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x10 \x01(\x01\"\xa0\x01\n\x0bWorkerFrame\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x17.everlift.v1.WorkerInfo\x12\'\n\x05state\x18\x02 \x01(\x0b\x32\x18.everlift.v1.WorkerState\x12\x17\n\x0f\x61\x63\x63\x65pted_epochs\x18\x03 \x03(\x06\x12\'\n\x08progress\x18\x04 \x03(\x0b\x32\x15.everlift.v1.Progress\"\x80\x03\n\x08Progress\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12$\n\x04stop\x18\x05 \x01(\x0e\x32\x16.everlift.v1.StopCause\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x12\n\nerror_slug\x18\x07 \x01(\t\x12,\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1a.everlift.v1.TokenLogprobs\x12\x15\n\rprompt_offset\x18\t \x01(\r\x12\x33\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1a.everlift.v1.TokenLogprobs\x12)\n\tresidence\x18\x0b \x01(\x0e\x32\x16.everlift.v1.Residence\x12\x13\n\x0bpreemptions\x18\x0c \x01(\r\x12\x19\n\x11recomputed_tokens\x18\r \x01(\r\x12\x14\n\x0cnum_computed\x18\x0e \x01(\r\"@\n\x0cStepLogHello\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"\xaf\x01\n\x07StepLog\x12\"\n\x06starts\x18\x01 \x03(\x0b\x32\x12.everlift.v1.Start\x12\"\n\x06\x61\x62orts\x18\x02 \x03(\x0b\x32\x12.everlift.v1.Abort\x12\x17\n\x0fprevious_digest\x18\x03 \x01(\x0c\x12\x0c\n\x04stop\x18\x04 \x01(\x08\x12\x12\n\nheld_slots\x18\x05 \x03(\r\x12!\n\x05\x66\x61ult\x18\x06 \x01(\x0b\x32\x12.everlift.v1.Fault\":\n\x0f\x41nnounceRequest\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.everlift.v1.WorkerInfo\"\x12\n\x10\x41nnounceResponse\"\xfc\x01\n\x07Waiting\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61rrived\x18\x02 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\x08\x12\r\n\x05\x61void\x18\x07 \x01(\t\x12\x0f\n\x07\x63hoices\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x10\n\x08\x64\x65\x61\x64line\x18\n \x01(\x01\x12\x15\n\rttft_deadline\x18\x0b \x01(\x01\x12\x12\n\nmoves_left\x18\x0c \x01(\r\x12\x0f\n\x07suspect\x18\r \x01(\x08\"\x9f\x01\n\x07Running\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x10\n\x08priority\x18\x04 \x01(\x11\x12\x14\n\x0cknown_tokens\x18\x05 \x01(\r\x12\x12\n\nmoves_left\x18\x06 \x01(\r\x12\x11\n\tpreempted\x18\x07 \x01(\x08\x12\x0f\n\x07\x61rrived\x18\x08 \x01(\x01\"\xac\x01\n\x0eGatewayMessage\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12%\n\x07\x65nqueue\x18\x02 \x03(\x0b\x32\x14.everlift.v1.Waiting\x12\x10\n\x08withdraw\x18\x03 \x03(\t\x12%\n\x07running\x18\x04 \x03(\x0b\x32\x14.everlift.v1.Running\x12\x13\n\x0bis_complete\x18\x05 \x01(\x08\x12\x12\n\ngeneration\x18\x06 \x01(\t\"b\n\nDispatched\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\r\n\x05moves\x18\x05 \x01(\x04\"\x9b\x01\n\rLeaderMessage\x12+\n\ndispatched\x18\x01 \x03(\x0b\x32\x17.everlift.v1.Dispatched\x12\r\n\x05\x61\x64opt\x18\x02 \x03(\t\x12\x0f\n\x07refused\x18\x03 \x03(\t\x12\x10\n\x08resigned\x18\x04 \x01(\x08\x12\x0e\n\x06queued\x18\x05 \x01(\x04\x12\r\n\x05stale\x18\x06 \x03(\t\x12\x0c\n\x04move\x18\x07 \x03(\t*\x9a\x01\n\tStopCause\x12\x1a\n\x16STOP_CAUSE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTOP_CAUSE_EOS\x10\x01\x12\x15\n\x11STOP_CAUSE_LENGTH\x10\x02\x12\x17\n\x13STOP_CAUSE_RETURNED\x10\x03\x12\x16\n\x12STOP_CAUSE_REFUSED\x10\x04\x12\x15\n\x11STOP_CAUSE_FAILED\x10\x05*V\n\tResidence\x12\x19\n\x15RESIDENCE_UNSPECIFIED\x10\x00\x12\x17\n\x13RESIDENCE_PREEMPTED\x10\x01\x12\x15\n\x11RESIDENCE_RESUMED\x10\x02\x32R\n\rWorkerSession\x12\x41\n\x07\x43onnect\x12\x18.everlift.v1.RouterFrame\x1a\x18.everlift.v1.WorkerFrame(\x01\x30\x01\x32\xde\x01\n\x0eRouterInternal\x12G\n\x08\x41nnounce\x12\x1c.everlift.v1.AnnounceRequest\x1a\x1d.everlift.v1.AnnounceResponse\x12H\n\tAdmission\x12\x1b.everlift.v1.GatewayMessage\x1a\x1a.everlift.v1.LeaderMessage(\x01\x30\x01\x12\x39\n\x06Inject\x12\x12.everlift.v1.Fault\x1a\x1b.everlift.v1.InjectResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'everlift.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STOPCAUSE']._serialized_start=2335
-  _globals['_STOPCAUSE']._serialized_end=2489
-  _globals['_ROUTERHELLO']._serialized_start=71
-  _globals['_ROUTERHELLO']._serialized_end=123
-  _globals['_ROUTERFRAME']._serialized_start=126
-  _globals['_ROUTERFRAME']._serialized_end=267
-  _globals['_START']._serialized_start=270
-  _globals['_START']._serialized_end=467
-  _globals['_ABORT']._serialized_start=469
-  _globals['_ABORT']._serialized_end=508
-  _globals['_WORKERINFO']._serialized_start=511
-  _globals['_WORKERINFO']._serialized_end=770
-  _globals['_WORKERSTATE']._serialized_start=773
-  _globals['_WORKERSTATE']._serialized_end=1124
-  _globals['_WORKERFRAME']._serialized_start=1127
-  _globals['_WORKERFRAME']._serialized_end=1287
-  _globals['_PROGRESS']._serialized_start=1290
-  _globals['_PROGRESS']._serialized_end=1561
-  _globals['_STEPLOGHELLO']._serialized_start=1563
-  _globals['_STEPLOGHELLO']._serialized_end=1627
-  _globals['_STEPLOG']._serialized_start=1630
-  _globals['_STEPLOG']._serialized_end=1770
-  _globals['_ANNOUNCEREQUEST']._serialized_start=1772
-  _globals['_ANNOUNCEREQUEST']._serialized_end=1830
-  _globals['_ANNOUNCERESPONSE']._serialized_start=1832
-  _globals['_ANNOUNCERESPONSE']._serialized_end=1850
-  _globals['_WAITING']._serialized_start=1853
-  _globals['_WAITING']._serialized_end=2009
-  _globals['_GATEWAYMESSAGE']._serialized_start=2011
-  _globals['_GATEWAYMESSAGE']._serialized_end=2103
-  _globals['_DISPATCHED']._serialized_start=2105
-  _globals['_DISPATCHED']._serialized_end=2188
-  _globals['_LEADERMESSAGE']._serialized_start=2191
-  _globals['_LEADERMESSAGE']._serialized_end=2332
-  _globals['_WORKERSESSION']._serialized_start=2491
-  _globals['_WORKERSESSION']._serialized_end=2573
-  _globals['_ROUTERINTERNAL']._serialized_start=2576
-  _globals['_ROUTERINTERNAL']._serialized_end=2739
+  _globals['_STOPCAUSE']._serialized_start=3017
+  _globals['_STOPCAUSE']._serialized_end=3171
+  _globals['_RESIDENCE']._serialized_start=3173
+  _globals['_RESIDENCE']._serialized_end=3259
+  _globals['_ROUTERHELLO']._serialized_start=96
+  _globals['_ROUTERHELLO']._serialized_end=148
+  _globals['_ROUTERFRAME']._serialized_start=151
+  _globals['_ROUTERFRAME']._serialized_end=327
+  _globals['_START']._serialized_start=330
+  _globals['_START']._serialized_end=567
+  _globals['_ABORT']._serialized_start=569
+  _globals['_ABORT']._serialized_end=608
+  _globals['_WORKERINFO']._serialized_start=611
+  _globals['_WORKERINFO']._serialized_end=870
+  _globals['_WORKERSTATE']._serialized_start=873
+  _globals['_WORKERSTATE']._serialized_end=1290
+  _globals['_WORKERFRAME']._serialized_start=1293
+  _globals['_WORKERFRAME']._serialized_end=1453
+  _globals['_PROGRESS']._serialized_start=1456
+  _globals['_PROGRESS']._serialized_end=1840
+  _globals['_STEPLOGHELLO']._serialized_start=1842
+  _globals['_STEPLOGHELLO']._serialized_end=1906
+  _globals['_STEPLOG']._serialized_start=1909
+  _globals['_STEPLOG']._serialized_end=2084
+  _globals['_ANNOUNCEREQUEST']._serialized_start=2086
+  _globals['_ANNOUNCEREQUEST']._serialized_end=2144
+  _globals['_ANNOUNCERESPONSE']._serialized_start=2146
+  _globals['_ANNOUNCERESPONSE']._serialized_end=2164
+  _globals['_WAITING']._serialized_start=2167
+  _globals['_WAITING']._serialized_end=2419
+  _globals['_RUNNING']._serialized_start=2422
+  _globals['_RUNNING']._serialized_end=2581
+  _globals['_GATEWAYMESSAGE']._serialized_start=2584
+  _globals['_GATEWAYMESSAGE']._serialized_end=2756
+  _globals['_DISPATCHED']._serialized_start=2758
+  _globals['_DISPATCHED']._serialized_end=2856
+  _globals['_LEADERMESSAGE']._serialized_start=2859
+  _globals['_LEADERMESSAGE']._serialized_end=3014
+  _globals['_WORKERSESSION']._serialized_start=3261
+  _globals['_WORKERSESSION']._serialized_end=3343
+  _globals['_ROUTERINTERNAL']._serialized_start=3346
+  _globals['_ROUTERINTERNAL']._serialized_end=3568
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ What the parts of a cluster speak with each other. Clients never use this."""
 
 import builtins
 import collections.abc
+import everlift.v1.chaos_pb2
 import everlift.v1.inference_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
@@ -53,6 +54,30 @@ STOP_CAUSE_FAILED: StopCause.ValueType  # 5
 """the engine could not go on: error says why"""
 Global___StopCause: typing_extensions.TypeAlias = StopCause
 
+class _Residence:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ResidenceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Residence.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    RESIDENCE_UNSPECIFIED: _Residence.ValueType  # 0
+    """as before"""
+    RESIDENCE_PREEMPTED: _Residence.ValueType  # 1
+    """it gave them up, and waits here for its turn"""
+    RESIDENCE_RESUMED: _Residence.ValueType  # 2
+    """it has them again"""
+
+class Residence(_Residence, metaclass=_ResidenceEnumTypeWrapper):
+    """Whether a sequence has its KV blocks."""
+
+RESIDENCE_UNSPECIFIED: Residence.ValueType  # 0
+"""as before"""
+RESIDENCE_PREEMPTED: Residence.ValueType  # 1
+"""it gave them up, and waits here for its turn"""
+RESIDENCE_RESUMED: Residence.ValueType  # 2
+"""it has them again"""
+Global___Residence: typing_extensions.TypeAlias = Residence
+
 @typing.final
 class RouterHello(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -79,6 +104,7 @@ class RouterFrame(google.protobuf.message.Message):
     STARTS_FIELD_NUMBER: builtins.int
     ABORTS_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
+    FAULT_FIELD_NUMBER: builtins.int
     drain: builtins.bool
     """take no more starts, hand everything back"""
     @property
@@ -87,6 +113,10 @@ class RouterFrame(google.protobuf.message.Message):
     def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Start]: ...
     @property
     def aborts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Abort]: ...
+    @property
+    def fault(self) -> everlift.v1.chaos_pb2.Fault:
+        """only where chaos is allowed"""
+
     def __init__(
         self,
         *,
@@ -94,9 +124,10 @@ class RouterFrame(google.protobuf.message.Message):
         starts: collections.abc.Iterable[Global___Start] | None = ...,
         aborts: collections.abc.Iterable[Global___Abort] | None = ...,
         drain: builtins.bool = ...,
+        fault: everlift.v1.chaos_pb2.Fault | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["hello", b"hello"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "drain", b"drain", "hello", b"hello", "starts", b"starts"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["fault", b"fault", "hello", b"hello"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "drain", b"drain", "fault", b"fault", "hello", b"hello", "starts", b"starts"]) -> None: ...
 
 Global___RouterFrame: typing_extensions.TypeAlias = RouterFrame
 
@@ -117,6 +148,8 @@ class Start(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     SALT_FIELD_NUMBER: builtins.int
+    NUM_COMPUTED_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """with choice the name of the sequence on this session"""
     choice: builtins.int
@@ -126,6 +159,10 @@ class Start(google.protobuf.message.Message):
     """of the whole output, output_ids counted in"""
     salt: builtins.bytes
     """of the block hashes"""
+    num_computed: builtins.int
+    """known tokens that earlier attempts had computed"""
+    priority: builtins.int
+    """of a smaller one the blocks are taken first"""
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -152,9 +189,11 @@ class Start(google.protobuf.message.Message):
         sampling: everlift.v1.inference_pb2.Sampling | None = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         salt: builtins.bytes = ...,
+        num_computed: builtins.int = ...,
+        priority: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "max_tokens", b"max_tokens", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]) -> None: ...
 
 Global___Start: typing_extensions.TypeAlias = Start
 
@@ -250,6 +289,9 @@ class WorkerState(google.protobuf.message.Message):
     DRAINING_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    RELEASED_BLOCKS_FIELD_NUMBER: builtins.int
+    BUSY_S_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
     """monotonic within an incarnation"""
     num_running: builtins.int
@@ -264,6 +306,12 @@ class WorkerState(google.protobuf.message.Message):
     output_tokens: builtins.int
     preemptions: builtins.int
     draining: builtins.bool
+    computed_tokens: builtins.int
+    """since the worker started, as the two below"""
+    released_blocks: builtins.int
+    """by sequences that ended or left"""
+    busy_s: builtins.float
+    """spent in steps"""
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.RunningSequence]:
         """at most five times a second, else empty"""
@@ -286,9 +334,12 @@ class WorkerState(google.protobuf.message.Message):
         draining: builtins.bool = ...,
         running: collections.abc.Iterable[everlift.v1.inference_pb2.RunningSequence] | None = ...,
         counters: everlift.v1.inference_pb2.EngineCounters | None = ...,
+        computed_tokens: builtins.int = ...,
+        released_blocks: builtins.int = ...,
+        busy_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "committed_tokens", b"committed_tokens", "counters", b"counters", "draining", b"draining", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "running", b"running", "sequence_number", b"sequence_number", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "draining", b"draining", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step"]) -> None: ...
 
 Global___WorkerState: typing_extensions.TypeAlias = WorkerState
 
@@ -337,6 +388,10 @@ class Progress(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     PROMPT_OFFSET_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    RESIDENCE_FIELD_NUMBER: builtins.int
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_COMPUTED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     choice: builtins.int
     offset: builtins.int
@@ -348,6 +403,12 @@ class Progress(google.protobuf.message.Message):
     """with error"""
     prompt_offset: builtins.int
     """of the prompt token that prompt_logprobs[0] belongs to"""
+    residence: Global___Residence.ValueType
+    preemptions: builtins.int
+    """since the progress before, as the one below"""
+    recomputed_tokens: builtins.int
+    num_computed: builtins.int
+    """known tokens that are computed by now; 0: not told"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -371,8 +432,12 @@ class Progress(google.protobuf.message.Message):
         logprobs: collections.abc.Iterable[everlift.v1.inference_pb2.TokenLogprobs] | None = ...,
         prompt_offset: builtins.int = ...,
         prompt_logprobs: collections.abc.Iterable[everlift.v1.inference_pb2.TokenLogprobs] | None = ...,
+        residence: Global___Residence.ValueType = ...,
+        preemptions: builtins.int = ...,
+        recomputed_tokens: builtins.int = ...,
+        num_computed: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "stop", b"stop", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "num_computed", b"num_computed", "offset", b"offset", "preemptions", b"preemptions", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "recomputed_tokens", b"recomputed_tokens", "residence", b"residence", "stop", b"stop", "token_ids", b"token_ids"]) -> None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
 
@@ -414,6 +479,7 @@ class StepLog(google.protobuf.message.Message):
     PREVIOUS_DIGEST_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
     HELD_SLOTS_FIELD_NUMBER: builtins.int
+    FAULT_FIELD_NUMBER: builtins.int
     previous_digest: builtins.bytes
     """of the plan of the step before"""
     stop: builtins.bool
@@ -426,6 +492,10 @@ class StepLog(google.protobuf.message.Message):
     def held_slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """whose sequences draw nothing in this step"""
 
+    @property
+    def fault(self) -> everlift.v1.chaos_pb2.Fault:
+        """for the rank that it names"""
+
     def __init__(
         self,
         *,
@@ -434,8 +504,10 @@ class StepLog(google.protobuf.message.Message):
         previous_digest: builtins.bytes = ...,
         stop: builtins.bool = ...,
         held_slots: collections.abc.Iterable[builtins.int] | None = ...,
+        fault: everlift.v1.chaos_pb2.Fault | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "held_slots", b"held_slots", "previous_digest", b"previous_digest", "starts", b"starts", "stop", b"stop"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["fault", b"fault"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "fault", b"fault", "held_slots", b"held_slots", "previous_digest", b"previous_digest", "starts", b"starts", "stop", b"stop"]) -> None: ...
 
 Global___StepLog: typing_extensions.TypeAlias = StepLog
 
@@ -480,6 +552,11 @@ class Waiting(google.protobuf.message.Message):
     ACCEPTED_FIELD_NUMBER: builtins.int
     AVOID_FIELD_NUMBER: builtins.int
     CHOICES_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    DEADLINE_FIELD_NUMBER: builtins.int
+    TTFT_DEADLINE_FIELD_NUMBER: builtins.int
+    MOVES_LEFT_FIELD_NUMBER: builtins.int
+    SUSPECT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """ledger time in seconds; the key under which it queues, kept over requeues"""
@@ -495,6 +572,15 @@ class Waiting(google.protobuf.message.Message):
     """a worker that its gateway could not reach"""
     choices: builtins.int
     """unfinished ones, each for a slot of its own"""
+    priority: builtins.int
+    deadline: builtins.float
+    """ledger time in seconds; 0: none"""
+    ttft_deadline: builtins.float
+    """the same for the first token; 0: none, or it has come"""
+    moves_left: builtins.int
+    """times that it may still be taken off a worker that could go on with it"""
+    suspect: builtins.bool
+    """it lost its last workers before they made a token, and may lose no other one so"""
     def __init__(
         self,
         *,
@@ -506,10 +592,55 @@ class Waiting(google.protobuf.message.Message):
         accepted: builtins.bool = ...,
         avoid: builtins.str = ...,
         choices: builtins.int = ...,
+        priority: builtins.int = ...,
+        deadline: builtins.float = ...,
+        ttft_deadline: builtins.float = ...,
+        moves_left: builtins.int = ...,
+        suspect: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
+
+@typing.final
+class Running(google.protobuf.message.Message):
+    """A request that a worker has: what a new leader is told of it, and the leader when it is preempted."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    KNOWN_TOKENS_FIELD_NUMBER: builtins.int
+    MOVES_LEFT_FIELD_NUMBER: builtins.int
+    PREEMPTED_FIELD_NUMBER: builtins.int
+    ARRIVED_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    worker_id: builtins.str
+    epoch: builtins.int
+    priority: builtins.int
+    known_tokens: builtins.int
+    """of all unfinished choices"""
+    moves_left: builtins.int
+    preempted: builtins.bool
+    """it waits at its worker, without blocks"""
+    arrived: builtins.float
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        worker_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+        priority: builtins.int = ...,
+        known_tokens: builtins.int = ...,
+        moves_left: builtins.int = ...,
+        preempted: builtins.bool = ...,
+        arrived: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "epoch", b"epoch", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+
+Global___Running: typing_extensions.TypeAlias = Running
 
 @typing.final
 class GatewayMessage(google.protobuf.message.Message):
@@ -518,13 +649,24 @@ class GatewayMessage(google.protobuf.message.Message):
     ROUTER_ID_FIELD_NUMBER: builtins.int
     ENQUEUE_FIELD_NUMBER: builtins.int
     WITHDRAW_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
+    IS_COMPLETE_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     """on the first message"""
+    is_complete: builtins.bool
+    """On a new line what waits comes in the order of arrival, in parts; set with the last part."""
+    generation: builtins.str
+    """of the ledger: it has been told again what it may have forgotten before it"""
     @property
     def enqueue(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Waiting]: ...
     @property
     def withdraw(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """request ids that need no worker any more"""
+
+    @property
+    def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Running]:
+        """on a new line all, then those that are preempted or resumed"""
 
     def __init__(
         self,
@@ -532,8 +674,11 @@ class GatewayMessage(google.protobuf.message.Message):
         router_id: builtins.str = ...,
         enqueue: collections.abc.Iterable[Global___Waiting] | None = ...,
         withdraw: collections.abc.Iterable[builtins.str] | None = ...,
+        running: collections.abc.Iterable[Global___Running] | None = ...,
+        is_complete: builtins.bool = ...,
+        generation: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["enqueue", b"enqueue", "router_id", b"router_id", "withdraw", b"withdraw"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "router_id", b"router_id", "running", b"running", "withdraw", b"withdraw"]) -> None: ...
 
 Global___GatewayMessage: typing_extensions.TypeAlias = GatewayMessage
 
@@ -545,10 +690,13 @@ class Dispatched(google.protobuf.message.Message):
     WORKER_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    MOVES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
     attempt: builtins.int
+    moves: builtins.int
+    """of the request in the ledger, this one counted in"""
     def __init__(
         self,
         *,
@@ -556,8 +704,9 @@ class Dispatched(google.protobuf.message.Message):
         worker_id: builtins.str = ...,
         epoch: builtins.int = ...,
         attempt: builtins.int = ...,
+        moves: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "moves", b"moves", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Dispatched: typing_extensions.TypeAlias = Dispatched
 
@@ -571,6 +720,7 @@ class LeaderMessage(google.protobuf.message.Message):
     RESIGNED_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
     STALE_FIELD_NUMBER: builtins.int
+    MOVE_FIELD_NUMBER: builtins.int
     resigned: builtins.bool
     """no longer the leader: look for the new one"""
     queued: builtins.int
@@ -588,6 +738,10 @@ class LeaderMessage(google.protobuf.message.Message):
     def stale(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """the ledger did not let these be dispatched: look there"""
 
+    @property
+    def move(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """take these off their workers and let them queue: they can go on sooner elsewhere,"""
+
     def __init__(
         self,
         *,
@@ -597,7 +751,8 @@ class LeaderMessage(google.protobuf.message.Message):
         resigned: builtins.bool = ...,
         queued: builtins.int = ...,
         stale: collections.abc.Iterable[builtins.str] | None = ...,
+        move: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "queued", b"queued", "refused", b"refused", "resigned", b"resigned", "stale", b"stale"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "move", b"move", "queued", b"queued", "refused", b"refused", "resigned", b"resigned", "stale", b"stale"]) -> None: ...
 
 Global___LeaderMessage: typing_extensions.TypeAlias = LeaderMessage

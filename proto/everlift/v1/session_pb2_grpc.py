@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from everlift.v1 import chaos_pb2 as everlift_dot_v1_dot_chaos__pb2
 from everlift.v1 import session_pb2 as everlift_dot_v1_dot_session__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -122,6 +123,11 @@ class RouterInternalStub(object):
                 request_serializer=everlift_dot_v1_dot_session__pb2.GatewayMessage.SerializeToString,
                 response_deserializer=everlift_dot_v1_dot_session__pb2.LeaderMessage.FromString,
                 _registered_method=True)
+        self.Inject = channel.unary_unary(
+                '/everlift.v1.RouterInternal/Inject',
+                request_serializer=everlift_dot_v1_dot_chaos__pb2.Fault.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_chaos__pb2.InjectResponse.FromString,
+                _registered_method=True)
 
 
 class RouterInternalServicer(object):
@@ -142,6 +148,13 @@ class RouterInternalServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inject(self, request, context):
+        """A fault that another router was told, for this router.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterInternalServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -154,6 +167,11 @@ def add_RouterInternalServicer_to_server(servicer, server):
                     servicer.Admission,
                     request_deserializer=everlift_dot_v1_dot_session__pb2.GatewayMessage.FromString,
                     response_serializer=everlift_dot_v1_dot_session__pb2.LeaderMessage.SerializeToString,
+            ),
+            'Inject': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inject,
+                    request_deserializer=everlift_dot_v1_dot_chaos__pb2.Fault.FromString,
+                    response_serializer=everlift_dot_v1_dot_chaos__pb2.InjectResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -211,6 +229,33 @@ class RouterInternal(object):
             '/everlift.v1.RouterInternal/Admission',
             everlift_dot_v1_dot_session__pb2.GatewayMessage.SerializeToString,
             everlift_dot_v1_dot_session__pb2.LeaderMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.RouterInternal/Inject',
+            everlift_dot_v1_dot_chaos__pb2.Fault.SerializeToString,
+            everlift_dot_v1_dot_chaos__pb2.InjectResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ What the parts of a cluster speak with each other. Clients never use this."""
 
 import abc
 import collections.abc
+import everlift.v1.chaos_pb2
 import everlift.v1.session_pb2
 import grpc
 import grpc.aio
@@ -119,7 +120,23 @@ _RouterInternalAdmissionType = typing_extensions.TypeVar(
     ],
 )
 
-class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInternalAdmissionType]):
+_RouterInternalInjectType = typing_extensions.TypeVar(
+    '_RouterInternalInjectType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.chaos_pb2.Fault,
+        everlift.v1.chaos_pb2.InjectResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.chaos_pb2.Fault,
+        everlift.v1.chaos_pb2.InjectResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.chaos_pb2.Fault,
+        everlift.v1.chaos_pb2.InjectResponse,
+    ],
+)
+
+class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInternalAdmissionType, _RouterInternalInjectType]):
     """Served by every router replica on its internal address."""
 
     @typing.overload
@@ -131,6 +148,10 @@ class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInte
         grpc.StreamStreamMultiCallable[
             everlift.v1.session_pb2.GatewayMessage,
             everlift.v1.session_pb2.LeaderMessage,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.chaos_pb2.Fault,
+            everlift.v1.chaos_pb2.InjectResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -144,6 +165,10 @@ class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInte
             everlift.v1.session_pb2.GatewayMessage,
             everlift.v1.session_pb2.LeaderMessage,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.chaos_pb2.Fault,
+            everlift.v1.chaos_pb2.InjectResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Announce: _RouterInternalAnnounceType
@@ -151,6 +176,9 @@ class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInte
 
     Admission: _RouterInternalAdmissionType
     """A gateway's line to the leader: what waits goes up, dispatches come down."""
+
+    Inject: _RouterInternalInjectType
+    """A fault that another router was told, for this router."""
 
 RouterInternalAsyncStub: typing_extensions.TypeAlias = RouterInternalStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -160,6 +188,10 @@ RouterInternalAsyncStub: typing_extensions.TypeAlias = RouterInternalStub[
     grpc.aio.StreamStreamMultiCallable[
         everlift.v1.session_pb2.GatewayMessage,
         everlift.v1.session_pb2.LeaderMessage,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.chaos_pb2.Fault,
+        everlift.v1.chaos_pb2.InjectResponse,
     ],
 ]
 
@@ -181,5 +213,13 @@ class RouterInternalServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[everlift.v1.session_pb2.LeaderMessage], collections.abc.AsyncIterator[everlift.v1.session_pb2.LeaderMessage]]:
         """A gateway's line to the leader: what waits goes up, dispatches come down."""
+
+    @abc.abstractmethod
+    def Inject(
+        self,
+        request: everlift.v1.chaos_pb2.Fault,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.chaos_pb2.InjectResponse, collections.abc.Awaitable[everlift.v1.chaos_pb2.InjectResponse]]:
+        """A fault that another router was told, for this router."""
 
 def add_RouterInternalServicer_to_server(servicer: RouterInternalServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
