@@ -5,7 +5,8 @@ with the same arguments, because the reply was lost, changes nothing more and an
 Time is the ledger's own: callers pass durations, never moments. Only routers call this.
 
 Every method raises LedgerUnavailable when the ledger cannot be reached or cannot write: the move
-may have happened or not, and may be repeated.
+may have happened or not, and may be repeated. ``open`` raises LedgerFull, and nothing is filed,
+where there is no memory for it; other moves that need some are LedgerUnavailable.
 """
 
 from __future__ import annotations
@@ -16,7 +17,20 @@ from typing import Protocol
 
 from everlift.messages import Request
 from everlift.v1 import session_pb2
-from router.ledger.entry import Append, Appended, Entry, Move, State, Stored
+from router.ledger.config import DurabilityClass
+from router.ledger.entry import (
+    Append,
+    Appended,
+    Entry,
+    Event,
+    Move,
+    Reasserted,
+    State,
+    Stored,
+    Tally,
+)
+
+NOTHING = Tally()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +46,9 @@ class Membership:
     """Who is there, as of ``now`` (ledger time in seconds).
 
     ``leader`` and ``leader_address`` are empty while nobody leads. ``workers_version`` changes with
-    every change of the worker table.
+    every change of the worker table. ``generation`` is another one after each restart or failover
+    of a server, which may have lost what it had acknowledged. ``memory_used`` is the part of its
+    bound that the fullest server uses, 0 where there is none.
     """
 
     now: float
@@ -40,6 +56,8 @@ class Membership:
     leader_address: str
     term: int
     workers_version: int
+    generation: str = ""
+    memory_used: float = 0.0
 
 
 class StaleTerm(Exception):
@@ -68,13 +86,32 @@ def check_end(state: State) -> State:
     return state
 
 
+def check_told(stored: Stored) -> Stored:
+    """Returns what ``reassert`` can be told; raises ValueError."""
+    entry = stored.entry
+    if (entry.state is State.RUNNING) != (entry.epoch != 0):
+        raise ValueError(f"a request that is {entry.state.value} under epoch {entry.epoch}")
+    if entry.moves < 1:
+        raise ValueError("a request without a move was never opened")
+    if not len(stored.choices) == len(entry.finish_reasons) == stored.request.n:
+        raise ValueError(f"not {stored.request.n} choices")
+    if any(choice.offset for choice in stored.choices):
+        raise ValueError("a choice that begins in its middle")
+    return stored
+
+
 class Ledger(Protocol):
+    #: name and version of what keeps it
+    server: str
+    #: what an acknowledged move survives (README.md)
+    durability_class: DurabilityClass
+
     # requests
 
     async def open(self, request: Request, gateway: str, timeout_s: float | None = None) -> Opened:
         """Files a new request as QUEUED, owned by ``gateway``. The stored deadline is ledger time
         plus ``timeout_s``, whatever ``request`` says. Raises RequestConflict when the id is known
-        with another body hash."""
+        with another body hash, LedgerFull."""
         ...
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
@@ -90,11 +127,18 @@ class Ledger(Protocol):
         ...
 
     async def release(
-        self, request_id: str, epoch: int, *, loss: str | None, max_losses: int
+        self,
+        request_id: str,
+        epoch: int,
+        *,
+        loss: str | None,
+        max_losses: int,
+        tally: Tally = NOTHING,
     ) -> Entry:
         """RUNNING -> QUEUED. With ``loss``, its cause in words, one more loss is counted, and at
-        ``max_losses`` it goes to FAILED (attempts_exhausted) with that cause instead. Answers the
-        entry as it is when the epoch is not current. Raises UnknownRequest."""
+        ``max_losses`` it goes to FAILED (attempts_exhausted) with that cause instead. ``tally`` is
+        stored as it is. Answers the entry as it is when the epoch is not current. Raises
+        UnknownRequest."""
         ...
 
     async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
@@ -113,6 +157,25 @@ class Ledger(Protocol):
     ) -> Entry:
         """QUEUED or RUNNING -> ``state`` (FAILED, CANCELLED or EXPIRED). A request that is final,
         or not ``owner``'s where one is given, is answered as it is. Raises UnknownRequest."""
+        ...
+
+    async def forget(self, request_id: str) -> Entry | None:
+        """A final request -> gone, with prompt, outputs and events; its id may be opened again.
+        Answers None, or the entry of one that is not final and stays. Raises UnknownRequest; where
+        one call had to be tried again, only for what was unknown at its first try."""
+        ...
+
+    async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
+        """What a gateway holds of a request, told again to a ledger whose server may have lost some
+        of it: record, state, epoch, owner, tokens, log probabilities and ends. ``stored`` has every
+        choice from offset 0 on. What is missing is created; tokens and ends beyond the ledger's are
+        added; state, owner, arrival and deadline become those of ``stored`` if it knows of more
+        moves than the ledger. With the end of its last choice it is finished. Answers the entry as
+        it is then."""
+        ...
+
+    async def events(self, request_id: str) -> tuple[Event, ...]:
+        """A request's moves, oldest first; of very many the last ones. Raises UnknownRequest."""
         ...
 
     async def get(self, request_id: str) -> Entry:

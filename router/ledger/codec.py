@@ -14,14 +14,14 @@ from typing import Any
 from everlift.messages import FinishReason, Request
 from everlift.sampling import TokenLogprobs
 from router.ledger.base import Membership
-from router.ledger.entry import Append, Entry, State, Stored, StoredChoice
+from router.ledger.entry import Append, Entry, Event, State, Stored, StoredChoice, Tally
 
 _UINT32 = "I"
 #: How a choice ended, as one letter of ``finishes``.
 _LETTERS = {None: "-", FinishReason.STOP: "s", FinishReason.LENGTH: "l"}
 _REASONS = {letter: reason for reason, letter in _LETTERS.items()}
 #: Fields of ENTRY in common.lua.
-_NUM_TEXTS = 10
+_NUM_TEXTS = 12
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -82,13 +82,20 @@ def seconds(microseconds: bytes) -> float:
     return int(microseconds) / 1e6
 
 
+def tally_text(tally: Tally) -> str:
+    return f"{tally.preemptions} {tally.migrations} {tally.recomputed_tokens}"
+
+
+def _tally(text: bytes) -> Tally:
+    return Tally(*map(int, text.split()))
+
+
 def append_fields(item: Append) -> list[str | int | bytes]:
     """One item of append.lua. Most have five fields: to send each costs the client its time."""
     tokens = pack_tokens(item.tokens)
     if not (item.choice or item.finish_reason or item.logprobs or item.prompt_logprobs):
         return [item.request_id, item.epoch, item.offset, tokens, ""]
     letter = _LETTERS[item.finish_reason] if item.finish_reason else ""
-    logprobs = pack_logprobs(item.logprobs), pack_logprobs(item.prompt_logprobs)
     return [
         item.request_id,
         item.epoch,
@@ -97,14 +104,55 @@ def append_fields(item: Append) -> list[str | int | bytes]:
         "more",
         item.choice,
         letter,
-        *logprobs,
+        pack_logprobs(item.logprobs),
+        pack_logprobs(item.prompt_logprobs),
+        tally_text(item.tally) if letter and item.tally else "",
+    ]
+
+
+def told_fields(stored: Stored, retention_ms: int, unfinished_ms: int) -> list[str | int | bytes]:
+    """What reassert.lua takes, from the fields of ENTRY on."""
+    request, deadline = stored.request, stored.request.deadline
+    return [
+        *_entry_fields(stored.entry),
+        "" if deadline is None else microseconds(deadline),
+        request.body_hash,
+        replace(request, deadline=None).to_bytes(),
+        request.max_tokens,
+        int(has_logprobs(request)),
+        retention_ms,
+        unfinished_ms,
+        pack_logprobs(stored.prompt_logprobs),
+        *chain.from_iterable(
+            (pack_tokens(choice.tokens), pack_logprobs(choice.logprobs))
+            for choice in stored.choices
+        ),
+    ]
+
+
+def _entry_fields(entry: Entry) -> list[str | int]:
+    """The fields of ENTRY in common.lua."""
+    return [
+        "".join(_LETTERS[reason] for reason in entry.finish_reasons),
+        entry.state.value,
+        entry.gateway,
+        microseconds(entry.arrived),
+        entry.worker,
+        entry.epoch,
+        entry.attempts,
+        entry.losses,
+        entry.error_slug,
+        entry.error_message,
+        entry.moves,
+        tally_text(entry.tally),
     ]
 
 
 def entry(request_id: str, fields: Sequence[Any]) -> Entry:
     """The answer of common.lua's ``entry``."""
     texts, num_tokens = fields[:_NUM_TEXTS], fields[_NUM_TEXTS:]
-    state, gateway, arrived, worker, epoch, attempts, losses, finishes, slug, message = texts
+    finishes, state, gateway, arrived, worker, epoch, attempts, losses, *others = texts
+    slug, message, moves, tally = others
     return Entry(
         request_id=request_id,
         state=State(state.decode()),
@@ -118,6 +166,8 @@ def entry(request_id: str, fields: Sequence[Any]) -> Entry:
         finish_reasons=tuple(_REASONS[letter] for letter in finishes.decode()),
         error_slug=slug.decode(),
         error_message=message.decode(),
+        moves=int(moves),
+        tally=_tally(tally),
     )
 
 
@@ -138,6 +188,12 @@ def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> St
         now=seconds(now),
         prompt_logprobs=unpack_logprobs(prompt_logprobs, sampling.prompt_logprobs or 0),
     )
+
+
+def event(text: bytes) -> Event:
+    """An item of e:<request id>."""
+    time, move, detail = text.decode().split(" ", 2)
+    return Event(int(time) / 1e6, move, detail)
 
 
 def membership(answer: Sequence[bytes]) -> Membership:

@@ -8,12 +8,15 @@
 --                                      request       StoredRequest, its deadline left out
 --                                      deadline      µs, or empty
 --                                      max_tokens    most tokens that may be appended
---                                      call          nonce of the open or take over that came last
+--                                      call          nonce of the open or take over that came last,
+--                                                    or empty
 --                                      finished_by   epoch whose append finished it
 --                                      logprobs      1 if there are keys for log probabilities
 --   t:<request id>:<choice>  STRING  generated tokens, uint32 little endian: offset = byte / 4
 --   l:<request id>:<choice>  STRING  their log probabilities, one record a token (codec.py)
 --   p:<request id>           STRING  those of the prompt's tokens from the second on, or empty
+--   e:<request id>           LIST    its last moves: "<µs> <move> <detail>"
+--   f:<nonce>                STRING  empty: this call of forget was made
 --   owned:<gateway>          SET     unfinished requests of a gateway
 --   owners                   SET     gateways that own some
 --   term                     HASH    term of the newest leader, and since when (µs)
@@ -30,12 +33,13 @@
 -- Lua's numbers are doubles. Moments in µs stay below 2^53 and are exact. Epochs and terms are
 -- 64-bit nonces: they are passed, stored and compared as text, and never become numbers.
 -- `finishes` has one letter a choice, - while it goes on; so its length is the number of choices.
+-- `moves` counts them; `tally` is three numbers, the fields of Tally.
 
 local ROOT = KEYS[1]
 
 local ENTRY = {
-    'state', 'gateway', 'arrived', 'worker', 'epoch', 'attempts', 'losses',
-    'finishes', 'error_slug', 'error_message',
+    'finishes', 'state', 'gateway', 'arrived', 'worker', 'epoch', 'attempts', 'losses',
+    'error_slug', 'error_message', 'moves', 'tally',
 }
 
 local function request_key(id) return ROOT .. 'r:' .. id end
@@ -46,14 +50,19 @@ local function logprobs_key(id, choice) return ROOT .. 'l:' .. id .. ':' .. choi
 
 local function prompt_logprobs_key(id) return ROOT .. 'p:' .. id end
 
+local function events_key(id) return ROOT .. 'e:' .. id end
+
 local function num_choices(id) return redis.call('HSTRLEN', request_key(id), 'finishes') end
 
--- Every key of a request, that of its hash first.
+local function letter_of(choice, finishes) return finishes:sub(choice + 1, choice + 1) end
+
+-- Every key of a request, those that are strings last.
 local function all_keys(id)
-    local keys = {request_key(id)}
-    for choice = 0, num_choices(id) - 1 do keys[#keys + 1] = tokens_key(id, choice) end
-    if redis.call('HGET', request_key(id), 'logprobs') == '1' then
-        for choice = 0, num_choices(id) - 1 do keys[#keys + 1] = logprobs_key(id, choice) end
+    local finishes, logprobs = unpack(redis.call('HMGET', request_key(id), 'finishes', 'logprobs'))
+    local keys = {request_key(id), events_key(id)}
+    for choice = 0, #finishes - 1 do keys[#keys + 1] = tokens_key(id, choice) end
+    if logprobs == '1' then
+        for choice = 0, #finishes - 1 do keys[#keys + 1] = logprobs_key(id, choice) end
         keys[#keys + 1] = prompt_logprobs_key(id)
     end
     return keys
@@ -73,7 +82,7 @@ local function is_final(state) return state ~= 'queued' and state ~= 'running' e
 -- The fields of ENTRY and the number of tokens of each choice.
 local function entry(id)
     local fields = redis.call('HMGET', request_key(id), unpack(ENTRY))
-    for choice = 0, num_choices(id) - 1 do
+    for choice = 0, #fields[1] - 1 do
         fields[#fields + 1] = redis.call('STRLEN', tokens_key(id, choice)) / 4
     end
     return fields
@@ -111,6 +120,44 @@ local function disown(id, gateway)
     redis.call('SREM', ROOT .. 'owned:' .. gateway, id)
     if redis.call('EXISTS', ROOT .. 'owned:' .. gateway) == 0 then
         redis.call('SREM', ROOT .. 'owners', gateway)
+    end
+end
+
+-- A request that waits for its first worker, with what else is to be set.
+local function create(id, gateway, n, ...)
+    redis.call('HSET', request_key(id),
+        'state', 'queued', 'gateway', gateway, 'worker', '', 'epoch', '0', 'attempts', 0,
+        'losses', 0, 'finishes', ('-'):rep(n), 'error_slug', '', 'error_message', '',
+        'tally', '0 0 0', ...)
+    -- Empty, so that each has its time to live before the first append.
+    local keys = all_keys(id)
+    for i = 3, #keys do redis.call('SET', keys[i], '') end
+    own(id, gateway)
+end
+
+-- Adds a move's event, and drops the first one of too many. The move itself counts in `moves`.
+local function note(id, move, detail)
+    local event = digits(now()) .. ' ' .. move .. ' ' .. detail
+    if redis.call('RPUSH', events_key(id), event) > MAX_EVENTS then
+        redis.call('LPOP', events_key(id))
+    end
+end
+
+-- Appends what lies beyond the `known` bytes of a choice, of tokens of which the first one is at byte
+-- `offset`; `logprobs` has a record for each of them, all of the same size, or nothing.
+local function extend(id, choice, known, offset, tokens, logprobs)
+    local fresh = tokens:sub(known - offset + 1)
+    if fresh == '' then return end
+    redis.call('APPEND', tokens_key(id, choice), fresh)
+    if logprobs ~= '' then
+        local from = (known - offset) * #logprobs / #tokens
+        redis.call('APPEND', logprobs_key(id, choice), logprobs:sub(from + 1))
+    end
+end
+
+local function store_prompt_once(id, prompt_logprobs)
+    if redis.call('STRLEN', prompt_logprobs_key(id)) == 0 then
+        redis.call('APPEND', prompt_logprobs_key(id), prompt_logprobs)
     end
 end
 

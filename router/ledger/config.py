@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from pathlib import Path
+from typing import Literal
+
+from router.ledger import address
 
 #: The url of a ledger that the process which starts the cluster runs itself.
 EMBEDDED = "embedded"
-SCHEMES = ("unix", "redis", "rediss")
 MAX_SHARDS = 1024
+
+#: README.md has what each of them promises.
+DurabilityClass = Literal["memory", "everysec", "always", "replicated"]
 
 
 class LedgerSetupError(Exception):
@@ -21,7 +26,8 @@ class LedgerConfig:
     """Durations are seconds. Routers of one cluster must agree on ``key_prefix`` and ``shards``;
     the ledger refuses others."""
 
-    #: "embedded", or unix:///path, redis://user:password@host:port/db, rediss://...
+    #: "embedded", or unix:///path, redis://user:password@host:port/db, rediss://... (TLS),
+    #: redis+sentinel://host:port,host:port/service, redis+cluster://host:port,host:port
     url: str = field(default=EMBEDDED, repr=False)
     #: clusters that share a server differ in this
     key_prefix: str = "everlift"
@@ -35,12 +41,25 @@ class LedgerConfig:
     max_connections: int = 32
     #: what the embedded server may keep; at the limit it refuses writes
     maxmemory_mib: int = 1024
+    #: new requests are refused when a server uses so much of its memory bound
+    memory_limit: float = 0.8
+    #: what an acknowledged write survives, at least: the embedded server is started so, others are
+    #: refused where they promise less
+    durability_class: DurabilityClass = "everysec"
+    #: PEM file with who signed the servers' certificates, for rediss://; not set: the system's
+    tls_ca: str = ""
+    #: our own certificate and its key, where the server asks for one
+    tls_cert: str = ""
+    tls_key: str = ""
 
     def __post_init__(self) -> None:
-        if self.url != EMBEDDED and urlsplit(self.url).scheme not in SCHEMES:
-            # Never the url itself: it may hold a password.
-            known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-            raise ValueError(f"url must be {EMBEDDED} or begin with one of {known}")
+        if self.url != EMBEDDED:
+            address.parse(self.url)
+        elif self.durability_class == "replicated":
+            raise ValueError(
+                "durability_class must be another one: the embedded server has no replica"
+            )
+        self._check_tls_files()
         if not self.key_prefix or set(self.key_prefix) & set("{}"):
             raise ValueError("key_prefix must not be empty nor contain { or }")
         if not 1 <= self.shards <= MAX_SHARDS:
@@ -48,6 +67,18 @@ class LedgerConfig:
         for name in ("retention", "timeout", "max_connections", "maxmemory_mib"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
+        if not 0.0 < self.memory_limit <= 1.0:
+            raise ValueError(
+                f"memory_limit must be above 0 and at most 1, not {self.memory_limit:g}"
+            )
+
+    def _check_tls_files(self) -> None:
+        """Relative paths are taken from the working directory, once."""
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert must be set together with tls_key")
+        for name in ("tls_ca", "tls_cert", "tls_key"):
+            if path := getattr(self, name):
+                object.__setattr__(self, name, str(Path(path).expanduser().absolute()))
 
 
 DEFAULTS = LedgerConfig()

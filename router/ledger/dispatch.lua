@@ -3,7 +3,8 @@
 
 local id, worker, epoch, term, unfinished_ms = unpack(ARGV)
 
-local state, its_epoch = unpack(redis.call('HMGET', request_key(id), 'state', 'epoch'))
+local known = redis.call('HMGET', request_key(id), 'state', 'epoch', 'attempts', 'moves')
+local state, its_epoch, attempts, moves = unpack(known)
 if state == 'running' and its_epoch == epoch then
     -- Done before, whoever leads by now: the leader that did it has to tell the gateway.
     return {'ok', entry(id)}
@@ -12,7 +13,8 @@ elseif redis.call('HGET', ROOT .. 'term', 'term') ~= term then
 elseif state ~= 'queued' then
     return {'not_queued', state and entry(id)}
 end
-redis.call('HSET', request_key(id), 'state', 'running', 'worker', worker, 'epoch', epoch)
-redis.call('HINCRBY', request_key(id), 'attempts', 1)
+redis.call('HSET', request_key(id), 'state', 'running', 'worker', worker, 'epoch', epoch,
+    'attempts', attempts + 1, 'moves', moves + 1)
+note(id, 'dispatch', worker)
 keep_for(id, unfinished_ms)
 return {'ok', entry(id)}

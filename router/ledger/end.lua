@@ -4,10 +4,13 @@
 
 local id, final, slug, message, retention_ms, owner = unpack(ARGV)
 
-local state, gateway = unpack(redis.call('HMGET', request_key(id), 'state', 'gateway'))
+local known = redis.call('HMGET', request_key(id), 'state', 'gateway', 'moves')
+local state, gateway, moves = unpack(known)
 if not state then
     return {'unknown'}
 elseif not is_final(state) and (not owner or owner == gateway) then
-    finish(id, gateway, final, retention_ms, 'error_slug', slug, 'error_message', message)
+    finish(id, gateway, final, retention_ms,
+        'error_slug', slug, 'error_message', message, 'moves', moves + 1)
+    note(id, 'end', slug)
 end
 return {'ok', entry(id)}

@@ -11,10 +11,16 @@
     queued     discard     -> (gone)      as if it had never been opened: the queue was full
     queued     end         -> failed | cancelled | expired
     running    end         -> failed | cancelled | expired
+    final      forget      -> (gone)      prompt, outputs and all
+    (any)      reassert    -> as its gateway has it, where the ledger's server came back with less
 
-The other four states are final: nothing leaves them. Every state but running has epoch 0 and no
-worker. A choice ends with the append that brings its finish reason, and the request is finished
-when all its choices are.
+The other four states are final: nothing leaves them but forget. Every state but running has epoch 0
+and no worker. A choice ends with the append that brings its finish reason, and the request is
+finished when all its choices are.
+
+Every move but append counts in ``moves`` and leaves an event; so does the append that finishes the
+request, and a reassertion that changes more than tokens, which leaves its teller's count. Who holds
+a request with more moves than the ledger knows of knows more than the ledger.
 """
 
 from __future__ import annotations
@@ -24,6 +30,9 @@ from enum import Enum
 
 from everlift.messages import FinishReason, Request
 from everlift.sampling import TokenLogprobs
+
+#: Events that are kept of a request: its last ones.
+MAX_EVENTS = 64
 
 
 def lost_too_often(losses: int, cause: str) -> str:
@@ -51,7 +60,8 @@ class State(Enum):
 
 
 class Move(Enum):
-    """Each move with the states that it may start from and end in."""
+    """Each move with the states that it may start from and end in. A reassertion is none of them:
+    it repeats what was."""
 
     OPEN = ((), (State.QUEUED,))
     DISPATCH = ((State.QUEUED,), (State.RUNNING,))
@@ -60,10 +70,40 @@ class Move(Enum):
     TAKE_OVER = ((State.QUEUED, State.RUNNING), (State.QUEUED,))
     DISCARD = ((State.QUEUED,), ())
     END = ((State.QUEUED, State.RUNNING), (State.FAILED, State.CANCELLED, State.EXPIRED))
+    FORGET = ((State.FINISHED, State.FAILED, State.CANCELLED, State.EXPIRED), ())
 
     def __init__(self, sources: tuple[State, ...], targets: tuple[State, ...]) -> None:
         self.sources = sources
         self.targets = targets
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What a request has been through, over all its attempts. ``preemptions`` are the times that it
+    gave up its KV blocks before its end, ``migrations`` the attempts that went on with tokens of an
+    earlier one."""
+
+    preemptions: int = 0
+    migrations: int = 0
+    recomputed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One move of a request: when (ledger time in seconds), which, and with whom or why.
+
+    open         its gateway
+    dispatch     its worker
+    release      why its worker was lost; empty if it gave it back
+    take_over    its gateway from then on
+    finish       empty: an append brought the end of the last choice
+    end          the error's slug
+    reassert     the gateway that told it
+    """
+
+    time: float
+    move: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +127,8 @@ class Entry:
     finish_reasons: tuple[FinishReason | None, ...] = (None,)
     error_slug: str = ""
     error_message: str = ""
+    moves: int = 0
+    tally: Tally = Tally()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +171,8 @@ class Append:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    #: with a finish reason: what the request has been through so far
+    tally: Tally | None = None
 
     def __post_init__(self) -> None:
         if self.logprobs and len(self.logprobs) != len(self.tokens):
@@ -150,3 +194,18 @@ class Appended(Enum):
     LIMIT = "limit"
     #: no such request, or no such choice of it
     UNKNOWN = "unknown"
+
+
+class Reasserted(Enum):
+    """What became of a request that its gateway told the ledger again."""
+
+    #: the ledger has all of it; where it knew of more moves, its state stays
+    OK = "ok"
+    #: another gateway has it by now, or had it all along: nothing is changed
+    TAKEN = "taken"
+    #: it is final in the ledger, and here it is not: nothing is changed, unless what was told is
+    #: what the ledger lacked for the end of its last choice
+    ENDED = "ended"
+    #: the ledger has other tokens at the same offsets, another end of a choice or another body:
+    #: nothing is changed
+    DIVERGED = "diverged"

@@ -6,116 +6,39 @@ For the durability class ``memory``, the simulator and tests. It knows no script
 from __future__ import annotations
 
 import secrets
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Self
 
-from everlift.errors import (
-    AttemptsExhausted,
-    OffsetOutOfRange,
-    RequestConflict,
-    UnknownRequest,
-)
-from everlift.messages import FinishReason, Request
-from everlift.sampling import TokenLogprobs
+from everlift.errors import AttemptsExhausted, RequestConflict, UnknownRequest
+from everlift.messages import Request
 from everlift.v1 import session_pb2
 from router.ledger.base import (
+    NOTHING,
     Membership,
     NotQueued,
     Opened,
     StaleTerm,
     check_end,
     check_nonce,
+    check_told,
 )
-from router.ledger.config import DEFAULTS, LedgerConfig
+from router.ledger.config import DEFAULTS, DurabilityClass, LedgerConfig
 from router.ledger.entry import (
     Append,
     Appended,
     Entry,
+    Event,
     Move,
+    Reasserted,
     State,
     Stored,
-    StoredChoice,
+    Tally,
     lost_too_often,
 )
-
-
-@dataclass(slots=True)
-class _Choice:
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-
-    def store(self, item: Append, max_tokens: int) -> Appended:
-        """Stores what lies beyond the tokens that are known."""
-        known = len(self.tokens) - item.offset
-        if known < 0:
-            return Appended.GAP
-        fresh = item.tokens[known:]
-        if len(self.tokens) + len(fresh) > max_tokens:
-            return Appended.LIMIT
-        self.tokens.extend(fresh)
-        self.logprobs.extend(item.logprobs[known:])
-        self.finish_reason = item.finish_reason
-        return Appended.OK
-
-    def is_repeated(self, item: Append) -> bool:
-        """Whether the item ends the choice as it ended."""
-        last = item.offset + len(item.tokens)
-        return item.finish_reason is self.finish_reason and last <= len(self.tokens)
-
-    def stored(self, offset: int) -> StoredChoice:
-        """Raises OffsetOutOfRange."""
-        if not 0 <= offset <= len(self.tokens):
-            raise OffsetOutOfRange(f"offset {offset} is not stored")
-        return StoredChoice(tuple(self.tokens[offset:]), tuple(self.logprobs[offset:]), offset)
-
-
-@dataclass(slots=True)
-class _Record:
-    request: Request
-    entry: Entry
-    choices: tuple[_Choice, ...]
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    #: the epoch whose append finished it
-    finished_by: int = 0
-
-    @classmethod
-    def opened(cls, request: Request, gateway: str, now: float) -> Self:
-        entry = Entry(
-            request.request_id,
-            State.QUEUED,
-            gateway,
-            arrived=now,
-            num_tokens=(0,) * request.n,
-            finish_reasons=(None,) * request.n,
-        )
-        return cls(request, entry, tuple(_Choice() for _ in range(request.n)))
-
-    def store(self, item: Append) -> Appended:
-        answer = self.choices[item.choice].store(item, self.request.max_tokens)
-        if answer is Appended.OK:
-            self.prompt_logprobs = self.prompt_logprobs or item.prompt_logprobs
-            self.entry = replace(
-                self.entry,
-                num_tokens=tuple(len(choice.tokens) for choice in self.choices),
-                finish_reasons=tuple(choice.finish_reason for choice in self.choices),
-            )
-        return answer
-
-    @property
-    def is_complete(self) -> bool:
-        return all(self.entry.finish_reasons)
-
-    def stored(self, offsets: Sequence[int], now: float) -> Stored:
-        """Raises OffsetOutOfRange."""
-        if len(offsets) > len(self.choices):
-            raise OffsetOutOfRange(f"{len(offsets)} offsets of {len(self.choices)} choices")
-        padded = [*offsets, *[0] * (len(self.choices) - len(offsets))]
-        choices = [choice.stored(at) for choice, at in zip(self.choices, padded, strict=True)]
-        return Stored(self.entry, self.request, tuple(choices), now, self.prompt_logprobs)
+from router.ledger.memory_audit import MemoryAudit
+from router.ledger.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +64,17 @@ _NOBODY = _Leader("", "", 0, float("-inf"))
 class MemoryLedger:
     """A Ledger. ``clock`` answers seconds and never goes back."""
 
+    server = "memory"
+    durability_class: DurabilityClass = "memory"
+
     def __init__(self, clock: Callable[[], float], config: LedgerConfig = DEFAULTS) -> None:
         self._clock = clock
         self._retention_s = config.retention
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, Record] = {}
         #: unfinished requests by gateway, no gateway without any
         self._owned: dict[str, dict[str, None]] = {}
         #: final requests in the order of their ends, with the time when each is forgotten
-        self._ended: deque[tuple[float, str]] = deque()
+        self._ended: OrderedDict[str, float] = OrderedDict()
         self._leases: dict[str, _Lease] = {}
         self._leader = _NOBODY
         self._term = 0
@@ -156,12 +82,13 @@ class MemoryLedger:
         self._workers_version = 0
         self._cluster_id = secrets.token_hex(8)
 
-    def _find(self, request_id: str) -> _Record | None:
-        while self._ended and self._ended[0][0] <= self._clock():
-            del self._records[self._ended.popleft()[1]]
+    def _find(self, request_id: str) -> Record | None:
+        now = self._clock()
+        while self._ended and next(iter(self._ended.values())) <= now:
+            del self._records[self._ended.popitem(last=False)[0]]
         return self._records.get(request_id)
 
-    def _get(self, request_id: str) -> _Record:
+    def _get(self, request_id: str) -> Record:
         if (record := self._find(request_id)) is None:
             raise UnknownRequest(f"no request {request_id}")
         return record
@@ -179,7 +106,8 @@ class MemoryLedger:
     def _create(self, request: Request, gateway: str, timeout_s: float | None) -> Entry:
         now = self._clock()
         deadline = None if timeout_s is None else now + timeout_s
-        record = _Record.opened(replace(request, deadline=deadline), gateway, now)
+        record = Record.blank(replace(request, deadline=deadline), gateway, now)
+        record.move(now, "open", gateway)
         self._records[request.request_id] = record
         self._own(record.entry)
         return record.entry
@@ -194,8 +122,14 @@ class MemoryLedger:
             raise StaleTerm
         if record is None or entry is None or entry.state not in Move.DISPATCH.sources:
             raise NotQueued(entry)
-        record.entry = replace(
-            entry, state=State.RUNNING, worker=worker, epoch=epoch, attempts=entry.attempts + 1
+        self._move(
+            record,
+            "dispatch",
+            worker,
+            state=State.RUNNING,
+            worker=worker,
+            epoch=epoch,
+            attempts=entry.attempts + 1,
         )
         return record.entry
 
@@ -216,36 +150,40 @@ class MemoryLedger:
             return Appended.OK if choice.is_repeated(item) else Appended.ENDED
         return self._store(record, item)
 
-    def _store(self, record: _Record, item: Append) -> Appended:
+    def _store(self, record: Record, item: Append) -> Appended:
         answer = record.store(item)
         if answer is not Appended.OK or not record.is_complete:
             return answer
         record.finished_by = item.epoch
-        self._finish(record, State.FINISHED)
+        self._end(record, "finish", "", State.FINISHED)
         return Appended.FINISHED
 
     async def release(
-        self, request_id: str, epoch: int, *, loss: str | None, max_losses: int
+        self,
+        request_id: str,
+        epoch: int,
+        *,
+        loss: str | None,
+        max_losses: int,
+        tally: Tally = NOTHING,
     ) -> Entry:
         record = self._get(request_id)
         if record.entry.state not in Move.RELEASE.sources or record.entry.epoch != epoch:
             return record.entry
         losses = record.entry.losses + (loss is not None)
-        record.entry = replace(record.entry, losses=losses)
+        record.put(losses=losses, tally=tally)
         if loss is not None and losses >= max_losses:
             message = lost_too_often(max_losses, loss)
-            self._finish(record, State.FAILED, AttemptsExhausted.slug, message)
+            self._end(record, "release", loss, State.FAILED, AttemptsExhausted.slug, message)
         else:
-            record.entry = replace(record.entry, state=State.QUEUED, worker="", epoch=0)
+            self._queue(record, "release", loss or "")
         return record.entry
 
     async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
         record = self._get(request_id)
         if record.entry.state in Move.TAKE_OVER.sources and record.entry.gateway == owner:
             self._disown(record.entry)
-            record.entry = replace(
-                record.entry, state=State.QUEUED, gateway=gateway, worker="", epoch=0
-            )
+            self._queue(record, "take_over", gateway, gateway=gateway)
             self._own(record.entry)
         return record.stored((), self._clock())
 
@@ -261,20 +199,65 @@ class MemoryLedger:
         check_end(state)
         record = self._get(request_id)
         if record.entry.state in Move.END.sources and owner in (None, record.entry.gateway):
-            self._finish(record, state, slug, message)
+            self._end(record, "end", slug, state, slug, message)
         return record.entry
 
-    def _finish(self, record: _Record, state: State, slug: str = "", message: str = "") -> None:
+    def _move(self, record: Record, name: str, detail: str, **changes: object) -> None:
+        record.move(self._clock(), name, detail, **changes)
+
+    def _queue(self, record: Record, name: str, detail: str, **changes: object) -> None:
+        self._move(record, name, detail, state=State.QUEUED, worker="", epoch=0, **changes)
+
+    def _end(
+        self,
+        record: Record,
+        name: str,
+        detail: str,
+        state: State,
+        slug: str = "",
+        message: str = "",
+    ) -> None:
         self._disown(record.entry)
-        self._ended.append((self._clock() + self._retention_s, record.entry.request_id))
-        record.entry = replace(
-            record.entry,
-            state=state,
-            worker="",
-            epoch=0,
-            error_slug=slug,
-            error_message=message,
-        )
+        ended = {"state": state, "error_slug": slug, "error_message": message}
+        self._move(record, name, detail, worker="", epoch=0, **ended)
+        self._retain(record.entry)
+
+    def _retain(self, entry: Entry) -> None:
+        self._ended[entry.request_id] = self._clock() + self._retention_s
+
+    async def forget(self, request_id: str) -> Entry | None:
+        entry = self._get(request_id).entry
+        if entry.state not in Move.FORGET.sources:
+            return entry
+        del self._records[request_id], self._ended[request_id]
+        return None
+
+    async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
+        told = check_told(stored)
+        record = self._find(told.entry.request_id) or self._restore(told)
+        answer = record.judge(told)
+        if answer is Reasserted.OK and not record.entry.state.is_final:
+            answer = self._learn(record, told)
+        return answer, record.entry
+
+    def _restore(self, told: Stored) -> Record:
+        """A record that knows of none of the moves that are told."""
+        record = Record.blank(told.request, told.entry.gateway, told.entry.arrived)
+        self._records[told.entry.request_id] = record
+        self._own(record.entry)
+        return record
+
+    def _learn(self, record: Record, told: Stored) -> Reasserted:
+        self._disown(record.entry)
+        record.learn(told, self._clock())
+        if record.entry.state.is_final:
+            self._retain(record.entry)
+        else:
+            self._own(record.entry)
+        return record.judge(told)
+
+    async def events(self, request_id: str) -> tuple[Event, ...]:
+        return tuple(self._get(request_id).events)
 
     async def get(self, request_id: str) -> Entry:
         return self._get(request_id).entry
@@ -349,6 +332,9 @@ class MemoryLedger:
 
     async def cluster_id(self) -> str:
         return self._cluster_id
+
+    def audit(self) -> MemoryAudit:
+        return MemoryAudit(self._records, self._owned)
 
     async def close(self) -> None:
         """Nothing to close."""

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+from redis.exceptions import OutOfMemoryError
 
 from everlift import logs
 from everlift.errors import (
     AttemptsExhausted,
+    InvalidRequest,
+    LedgerFull,
+    LedgerUnavailable,
     OffsetOutOfRange,
     RequestConflict,
     UnknownRequest,
@@ -21,19 +26,50 @@ from everlift.errors import (
 from everlift.messages import Request
 from everlift.v1 import session_pb2
 from router.ledger import codec, scripts
-from router.ledger.base import Membership, NotQueued, Opened, StaleTerm, check_end, check_nonce
+from router.ledger.address import parse
+from router.ledger.base import (
+    NOTHING,
+    Membership,
+    NotQueued,
+    Opened,
+    StaleTerm,
+    check_end,
+    check_nonce,
+    check_told,
+)
 from router.ledger.config import EMBEDDED, LedgerConfig
-from router.ledger.entry import Append, Appended, Entry, State, Stored, lost_too_often
+from router.ledger.connections import Argument, Command
+from router.ledger.entry import (
+    Append,
+    Appended,
+    Entry,
+    Event,
+    Reasserted,
+    State,
+    Stored,
+    Tally,
+    lost_too_often,
+)
+from router.ledger.redis_audit import RedisAudit
 from router.ledger.scripts import Script
-from router.ledger.server import SCHEMA, check_layout, check_server
-from router.ledger.shards import Argument, Call, Shards
+from router.ledger.server import generation, memory_used
+from router.ledger.setup import look
+from router.ledger.shards import Call, Shards
 
 log = logs.get(__name__)
 
 #: Where the lease table, the leader and the workers are.
 _CONTROL = 0
+#: What may end a request, or let one begin. Appends settle what they end.
+_SETTLING = (scripts.OPEN, scripts.RELEASE, scripts.END, scripts.FORGET, scripts.REASSERT)
+#: A client may try again so long after the ledger was full.
+_FULL_S = 1.0
+#: Sections of INFO that a beat looks at.
+_LIFE = ("server", "replication", "memory")
 #: What nobody moved for so long is forgotten, even unfinished. Deadlines are shorter.
 _UNFINISHED_MS = 8 * 24 * 3600 * 1000
+#: To pack more of them takes milliseconds, which are not the event loop's.
+_MANY_LOGPROBS = 2048
 
 
 async def connect(config: LedgerConfig | str) -> RedisLedger:
@@ -47,44 +83,32 @@ async def connect(config: LedgerConfig | str) -> RedisLedger:
         raise ValueError("an embedded ledger is reached by the url that its start answers")
     shards = Shards(config)
     try:
-        server = await shards.attempt("connect", lambda: _server(shards))
-        cluster_id = await shards.attempt("connect", lambda: _cluster_id(shards, config))
+        server, cluster_id = await look(shards, config)
     except BaseException:
         await shards.close()
         raise
     log.info("ledger connected", server=server, cluster_id=cluster_id, shards=config.shards)
-    return RedisLedger(shards, config, cluster_id)
-
-
-async def _server(shards: Shards) -> str:
-    return check_server(await shards.client.info())
-
-
-async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
-    """Checks the layout. The first router of a ledger writes it down, with the cluster's new id."""
-    key = f"{config.key_prefix}:layout"
-    pipeline = shards.client.pipeline(transaction=False)
-    pipeline.hsetnx(key, "schema", SCHEMA)
-    pipeline.hsetnx(key, "shards", config.shards)
-    pipeline.hsetnx(key, "cluster_id", secrets.token_hex(8))
-    pipeline.hmget(key, ["schema", "shards", "cluster_id"])
-    *_, (schema, num_shards, cluster_id) = await pipeline.execute()
-    check_layout(config, int(schema), int(num_shards))
-    return str(cluster_id.decode())
+    return RedisLedger(shards, config, server, cluster_id)
 
 
 class RedisLedger:
     """A Ledger. ``connect`` makes one."""
 
-    def __init__(self, shards: Shards, config: LedgerConfig, cluster_id: str) -> None:
+    def __init__(self, shards: Shards, config: LedgerConfig, server: str, cluster_id: str) -> None:
+        self.server = server
+        self.durability_class = config.durability_class
         self._shards = shards
         self._retention_ms = round(config.retention * 1000)
+        #: longer than any call is tried again
+        self._call_ms = round(2000 * config.timeout)
         self._cluster_id = cluster_id
+        self._is_local = bool(parse(config.url).path)
 
     async def _move(self, script: Script, request_id: str, *arguments: Argument) -> tuple[str, Any]:
         """The script's first word and the rest of its answer. Raises UnknownRequest."""
         shard = self._shards.of(request_id)
-        word, *rest = await self._shards.run(script, shard, request_id, *arguments)
+        settles = script in _SETTLING
+        word, *rest = await self._shards.run(script, shard, request_id, *arguments, settles=settles)
         if word == b"unknown":
             raise UnknownRequest(f"no request {request_id}")
         return word.decode(), rest
@@ -92,7 +116,20 @@ class RedisLedger:
     # requests
 
     async def open(self, request: Request, gateway: str, timeout_s: float | None = None) -> Opened:
-        word, rest = await self._move(
+        try:
+            word, rest = await self._open(request, gateway, timeout_s)
+        except LedgerUnavailable as error:
+            if isinstance(error.__cause__, OutOfMemoryError):
+                raise LedgerFull("the ledger is full", retry_after_s=_FULL_S) from error
+            raise
+        if word == "conflict":
+            raise RequestConflict(f"request id {request.request_id} is taken by another body")
+        return Opened(codec.entry(request.request_id, rest[0]), created=word == "created")
+
+    async def _open(
+        self, request: Request, gateway: str, timeout_s: float | None
+    ) -> tuple[str, Any]:
+        return await self._move(
             scripts.OPEN,
             request.request_id,
             gateway,
@@ -105,9 +142,6 @@ class RedisLedger:
             os.urandom(8),
             _UNFINISHED_MS,
         )
-        if word == "conflict":
-            raise RequestConflict(f"request id {request.request_id} is taken by another body")
-        return Opened(codec.entry(request.request_id, rest[0]), created=word == "created")
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
         word, rest = await self._move(
@@ -138,19 +172,28 @@ class RedisLedger:
 
     def _append_call(self, shard: int, items: Sequence[Append]) -> Call:
         fields = (field for item in items for field in codec.append_fields(item))
-        return Call(scripts.APPEND, shard, [self._retention_ms, *fields])
+        settles = any(item.finish_reason is not None for item in items)
+        return Call(scripts.APPEND, shard, [self._retention_ms, *fields], settles)
 
     async def release(
-        self, request_id: str, epoch: int, *, loss: str | None, max_losses: int
+        self,
+        request_id: str,
+        epoch: int,
+        *,
+        loss: str | None,
+        max_losses: int,
+        tally: Tally = NOTHING,
     ) -> Entry:
         _, rest = await self._move(
             scripts.RELEASE,
             request_id,
             epoch,
             int(loss is not None),
+            loss or "",
             max_losses,
             AttemptsExhausted.slug,
             lost_too_often(max_losses, loss or ""),
+            codec.tally_text(tally),
             self._retention_ms,
             _UNFINISHED_MS,
         )
@@ -179,6 +222,29 @@ class RedisLedger:
         )
         return codec.entry(request_id, rest[0])
 
+    async def forget(self, request_id: str) -> Entry | None:
+        word, rest = await self._move(
+            scripts.FORGET, request_id, os.urandom(8).hex(), self._call_ms
+        )
+        return None if word == "gone" else codec.entry(request_id, rest[0])
+
+    async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
+        request_id = check_told(stored).entry.request_id
+        word, rest = await self._move(scripts.REASSERT, request_id, *await self._told(stored))
+        return Reasserted(word), codec.entry(request_id, rest[0])
+
+    async def _told(self, stored: Stored) -> list[Argument]:
+        def pack() -> list[Argument]:
+            return codec.told_fields(stored, self._retention_ms, _UNFINISHED_MS)
+
+        logprobs = [stored.prompt_logprobs, *(choice.logprobs for choice in stored.choices)]
+        many = sum(map(len, logprobs)) > _MANY_LOGPROBS
+        return await asyncio.to_thread(pack) if many else pack()
+
+    async def events(self, request_id: str) -> tuple[Event, ...]:
+        _, rest = await self._move(scripts.EVENTS, request_id)
+        return tuple(map(codec.event, rest[0]))
+
     async def get(self, request_id: str) -> Entry:
         _, rest = await self._move(scripts.GET, request_id)
         return codec.entry(request_id, rest[0])
@@ -192,10 +258,14 @@ class RedisLedger:
     # gateways
 
     async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
-        return codec.membership(
-            await self._shards.run(
-                scripts.BEAT, _CONTROL, gateway, address, codec.microseconds(lease_s)
-            )
+        arguments = (gateway, address, codec.microseconds(lease_s))
+        answer, infos = await self._shards.run_with_info(
+            Call(scripts.BEAT, _CONTROL, arguments), *_LIFE
+        )
+        return replace(
+            codec.membership(answer),
+            generation=generation(infos),
+            memory_used=memory_used(infos),
         )
 
     async def leave(self, gateway: str) -> None:
@@ -245,15 +315,28 @@ class RedisLedger:
         await self._shards.run(scripts.SET_WORKER, _CONTROL, worker_id, b"", "")
 
     async def workers(self) -> list[session_pb2.WorkerInfo]:
-        stored = await self._shards.attempt("workers", self._stored_workers)
+        key = self._shards.key("workers", _CONTROL)
+        [stored] = await self._shards.ask("workers", Command(key, ("HVALS", key)))
         return sorted(map(session_pb2.WorkerInfo.FromString, stored), key=lambda w: w.worker_id)
-
-    async def _stored_workers(self) -> list[bytes]:
-        stored: list[Any] = await self._shards.client.hvals(self._shards.key("workers"))
-        return stored
 
     async def cluster_id(self) -> str:
         return self._cluster_id
+
+    def disturb(self, seconds: float, delay_s: float) -> None:
+        """A fault on purpose: for so long every call takes ``delay_s`` longer; inf: the ledger does
+        not answer. 0 seconds ends it."""
+        self._shards.disturb(seconds, delay_s)
+
+    async def process_id(self) -> int:
+        """Of the server. Raises InvalidRequest where that may be no process of this machine: it is
+        one where its url is a socket; LedgerUnavailable."""
+        if not self._is_local:
+            raise InvalidRequest("the ledger's server is reached over a network: it is not ours")
+        [info] = await self._shards.ask_each_server("process", "INFO", "server")
+        return int(info["process_id"])
+
+    def audit(self) -> RedisAudit:
+        return RedisAudit(self._shards)
 
     async def close(self) -> None:
         await self._shards.close()

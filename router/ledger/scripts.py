@@ -6,6 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from router.ledger.entry import MAX_EVENTS
+
 _HERE = Path(__file__).parent
 
 
@@ -18,11 +20,19 @@ class Script:
     sha: str
 
 
-def _load(name: str) -> Script:
-    common, own = (_HERE / f"{part}.lua" for part in ("common", name))
-    source = common.read_text("utf-8") + own.read_text("utf-8")
+def script(name: str, common: str, own: str) -> Script:
+    """Of the texts of ``common.lua`` and of its own file."""
+    source = f"local MAX_EVENTS = {MAX_EVENTS}\n{common}{own}"
     # Redis names scripts so; nothing is secured by it.
     return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
+
+
+def text(name: str) -> str:
+    return (_HERE / f"{name}.lua").read_text("utf-8")
+
+
+def _load(name: str) -> Script:
+    return script(name, text("common"), text(name))
 
 
 OPEN = _load("open")
@@ -32,6 +42,10 @@ RELEASE = _load("release")
 TAKE_OVER = _load("take_over")
 DISCARD = _load("discard")
 END = _load("end")
+FORGET = _load("forget")
+REASSERT = _load("reassert")
+EVENTS = _load("events")
+AUDIT = _load("audit")
 GET = _load("get")
 READ = _load("read")
 BEAT = _load("beat")

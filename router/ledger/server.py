@@ -1,22 +1,32 @@
-"""Whether a Redis or Valkey server, and what it holds, can be our ledger. Pure."""
+"""Whether a Redis or Valkey server, and what it holds, can be our ledger; what INFO says. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from router.ledger.config import LedgerConfig, LedgerSetupError
+from router.ledger.config import DurabilityClass, LedgerConfig, LedgerSetupError
+
+#: What INFO answers.
+Info = Mapping[str, Any]
 
 #: Version of the key layout (common.lua). It is part of every key.
-SCHEMA = 2
+SCHEMA = 3
 
 _OLDEST = {"Valkey": (7, 2), "Redis": (7, 0)}
+_WAITAOF = (7, 2)
+#: What appendfsync may be, by durability class.
+_FSYNCS = {
+    "everysec": ("everysec", "always"),
+    "always": ("always",),
+    "replicated": ("always",),
+}
 
 
-def check_server(info: Mapping[str, object]) -> str:
-    """Takes what INFO answers; returns the server's name and version. Raises LedgerSetupError."""
-    # Valkey gives the version of the Redis that it stands in for, beside its own.
-    name = "Valkey" if "valkey_version" in info else "Redis"
-    version = str(info.get(f"{name.lower()}_version", "0"))
+def check_server(info: Info, *, is_cluster: bool = False) -> str:
+    """Returns the server's name and version. Raises LedgerSetupError."""
+    name, version = _name(info), _version(info)
     if _parse(version) < _OLDEST[name]:
         oldest = " or ".join(f"{name} {major}.{minor}" for name, (major, minor) in _OLDEST.items())
         raise LedgerSetupError(f"the ledger needs {oldest} or newer, not {name} {version}")
@@ -26,7 +36,54 @@ def check_server(info: Mapping[str, object]) -> str:
             f"the ledger's server has maxmemory-policy {policy}: it would drop requests when it is"
             " full. Set it to noeviction"
         )
+    if info.get("cluster_enabled") and not is_cluster:
+        raise LedgerSetupError(
+            "the ledger's server is a node of a cluster: begin its url with redis+cluster:// or"
+            " rediss+cluster://"
+        )
     return f"{name} {version}"
+
+
+def check_durability(demanded: DurabilityClass, info: Info, appendfsync: str | None) -> None:
+    """``appendfsync`` is None where we may not ask; then it is taken for what is demanded. Raises
+    LedgerSetupError."""
+    if demanded == "memory":
+        return
+    if not info.get("aof_enabled"):
+        raise LedgerSetupError(
+            "the ledger's server has appendonly no: a restart would lose every request. Set it to"
+            f" yes for durability_class {demanded}, or choose durability_class memory"
+        )
+    if appendfsync is not None and appendfsync not in _FSYNCS[demanded]:
+        raise LedgerSetupError(
+            f"the ledger's server has appendfsync {appendfsync}: durability_class {demanded} asks"
+            f" for {_FSYNCS[demanded][0]}"
+        )
+
+
+def knows_waitaof(info: Info) -> bool:
+    """Whether it can say that a replica has written something to its disk."""
+    return _name(info) == "Valkey" or _parse(_version(info)) >= _WAITAOF
+
+
+def generation(infos: Sequence[Info]) -> str:
+    """Another one after a restart or failover of any server. A restart changes ``run_id``; so does
+    a failover, or else, when it is undone between two looks, ``master_replid``."""
+    lives = sorted(f"{info.get('run_id')} {info.get('master_replid')}" for info in infos)
+    return hashlib.blake2b("\n".join(lives).encode(), digest_size=8).hexdigest()
+
+
+def memory_used(infos: Sequence[Info]) -> float:
+    """The part of its bound that the fullest server uses, 0 where none has one. Counted as the
+    server does when it decides whether it is full."""
+    return max(map(_memory_used, infos), default=0.0)
+
+
+def _memory_used(info: Info) -> float:
+    bound = int(info.get("maxmemory", 0))
+    if not bound:
+        return 0.0
+    return (int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0))) / bound
 
 
 def check_layout(config: LedgerConfig, schema: int, shards: int) -> None:
@@ -41,6 +98,15 @@ def check_layout(config: LedgerConfig, schema: int, shards: int) -> None:
             f"the ledger under {config.key_prefix!r} has {shards} shards, not {config.shards}."
             " Set shards to that, or use another key_prefix"
         )
+
+
+def _name(info: Info) -> str:
+    # Valkey gives the version of the Redis that it stands in for, beside its own.
+    return "Valkey" if "valkey_version" in info else "Redis"
+
+
+def _version(info: Info) -> str:
+    return str(info.get(f"{_name(info).lower()}_version", "0"))
 
 
 def _parse(version: str) -> tuple[int, ...]:

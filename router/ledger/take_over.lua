@@ -4,13 +4,14 @@
 
 local id, gateway, owner, call, unfinished_ms = unpack(ARGV)
 
-local known = redis.call('HMGET', request_key(id), 'state', 'gateway', 'call')
-local state, its_gateway, its_call = unpack(known)
+local known = redis.call('HMGET', request_key(id), 'state', 'gateway', 'call', 'moves')
+local state, its_gateway, its_call, moves = unpack(known)
 if not state then
     return {'unknown'}
 elseif not is_final(state) and its_gateway == owner and its_call ~= call then
     disown(id, its_gateway)
     own(id, gateway)
-    queue(id, unfinished_ms, 'gateway', gateway, 'call', call)
+    queue(id, unfinished_ms, 'gateway', gateway, 'call', call, 'moves', moves + 1)
+    note(id, 'take_over', gateway)
 end
 return continuation(id, {})

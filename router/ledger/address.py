@@ -1,0 +1,118 @@
+"""Where the ledger's servers are: what its url says. Pure.
+
+    unix://[user:password@]/path
+    redis://[user:password@]host[:port][/db]                        one server
+    redis+sentinel://[user:password@]host[:port],host.../service[/db]   the primary that they name
+    redis+cluster://[user:password@]host[:port],host...             some nodes of a cluster
+
+``rediss`` in the place of ``redis`` is the same over TLS. User and password are percent-encoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypedDict
+from urllib.parse import unquote, urlsplit
+
+SCHEMES = (
+    "unix",
+    "redis",
+    "rediss",
+    "redis+sentinel",
+    "rediss+sentinel",
+    "redis+cluster",
+    "rediss+cluster",
+)
+
+_PORT = 6379
+_SENTINEL_PORT = 26379
+
+
+class _Login(TypedDict):
+    username: str | None
+    password: str | None
+
+
+class Kind(Enum):
+    #: one server: a socket's path, or a host
+    SERVER = "server"
+    #: the primary that sentinels name
+    SENTINEL = "sentinel"
+    #: a cluster's nodes
+    CLUSTER = "cluster"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """``hosts`` are the server's, the sentinels' or nodes of the cluster; none with a socket's
+    ``path``. ``service`` is what the sentinels call the primary."""
+
+    kind: Kind
+    hosts: tuple[tuple[str, int], ...] = ()
+    path: str = ""
+    tls: bool = False
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+    service: str = ""
+    db: int = 0
+
+
+def parse(url: str) -> Address:
+    """Raises ValueError, in whose words there is nothing of the url: it may hold a password."""
+    scheme, _, rest = url.partition("://")
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise ValueError(f"url must be embedded, or begin with one of {known}")
+    if set(rest) & set("?#"):
+        raise ValueError("url must have nothing behind its path, and # and ? percent-encoded")
+    authority, _, path = rest.partition("/")
+    login, _, hosts = authority.rpartition("@")
+    if scheme == "unix":
+        return _socket(login, path)
+    return _network(scheme, login, hosts, path)
+
+
+def _socket(login: str, path: str) -> Address:
+    if not path:
+        raise ValueError("url must name a socket: unix:///path")
+    return Address(Kind.SERVER, path="/" + unquote(path), **_user(login))
+
+
+def _network(scheme: str, login: str, hosts: str, path: str) -> Address:
+    protocol, _, suffix = scheme.partition("+")
+    kind = Kind(suffix or "server")
+    default_port = _SENTINEL_PORT if kind is Kind.SENTINEL else _PORT
+    places = tuple(_host(host, default_port) for host in hosts.split(","))
+    if kind is Kind.SERVER and len(places) > 1:
+        raise ValueError("url must have one host, or be one of +sentinel:// and +cluster://")
+    service, db = _service_and_db(path, kind)
+    return Address(kind, places, tls=protocol == "rediss", service=service, db=db, **_user(login))
+
+
+def _user(login: str) -> _Login:
+    """A password without a user is the default user's."""
+    name, _, password = login.partition(":")
+    return {"username": unquote(name) or None, "password": unquote(password) or None}
+
+
+def _host(text: str, default_port: int) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or port == 0:
+        raise ValueError("url must have host, host:port or [IPv6 address]:port behind its //")
+    return host, port or default_port
+
+
+def _service_and_db(path: str, kind: Kind) -> tuple[str, int]:
+    names = [unquote(name) for name in path.split("/") if name]
+    service = names.pop(0) if kind is Kind.SENTINEL and names else ""
+    if kind is Kind.SENTINEL and not service:
+        raise ValueError("url must name the primary: redis+sentinel://host:port/service")
+    db = names.pop(0) if kind is not Kind.CLUSTER and names else "0"
+    if names or not (db.isascii() and db.isdigit()):
+        raise ValueError("url must end with its host, its service or a database's number")
+    return service, int(db)

@@ -1,0 +1,40 @@
+-- Looks at places where something of a request is, and changes nothing. Answers for each place, or false
+-- where nothing is there any more:
+--   r, id, ''          the entry, then max_tokens, finished_by, 1 if its gateway owns it else 0, its
+--                      events, its keys that do not expire, its keys that are not there
+--   s, id, its name    '', for a key whose request is not there
+--   o, id, a gateway   state and owner of what the gateway owns, '' and '' if it is not there
+-- ARGV: for each place these three
+
+local function request(id)
+    if redis.call('EXISTS', request_key(id)) == 0 then return false end
+    local gateway, max_tokens, finished_by = unpack(redis.call(
+        'HMGET', request_key(id), 'gateway', 'max_tokens', 'finished_by'))
+    local immortal, missing = {}, {}
+    for _, key in ipairs(all_keys(id)) do
+        local left = redis.call('PTTL', key)
+        local names = left == -1 and immortal or left == -2 and missing or {}
+        names[#names + 1] = key:sub(#ROOT + 1)
+    end
+    local owned = redis.call('SISMEMBER', ROOT .. 'owned:' .. gateway, id)
+    local events = redis.call('LRANGE', events_key(id), 0, -1)
+    return {entry(id), max_tokens, finished_by or '0', owned, events, immortal, missing}
+end
+
+local function stray(id, name)
+    local is_there = redis.call('EXISTS', ROOT .. name) == 1
+    return is_there and redis.call('EXISTS', request_key(id)) == 0 and ''
+end
+
+local function claim(id, gateway)
+    if redis.call('SISMEMBER', ROOT .. 'owned:' .. gateway, id) == 0 then return false end
+    local state, owner = unpack(redis.call('HMGET', request_key(id), 'state', 'gateway'))
+    return {state or '', owner or ''}
+end
+
+local look = {r = request, s = stray, o = claim}
+local answers = {}
+for i = 1, #ARGV, 3 do
+    answers[#answers + 1] = look[ARGV[i]](ARGV[i + 1], ARGV[i + 2])
+end
+return answers

@@ -1,0 +1,18 @@
+-- final -> gone, with prompt, outputs and events. Answers gone; ok and the entry of one that is not
+-- final; or unknown.
+-- ARGV: id, call, how long the call may be tried again in ms
+
+local id, call, call_ms = unpack(ARGV)
+
+local state = redis.call('HGET', request_key(id), 'state')
+if redis.call('EXISTS', ROOT .. 'f:' .. call) == 1 then
+    -- The same call again: its answer was lost. Who has the id by now is another request.
+    return {'gone'}
+elseif not state then
+    return {'unknown'}
+elseif not is_final(state) then
+    return {'ok', entry(id)}
+end
+redis.call('DEL', unpack(all_keys(id)))
+redis.call('SET', ROOT .. 'f:' .. call, '', 'PX', call_ms)
+return {'gone'}

@@ -1,0 +1,112 @@
+-- (any) -> as its gateway has it, where the server came back with less than it had acknowledged.
+-- Answers one word of Reasserted, and the entry.
+-- ARGV: id, the fields of ENTRY, deadline in µs or '', body, request, max_tokens, 1 if it has log
+--       probabilities else 0, retention_ms, unfinished_ms, prompt_logprobs, and for each choice all its
+--       tokens and logprobs
+--
+-- No term is compared. What is told here is a dispatch that was made, under the term of its day; its epoch
+-- was drawn at random for it alone, so no other dispatch has it, neither one that the server forgot nor
+-- one that a leader made since. One epoch stays in the entry, and all the others are fenced off by it.
+
+local id = ARGV[1]
+local told, fields = {}, {}
+for i, name in ipairs(ENTRY) do
+    told[name] = ARGV[i + 1]
+    fields[2 * i - 1], fields[2 * i] = name, ARGV[i + 1]
+end
+local deadline, body, request, max_tokens, logprobs, retention_ms, unfinished_ms, prompt_logprobs =
+    unpack(ARGV, #ENTRY + 2, #ENTRY + 9)
+
+local function told_choice(choice)
+    local at = #ENTRY + 10 + 2 * choice
+    return ARGV[at], ARGV[at + 1]
+end
+
+local function is_complete(finishes) return not finishes:find('-', 1, true) end
+
+-- No token of the choice differs, and no end.
+local function agrees(choice, finishes)
+    local its, known = told_choice(choice), redis.call('GETRANGE', tokens_key(id, choice), 0, -1)
+    local its_end, known_end = letter_of(choice, told.finishes), letter_of(choice, finishes)
+    local both = math.min(#its, #known)
+    return its:sub(1, both) == known:sub(1, both)
+        and (its_end == '-' or known_end == '-' or its_end == known_end)
+        and (its_end == '-' or #known <= #its)
+        and (known_end == '-' or #its <= #known)
+end
+
+local function judge(state, gateway, moves, its_body, finishes)
+    if its_body ~= body then return 'diverged' end
+    for choice = 0, #finishes - 1 do
+        if not agrees(choice, finishes) then return 'diverged' end
+    end
+    if is_final(state) then
+        return (is_final(told.state) or is_complete(told.finishes)) and 'ok' or 'ended'
+    elseif gateway ~= told.gateway and moves >= tonumber(told.moves) then
+        return 'taken'
+    end
+    return 'ok'
+end
+
+-- Each choice's end where one of both knows it.
+local function join(finishes)
+    return (finishes:gsub('()%-', function(at) return told.finishes:sub(at, at) end))
+end
+
+local function add_tokens(finishes)
+    for choice = 0, #finishes - 1 do
+        local known = redis.call('STRLEN', tokens_key(id, choice))
+        extend(id, choice, known, 0, told_choice(choice))
+    end
+    if prompt_logprobs ~= '' then store_prompt_once(id, prompt_logprobs) end
+end
+
+-- State and owner are those that are told.
+local function follow(gateway)
+    redis.call('HSET', request_key(id), 'deadline', deadline, unpack(fields))
+    disown(id, gateway)
+    own(id, told.gateway)
+    note(id, 'reassert', told.gateway)
+    keep_for(id, unfinished_ms)
+end
+
+local function complete(gateway, was_noted)
+    redis.call('HINCRBY', request_key(id), 'moves', 1)
+    if not was_noted then note(id, 'reassert', told.gateway) end
+    finish(id, gateway, 'finished', retention_ms, 'finished_by', told.epoch)
+end
+
+local function learn(state, gateway, moves, finishes)
+    local knows_more = tonumber(told.moves) > moves
+    if knows_more then
+        follow(gateway)
+        state, gateway = told.state, told.gateway
+    end
+    redis.call('HSET', request_key(id), 'finishes', finishes)
+    add_tokens(finishes)
+    if is_final(state) then
+        finish(id, gateway, state, retention_ms)
+    elseif is_complete(finishes) then
+        complete(gateway, knows_more)
+    end
+end
+
+local function known()
+    local state, gateway, moves, its_body, finishes = unpack(redis.call(
+        'HMGET', request_key(id), 'state', 'gateway', 'moves', 'body', 'finishes'))
+    return state, gateway, tonumber(moves), its_body, finishes
+end
+
+if not known() then
+    -- What is told knows of more moves than that, and all else is set by it.
+    create(id, told.gateway, #told.finishes,
+        'body', body, 'request', request, 'max_tokens', max_tokens, 'call', '',
+        'logprobs', logprobs, 'moves', 0)
+end
+local state, gateway, moves, its_body, finishes = known()
+local answer = judge(state, gateway, moves, its_body, finishes)
+if answer == 'ok' and not is_final(state) then
+    learn(state, gateway, moves, join(finishes))
+    answer = judge(known())
+end
+return {answer, entry(id)}

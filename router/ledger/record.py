@@ -1,0 +1,177 @@
+"""One request in a MemoryLedger: its entry, its choices and its events. Pure.
+
+It makes its moves without asking whether it may; who may move it is decided in memory.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from everlift.errors import OffsetOutOfRange
+from everlift.messages import FinishReason, Request
+from everlift.sampling import TokenLogprobs
+from router.ledger.entry import (
+    MAX_EVENTS,
+    Append,
+    Appended,
+    Entry,
+    Event,
+    Reasserted,
+    State,
+    Stored,
+    StoredChoice,
+)
+
+
+@dataclass(slots=True)
+class Choice:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def store(self, item: Append, max_tokens: int) -> Appended:
+        """Stores what lies beyond the tokens that are known."""
+        known = len(self.tokens) - item.offset
+        if known < 0:
+            return Appended.GAP
+        if len(self.tokens) + len(item.tokens[known:]) > max_tokens:
+            return Appended.LIMIT
+        self._extend(item.tokens[known:], item.logprobs[known:], item.finish_reason)
+        return Appended.OK
+
+    def learn(self, told: StoredChoice, finish_reason: FinishReason | None) -> None:
+        known = len(self.tokens)
+        self._extend(told.tokens[known:], told.logprobs[known:], finish_reason)
+
+    def _extend(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finish_reason: FinishReason | None,
+    ) -> None:
+        self.tokens.extend(tokens)
+        self.logprobs.extend(logprobs)
+        self.finish_reason = self.finish_reason or finish_reason
+
+    def is_repeated(self, item: Append) -> bool:
+        """Whether the item ends the choice as it ended."""
+        last = item.offset + len(item.tokens)
+        return item.finish_reason is self.finish_reason and last <= len(self.tokens)
+
+    def agrees(self, told: StoredChoice, finish_reason: FinishReason | None) -> bool:
+        """No token differs, and no end."""
+        known, other = len(self.tokens), len(told.tokens)
+        if tuple(self.tokens[:other]) != told.tokens[:known]:
+            return False
+        if finish_reason and self.finish_reason and finish_reason is not self.finish_reason:
+            return False
+        return (not finish_reason or known <= other) and (not self.finish_reason or other <= known)
+
+    def stored(self, offset: int) -> StoredChoice:
+        """Raises OffsetOutOfRange."""
+        if not 0 <= offset <= len(self.tokens):
+            raise OffsetOutOfRange(f"offset {offset} is not stored")
+        return StoredChoice(tuple(self.tokens[offset:]), tuple(self.logprobs[offset:]), offset)
+
+
+@dataclass(slots=True)
+class Record:
+    request: Request
+    entry: Entry
+    choices: tuple[Choice, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    #: the epoch whose append finished it
+    finished_by: int = 0
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+
+    @classmethod
+    def blank(cls, request: Request, gateway: str, arrived: float) -> Self:
+        """A request without a move, not even its opening."""
+        entry = Entry(
+            request.request_id,
+            State.QUEUED,
+            gateway,
+            arrived,
+            num_tokens=(0,) * request.n,
+            finish_reasons=(None,) * request.n,
+        )
+        return cls(request, entry, tuple(Choice() for _ in range(request.n)))
+
+    @property
+    def is_complete(self) -> bool:
+        return all(choice.finish_reason for choice in self.choices)
+
+    def put(self, **changes: Any) -> None:
+        """Changes the entry, and lets it say what the choices have."""
+        self.entry = replace(
+            self.entry,
+            num_tokens=tuple(len(choice.tokens) for choice in self.choices),
+            finish_reasons=tuple(choice.finish_reason for choice in self.choices),
+            **changes,
+        )
+
+    def move(self, now: float, name: str, detail: str, **changes: Any) -> None:
+        """``now`` is ledger time in seconds, ``name`` the move's in Event."""
+        self.put(moves=self.entry.moves + 1, **changes)
+        self.events.append(Event(now, name, detail))
+
+    def store(self, item: Append) -> Appended:
+        answer = self.choices[item.choice].store(item, self.request.max_tokens)
+        if answer is Appended.OK:
+            self.prompt_logprobs = self.prompt_logprobs or item.prompt_logprobs
+            tally = item.tally if item.finish_reason else None
+            self.put(tally=tally or self.entry.tally)
+        return answer
+
+    def judge(self, told: Stored) -> Reasserted:
+        """What is to be said of what a gateway holds: OK if it is to be learnt."""
+        if told.request.body_hash != self.request.body_hash or not self._agrees(told):
+            return Reasserted.DIVERGED
+        if self.entry.state.is_final:
+            return Reasserted.OK if _is_over(told) else Reasserted.ENDED
+        knows_less = told.entry.moves <= self.entry.moves
+        if knows_less and told.entry.gateway != self.entry.gateway:
+            return Reasserted.TAKEN
+        return Reasserted.OK
+
+    def _agrees(self, told: Stored) -> bool:
+        reasons = told.entry.finish_reasons
+        triples = zip(self.choices, told.choices, reasons, strict=True)
+        return all(choice.agrees(its, reason) for choice, its, reason in triples)
+
+    def learn(self, told: Stored, now: float) -> None:
+        """Takes over what it lacks; state and owner too from who knows of more moves."""
+        before = self.entry.moves
+        if told.entry.moves > before:
+            self.entry = told.entry
+            self.request = replace(self.request, deadline=told.request.deadline)
+        self._add(told)
+        if self.is_complete and not self.entry.state.is_final:
+            self.finished_by = told.entry.epoch
+            moves = self.entry.moves + 1
+            self.put(state=State.FINISHED, worker="", epoch=0, moves=moves)
+        if self.entry.moves > before:
+            self.events.append(Event(now, "reassert", told.entry.gateway))
+
+    def _add(self, told: Stored) -> None:
+        """Tokens and ends."""
+        reasons = told.entry.finish_reasons
+        for choice, its, reason in zip(self.choices, told.choices, reasons, strict=True):
+            choice.learn(its, reason)
+        self.prompt_logprobs = self.prompt_logprobs or told.prompt_logprobs
+        self.put()
+
+    def stored(self, offsets: Sequence[int], now: float) -> Stored:
+        """Raises OffsetOutOfRange."""
+        if len(offsets) > len(self.choices):
+            raise OffsetOutOfRange(f"{len(offsets)} offsets of {len(self.choices)} choices")
+        padded = [*offsets, *[0] * (len(self.choices) - len(offsets))]
+        choices = [choice.stored(at) for choice, at in zip(self.choices, padded, strict=True)]
+        return Stored(self.entry, self.request, tuple(choices), now, self.prompt_logprobs)
+
+
+def _is_over(told: Stored) -> bool:
+    return told.entry.state.is_final or all(told.entry.finish_reasons)

@@ -1,0 +1,116 @@
+"""The first look at a ledger: its servers, what they promise, and what they hold."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import ssl
+
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+
+from everlift import logs
+from everlift.errors import LedgerUnavailable
+from router.ledger.address import Kind, parse
+from router.ledger.config import LedgerConfig, LedgerSetupError
+from router.ledger.connections import Command
+from router.ledger.server import (
+    SCHEMA,
+    Info,
+    check_durability,
+    check_layout,
+    check_server,
+    knows_waitaof,
+)
+from router.ledger.shards import Shards
+
+log = logs.get(__name__)
+
+
+async def look(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
+    """Name and version of the server, and the cluster's id; of several servers the first one.
+
+    Raises LedgerSetupError for what cannot be used, LedgerUnavailable for what does not answer.
+    """
+    _check_files(config)
+    try:
+        server = await _check_servers(shards, config)
+        return server, await _cluster_id(shards, config)
+    except LedgerUnavailable as error:
+        if reason := _refusal(error):
+            raise LedgerSetupError(reason) from error
+        raise
+
+
+def _check_files(config: LedgerConfig) -> None:
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        path = getattr(config, name)
+        if path and not os.access(path, os.R_OK):
+            raise LedgerSetupError(f"the ledger's {name} cannot be read: {path}")
+
+
+async def _check_servers(shards: Shards, config: LedgerConfig) -> str:
+    is_cluster = parse(config.url).kind is Kind.CLUSTER
+    infos: list[Info | None] = await shards.ask_each_server("connect", "INFO")
+    settings = await shards.ask_each_server("connect", "CONFIG GET", "appendfsync")
+    if None in infos:
+        raise LedgerSetupError("the ledger's server does not let us ask for INFO")
+    known = [info for info in infos if info is not None]
+    names = [check_server(info, is_cluster=is_cluster) for info in known]
+    for info, setting in zip(known, settings, strict=True):
+        check_durability(config.durability_class, info, (setting or {}).get("appendfsync"))
+    _warn(config, known, are_asked=all(settings))
+    shards.knows_waitaof = all(map(knows_waitaof, known))
+    return names[0]
+
+
+def _warn(config: LedgerConfig, infos: list[Info], *, are_asked: bool) -> None:
+    demanded = config.durability_class
+    if demanded in ("always", "replicated") and not are_asked:
+        log.warning("appendfsync cannot be checked", durability_class=demanded)
+    if demanded == "replicated" and not all(info.get("connected_slaves") for info in infos):
+        # It may be on its way.
+        log.warning("the ledger has no replica: it takes no request before there is one")
+
+
+async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
+    """Checks the layout. The first router of a ledger writes it down, with the cluster's new id."""
+    key = f"{config.key_prefix}:layout"
+    fresh: dict[str, str | int] = {
+        "schema": SCHEMA,
+        "shards": config.shards,
+        "cluster_id": secrets.token_hex(8),
+    }
+    setting = [Command(key, ("HSETNX", key, name, value)) for name, value in fresh.items()]
+    *_, stored = await shards.ask("connect", *setting, Command(key, ("HMGET", key, *fresh)))
+    schema, num_shards, cluster_id = stored
+    check_layout(config, int(schema), int(num_shards))
+    return str(cluster_id.decode())
+
+
+def _refusal(error: BaseException) -> str:
+    """Why it does not help to try again; empty if it may."""
+    causes = _causes(error)
+    for cause in causes:
+        if isinstance(cause, AuthenticationError):
+            return "the ledger's server refuses our user or password"
+        if isinstance(cause, NoPermissionError):
+            return f"the ledger's server refuses our user {_command(cause)}; README.md has its rule"
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"the ledger's server has a wrong certificate: {cause.verify_message}"
+        if isinstance(cause, ResponseError) and "cluster support disabled" in str(cause):
+            return "the ledger's server is no cluster: begin its url with redis:// or rediss://"
+    return ""
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    causes = [error]
+    while inner := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(inner)
+    return causes
+
+
+def _command(error: NoPermissionError) -> str:
+    """Which one, in the server's words; never more of them than its name."""
+    found = re.search(r"'([a-z|]+)' command", str(error))
+    return f"the command {found[1]}" if found else "a command or its keys"
