@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from everlift import logs
 from worker.config import WorkerConfig
 from worker.rank import Rank
+from worker.reclaim import on_signal
 
 log = logs.get(__name__)
 
@@ -48,6 +49,7 @@ class RankActor:
 
     async def start(self) -> bytes:
         """WorkerInfo, when ready."""
+        on_signal(self._rank.reclaim)
         return (await self._rank.start()).SerializeToString()
 
     async def wait(self) -> None:

@@ -28,6 +28,8 @@ class Batch:
         self._pool = BlockPool(limits.num_blocks, self._store)
         self._slots: dict[int, Sequence] = {}
         self._free_slots = list(range(limits.max_num_seqs))
+        #: since somebody asked
+        self._vacated: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -81,9 +83,11 @@ class Batch:
         self.give_up(sequence)
         sequence.block_table = self._pool.claim(hits)
         self.take_blocks(sequence, sequence.num_known)
+        sequence.num_hits = len(hits)
         sequence.num_computed = len(hits) * BLOCK_SIZE
         sequence.slot = heapq.heappop(self._free_slots)
         self._slots[sequence.slot] = sequence
+        self._vacated.discard(sequence.slot)
 
     def remove(self, sequence: Sequence) -> None:
         """Its slot and its blocks are free at once; full ones stay hashed."""
@@ -92,18 +96,26 @@ class Batch:
         sequence.num_computed = 0
         del self._slots[sequence.slot]
         heapq.heappush(self._free_slots, sequence.slot)
+        self._vacated.add(sequence.slot)
         sequence.slot = NO_SLOT
 
     def preempt(self, sequence: Sequence) -> None:
         """The same, but it will come back: until then, or until it gives up, it wants its blocks
         kept."""
-        sequence.num_computed_before = max(sequence.num_computed_before, sequence.num_computed)
+        sequence.num_computed_before = sequence.most_computed
+        sequence.num_wanted = max(sequence.num_wanted, sequence.num_computed)
         self._store.want(sequence.hashes_before())
         self.remove(sequence)
 
     def give_up(self, sequence: Sequence) -> None:
         """One that is not in the batch wants nothing kept any more."""
         self._store.unwant(sequence.hashes_before())
+
+    def take_vacated(self) -> tuple[int, ...]:
+        """The slots that were left since this was last asked, and not taken again."""
+        slots = tuple(self._vacated)
+        self._vacated.clear()
+        return slots
 
     # blocks
 
@@ -130,6 +142,13 @@ class Batch:
         """What the row was to fill, nobody finds any more."""
         for block in row.block_table[row.start // BLOCK_SIZE : row.known_end // BLOCK_SIZE]:
             self._pool.forget(block)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """A row of it failed, so that all it has computed may be wrong. Nobody finds that any more,
+        nor what it found here itself, unless others use that too."""
+        for index, block in enumerate(sequence.block_table):
+            if index >= sequence.num_hits or not self._pool.is_shared(block):
+                self._pool.distrust(block)
 
     # one step
 

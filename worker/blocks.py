@@ -35,6 +35,10 @@ class BlockStore(Protocol):
         """``block`` gets what is pinned."""
         ...
 
+    def forget(self, block_hash: bytes) -> None:
+        """Between steps: what is kept under it is not what it names."""
+        ...
+
 
 class BlockPool:
     """``num_blocks`` blocks with ids from 0. Every operation is O(1) a block."""
@@ -119,6 +123,16 @@ class BlockPool:
         block_hash, self._hashes[block] = self._hashes[block], None
         if block_hash is not None:
             del self._by_hash[block_hash]
+
+    def is_shared(self, block: int) -> bool:
+        """It has several users."""
+        return self._users[block] > 1
+
+    def distrust(self, block: int) -> None:
+        """The same, and no copy of it is to be found either."""
+        if (block_hash := self._hashes[block]) is not None:
+            self._store.forget(block_hash)
+            self.forget(block)
 
     def free(self, blocks: Sequence[int]) -> None:
         """One user less of each of a sequence's blocks, given in the order of its tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import urlsplit
 
 from everlift.model_name import name_for_clients
 
@@ -21,6 +22,8 @@ class FakeModel:
     max_model_len: int = 4096
     #: seconds that every step takes
     step_time: float = 0.0
+    #: and for each token that it computes
+    token_time: float = 0.0
     #: the token that ends a sequence; never made while eos_one_in is 0
     eos_token_id: int = 0
     #: one token of so many is the end, 0 for none; which one is decided by the tokens before it
@@ -34,6 +37,7 @@ class FakeModel:
         _at_least("vocab_size", self.vocab_size, 2)
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("step_time", self.step_time, 0)
+        _at_least("token_time", self.token_time, 0)
         _at_least("eos_one_in", self.eos_one_in, 0)
         _at_least("surprise_one_in", self.surprise_one_in, 0)
         _at_least("block_kib", self.block_kib, 1)
@@ -140,6 +144,14 @@ class WorkerConfig:
     join_timeout: float = 120.0
     #: what has been handed back has so long to reach the routers when the worker stops
     drain_timeout: float = 1.0
+    #: a step that takes so long, and ten times as long as the last ones lead to expect, will not
+    #: end any more: the worker ends
+    step_timeout: float = 5.0
+    #: asked every two seconds; it answers 200 when the machine is about to be taken away, and the
+    #: worker hands everything back. Not set: SIGUSR1 alone says so
+    reclaim_url: str = ""
+    #: allow faults on purpose: everlift chaos
+    chaos: bool = False
     #: used with the model "fake" only
     fake: FakeModel = field(default_factory=FakeModel)
 
@@ -161,9 +173,11 @@ class WorkerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): each sequence decodes one token a step"
             )
+        if self.reclaim_url and urlsplit(self.reclaim_url).scheme not in ("http", "https"):
+            raise ValueError(f"reclaim_url must be an http address, not {self.reclaim_url!r}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark:g}")
-        for name in ("beat", "join_timeout", "drain_timeout"):
+        for name in ("beat", "join_timeout", "drain_timeout", "step_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from everlift.v1 import inference_pb2
 
@@ -23,4 +23,5 @@ class Counters:
     unfilled_tokens: int = 0
 
     def to_proto(self) -> inference_pb2.EngineCounters:
-        return inference_pb2.EngineCounters(**asdict(self))
+        sums = {name: getattr(self, name) for name in self.__slots__}
+        return inference_pb2.EngineCounters(**sums)

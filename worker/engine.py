@@ -8,7 +8,8 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 
 from everlift import logs
 from everlift.errors import EngineFailed
@@ -29,12 +30,21 @@ class EngineBroken(Exception):
 
 class Engine:
     """A step that raises a ``survivable`` exception ends the sequences that it was to compute; any
-    other, or a second such step in a row, is the engine's end."""
+    other, or a second such step in a row, is the engine's end. Where memory was too short it ends
+    nobody: the steps become smaller.
+
+    Each step is executed ``within`` a context made of its plan.
+    """
 
     def __init__(
-        self, runner: Runner, limits: Limits, survivable: type[Exception] = Exception
+        self,
+        runner: Runner,
+        limits: Limits,
+        survivable: type[Exception] = Exception,
+        within: Callable[[Plan], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.limits = limits
+        self._within = within
         self._runner = runner
         self._scheduler = Scheduler(limits)
         self._survivable = survivable
@@ -55,6 +65,13 @@ class Engine:
         for sequence in self._scheduler.of_epoch(abort.epoch):
             if sequence.key in abort:
                 self._scheduler.remove(sequence)
+        self._release()
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes the blocks of a running sequence between two steps; it goes on when there are
+        some."""
+        self._scheduler.preempt(sequence)
+        self._release()
 
     def sequences(self) -> list[Sequence]:
         """All that is here, running or waiting."""
@@ -70,20 +87,33 @@ class Engine:
         self._plan = self._scheduler.schedule(held)
         if not self._plan.rows:
             return []
+        outcomes = self._execute()
+        self._release()
+        return outcomes
+
+    def _execute(self) -> list[Outcome]:
         try:
-            results = self._runner.execute(self._plan)
+            with self._within(self._plan):
+                results = self._runner.execute(self._plan)
         except Exception as error:
             return self._failed(error)
         self._last_failed = False
         return self._scheduler.commit(self._plan, results)
 
     def _failed(self, error: Exception) -> list[Outcome]:
+        if isinstance(error, MemoryError) and isinstance(error, self._survivable):
+            log.warning("out of memory", step=self._plan.step, tokens=self._plan.num_tokens)
+            return self._scheduler.shed(self._plan, EngineFailed("out of memory"))
         log.exception("step failed", step=self._plan.step)
         if self._last_failed or not isinstance(error, self._survivable):
             raise EngineBroken(f"step {self._plan.step}: {error!r}") from error
         self._last_failed = True
         cause = str(error) if isinstance(error, EngineFailed) else type(error).__name__
         return self._scheduler.fail(self._plan, EngineFailed(f"the step failed: {cause}"))
+
+    def _release(self) -> None:
+        if slots := self._scheduler.take_vacated():
+            self._runner.release(slots)
 
     def digest(self) -> bytes:
         """Of the last step's plan."""

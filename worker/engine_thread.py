@@ -7,8 +7,10 @@ The thread is a daemon: a step that never returns does not keep a process that w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 from everlift.errors import EngineFailed
 from worker.config import WorkerConfig
@@ -18,8 +20,9 @@ from worker.limits import Limits
 from worker.loop import LeadingLoop, Report, follow
 from worker.meeting import Ties
 from worker.orders import Inbox
-from worker.plan import Runner
+from worker.plan import Plan, Runner
 from worker.step_log import StepLogReader
+from worker.watchdog import Watchdog
 
 
 class EngineThread:
@@ -39,6 +42,7 @@ class EngineThread:
         self.ready: Future[Engine] = Future()
         self.ended: Future[None] = Future()
         self.ties = Ties()
+        self.watchdog = Watchdog(config.step_timeout)
         self._config = config
         self._meet = meet
         self._inbox = inbox
@@ -75,12 +79,20 @@ class EngineThread:
     def _build_engine(self, runner: Runner) -> Engine:
         """Of several ranks each goes on after an error only where all of them have it."""
         survivable = Exception if self._config.tensor_parallel == 1 else EngineFailed
-        return Engine(runner, Limits.of(self._config, runner), survivable)
+        return Engine(runner, Limits.of(self._config, runner), survivable, self._watched)
+
+    @contextmanager
+    def _watched(self, plan: Plan) -> Iterator[None]:
+        self.watchdog.begin(plan.step, plan.num_tokens, time.monotonic())
+        try:
+            yield
+        finally:
+            self.watchdog.end(time.monotonic())
 
     def _loop(self, engine: Engine) -> None:
         self.ready.set_result(engine)
         if isinstance(self.ties.log, StepLogReader):
-            follow(engine, self.ties.log)
+            follow(engine, self.ties.log, self.ties.log.rank)
         else:
             LeadingLoop(engine, self._inbox, self._report, self.ties.log).run()
 

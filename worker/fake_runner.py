@@ -6,16 +6,19 @@ start, a missing or stale computation, anything that would spoil attention, make
 than ``expected_tokens`` says. Log probabilities are made of another hash over the same. Rows are
 computed one after the other: what a row reads, an earlier one has written.
 
-Penalties, logit_bias and the filters have no meaning here.
+Penalties, logit_bias and the filters twist the hash, each value to other tokens, and so does with
+them the boundary between prompt and output. A grammar is a ``FakeGrammar``.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from types import MappingProxyType
+from typing import Protocol, cast
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.sampling import SamplingParams, TokenLogprobs
@@ -28,11 +31,30 @@ _ENTRY_BYTES = _ENTRY * array("I").itemsize
 _NEVER_WRITTEN = 0xFFFFFFFF
 
 
-class FakeRunner:
-    """A Runner, whose steps take ``model.step_time`` seconds."""
+class FakeGrammar(Protocol):
+    """What a grammar is compiled to for this runner."""
 
-    def __init__(self, num_blocks: int, model: FakeModel, num_host_blocks: int = 0) -> None:
+    def allowed(self, output: Sequence[int]) -> Sequence[int]:
+        """The tokens that may follow ``output``, at least one."""
+        ...
+
+
+class FakeRunner:
+    """A Runner, whose steps take ``model.step_time`` seconds and ``model.token_time`` for each
+    token: that long it is in ``sleep``. By its number a step may have a fault: that is raised when
+    all is written, and all of it wrong."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        model: FakeModel,
+        num_host_blocks: int = 0,
+        sleep: Callable[[float], None] = time.sleep,
+        faults: Mapping[int, Exception] = MappingProxyType({}),
+    ) -> None:
         self._model = model
+        self._sleep = sleep
+        self._faults = faults
         self._kv = _blocks(num_blocks)
         self._host = _blocks(num_host_blocks)
         self._slots: dict[int, _Slot] = {}
@@ -57,18 +79,35 @@ class FakeRunner:
         return frozenset()
 
     def execute(self, plan: Plan) -> list[RowResult]:
-        if self._model.step_time:
-            time.sleep(self._model.step_time)
+        if seconds := self._model.step_time + self._model.token_time * plan.num_tokens:
+            self._sleep(seconds)
         for admission in plan.admissions:
             self._slots[admission.slot] = _Slot.of(admission, self._model)
         for block, place in plan.saves:
             self._host[place][:] = self._kv[block]
         for block, place in plan.loads:
             self._kv[block][:] = self._host[place]
+        if (fault := self._faults.get(plan.step)) is not None:
+            self._spoil(plan)
+            raise fault
         return [self._compute(row) for row in plan.rows]
+
+    def release(self, slots: Collection[int]) -> None:
+        for slot in slots:
+            self._slots.pop(slot, None)
 
     def close(self) -> None:
         self._kv.clear()
+
+    def _spoil(self, plan: Plan) -> None:
+        rubbish = array("I", [_NEVER_WRITTEN]) * (BLOCK_SIZE * _ENTRY)
+        for copy in plan.saves:
+            self._host[copy.place][:] = rubbish
+        for copy in plan.loads:
+            self._kv[copy.block][:] = rubbish
+        for row in plan.rows:
+            self._write(replace(row, tokens=(_NEVER_WRITTEN,) * len(row.tokens)))
+            self._slots.pop(row.slot, None)
 
     def _compute(self, row: Row) -> RowResult:
         self._write(row)
@@ -106,6 +145,8 @@ class _Slot:
     choice: int
     stop_token_ids: Collection[int]
     prompt: Sequence[int]
+    twist: bytes = b""
+    grammar: FakeGrammar | None = None
 
     @classmethod
     def of(cls, admission: Admission, model: FakeModel) -> _Slot:
@@ -115,6 +156,8 @@ class _Slot:
             choice=admission.choice,
             stop_token_ids=admission.stop_token_ids,
             prompt=admission.tokens[: admission.num_prompt],
+            twist=_twist(admission.sampling, admission.num_prompt),
+            grammar=cast("FakeGrammar | None", admission.grammar),
         )
 
     def draw(self, cache: bytes, row: Row) -> tuple[list[int], list[TokenLogprobs]]:
@@ -143,6 +186,9 @@ class _Slot:
     def next_token(self, cache: bytes, position: int) -> int:
         """The output's token at ``position``."""
         token = self._wished_token(cache, position)
+        if self.grammar is not None:
+            follow = self.grammar.allowed(_tokens(cache)[len(self.prompt) :])
+            return follow[token % len(follow)]
         if position >= self.sampling.min_tokens:
             return token
         ids = range(token, token + self.model.vocab_size)
@@ -152,6 +198,7 @@ class _Slot:
     def _wished_token(self, cache: bytes, position: int) -> int:
         model = self.model
         digest = blake2b(cache, digest_size=24)
+        digest.update(self.twist)
         if self.sampling.temperature > 0:
             digest.update(array("Q", (self.sampling.seed, self.choice, position)).tobytes())
         value, chance, surprise = array("Q", digest.digest())
@@ -191,7 +238,8 @@ def expected_tokens(
     token comes. Greedy unless ``sampling`` says otherwise."""
     sampling = sampling or SamplingParams(temperature=0.0)
     stops = frozenset(stop_token_ids)
-    slot = _Slot(model or FakeModel(), sampling, choice, stops, prompt)
+    twist = _twist(sampling, len(prompt))
+    slot = _Slot(model or FakeModel(), sampling, choice, stops, prompt, twist)
     cache = array("I", _entries(prompt, start=0))
     output: list[int] = []
     while len(output) < count:
@@ -214,6 +262,24 @@ def expected_logprobs(
         slot.logprobs(cache[: position * _ENTRY_BYTES], tokens[position], most)
         for position in range(first, len(tokens))
     ]
+
+
+def _twist(sampling: SamplingParams, num_prompt: int) -> bytes:
+    """Nothing for what draws from the plain distribution."""
+    shape = (
+        *(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty),
+        *(sampling.top_p, sampling.top_k, sampling.min_p, sampling.logit_bias),
+    )
+    return b"" if shape == _PLAIN else repr((*shape, num_prompt)).encode()
+
+
+_PLAIN = (1.0, 0.0, 0.0, 1.0, 0, 0.0, ())
+
+
+def _tokens(cache: bytes) -> Sequence[int]:
+    entries = array("I")
+    entries.frombytes(cache)
+    return entries[::_ENTRY]
 
 
 def _entries(tokens: Sequence[int], start: int) -> Iterable[int]:

@@ -69,7 +69,7 @@ class Histories:
     def admit(self, admission: Admission) -> None:
         """Its sequence takes the slot, in place of any other."""
         slot = admission.slot
-        self._places.pop(slot, None)
+        self.release(slot)
         if not admission.sampling.has_penalties:
             return
         counts = _counts(admission)
@@ -79,6 +79,9 @@ class Histories:
         self._counts[slot] = 0
         times = self._upload(list(counts.values()), torch.float32)
         self._counts[slot, : len(counts)] = times
+
+    def release(self, slot: int) -> None:
+        self._places.pop(slot, None)
 
     def advance(self, drawn: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Takes in what penalised slots drew: pairs of a slot and its tokens."""
@@ -169,8 +172,10 @@ class Histories:
             more_slots = max(_doubled(slots), have_slots) - have_slots
             more_places = max(_doubled(places), have_places) - have_places
             padding = (0, more_places, 0, more_slots)
-            self._tokens = functional.pad(self._tokens, padding)
+            # Both or none: there may be memory for one alone.
+            tokens = functional.pad(self._tokens, padding)
             self._counts = functional.pad(self._counts, padding)
+            self._tokens = tokens
 
     def _upload(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
         return upload(values, self._device, dtype)

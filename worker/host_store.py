@@ -58,6 +58,11 @@ class HostStore:
                 del self._wanted[block_hash]
         self._drop_first(hashes)
 
+    def forget(self, block_hash: bytes) -> None:
+        """Between steps: what is kept under it is not what it names."""
+        if (place := self._kept.pop(block_hash, None)) is not None:
+            self._free.append(place)
+
     # one step
 
     def evicted(self, block: int, block_hash: bytes) -> None:

@@ -11,7 +11,8 @@ from worker.counters import Counters
 class Load:
     """``pending_prefill_tokens`` are known and not computed, without the one token of each sequence
     that decodes; ``committed_tokens`` are the known tokens of all sequences. What stands from
-    ``step`` on counts from the engine's start."""
+    ``step`` on counts from the engine's start: ``computed_tokens`` with drafts,
+    ``released_blocks`` that became free as sequences ended or left."""
 
     num_running: int
     num_waiting: int
@@ -23,6 +24,8 @@ class Load:
     output_tokens: int
     preemptions: int
     counters: Counters
+    computed_tokens: int = 0
+    released_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

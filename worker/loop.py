@@ -7,12 +7,13 @@ other ranks:  read the log entry, compare the digest of rank 0's plan before it,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from everlift.v1 import session_pb2
+from everlift.v1 import chaos_pb2, session_pb2
 from worker.engine import Engine
+from worker.fault import Slowness, strike
 from worker.load import Load, Occupant
 from worker.orders import Inbox, Orders
 from worker.outcome import Abort, Outcome, SequenceKey, Stop
@@ -37,37 +38,74 @@ class StepLog(Protocol):
 @dataclass(frozen=True, slots=True)
 class Report:
     """One turn of the loop. ``started`` are counted in ``load`` from now on. ``occupants`` is None
-    where it was told a short while ago."""
+    where it was told a short while ago. ``busy_s`` was spent in steps since the engine started."""
 
     started: tuple[SequenceKey, ...]
     outcomes: tuple[Outcome, ...]
     load: Load
     occupants: tuple[Occupant, ...] | None
+    busy_s: float = 0.0
 
 
 class LeadingLoop:
     """Rank 0's loop. ``report`` is called after each turn, in this thread, and must not wait."""
 
     def __init__(
-        self, engine: Engine, inbox: Inbox, report: Callable[[Report], None], log: StepLog | None
+        self,
+        engine: Engine,
+        inbox: Inbox,
+        report: Callable[[Report], None],
+        log: StepLog | None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._engine = engine
         self._inbox = inbox
         self._report = report
         self._log = log
+        self._clock = clock
+        self._sleep = sleep
+        self._slowness = Slowness()
+        self._busy_s = 0.0
         self._occupants_told = 0.0
 
     def run(self) -> None:
         """Until the stop order. Raises EngineBroken, and what the log raises."""
-        while True:
-            orders = self._next_orders()
-            returned = self._give_back(orders) if orders.drain else []
-            held = self._engine.unready_slots()
-            self._write(orders, held)
-            if orders.stop:
-                return
-            _apply(self._engine, orders.starts, orders.aborts)
-            self._tell(orders, [*returned, *self._engine.step(held)])
+        while self.turn(self._next_orders()):
+            pass
+
+    def turn(self, orders: Orders) -> bool:
+        """One turn; False after the stop order. Raises as ``run`` does."""
+        returned = self._give_back(orders) if orders.drain else []
+        held = self._engine.unready_slots()
+        self._write(orders, held, self._fault(orders))
+        if orders.stop:
+            return False
+        _apply(self._engine, orders.starts, orders.aborts)
+        self._tell(orders, [*returned, *self._step(held)])
+        return True
+
+    def _step(self, held: Collection[int]) -> list[Outcome]:
+        began = self._clock()
+        outcomes = self._engine.step(held)
+        now = self._clock()
+        if extra_s := self._slowness.extra_s(now - began, now):
+            self._sleep(extra_s)
+            now = self._clock()
+        self._busy_s += now - began
+        return outcomes
+
+    def _fault(self, orders: Orders) -> chaos_pb2.Fault | None:
+        """One for another rank; a second one waits for the next turn."""
+        for_others = []
+        for fault in orders.faults:
+            if fault.kind == chaos_pb2.FAULT_KIND_SLOW:
+                self._slowness.begin(fault, self._clock())
+            else:
+                for_others.append(fault)
+        for fault in for_others[1:]:
+            self._inbox.inject(fault)
+        return for_others[0] if for_others else None
 
     def _next_orders(self) -> Orders:
         if self._engine.has_work:
@@ -86,9 +124,9 @@ class LeadingLoop:
         ]
         epochs = dict.fromkeys(sequence.key.epoch for sequence in leaving)
         orders.aborts.extend(Abort(epoch) for epoch in epochs)
-        return [Outcome(s.key, s.num_output, (), Stop.RETURNED) for s in leaving]
+        return [sequence.outcome(Stop.RETURNED) for sequence in leaving]
 
-    def _write(self, orders: Orders, held: Iterable[int]) -> None:
+    def _write(self, orders: Orders, held: Iterable[int], fault: chaos_pb2.Fault | None) -> None:
         if self._log is not None:
             self._log.write(
                 session_pb2.StepLog(
@@ -97,25 +135,34 @@ class LeadingLoop:
                     previous_digest=self._engine.digest(),
                     stop=orders.stop,
                     held_slots=held,
+                    fault=fault,
                 )
             )
 
     def _tell(self, orders: Orders, outcomes: Iterable[Outcome]) -> None:
-        now, occupants = time.monotonic(), None
+        now, occupants = self._clock(), None
         if now - self._occupants_told >= _OCCUPANTS_S:
             self._occupants_told, occupants = now, self._engine.occupants()
         started = tuple(sequence.key for sequence in orders.starts)
-        self._report(Report(started, tuple(outcomes), self._engine.load(), occupants))
+        load = self._engine.load()
+        self._report(Report(started, tuple(outcomes), load, occupants, self._busy_s))
 
 
-def follow(engine: Engine, log: Iterable[session_pb2.StepLog]) -> None:
-    """The loop of every other rank, until the log's stop.
+def follow(
+    engine: Engine,
+    log: Iterable[session_pb2.StepLog],
+    rank: int = 1,
+    strike: Callable[[chaos_pb2.Fault], None] = strike,
+) -> None:
+    """The loop of ``rank``, above 0, until the log's stop.
 
     Raises RanksDisagree, EngineBroken, and what the log raises.
     """
     for entry in log:
         if entry.stop:
             return
+        if entry.HasField("fault") and entry.fault.rank == rank:
+            strike(entry.fault)
         if entry.previous_digest != engine.digest():
             raise RanksDisagree(f"the plan of step {engine.load().step} is not rank 0's")
         starts = [Sequence.from_start(start, engine.limits) for start in entry.starts]

@@ -29,6 +29,11 @@ class Ties:
     group: Group | None = None
     log: StepLogWriter | StepLogReader | None = None
 
+    def interrupt(self) -> None:
+        """The other ranks end, and what waits for them in another thread does."""
+        if self.log is not None:
+            self.log.interrupt()
+
     def close(self) -> None:
         """Closes the log; the group is the runner's."""
         if self.log is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from everlift.v1 import chaos_pb2
 from worker.outcome import Abort
 from worker.sequence import Sequence
 
@@ -16,11 +17,12 @@ class Orders:
 
     starts: list[Sequence] = field(default_factory=list)
     aborts: list[Abort] = field(default_factory=list)
+    faults: list[chaos_pb2.Fault] = field(default_factory=list)
     drain: bool = False
     stop: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.starts or self.aborts or self.drain or self.stop)
+        return bool(self.starts or self.aborts or self.faults or self.drain or self.stop)
 
 
 class Inbox:
@@ -38,6 +40,11 @@ class Inbox:
     def abort(self, abort: Abort) -> None:
         with self._changed:
             self._orders.aborts.append(abort)
+            self._changed.notify()
+
+    def inject(self, fault: chaos_pb2.Fault) -> None:
+        with self._changed:
+            self._orders.faults.append(fault)
             self._changed.notify()
 
     def drain(self) -> None:

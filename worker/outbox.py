@@ -1,7 +1,7 @@
 """What a router is still to be told. Pure.
 
 Nothing is queued: a router that reads slowly finds the tokens of many steps merged into one
-Progress a sequence, and the newest state.
+Progress a sequence, where it stands by now, and the newest state.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from everlift.v1 import inference_pb2, session_pb2
 from worker.load import Occupant
-from worker.outcome import Outcome, SequenceKey
+from worker.outcome import NO_NEWS, News, Outcome, SequenceKey
 
 #: Acknowledgements kept for a router that does not read; leaders give up on them within seconds.
 _MAX_ACCEPTED = 65_536
@@ -42,6 +42,9 @@ class Outbox:
         if outcome.prompt_logprobs:
             progress.prompt_offset = progress.prompt_offset or outcome.prompt_offset
             progress.prompt_logprobs.extend(each.to_proto() for each in outcome.prompt_logprobs)
+        progress.num_computed = outcome.num_computed or progress.num_computed
+        if outcome.news is not NO_NEWS:
+            _merge(progress, outcome.news)
         if outcome.stop is not None:
             progress.stop = outcome.stop.value
         if outcome.error is not None:
@@ -73,3 +76,10 @@ class Outbox:
         self._accepted.clear()
         self._occupants = ()
         return frame
+
+
+def _merge(progress: session_pb2.Progress, news: News) -> None:
+    if news.residence is not None:
+        progress.residence = news.residence.value
+    progress.preemptions += news.preemptions
+    progress.recomputed_tokens += news.recomputed_tokens

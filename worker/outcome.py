@@ -49,12 +49,33 @@ class Stop(Enum):
     FAILED = session_pb2.STOP_CAUSE_FAILED
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Residence(Enum):
+    """Whether a sequence has its KV blocks."""
+
+    #: it gave them up, and waits for its turn
+    PREEMPTED = session_pb2.RESIDENCE_PREEMPTED
+    #: it has them again
+    RESUMED = session_pb2.RESIDENCE_RESUMED
+
+
+class News(NamedTuple):
+    """What became of a sequence, beside its tokens, since anything was told of it. ``residence`` is
+    None where it is as it was."""
+
+    residence: Residence | None = None
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+
+
+NO_NEWS = News()
+
+
+class Outcome(NamedTuple):
     """New tokens, the first of them at output ``offset``, and with ``stop`` the sequence's end.
 
     ``logprobs`` are of the tokens, ``prompt_logprobs`` of the prompt's from position
-    ``prompt_offset`` on; both empty where nobody asked.
+    ``prompt_offset`` on; both empty where nobody asked. ``num_computed`` are the known tokens that
+    were ever computed, here or before; 0 where it never came so far.
     """
 
     key: SequenceKey
@@ -65,3 +86,5 @@ class Outcome:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_offset: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_computed: int = 0
+    news: News = NO_NEWS

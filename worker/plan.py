@@ -6,6 +6,7 @@ Plan  ->  saves, loads of KV blocks; admissions to slots; rows to compute
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -71,9 +72,10 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step; ``step`` counts from 1. Rows come decodes first, but for those of ``admissions``,
-    which follow in their order: they may attend to what the rows before them write. ``saves`` are
-    made before ``loads``, and both before anything is computed."""
+    """One step; ``step`` counts from 1. Rows come decodes first, but for those that are new to the
+    batch, which follow in the order of their ``admissions``: they may attend to what the rows
+    before them write. Admissions of others repeat what a step that broke off may have spoilt.
+    ``saves`` are made before ``loads``, and both before anything is computed."""
 
     step: int
     rows: tuple[Row, ...]
@@ -128,7 +130,15 @@ class Runner(Protocol):
         ...
 
     def execute(self, plan: Plan) -> list[RowResult]:
-        """Runs one step; a result for each row, with the same tokens on every rank."""
+        """Runs one step; a result for each row, with the same tokens on every rank.
+
+        Raises MemoryError where there is too little memory for a step of this size: whatever it was
+        to write may be written, and what it knows of its slots may be halfway.
+        """
+        ...
+
+    def release(self, slots: Collection[int]) -> None:
+        """Nobody is in these slots: what is kept for them can go."""
         ...
 
     def close(self) -> None: ...

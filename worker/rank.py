@@ -32,9 +32,10 @@ from worker.limits import Limits
 from worker.loop import Report
 from worker.meeting import MeetingPoint, Ties, join
 from worker.orders import Inbox
+from worker.reclaim import notice_at
 from worker.server import SessionServer
 from worker.sessions import Sessions
-from worker.step_log import StepLogWriter
+from worker.vigil import Vigil
 
 if TYPE_CHECKING:
     from worker.grammar.compiler import GrammarCompiler
@@ -97,10 +98,13 @@ class Rank:
         self._serve_with = serve
         self._grammars: GrammarCompiler | NoGrammars | None = None
         self._server: Server | None = None
-        self._watched: list[int] = []
+        self._sessions: Sessions | None = None
+        self._vigil: Vigil | None = None
+        self._reclaim: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._thread_is_over = asyncio.Event()
         self._error: BaseException | None = None
+        self._is_reclaimed = False
         self._is_stopping = False
 
     @property
@@ -144,6 +148,8 @@ class Rank:
         info = self._info(engine.limits)
         if self._rank == 0:
             await self._serve(engine, info)
+        self._vigil = Vigil(self._thread.watchdog, self._thread.ties.log, self._fail)
+        self._vigil.begin()
         log.info("rank ready", worker_id=info.worker_id, rank=self._rank, address=info.address)
         return info
 
@@ -162,10 +168,18 @@ class Rank:
         elif self._server is not None and not self._ended.is_set():
             await self._server.drain()
 
+    def reclaim(self) -> None:
+        """The machine is about to be taken away: as ``drain``, but the routers stay connected, and
+        nobody waits. Rank 0 does it for all."""
+        log.warning("reclaimed", worker_id=self.worker_id, rank=self._rank)
+        self._is_reclaimed = True
+        if self._sessions is not None:
+            self._sessions.drain()
+
     async def stop(self) -> None:
         """Ends the rank, and with it the worker. May be called at any time, and again."""
         self._is_stopping = True
-        self._unwatch()
+        self._stop_watching()
         if self._server is not None:
             await self._server.stop()
         if self._meeting_point is not None:
@@ -188,24 +202,25 @@ class Rank:
 
     async def _serve(self, engine: Engine, info: session_pb2.WorkerInfo) -> None:
         self._grammars = _build_grammars(self._config, engine.limits.vocab_size)
-        self._server = self._serve_with(
-            self._config, Sessions(engine.limits, engine.load(), self._inbox, self._grammars)
-        )
+        self._sessions = Sessions(engine.limits, engine.load(), self._inbox, self._grammars)
+        self._server = self._serve_with(self._config, self._sessions)
+        if self._is_reclaimed:
+            self._sessions.drain()
         info.worker_id = self.worker_id
         info.address = self._server.address
         await self._server.start(info)
-        self._watch()
+        if self._config.reclaim_url:
+            self._reclaim = self._loop.create_task(self._reclaim_at(self._config.reclaim_url))
 
-    def _watch(self) -> None:
-        """The other ranks say nothing: anything to read from one is its end."""
-        if self._thread is not None and isinstance(self._thread.ties.log, StepLogWriter):
-            self._watched = self._thread.ties.log.descriptors()
-        for rank, line in enumerate(self._watched, 1):
-            self._loop.add_reader(line, self._end, RankFailed(f"rank {rank} is gone"))
+    async def _reclaim_at(self, url: str) -> None:
+        await notice_at(url)
+        self.reclaim()
 
-    def _unwatch(self) -> None:
-        while self._watched:
-            self._loop.remove_reader(self._watched.pop())
+    def _stop_watching(self) -> None:
+        if self._vigil is not None:
+            self._vigil.close()
+        if self._reclaim is not None:
+            self._reclaim.cancel()
 
     def _report(self, report: Report) -> None:
         """Called from the engine's thread."""
@@ -218,11 +233,17 @@ class Rank:
         self._thread.ties.close()
         self._thread_is_over.set()
 
+    def _fail(self, cause: str) -> None:
+        """The rank can go on no more, though its thread may not know; nor may the others'."""
+        self._end(RankFailed(cause))
+        if self._thread is not None:
+            self._thread.ties.interrupt()
+
     def _end(self, error: BaseException | None) -> None:
-        """The thread has ended, or another rank is gone."""
+        """The thread has ended, or must."""
         if self._ended.is_set():
             return
-        self._unwatch()
+        self._stop_watching()
         self._ended.set()
         if error is None or self._is_stopping:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -100,6 +100,24 @@ class TorchRunner:
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> list[RowResult]:
+        try:
+            return self._execute(plan)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            cause = str(error)
+        # Here the tensors are free that the error's frames held.
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise MemoryError(cause)
+
+    def release(self, slots: Collection[int]) -> None:
+        for slot in slots:
+            self._slots.pop(slot, None)
+            if self._sampler is not None:
+                self._sampler.release(slot)
+
+    def _execute(self, plan: Plan) -> list[RowResult]:
         self._copy_blocks(plan)
         for admission in plan.admissions:
             self._admit(admission)
@@ -190,6 +208,11 @@ class TorchRunner:
 
     def _upload(self, values: Sequence[object]) -> Tensor:
         return upload(values, self._device)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """On a CPU torch has no class of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _ends(plan: Plan) -> Iterator[tuple[Row, int]]:

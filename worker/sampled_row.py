@@ -63,10 +63,6 @@ class SampledRow:
         edited = slot.bias is not None or slot.mask is not None or slot.sampling.has_penalties
         return edited or bool(self.banned_sites)
 
-    def ends_by(self, result: RowResult) -> bool:
-        """Whether its sequence goes on no more."""
-        return not result.tokens or result.tokens[-1] in self.slot.stop_token_ids
-
     def draws(self) -> Iterator[Draw]:
         for position, _ in enumerate(self.sites, self.position):
             yield Draw(self.slot.sampling, self.slot.choice, position)

@@ -58,8 +58,8 @@ class Sampler:
 
     def admit(self, admission: Admission) -> None:
         """Its sequence takes the slot, in place of any other."""
+        self.release(admission.slot)
         mask, error = _token_mask(admission)
-        self._masks.pop(admission.slot, None)
         if mask is not None:
             self._masks[admission.slot] = mask
         self._slots[admission.slot] = SampledSlot(
@@ -73,6 +73,12 @@ class Sampler:
             error=error,
         )
         self._histories.admit(admission)
+
+    def release(self, slot: int) -> None:
+        """Nobody is in it. A grammar holds memory elsewhere, until nothing refers to its place."""
+        self._slots.pop(slot, None)
+        self._masks.pop(slot, None)
+        self._histories.release(slot)
 
     def unready_slots(self) -> frozenset[int]:
         """Those in which drawing would have to wait for a grammar."""
@@ -153,16 +159,11 @@ class Sampler:
             self._histories.penalise(logits, penalised)
 
     def _take_in(self, rows: Sequence[SampledRow], results: Sequence[RowResult]) -> None:
-        pairs = list(zip(rows, results, strict=True))
         self._histories.advance(
             (row.slot.number, result.tokens)
-            for row, result in pairs
+            for row, result in zip(rows, results, strict=True)
             if row.slot.sampling.has_penalties
         )
-        for row, result in pairs:
-            # A grammar holds memory elsewhere, and the slot may be long without another sequence.
-            if row.slot.mask is not None and row.ends_by(result):
-                del self._slots[row.slot.number], self._masks[row.slot.number]
 
     # tensors
 

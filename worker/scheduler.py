@@ -4,7 +4,8 @@ One rule: each step computes some of what is known and not computed, under a tok
 in chunks, prefix hits, preemption, resumption, continuation and speculation are all this rule.
 
     waiting  --admit-->    running    it has a slot, and blocks for all its known tokens
-    running  --preempt-->  waiting    its blocks are freed (they stay hashed), its order is kept
+    running  --preempt-->  waiting    its blocks are freed (they stay hashed), its order is kept;
+                                      for want of blocks, or of memory to compute a step
     running  --commit-->   gone       stopped, or it outgrew the whole pool
     either   --remove-->   gone
 
@@ -16,16 +17,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
+from operator import neg
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import EngineFailed, EverliftError
 from worker.batch import Batch
+from worker.budget import TokenBudget
 from worker.counters import Counters
 from worker.drafter import MAX_READ, Drafter
 from worker.limits import Limits, blocks_for
 from worker.load import Load, Occupant
-from worker.outcome import Outcome, Stop
-from worker.plan import Plan, Row, RowResult
+from worker.outcome import Outcome, SequenceKey, Stop
+from worker.plan import Admission, Plan, Row, RowResult
 from worker.sequence import NO_SLOT, Sequence
 from worker.share import Share, num_tokens
 from worker.waiting import WaitingLine
@@ -39,12 +42,21 @@ class Scheduler:
         self._limits = limits
         self._batch = Batch(limits)
         self._waiting = WaitingLine()
+        self._budget = TokenBudget(limits.max_num_batched_tokens)
         self._epochs: dict[int, list[Sequence]] = {}
         self._arrivals = 0
         self._step = 0
         self._output_tokens = 0
         self._preemptions = 0
+        self._computed_tokens = 0
+        self._released_blocks = 0
         self._counters = Counters()
+        #: preempted since anything was told
+        self._victims: dict[SequenceKey, Sequence] = {}
+        #: slots that the step in progress gives to somebody
+        self._newcomers: frozenset[int] = frozenset()
+        #: slots of which the runner may know anything, since a step broke off
+        self._doubtful: set[int] = set()
 
     # who is there
 
@@ -71,11 +83,18 @@ class Scheduler:
         siblings.remove(sequence)
         if not siblings:
             del self._epochs[sequence.key.epoch]
+        self._victims.pop(sequence.key, None)
         if sequence.slot == NO_SLOT:
             self._waiting.remove(sequence)
             self._batch.give_up(sequence)
         else:
+            self._released_blocks -= self._batch.num_blocks_free
             self._batch.remove(sequence)
+            self._released_blocks += self._batch.num_blocks_free
+
+    def take_vacated(self) -> tuple[int, ...]:
+        """The slots that were left since this was last asked, and not taken again."""
+        return self._batch.take_vacated()
 
     # one step
 
@@ -94,56 +113,89 @@ class Scheduler:
         if self._limits.speculation.num_draft_tokens:
             running = self._with_drafts(running, self._budget_after([*running, *admitted]))
         rows = tuple(share.row() for share in (*running, *admitted))
-        admissions = tuple(share.sequence.admission() for share in admitted)
+        admissions = self._admissions(running, admitted)
         return Plan(self._step, rows, admissions, *self._batch.planned_copies())
 
     def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
         """Takes over what ``plan`` computed."""
         self._batch.executed()
+        self._budget.recover()
+        self._computed_tokens += plan.num_tokens
         self._counters.slot_steps += len(plan.rows)
         self._counters.blocks_swapped_out += len(plan.saves)
         self._counters.blocks_swapped_in += len(plan.loads)
         pairs = zip(plan.rows, results, strict=True)
         outcomes = [self._commit_row(row, result) for row, result in pairs]
-        return [outcome for outcome in outcomes if outcome is not None]
+        return [*self._notices(), *(outcome for outcome in outcomes if outcome is not None)]
 
     def fail(self, plan: Plan, error: EverliftError) -> list[Outcome]:
         """Ends every sequence of a plan that could not be executed."""
         self._batch.failed(plan)
-        return [self._fail(self._batch[row.slot], error) for row in plan.rows]
+        ended = [self._fail(self._batch[row.slot], error) for row in plan.rows]
+        return [*self._notices(), *ended]
+
+    def shed(self, plan: Plan, error: EverliftError) -> list[Outcome]:
+        """Takes back a plan that was too much to execute: some are preempted, the others are as
+        before it, and the next steps compute less. What was a single token ends with ``error``:
+        nothing less can be tried."""
+        self._batch.failed(plan)
+        self._budget.shrink(plan.num_tokens)
+        self._doubtful.update(row.slot for row in plan.rows)
+        if plan.num_tokens == 1:
+            return [*self._notices(), self._fail(self._batch[plan.rows[0].slot], error)]
+        for row in self._to_shed(plan):
+            self.preempt(self._batch[row.slot])
+        return self._notices()
 
     # room
 
     def _make_room(self) -> None:
         """Every sequence in the batch gets the blocks that its known tokens need.
 
-        If the pool lacks some, sequences are preempted. Victim is who has computed least: the
-        cheapest to repeat, and who has computed most always goes on. A single victim leaves less
-        room than it needs to come back in the same step.
+        If the pool lacks some, sequences are preempted. Victim is, of the lowest class, who has
+        computed least: the cheapest to repeat, and of the highest class who has computed most
+        always goes on. A single victim leaves less room than it needs to come back in the same
+        step.
         """
         growing = [sequence for sequence in self._batch if sequence.num_blocks_lacking]
         lacking = sum(sequence.num_blocks_lacking for sequence in growing)
         if lacking > self._batch.num_blocks_free:
             self._batch.take_back()
-            for victim in sorted(self._batch, key=lambda s: (s.num_computed, -s.order)):
+            for victim in sorted(self._batch, key=_by_worth):
                 if lacking <= self._batch.num_blocks_free:
                     break
                 lacking -= victim.num_blocks_lacking
-                self._preempt(victim)
+                self.preempt(victim)
         for sequence in growing:
             if sequence.slot != NO_SLOT:
                 self._batch.take_blocks(sequence, sequence.num_known)
 
-    def _preempt(self, victim: Sequence) -> None:
+    def preempt(self, victim: Sequence) -> None:
         self._batch.preempt(victim)
+        victim.preempted()
         self._waiting.push(victim)
         self._preemptions += 1
+        self._victims[victim.key] = victim
+
+    def _to_shed(self, plan: Plan) -> list[Row]:
+        """Who came with the plan, for what it was to find in the cache may be of the plan itself;
+        then the largest shares, until no more than half of the tokens are left, or one row."""
+        rows = [row for row in plan.rows if row.slot not in self._newcomers]
+        rows.sort(key=lambda row: (len(row.tokens), *map(neg, _by_worth(self._batch[row.slot]))))
+        left = sum(len(row.tokens) for row in rows)
+        shed = [row for row in plan.rows if row.slot in self._newcomers]
+        for row in shed:
+            self._batch[row.slot].num_computed = 0
+        while len(rows) > 1 and left > plan.num_tokens // 2:
+            shed.append(rows.pop())
+            left -= len(shed[-1].tokens)
+        return shed
 
     # shares
 
     def _running_shares(self, held: Collection[int]) -> list[Share]:
         """Decodes first, then prefills by arrival."""
-        budget = self._limits.max_num_batched_tokens
+        budget = self._budget.tokens
         shares = []
         for sequence in sorted(self._batch, key=lambda s: (s.remaining > 1, s.order)):
             is_held = sequence.slot in held and sequence.remaining <= budget
@@ -160,6 +212,8 @@ class Scheduler:
                 break
             self._waiting.remove(head)
             self._batch.admit(head, hits)
+            if head.is_preempted:
+                head.resumed()
             self._counters.prompt_tokens += head.num_known
             self._counters.prefix_hit_tokens += head.num_computed
             shares.append(self._share(head, _first_count(head, budget)))
@@ -172,7 +226,21 @@ class Scheduler:
         return Share(sequence, count)
 
     def _budget_after(self, shares: Iterable[Share]) -> int:
-        return self._limits.max_num_batched_tokens - num_tokens(shares)
+        return self._budget.tokens - num_tokens(shares)
+
+    def _admissions(
+        self, running: Iterable[Share], admitted: Iterable[Share]
+    ) -> tuple[Admission, ...]:
+        """Of all that the runner must be told of. It may have gone halfway with those who were in a
+        step that broke off: they are told again."""
+        newcomers = [share.sequence for share in admitted]
+        self._newcomers = frozenset(sequence.slot for sequence in newcomers)
+        told = newcomers
+        if self._doubtful:
+            again = [s.sequence for s in running if s.sequence.slot in self._doubtful]
+            told = [*again, *newcomers]
+            self._doubtful.difference_update(sequence.slot for sequence in told)
+        return tuple(sequence.admission() for sequence in told)
 
     # drafts
 
@@ -219,7 +287,7 @@ class Scheduler:
         """None where there is nothing to tell."""
         sequence = self._batch[row.slot]
         if result.error is not None:
-            self._batch.forget(row)
+            self._batch.distrust(sequence)
             return self._fail(sequence, result.error)
         offset = sequence.num_output
         stop, error = self._append(sequence, result.tokens)
@@ -228,12 +296,13 @@ class Scheduler:
         if row.num_drafts:
             self._learn(sequence, row, result)
         scores = sequence.score(row, result.prompt_logprobs) if row.scores_prompt else (0, ())
+        num_computed = sequence.most_computed
         if stop is not None:
             self.remove(sequence)
-        if not count and not scores[1]:
+        if not count and not scores[1] and sequence.news.residence is None:
             return None
         told = result.tokens[:count], stop, error, result.logprobs[:count]
-        return Outcome(sequence.key, offset, *told, *scores)
+        return Outcome(sequence.key, offset, *told, *scores, num_computed, sequence.take_news())
 
     def _append(
         self, sequence: Sequence, tokens: Iterable[int]
@@ -266,12 +335,20 @@ class Scheduler:
         if row.start < sequence.num_computed_before:
             end = min(sequence.num_computed, sequence.num_computed_before)
             self._counters.recomputed_tokens += end - row.start
+            sequence.recomputed(end - row.start)
 
     def _fail(self, sequence: Sequence, error: EverliftError) -> Outcome:
+        outcome = sequence.outcome(Stop.FAILED, error)
         self.remove(sequence)
-        return Outcome(sequence.key, sequence.num_output, (), Stop.FAILED, error)
+        return outcome
 
     # telling
+
+    def _notices(self) -> list[Outcome]:
+        """Of those that were preempted and are not back already."""
+        victims = list(self._victims.values())
+        self._victims.clear()
+        return [victim.outcome() for victim in victims if victim.is_preempted]
 
     def load(self) -> Load:
         running = self._batch
@@ -287,6 +364,8 @@ class Scheduler:
             output_tokens=self._output_tokens,
             preemptions=self._preemptions,
             counters=replace(self._counters, unfilled_tokens=running.num_unfilled),
+            computed_tokens=self._computed_tokens,
+            released_blocks=self._released_blocks,
         )
 
     def occupants(self) -> tuple[Occupant, ...]:
@@ -303,6 +382,12 @@ class Scheduler:
         for sequence in waiting:
             assert not sequence.block_table and sequence.slot == NO_SLOT, "waits with blocks"
             assert not sequence.num_computed, "waits with something computed"
+        assert self._victims.keys() <= {s.key for s in waiting if s.is_preempted}, "victims"
+
+
+def _by_worth(sequence: Sequence) -> tuple[int, int, int]:
+    """By this order sequences give way."""
+    return sequence.priority, sequence.num_computed, -sequence.order
 
 
 def _first_count(sequence: Sequence, budget: int) -> int:

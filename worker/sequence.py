@@ -17,12 +17,18 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from everlift.blockhash import BLOCK_SIZE, block_hash
-from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange, PromptTooLong
+from everlift.errors import (
+    EmptyPrompt,
+    EverliftError,
+    InvalidRequest,
+    OutOfRange,
+    PromptTooLong,
+)
 from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.v1 import session_pb2
 from worker.drafter import Drafter
 from worker.limits import Limits, blocks_for
-from worker.outcome import SequenceKey, Stop
+from worker.outcome import NO_NEWS, News, Outcome, Residence, SequenceKey, Stop
 from worker.plan import Admission, Row
 
 #: The slot of a sequence that is not in the batch.
@@ -32,7 +38,8 @@ NO_SLOT = -1
 @dataclass(slots=True, eq=False)
 class Sequence:
     """``tokens`` is prompt and output, ``max_tokens`` bounds the whole output. ``order`` is its
-    place by arrival, which it keeps over preemptions."""
+    place by arrival, which it keeps over preemptions; of a smaller ``priority`` the blocks are
+    taken first."""
 
     key: SequenceKey
     request_id: str
@@ -42,14 +49,22 @@ class Sequence:
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     salt: bytes
+    priority: int = 0
     order: int = 0
     num_computed: int = 0
     slot: int = NO_SLOT
     block_table: tuple[int, ...] = ()
+    #: blocks of its table that were found when it came into the batch
+    num_hits: int = 0
     #: what the grammar of ``sampling`` was compiled to, where tokens are drawn
     grammar: object | None = None
-    #: the most that was ever computed when it was preempted
+    #: the most that was computed when it last lost its blocks, here or where it was before
     num_computed_before: int = 0
+    #: the same, here alone: what it wants to find again
+    num_wanted: int = 0
+    is_preempted: bool = False
+    #: still to be told
+    news: News = NO_NEWS
     #: where its prompt is scored, the first position of which nothing was told
     next_score: int = 1
     #: since it decodes, where there is speculation
@@ -68,7 +83,9 @@ class Sequence:
             sampling=SamplingParams.from_proto(start.sampling, seed=0),
             stop_token_ids=frozenset(start.stop_token_ids),
             salt=start.salt,
+            priority=start.priority,
         )
+        sequence.num_computed_before = min(start.num_computed, sequence.num_known)
         sequence._check(limits)
         return sequence
 
@@ -84,6 +101,8 @@ class Sequence:
             sampling=self.sampling.to_proto(),
             stop_token_ids=sorted(self.stop_token_ids),
             salt=self.salt,
+            num_computed=self.most_computed,
+            priority=self.priority,
         )
 
     def _check(self, limits: Limits) -> None:
@@ -124,6 +143,12 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def most_computed(self) -> int:
+        """Known tokens that were ever computed, here or where it was before."""
+        before, now = self.num_computed_before, self.num_computed
+        return before if before > now else now
+
+    @property
     def num_blocks_lacking(self) -> int:
         """Blocks that its known tokens need beyond its table, which may have more for drafts."""
         lacking = blocks_for(len(self.tokens)) - len(self.block_table)
@@ -148,6 +173,40 @@ class Sequence:
         if num_output >= self.max_tokens or len(self.tokens) >= limits.max_model_len:
             return Stop.LENGTH
         return None
+
+    # what is told of it
+
+    def preempted(self) -> None:
+        """It has lost its blocks."""
+        self.is_preempted = True
+        count = self.news.preemptions + 1
+        self.news = self.news._replace(residence=Residence.PREEMPTED, preemptions=count)
+
+    def resumed(self) -> None:
+        """It has blocks again."""
+        self.is_preempted = False
+        self.news = self.news._replace(residence=Residence.RESUMED)
+
+    def recomputed(self, num_tokens: int) -> None:
+        count = self.news.recomputed_tokens + num_tokens
+        self.news = self.news._replace(recomputed_tokens=count)
+
+    def take_news(self) -> News:
+        news, self.news = self.news, NO_NEWS
+        return news
+
+    def outcome(self, stop: Stop | None = None, error: EverliftError | None = None) -> Outcome:
+        """What is to be told of it beside new tokens; with ``stop`` it is the last."""
+        return Outcome(
+            self.key,
+            self.num_output,
+            stop=stop,
+            error=error,
+            num_computed=self.most_computed,
+            news=self.take_news(),
+        )
+
+    # what it is to compute
 
     def admission(self) -> Admission:
         """What the runner has to know of it from its first row on."""
@@ -186,7 +245,7 @@ class Sequence:
 
     def hashes_before(self) -> list[bytes]:
         """Of the blocks that were computed when it was preempted."""
-        return [self.block_hash(i) for i in range(self.num_computed_before // BLOCK_SIZE)]
+        return [self.block_hash(i) for i in range(self.num_wanted // BLOCK_SIZE)]
 
     def block_hash(self, index: int) -> bytes:
         """Hash of its ``index``-th block, all of whose tokens are known."""

@@ -17,8 +17,10 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from everlift import logs
-from everlift.v1 import session_pb2, session_pb2_grpc
+from everlift.transport import GRPC, Transport
+from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
 from worker.config import WorkerConfig
+from worker.fault import Wire, strike
 from worker.loop import Report
 from worker.sessions import Session, Sessions
 
@@ -45,14 +47,17 @@ _OPTIONS = (
 class SessionServer(session_pb2_grpc.WorkerSessionServicer):
     """Serves ``sessions`` at ``config.host``. Bound at birth, serving after ``start``."""
 
-    def __init__(self, config: WorkerConfig, sessions: Sessions) -> None:
+    def __init__(
+        self, config: WorkerConfig, sessions: Sessions, transport: Transport = GRPC
+    ) -> None:
         """Raises OSError when the port is taken."""
         self._config = config
         self._sessions = sessions
         self._info = session_pb2.WorkerInfo()
         self._changed = asyncio.Event()
+        self._wire = Wire()
         self._open = 0
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = transport.server(_OPTIONS)
         session_pb2_grpc.add_WorkerSessionServicer_to_server(self, self._server)
         self.address = self._bind(config.host, config.port)
 
@@ -75,6 +80,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
 
     async def stop(self) -> None:
         """Breaks every stream that is still there."""
+        self._wire.mend()
         await self._server.stop(grace=None)
 
     def deliver(self, report: Report) -> None:
@@ -104,6 +110,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
     ) -> None:
         frames = aiter(request_iterator)
         first = await self._hello(frames, context)
+        await self._wire.whole(first.hello.router_id)
         wake = asyncio.Event()
         session = self._sessions.join(first.hello.router_id, wake.set)
         self._open += 1
@@ -111,6 +118,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         try:
             await self._write(session, wake, context)
         finally:
+            await self._wire.whole(session.router_id)
             self._sessions.leave(session)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
@@ -148,9 +156,10 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
     ) -> None:
         """Whatever ends the reading ends the session, and never more than that."""
         try:
-            self._sessions.receive(session, first)
+            self._receive(session, first)
             async for frame in frames:
-                self._sessions.receive(session, frame)
+                await self._wire.whole(session.router_id)
+                self._receive(session, frame)
         except DecodeError:
             log.warning("bytes that are no frame", router_id=session.router_id)
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
@@ -159,7 +168,23 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
             log.exception("session failed", router_id=session.router_id)
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:
+            await self._wire.whole(session.router_id)
             self._sessions.leave(session)
+
+    def _receive(self, session: Session, frame: session_pb2.RouterFrame) -> None:
+        if frame.HasField("fault"):
+            self._inject(frame.fault)
+        self._sessions.receive(session, frame)
+
+    def _inject(self, fault: chaos_pb2.Fault) -> None:
+        if not self._config.chaos:
+            log.warning("fault ignored: this worker was started without chaos")
+        elif fault.kind == chaos_pb2.FAULT_KIND_PARTITION:
+            self._wire.cut(fault.peer, fault.seconds)
+        elif fault.kind == chaos_pb2.FAULT_KIND_SLOW or fault.rank:
+            self._sessions.inject(fault)
+        else:
+            strike(fault)
 
     async def _write(
         self,
@@ -175,4 +200,5 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
                 async with asyncio.timeout(self._config.beat):
                     await wake.wait()
             wake.clear()
+            await self._wire.whole(session.router_id)
             await context.write(self._sessions.cut(session))

@@ -11,7 +11,7 @@ from typing import Protocol
 from everlift import logs
 from everlift.errors import EverliftError, InvalidRequest
 from everlift.sampling import Grammar
-from everlift.v1 import session_pb2
+from everlift.v1 import chaos_pb2, session_pb2
 from worker.limits import Limits
 from worker.load import Load
 from worker.loop import Report
@@ -28,6 +28,8 @@ class Engine(Protocol):
     def start(self, sequence: Sequence) -> None: ...
 
     def abort(self, abort: Abort) -> None: ...
+
+    def inject(self, fault: chaos_pb2.Fault) -> None: ...
 
     def drain(self) -> None: ...
 
@@ -74,6 +76,7 @@ class Sessions:
     def __init__(self, limits: Limits, load: Load, engine: Engine, grammars: Grammars) -> None:
         self._limits = limits
         self._load = load
+        self._busy_s = 0.0
         self._engine = engine
         self._grammars = grammars
         self._sessions: dict[str, Session] = {}
@@ -131,6 +134,10 @@ class Sessions:
             log.info("drain ordered", router_id=session.router_id)
             self.drain()
 
+    def inject(self, fault: chaos_pb2.Fault) -> None:
+        """A fault on purpose, for the engine or for another rank."""
+        self._engine.inject(fault)
+
     def drain(self) -> None:
         """From now on nothing is started, and what is here goes back to its routers."""
         if not self.is_draining:
@@ -181,8 +188,10 @@ class Sessions:
         if self._compiling.get(sequence.key) is not sequence:
             return  # aborted or returned meanwhile
         if isinstance(result, EverliftError):
-            log.warning("grammar refused", request_id=sequence.request_id, error=result.slug)
-            self._end_unstarted(sequence, Stop.REFUSED, result)
+            log.warning("grammar not compiled", request_id=sequence.request_id, error=result.slug)
+            # What is not the request's fault may go better at another worker.
+            refused = isinstance(result, InvalidRequest)
+            self._end_unstarted(sequence, Stop.REFUSED if refused else Stop.FAILED, result)
             return
         sequence.grammar = result
         # Without a stop token nothing could be drawn once the grammar is complete.
@@ -197,7 +206,7 @@ class Sessions:
         self, sequence: Sequence, stop: Stop, error: EverliftError | None = None
     ) -> None:
         del self._compiling[sequence.key], self._pending[sequence.key]
-        self._forward(Outcome(sequence.key, sequence.num_output, (), stop, error))
+        self._forward(sequence.outcome(stop, error))
 
     def _acknowledge(self, epoch: int) -> None:
         for session in self._sessions.values():
@@ -221,7 +230,7 @@ class Sessions:
 
     def deliver(self, report: Report) -> None:
         """Puts a turn's outcomes where their routers will find them."""
-        self._load = report.load
+        self._load, self._busy_s = report.load, report.busy_s
         for key in report.started:
             self._pending.pop(key, None)
         ended = [self._forward(outcome) for outcome in report.outcomes]
@@ -266,4 +275,7 @@ class Sessions:
             preemptions=load.preemptions,
             draining=self.is_draining,
             counters=load.counters.to_proto(),
+            computed_tokens=load.computed_tokens,
+            released_blocks=load.released_blocks,
+            busy_s=self._busy_s,
         )

@@ -1,11 +1,11 @@
 """Rank 0's log on its way to the other ranks: TCP of its own, never a collective, so nothing times
 out while nobody asks for anything.
 
-    rank r -> rank 0    StepLogHello, once
+    rank r -> rank 0    StepLogHello, once; then beats, whatever its engine does
     rank 0 -> rank r    StepLog, one a step
 
-Each message follows its length in four bytes, big-endian. The end of the connection is the end of
-both ranks.
+Each message follows its length in four bytes, big-endian; a beat is a single byte. The end of the
+connection is the end of both ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ log = logs.get(__name__)
 
 _LENGTH = struct.Struct(">I")
 _MAX_HELLO = 1024
+_BEAT = b"b"
+_MANY_BEATS = 4096
 #: Whoever connects has so long to say who it is.
 _HELLO_S = 5.0
 
@@ -99,8 +101,17 @@ class StepLogWriter:
         self._lines = lines
 
     def descriptors(self) -> list[int]:
-        """Of the lines, by rank. There is something to read exactly where a rank is gone."""
+        """Of the lines, by rank. There is something to read where a rank beats, or is gone."""
         return [line.fileno() for line in self._lines if line.fileno() >= 0]
+
+    def hear(self, rank: int) -> bool:
+        """Takes what beats there are; False where the rank is gone. Never waits."""
+        try:
+            return bool(self._lines[rank - 1].recv(_MANY_BEATS, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def write(self, entry: session_pb2.StepLog) -> None:
         """Raises ChannelBroken."""
@@ -110,15 +121,23 @@ class StepLogWriter:
             except OSError as error:
                 raise ChannelBroken(f"rank {rank} is gone: {error}") from error
 
+    def interrupt(self) -> None:
+        """The other ranks end, and a write that waits in another thread does, with
+        ChannelBroken."""
+        for line in self._lines:
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         for line in self._lines:
             line.close()
 
 
 class StepLogReader:
-    """The end of a rank above 0: an iterator over rank 0's entries."""
+    """The end of ``rank``, above 0: an iterator over rank 0's entries."""
 
-    def __init__(self, line: socket.socket) -> None:
+    def __init__(self, line: socket.socket, rank: int) -> None:
+        self.rank = rank
         self._line = line
 
     @classmethod
@@ -135,7 +154,7 @@ class StepLogReader:
         # A line that breaks meanwhile is noticed where it is read.
         with suppress(OSError):
             _send(line, hello.SerializeToString())
-        return cls(line)
+        return cls(line, rank)
 
     def __iter__(self) -> Iterator[session_pb2.StepLog]:
         """Raises ChannelBroken at the end of the connection."""
@@ -145,6 +164,12 @@ class StepLogReader:
             except OSError as error:
                 raise ChannelBroken(f"rank 0 is gone: {error}") from error
             yield session_pb2.StepLog.FromString(data)
+
+    def beat(self) -> None:
+        """Tells rank 0 that this process runs. Called in another thread than the rest; never
+        waits, and a line that is broken is noticed where it is read."""
+        with suppress(OSError):
+            self._line.send(_BEAT, socket.MSG_DONTWAIT)
 
     def interrupt(self) -> None:
         """Ends an iteration that waits in another thread, with ChannelBroken."""

@@ -1,4 +1,4 @@
-"""The sequences that are not in the batch, by arrival. Pure."""
+"""The sequences that are not in the batch, by class and arrival. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from worker.sequence import Sequence
 
 
 class WaitingLine:
-    """Sequences by ``order``: one that was preempted comes back in front of all that arrived later.
+    """Sequences of a larger ``priority`` first, then by ``order``: one that was preempted comes
+    back in front of all of its class that arrived later.
 
     Every operation is O(log n) at most.
     """
 
     def __init__(self) -> None:
         self._members: dict[int, Sequence] = {}
-        #: orders of members, and of some that have left
-        self._heap: list[int] = []
+        #: places of members, and of some that have left
+        self._heap: list[tuple[int, int]] = []
         self._num_tokens = 0
 
     def __len__(self) -> int:
@@ -33,13 +34,13 @@ class WaitingLine:
 
     def push(self, sequence: Sequence) -> None:
         self._members[sequence.order] = sequence
-        heapq.heappush(self._heap, sequence.order)
+        heapq.heappush(self._heap, _place(sequence))
         self._num_tokens += sequence.num_known
 
     def head(self) -> Sequence | None:
         """The first in line, which stays there."""
         while self._heap:
-            if (sequence := self._members.get(self._heap[0])) is not None:
+            if (sequence := self._members.get(self._heap[0][1])) is not None:
                 return sequence
             heapq.heappop(self._heap)
         return None
@@ -50,4 +51,8 @@ class WaitingLine:
         # One that leaves from the middle stays in the heap until it comes to its front, or until
         # such ones are the greater part.
         if len(self._heap) > 2 * len(self._members) + 16:
-            self._heap = sorted(self._members)
+            self._heap = sorted(map(_place, self._members.values()))
+
+
+def _place(sequence: Sequence) -> tuple[int, int]:
+    return -sequence.priority, sequence.order

@@ -1,0 +1,60 @@
+"""How a worker hears that its machine is about to be taken away: by a signal, or at an address.
+
+What follows is a drain without an end: the routers get back what is here and send nothing more, and
+the process stays until it is told to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import urllib.request
+from collections.abc import Callable
+from http import HTTPStatus
+from http.client import HTTPException
+
+from everlift import logs
+
+log = logs.get(__name__)
+
+_POLL_S = 2.0
+_ANSWER_S = 1.0
+#: What a proxy says is not what the machine's own cloud says.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+async def notice_at(url: str) -> None:
+    """Returns when ``url`` answers 200; whatever else it does is no notice."""
+    while not await asyncio.to_thread(_is_there, url):
+        await asyncio.sleep(_POLL_S)
+    log.warning("reclaim notice", url=url)
+
+
+def _is_there(url: str) -> bool:
+    try:
+        with _DIRECT.open(url, timeout=_ANSWER_S) as answer:
+            return bool(answer.status == HTTPStatus.OK)
+    except (OSError, HTTPException):
+        return False
+
+
+def on_signal(notice: Callable[[], None]) -> None:
+    """Calls ``notice`` in the running event loop when SIGUSR1 comes, though its thread may not be
+    the main one: an actor's is not, and Python installs handlers there alone.
+
+    faulthandler's is the exception. What it writes, a traceback, is read and thrown away: that
+    there is something to read is the notice.
+    """
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+
+    def heard() -> None:
+        os.read(reader, 1 << 16)
+        log.warning("reclaim notice", signal="SIGUSR1")
+        notice()
+
+    asyncio.get_running_loop().add_reader(reader, heard)
+    faulthandler.register(signal.SIGUSR1, file=writer, all_threads=False)

@@ -1,0 +1,107 @@
+"""Whether a step takes so long that it will not end any more. Pure.
+
+    limit = max(timeout, 10 * predicted)    seconds, for a step of n tokens
+
+    predicted = the slowest of the last steps, or n times what a token took in the step with the
+                most tokens so far, whichever is more
+
+A process's first steps are slow for reasons of their own, and nothing is known yet: they have ten
+timeouts, and a timeout more for each fifty tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+#: So many times what was predicted is no slow step any more.
+_FACTOR = 10
+_FIRST_STEPS = 8
+_TOKENS_PER_TIMEOUT = 50
+#: The slowest of so many counts.
+_REMEMBERED = 64
+
+
+class WakingTime:
+    """The time that a watcher may hold against others: what passes while it does not get to look
+    itself is nobody's fault. A machine under load, or a process that was stopped and goes on, makes
+    no false alarms so."""
+
+    def __init__(self, most_s: float) -> None:
+        """Between two looks no more than ``most_s`` counts."""
+        self._most_s = most_s
+        self._looked: float | None = None
+        self._now = 0.0
+
+    def look(self, now: float) -> float:
+        """Seconds that count so far."""
+        if self._looked is not None:
+            self._now += min(now - self._looked, self._most_s)
+        self._looked = now
+        return self._now
+
+
+class StepTimes:
+    """How long a step may take, by those before it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._last: deque[float] = deque(maxlen=_REMEMBERED)
+        self._num_steps = 0
+        self._most_tokens = 0
+        self._token_s = 0.0
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """A step of ``num_tokens``, at least one."""
+        self._num_steps += 1
+        self._last.append(seconds)
+        if num_tokens >= self._most_tokens:
+            self._most_tokens, self._token_s = num_tokens, seconds / num_tokens
+
+    def limit_s(self, num_tokens: int) -> float:
+        predicted_s = max(self._token_s * num_tokens, max(self._last, default=0.0))
+        return max(self._least_s(num_tokens), _FACTOR * predicted_s)
+
+    def _least_s(self, num_tokens: int) -> float:
+        if self._num_steps >= _FIRST_STEPS:
+            return self._timeout_s
+        return self._timeout_s * (_FACTOR + num_tokens / _TOKENS_PER_TIMEOUT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Running:
+    step: int
+    num_tokens: int
+    began: float
+    limit_s: float
+
+
+class Watchdog:
+    """Over one engine's steps. ``begin`` and ``end`` are called in the thread that steps, with a
+    clock's time; ``overdue`` in another one, now and then, with waking time."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._times = StepTimes(timeout_s)
+        self._running: _Running | None = None
+        self._seen: _Running | None = None
+        self._seen_at = 0.0
+
+    def begin(self, step: int, num_tokens: int, now: float) -> None:
+        self._running = _Running(step, num_tokens, now, self._times.limit_s(num_tokens))
+
+    def end(self, now: float) -> None:
+        running, self._running = self._running, None
+        assert running is not None, "the end of no step"
+        self._times.took(running.num_tokens, now - running.began)
+
+    def overdue(self, now: float) -> str | None:
+        """What is wrong with the step that runs; None where nothing is."""
+        running = self._running
+        if running is not self._seen:
+            self._seen, self._seen_at = running, now
+        if running is None or now - self._seen_at <= running.limit_s:
+            return None
+        return (
+            f"step {running.step}, of {running.num_tokens} tokens, takes longer than "
+            f"{running.limit_s:.1f} s"
+        )
