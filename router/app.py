@@ -38,7 +38,9 @@ class RouterDeployment:
     ) -> None:
         logs.configure("router", log_level, log_dir / f"router-{os.getpid()}.log")
         config = replace(config, internal_host=get_node_ip_address())
-        self._router: Router | None = await Router.start(config, await connect(ledger))
+        self._router: Router | None = await Router.start(
+            config, await connect(ledger), memory_limit=ledger.memory_limit
+        )
 
     async def announce(self, worker: bytes) -> str:
         """A worker is ready: its WorkerInfo. Answers with the cause when it is refused, else ""."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,17 @@ class RouterConfig:
     max_pending_prefill: int = 4096
     #: a dispatch that its worker has not acknowledged by then no longer counts as load
     dispatch_ack: float = 1.0
-    #: losses of a worker after which a request fails
+    #: workers that a request may lose in a row, without a token in between; then it fails
     max_losses: int = 3
+    #: times that a preempted request may be moved to another worker; then it waits where it is
+    max_moves: int = 3
+    #: part of a worker's blocks that must stay free when a preempted request is moved there
+    move_reserve: float = 0.05
+    #: a worker whose steps take so many times as long as the others' gets nothing while they have
+    #: room
+    slow_factor: float = 5.0
+    #: allow faults on purpose: everlift chaos
+    chaos: bool = False
     #: how long a request without a client goes on under on_disconnect: grace
     grace: float = 30.0
     #: a worker that says nothing for so long is lost (it says something five times a second)
@@ -40,8 +50,16 @@ class RouterConfig:
     lease: float = 1.5
     #: between renewals
     beat: float = 0.3
-    #: tokens are delivered, marked, for so long while the ledger is away; then streams pause
+    #: before_delivery: a client sees a token when the ledger has it; behind: at once, marked
+    #: unledgered, and the ledger gets it within some ten milliseconds
+    durability: Literal["before_delivery", "behind"] = "before_delivery"
+    #: while the ledger is away streams go on, marked unledgered, or pause (strict)
+    on_ledger_loss: Literal["available", "strict"] = "available"
+    #: available: they go on for so long, then pause too
     unledgered: float = 10.0
+    #: what ended so short a while ago is told to the ledger again if its server lost its last
+    #: second
+    reassert: float = 5.0
     #: a stopping router lets its streams finish for so long, then sends them elsewhere
     drain: float = 5.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import Protocol
 
 from everlift import logs
 from everlift.errors import InvalidRequest, LedgerUnavailable
@@ -17,6 +18,23 @@ from router.sessions import Sessions
 log = logs.get(__name__)
 
 
+#: While nobody leads, who leads next is found out sooner than at the next beat.
+_ANXIETY = 3
+
+
+class Gateway(Protocol):
+    """What this replica has of requests, and has to say of them to the ledger."""
+
+    def ledger_answered(self, membership: Membership) -> None: ...
+
+    def ledger_failed(self) -> None: ...
+
+    async def generation_changed(self, generation: str) -> None:
+        """Tells a ledger that may have lost something what it has to know, then the leader that
+        this is done."""
+        ...
+
+
 class Fleet:
     def __init__(
         self,
@@ -27,6 +45,7 @@ class Fleet:
         sessions: Sessions,
         leader: Leader,
         line: AdmissionLine,
+        gateway: Gateway,
     ) -> None:
         self._config = config
         self._router_id = router_id
@@ -35,21 +54,34 @@ class Fleet:
         self._sessions = sessions
         self._leader = leader
         self._line = line
+        self._gateway = gateway
+        self._generation = ""
+        self._asserting: asyncio.Task[None] | None = None
         self._workers_version = -1
         self._dialling = asyncio.Lock()
         self.leader_id = ""
 
     async def run(self) -> None:
         """Beats until cancelled."""
-        while True:
-            try:
-                await self._beat()
-            except LedgerUnavailable as error:
-                log.warning("beat failed", cause=str(error))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.beat):
-                    await self._leader.changed.wait()
-            self._leader.changed.clear()
+        try:
+            while True:
+                try:
+                    await self._beat()
+                except LedgerUnavailable as error:
+                    log.warning("beat failed", cause=str(error))
+                    self._gateway.ledger_failed()
+                await self._rest()
+        finally:
+            if self._asserting is not None:
+                self._asserting.cancel()
+
+    async def _rest(self) -> None:
+        """Until the next beat, or until it may be another one who leads."""
+        rest = self._config.beat if self._line.is_open else self._config.beat / _ANXIETY
+        with suppress(TimeoutError):
+            async with asyncio.timeout(rest):
+                await self._leader.changed.wait()
+        self._leader.changed.clear()
 
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
         """A worker is ready. Raises InvalidRequest for one that does not fit the others."""
@@ -62,12 +94,40 @@ class Fleet:
 
     async def _beat(self) -> None:
         membership = await self._ledger.beat(self._router_id, self._address, self._config.lease)
+        self._leader.heard(membership)
+        self._gateway.ledger_answered(membership)
+        if membership.generation != self._generation:
+            await self._put_workers_back()
+        self._assert_again(membership.generation)
         if membership.workers_version != self._workers_version:
             await self._dial()
             self._workers_version = membership.workers_version
         await self._follow(membership)
         if self._leader.is_leading:
             await self._forget_unreachable()
+
+    async def _put_workers_back(self) -> None:
+        """A ledger that lost its last moves may not know who joined."""
+        for link in self._sessions.links:
+            if link.is_up:
+                await self._ledger.put_worker(link.info)
+        # Versions count on from where they were: they say nothing of another generation.
+        self._workers_version = -1
+
+    def _assert_again(self, generation: str) -> None:
+        """Beats go on meanwhile. What came after the ledger's last change of servers is told after
+        what went before it."""
+        if generation != self._generation:
+            before, self._generation = self._asserting, generation
+            self._asserting = asyncio.create_task(self._tell_ledger(generation, before))
+
+    async def _tell_ledger(self, generation: str, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.gather(before, return_exceptions=True)
+        try:
+            await self._gateway.generation_changed(generation)
+        except Exception:
+            log.exception("the ledger was not told again")
 
     async def _dial(self) -> None:
         async with self._dialling:

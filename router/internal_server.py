@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 
+from everlift import wire
 from everlift.errors import EverliftError
-from everlift.v1 import session_pb2, session_pb2_grpc
+from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
+from router.chaos import Chaos
 from router.fleet import Fleet
 from router.leader import Leader
 
@@ -17,9 +19,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InternalServer(session_pb2_grpc.RouterInternalServicer):
-    def __init__(self, fleet: Fleet, leader: Leader) -> None:
+    def __init__(self, fleet: Fleet, leader: Leader, chaos: Chaos) -> None:
         self._fleet = fleet
         self._leader = leader
+        self._chaos = chaos
 
     async def Announce(
         self, request: session_pb2.AnnounceRequest, context: Context
@@ -30,35 +33,16 @@ class InternalServer(session_pb2_grpc.RouterInternalServicer):
             await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error))
         return session_pb2.AnnounceResponse()
 
+    async def Inject(self, request: chaos_pb2.Fault, context: Context) -> chaos_pb2.InjectResponse:
+        try:
+            await self._chaos.strike(request)
+        except EverliftError as error:
+            await wire.abort(context, error)
+        return chaos_pb2.InjectResponse(target=request.target)
+
     async def Admission(
         self, messages: AsyncIterator[session_pb2.GatewayMessage], context: Context
     ) -> AsyncIterator[session_pb2.LeaderMessage]:
-        outbox: asyncio.Queue[session_pb2.LeaderMessage] = asyncio.Queue()
-        first = await anext(messages, session_pb2.GatewayMessage())
-        gateway, send = first.router_id, outbox.put_nowait
-        if not gateway or not self._leader.is_leading:
-            yield session_pb2.LeaderMessage(resigned=True)
-            return
-        self._leader.connect(gateway, send)
-        reader = asyncio.create_task(self._read(gateway, first, messages))
-        # A line that is not read any more ends, and its gateway opens another one.
-        reader.add_done_callback(lambda _: send(session_pb2.LeaderMessage(resigned=True)))
-        try:
-            while True:
-                message = await outbox.get()
+        async with aclosing(self._leader.converse(messages)) as answers:
+            async for message in answers:
                 yield message
-                if message.resigned:
-                    return
-        finally:
-            reader.cancel()
-            self._leader.disconnect(gateway, send)
-
-    async def _read(
-        self,
-        gateway: str,
-        first: session_pb2.GatewayMessage,
-        messages: AsyncIterator[session_pb2.GatewayMessage],
-    ) -> None:
-        self._leader.receive(gateway, first)
-        async for message in messages:
-            self._leader.receive(gateway, message)

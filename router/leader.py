@@ -1,184 +1,192 @@
-"""The leader of the admission queue: holds the lease, knows the credits, dispatches.
+"""The leader of the admission queue: the loop around its decisions.
 
-Every router replica runs this; only the one that holds the leader's lease in the ledger acts. Its
-queue lives in memory: a new leader is told by the living gateways what they have waiting, and
-finds the requests of dead ones in the ledger. Each leadership has a fresh random term, without
-which the ledger refuses to dispatch.
+Every router replica runs this; only the one that holds the leader's lease acts. Its queue lives in
+memory, for as long as it leads (``Tenure``): a new leader is told by the living gateways what they
+have waiting, and finds the requests of dead ones in the ledger.
+
+    lines of gateways --receive-->  Tenure  --place-->  ledger.dispatch  --> Dispatched, to gateways
+    workers' frames   --report--->  Placement --moves-->                     move, to gateways
+
+Nothing is dispatched or given away while the ledger is being told again what it may have lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from contextlib import aclosing
 
 from everlift import logs
 from everlift.errors import LedgerUnavailable
-from everlift.v1 import session_pb2
-from router.admission.placement import Capacity, Load, Placement
-from router.admission.policy import Fifo, Waiting
-from router.admission.queue import AdmissionQueue
+from everlift.v1 import inference_pb2, session_pb2
+from router.admission.placement import Placement
+from router.admission.policy import Fifo
+from router.admission.tenure import Placed, Tenure
+from router.admission.worker_view import Capacity, Load, WorkerView
+from router.clock import now
 from router.config import RouterConfig
-from router.ledger.base import Ledger, NotQueued, StaleTerm
+from router.lease import Lease
+from router.ledger.base import Ledger, Membership, NotQueued, StaleTerm
 from router.ledger.entry import Entry
+from router.lines import Lines
+from router.sweep import Sweep
 
 log = logs.get(__name__)
 
-Send = Callable[[session_pb2.LeaderMessage], None]
-
 _DISPATCHES_AT_ONCE = 64
 _TICK_S = 0.2
-_ORPHANS_AT_ONCE = 256
-#: An orphan that was given to a gateway is not given to another one for so long.
-_ADOPTION_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Assignment:
-    waiting: Waiting
-    worker_id: str
-    epoch: int
-    term: int
+_ROLL_CALL_S = 0.05
+#: Between two looks at who could move: workers say something far more often.
+_MOVES_S = 0.05
 
 
 class Leader:
     def __init__(self, config: RouterConfig, router_id: str, address: str, ledger: Ledger) -> None:
         self._config = config
-        self._router_id = router_id
-        self._address = address
         self._ledger = ledger
-        self._queue = AdmissionQueue(Fifo())
-        self._placement = Placement(
-            config.local_depth, config.max_pending_prefill, config.dispatch_ack
-        )
-        self._gateways: dict[str, Send] = {}
-        self._adopting: dict[str, float] = {}
-        self._next_heir = 0
-        self._sweep_after = 0.0
-        self._term = 0
-        self._lease_until = 0.0
+        self._lease = Lease(config, router_id, address, ledger, self._begin, self._step_down)
+        self._policy = Fifo()
+        self._placement = Placement(config)
+        self._tenure: Tenure | None = None
+        self._lines = Lines(self)
+        self._sweep = Sweep(config, ledger, self._heirs, self._tell)
+        self._slots: dict[str, Sequence[inference_pb2.RunningSequence]] = {}
+        self._generation = ""
+        #: ledger time less the router's clock
+        self._ledger_ahead = 0.0
+        self._move_after = 0.0
         self._wake = asyncio.Event()
-        self.is_leading = False
-        #: set when this replica begins or ceases to lead
+        self._began = asyncio.Event()
+        #: set when this replica begins or ceases to lead, or its line to the leader is over
         self.changed = asyncio.Event()
 
     @property
+    def is_leading(self) -> bool:
+        return self._lease.is_held
+
+    @property
     def queued(self) -> int:
-        return len(self._queue)
+        return self._tenure.queued if self._tenure else 0
+
+    def view(self, worker_id: str) -> WorkerView | None:
+        """What is known of a worker that is up."""
+        return self._placement.workers.get(worker_id)
 
     async def run(self) -> None:
         """Campaigns, dispatches and sweeps until cancelled; then gives the lease back."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._campaign())
+                tasks.create_task(self._lease.campaign())
+                tasks.create_task(self._call_roll())
                 tasks.create_task(self._dispatch_for_ever())
                 tasks.create_task(self._tick())
-                tasks.create_task(self._sweep_for_ever())
+                tasks.create_task(self._sweep.run())
         finally:
-            await self._resign()
+            await self._lease.resign()
 
-    # the lease
+    # leadership
 
-    async def _campaign(self) -> None:
-        while True:
-            await self._renew(time.monotonic())
-            await asyncio.sleep(self._config.beat)
+    def heard(self, membership: Membership) -> None:
+        """Who is there, by this replica's last beat."""
+        self._ledger_ahead = membership.now - now()
+        if not membership.leader:
+            self._lease.hurry()
+        if membership.generation != self._generation:
+            self._generation = membership.generation
+            self._lease.confirm()
+            self._sweep.hold_off()
+            if self._tenure is not None:
+                self._tenure.generations.change(self._generation, now())
 
-    async def _renew(self, now: float) -> None:
-        if not self.is_leading:
-            self._term = secrets.randbits(64) or 1
-        try:
-            held = await self._ledger.lead(
-                self._router_id, self._address, self._term, self._config.lease
-            )
-        except LedgerUnavailable:
-            held = self.is_leading and now < self._lease_until
-        else:
-            self._lease_until = now + self._config.lease
-        if held and not self.is_leading:
-            self.is_leading = True
-            self.changed.set()
-            self._wait_with_sweeping()
-            log.info("leading", router_id=self._router_id)
-        elif not held and self.is_leading:
-            self._step_down()
+    def _begin(self) -> None:
+        self._tenure = Tenure(
+            self._config, self._policy, self._placement, self._occupants, self._generation, now()
+        )
+        self._sweep.hold_off()
+        self._began.set()
+        self.changed.set()
 
     def _step_down(self) -> None:
-        if not self.is_leading:
-            return
-        log.warning("no longer leading", router_id=self._router_id)
-        self.is_leading = False
+        self._tenure = None
+        self._lines.hang_up()
         self.changed.set()
-        self._queue = AdmissionQueue(Fifo())
-        for send in list(self._gateways.values()):
-            send(session_pb2.LeaderMessage(resigned=True))
-        self._gateways.clear()
 
-    async def _resign(self) -> None:
-        if self.is_leading:
-            self._step_down()
-            try:
-                await self._ledger.resign(self._term)
-            except LedgerUnavailable:
-                log.info("lease left to run out", router_id=self._router_id)
+    async def _call_roll(self) -> None:
+        """At the beginning the living gateways are waited for, for a while."""
+        while True:
+            await self._began.wait()
+            self._began.clear()
+            tenure = self._tenure
+            while tenure is not None and tenure is self._tenure:
+                self._wake.set()
+                if not tenure.roll_call.is_gathering(now()):
+                    break
+                try:
+                    tenure.roll_call.living(await self._ledger.gateways())
+                except LedgerUnavailable:
+                    log.info("living gateways not known")
+                await asyncio.sleep(_ROLL_CALL_S)
 
     # gateways speak
 
-    def connect(self, gateway: str, send: Send) -> None:
-        """A gateway's line is open; ``send`` must not block."""
-        self._gateways[gateway] = send
+    async def converse(
+        self, messages: AsyncIterator[session_pb2.GatewayMessage]
+    ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
+        """A gateway's line, from its first message to its end or to that of the leadership."""
+        if not self.is_leading:
+            yield session_pb2.LeaderMessage(resigned=True)
+            return
+        async with aclosing(self._lines.converse(messages)) as answers:
+            async for message in answers:
+                yield message
 
-    def disconnect(self, gateway: str, send: Send) -> None:
-        if self._gateways.get(gateway) is send:
-            del self._gateways[gateway]
-            self._queue.withdraw_gateway(gateway)
+    def connected(self, gateway: str) -> None:
+        if self._tenure is None:
+            self._tell(gateway, session_pb2.LeaderMessage(resigned=True))
+        else:
+            self._tenure.connect(gateway, now())
+            self._tell(gateway, session_pb2.LeaderMessage())
+
+    def disconnected(self, gateway: str) -> None:
+        if self._tenure is not None:
+            self._tenure.disconnect(gateway)
 
     def receive(self, gateway: str, message: session_pb2.GatewayMessage) -> None:
-        refused = [w.request_id for w in message.enqueue if not self._enqueue(gateway, w)]
-        for request_id in message.withdraw:
-            self._queue.withdraw(request_id, gateway)
-        if refused:
-            self._tell(gateway, session_pb2.LeaderMessage(refused=refused))
+        if self._tenure is None:
+            return
+        heard = self._tenure.hear(gateway, message, now())
+        if heard.refused:
+            self._tell(gateway, session_pb2.LeaderMessage(refused=heard.refused))
+        for taken in heard.taken:
+            self._tell(taken.gateway, session_pb2.LeaderMessage(stale=[taken.request_id]))
         self._wake.set()
 
-    def _enqueue(self, gateway: str, message: session_pb2.Waiting) -> bool:
-        # What was accepted once keeps its right to go on, however full the queue is.
-        is_new = not message.accepted and message.request_id not in self._queue
-        if is_new and self.queued >= self._config.max_queued:
-            return False
-        replaced = self._queue.push(
-            Waiting(
-                request_id=message.request_id,
-                gateway=gateway,
-                arrived=message.arrived,
-                prefill_tokens=message.prompt_tokens,
-                max_tokens=message.max_tokens,
-                avoid=message.avoid,
-                choices=message.choices,
-            )
-        )
-        if replaced is not None and replaced.gateway != gateway:
-            self._tell(replaced.gateway, session_pb2.LeaderMessage(stale=[message.request_id]))
-        return True
+    def _tell(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
+        message.queued = self.queued
+        self._lines.tell(gateway, message)
 
     # workers speak
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None:
-        capacity = Capacity(info.max_num_seqs, info.num_blocks)
-        self._placement.join(info.worker_id, capacity)
+        self._placement.join(info.worker_id, Capacity(info.max_num_seqs, info.num_blocks))
 
     def worker_lost(self, worker_id: str) -> None:
         self._placement.leave(worker_id)
+        self._slots.pop(worker_id, None)
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
         for epoch in frame.accepted_epochs:
             self._placement.acknowledge(worker_id, epoch)
         if frame.HasField("state"):
-            self._placement.report(worker_id, _load(frame.state))
-            if self._queue:
+            self._placement.report(worker_id, Load.told(frame.state), now())
+            if frame.state.running or not frame.state.num_running:
+                self._slots[worker_id] = frame.state.running
+            if self._tenure is not None and self._tenure.has_work:
                 self._wake.set()
+
+    def _occupants(self, worker_id: str) -> Collection[str]:
+        return {sequence.request_id for sequence in self._slots.get(worker_id, ())}
 
     # dispatch
 
@@ -186,103 +194,96 @@ class Leader:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self.is_leading and (assignments := self._assign()):
-                await asyncio.gather(*map(self._dispatch, assignments))
+            self._move()
+            while (tenure := self._tenure) is not None and (placed := self._place(tenure)):
+                term = self._lease.term
+                await asyncio.gather(*(self._dispatch(one, tenure, term) for one in placed))
 
-    def _assign(self) -> list[_Assignment]:
-        """Takes from the queue, in its order, what has a credit now."""
-        assignments: list[_Assignment] = []
-        while len(assignments) < _DISPATCHES_AT_ONCE and (waiting := self._queue.peek()):
-            worker_id = self._placement.choose(waiting)
-            if worker_id is None:
-                break
-            self._queue.pop()
-            epoch = secrets.randbits(64) or 1
-            self._placement.reserve(worker_id, epoch, waiting, time.monotonic())
-            assignments.append(_Assignment(waiting, worker_id, epoch, self._term))
-        return assignments
+    def _may_act(self) -> bool:
+        """Whether the ledger knows all that it has to know."""
+        return (
+            self._tenure is not None
+            and self._lease.is_confirmed
+            and self._tenure.generations.agree(now())
+        )
 
-    async def _dispatch(self, assignment: _Assignment) -> None:
-        waiting, worker_id, epoch = assignment.waiting, assignment.worker_id, assignment.epoch
+    def _move(self) -> None:
+        """Before anything is placed: what was preempted goes before what came later."""
+        moment = now()
+        if self._tenure is None or moment < self._move_after or not self._may_act():
+            return
+        self._move_after = moment + _MOVES_S
+        for move in self._tenure.moves(moment):
+            running = move.running
+            log.info(
+                "moved", request_id=running.request_id, source=running.worker_id, to=move.worker_id
+            )
+            self._tell(running.gateway, session_pb2.LeaderMessage(move=[running.request_id]))
+
+    def _place(self, tenure: Tenure) -> list[Placed]:
+        if not self._may_act():
+            return []
+        moment = now()
+        return tenure.place(
+            moment,
+            moment + self._ledger_ahead,
+            _DISPATCHES_AT_ONCE,
+            lambda: secrets.randbits(64) or 1,
+        )
+
+    async def _dispatch(self, placed: Placed, tenure: Tenure, term: int) -> None:
+        waiting = placed.waiting
         try:
-            entry = await self._move(assignment)
+            entry = await self._ask(placed, term)
         except NotQueued:
-            self._placement.acknowledge(worker_id, epoch)
+            self._placement.acknowledge(placed.worker_id, placed.epoch)
             self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
             return
         except StaleTerm:
-            self._step_down()
+            # Who took it from the queue is told of it again: by its gateway, on its next line.
+            if term == self._lease.term:
+                self._lease.lose()
             return
-        dispatched = session_pb2.Dispatched(
-            request_id=entry.request_id, worker_id=worker_id, epoch=epoch, attempt=entry.attempts
+        tenure.begun(placed, entry.gateway)
+        self._tell(
+            entry.gateway, session_pb2.LeaderMessage(dispatched=[_dispatched(placed, entry)])
         )
-        self._tell(entry.gateway, session_pb2.LeaderMessage(dispatched=[dispatched]))
         if entry.gateway != waiting.gateway:
             self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
+        for victim in placed.victims:
+            log.info("makes room", request_id=victim.request_id, to=waiting.request_id)
+            self._tell(victim.gateway, session_pb2.LeaderMessage(move=[victim.request_id]))
 
-    async def _move(self, assignment: _Assignment) -> Entry:
+    async def _ask(self, placed: Placed, term: int) -> Entry:
         """The ledger's word. An answer that was lost is asked for again, under the same epoch."""
         while True:
             try:
                 return await self._ledger.dispatch(
-                    assignment.waiting.request_id,
-                    assignment.worker_id,
-                    assignment.epoch,
-                    assignment.term,
+                    placed.waiting.request_id, placed.worker_id, placed.epoch, term
                 )
             except LedgerUnavailable:
                 await asyncio.sleep(_TICK_S)
-
-    def _tell(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
-        """A gateway that is gone hears nothing: the sweep finds its requests in the ledger."""
-        send = self._gateways.get(gateway)
-        if send is not None:
-            message.queued = self.queued
-            send(message)
 
     async def _tick(self) -> None:
         """What time alone changes: credits that run out, and what gateways know of the queue."""
         while True:
             await asyncio.sleep(_TICK_S)
-            self._placement.expire(time.monotonic())
+            self._placement.expire(now())
+            if self._tenure is not None:
+                self._tenure.forget(now())
             self._wake.set()
-            for send in list(self._gateways.values()):
-                send(session_pb2.LeaderMessage(queued=self.queued))
+            for gateway in self._lines.gateways:
+                self._tell(gateway, session_pb2.LeaderMessage())
 
-    # orphans
-
-    async def _sweep_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.beat)
-            if self.is_leading and time.monotonic() > self._sweep_after:
-                try:
-                    self._give_away(await self._ledger.orphans(_ORPHANS_AT_ONCE))
-                except LedgerUnavailable:
-                    self._wait_with_sweeping()
-
-    def _wait_with_sweeping(self) -> None:
-        """While the ledger was away nobody could renew a lease: the living come first."""
-        self._sweep_after = time.monotonic() + self._config.lease
-
-    def _give_away(self, orphans: list[str]) -> None:
-        now, heirs = time.monotonic(), list(self._gateways.values())
-        self._adopting = {r: until for r, until in self._adopting.items() if until > now}
-        for request_id in orphans if heirs else ():
-            if request_id not in self._adopting:
-                self._adopting[request_id] = now + _ADOPTION_S
-                self._next_heir = (self._next_heir + 1) % len(heirs)
-                heirs[self._next_heir](
-                    session_pb2.LeaderMessage(adopt=[request_id], queued=self.queued)
-                )
+    def _heirs(self) -> list[str]:
+        return self._lines.gateways if self._may_act() else []
 
 
-def _load(state: session_pb2.WorkerState) -> Load:
-    return Load(
-        sequence_number=state.sequence_number,
-        num_running=state.num_running,
-        num_waiting=state.num_waiting,
-        blocks_used=state.blocks_used,
-        pending_prefill_tokens=state.pending_prefill_tokens,
-        committed_tokens=state.committed_tokens,
-        draining=state.draining,
+def _dispatched(placed: Placed, entry: Entry) -> session_pb2.Dispatched:
+    return session_pb2.Dispatched(
+        request_id=entry.request_id,
+        worker_id=placed.worker_id,
+        epoch=placed.epoch,
+        attempt=entry.attempts,
+        moves=entry.moves,
     )

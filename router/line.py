@@ -1,21 +1,24 @@
-"""A gateway's line to the leader: what waits goes up, dispatches come down.
+"""A gateway's line to the leader: what waits and runs goes up, dispatches come down.
 
 The leader may be this very replica or another one, and may change; at each new line the leader is
-told everything that waits here. While nobody leads, requests simply wait.
+told everything that the gateway has. While nobody leads, requests simply wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Protocol
 
 import grpc
 
 from everlift import logs
-from everlift.channels import CLIENT_OPTIONS
+from everlift.transport import Transport
 from everlift.v1 import session_pb2, session_pb2_grpc
+from router.admission.policy import Fifo
+from router.admission.telling import Telling
 from router.leader import Leader
-from router.outbox import Outbox
 
 log = logs.get(__name__)
 
@@ -23,7 +26,14 @@ log = logs.get(__name__)
 class Gateway(Protocol):
     """Who is at this end of the line."""
 
-    def waiting(self) -> list[session_pb2.Waiting]: ...
+    def waiting(self) -> Iterable[session_pb2.Waiting]:
+        """All that waits, in the queue's order. Read part by part: what has changed meanwhile may
+        be missing."""
+        ...
+
+    def running(self) -> Iterable[session_pb2.Running]:
+        """All that workers have, likewise."""
+        ...
 
     def dispatched(self, message: session_pb2.Dispatched) -> None: ...
 
@@ -33,30 +43,63 @@ class Gateway(Protocol):
 
     def stale(self, request_id: str) -> None: ...
 
+    def move(self, request_id: str) -> None: ...
+
 
 class AdmissionLine:
-    def __init__(self, router_id: str, leader: Leader) -> None:
+    def __init__(self, router_id: str, leader: Leader, transport: Transport) -> None:
         self._router_id = router_id
         self._local = leader
+        self._transport = transport
         self._gateway: Gateway | None = None
-        self._outbox = Outbox(session_pb2.GatewayMessage())
+        #: what this line's leader is still to be told; none while there is no line
+        self._telling: Telling | None = None
+        self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._followed = ("", "")
+        self._generation = ""
         self.queued = 0
 
     def serve(self, gateway: Gateway) -> None:
         """Whose requests go over this line. Once, before the first leader is followed."""
         self._gateway = gateway
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is somebody at the other end, as far as one knows."""
+        return self._task is not None and not self._task.done()
+
+    # what the leader is told
+
     def enqueue(self, waiting: session_pb2.Waiting) -> None:
-        self._outbox.add(session_pb2.GatewayMessage(enqueue=[waiting]))
+        if self._telling is not None:
+            self._telling.enqueue(waiting)
+            self._changed.set()
 
     def withdraw(self, request_id: str) -> None:
-        self._outbox.add(session_pb2.GatewayMessage(withdraw=[request_id]))
+        """It needs no worker any more: neither its place in the queue nor what it had."""
+        if self._telling is not None:
+            self._telling.withdraw(request_id)
+            self._changed.set()
+
+    def running(self, running: session_pb2.Running) -> None:
+        """Its worker preempted it, or goes on with it."""
+        if self._telling is not None:
+            self._telling.run(running)
+            self._changed.set()
+
+    def asserted(self, generation: str) -> None:
+        """The ledger of this generation has been told again what it may have lost."""
+        self._generation = generation
+        if self._telling is not None:
+            self._telling.assert_generation(generation)
+            self._changed.set()
+
+    # the line
 
     async def follow(self, leader: str, address: str) -> None:
         """Holds the line to this leader from now on; nothing happens if it does already."""
-        if (leader, address) == self._followed and self._task and not self._task.done():
+        if (leader, address) == self._followed and self.is_open:
             return
         await self.close()
         self._followed = (leader, address)
@@ -72,38 +115,67 @@ class AdmissionLine:
             self._task = None
 
     async def _speak_locally(self) -> None:
-        send = self._heard
-        self._local.connect(self._router_id, send)
-        try:
-            async for message in self._new_outbox().messages():
-                self._local.receive(self._router_id, message)
-        finally:
-            self._local.disconnect(self._router_id, send)
+        with self._told() as messages:
+            async with aclosing(self._local.converse(messages)) as answers:
+                await self._listen(answers)
 
     async def _speak_to(self, address: str) -> None:
-        async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
+        async with self._transport.channel(address) as channel:
+            stub: session_pb2_grpc.RouterInternalAsyncStub
             stub = session_pb2_grpc.RouterInternalStub(channel)
-            try:
-                async for message in stub.Admission(self._new_outbox().messages()):
-                    self._heard(message)
-            except grpc.aio.AioRpcError as error:
-                log.info("line to the leader broke", address=address, code=error.code().name)
-            finally:
-                self._outbox.close()
+            with self._told() as messages:
+                try:
+                    await self._listen(stub.Admission(messages))
+                except grpc.aio.AioRpcError as error:
+                    log.info("line to the leader broke", address=address, code=error.code().name)
 
-    def _new_outbox(self) -> Outbox[session_pb2.GatewayMessage]:
-        """Everything that waits, then what changes."""
+    @contextmanager
+    def _told(self) -> Iterator[AsyncIterator[session_pb2.GatewayMessage]]:
+        """What a new leader is told, from the beginning."""
         assert self._gateway is not None
-        waiting = self._gateway.waiting()
-        self._outbox = Outbox(
-            session_pb2.GatewayMessage(router_id=self._router_id, enqueue=waiting)
-        )
-        return self._outbox
+        waiting, running = self._gateway.waiting(), self._gateway.running()
+        telling = Telling(self._router_id, waiting, running, self._generation, Fifo())
+        self._telling = telling
+        self._changed.set()
+        try:
+            yield self._messages(telling)
+        finally:
+            self._telling = None
+            self._changed.set()
+
+    async def _messages(self, telling: Telling) -> AsyncIterator[session_pb2.GatewayMessage]:
+        """Until the line is over: gRPC goes on asking a dead stream's iterator."""
+        while True:
+            await self._changed.wait()
+            if self._telling is not telling:
+                return
+            self._changed.clear()
+            while telling and self._telling is telling:
+                yield telling.part()
+                await asyncio.sleep(0)
+
+    # what the leader says
+
+    async def _listen(self, messages: AsyncIterable[session_pb2.LeaderMessage]) -> None:
+        """Until the leader resigns, or the line breaks. After one that led, the next is looked for
+        at once."""
+        has_led = False
+        try:
+            async for message in messages:
+                self._heard(message)
+                if message.resigned:
+                    return
+                has_led = True
+        finally:
+            if has_led:
+                self._local.changed.set()
 
     def _heard(self, message: session_pb2.LeaderMessage) -> None:
         assert self._gateway is not None
         self.queued = message.queued
         for dispatched in message.dispatched:
+            if self._telling is not None:
+                self._telling.dispatched(dispatched.request_id)
             self._gateway.dispatched(dispatched)
         for request_id in message.refused:
             self._gateway.refused(request_id)
@@ -111,5 +183,5 @@ class AdmissionLine:
             self._gateway.adopt_soon(request_id)
         for request_id in message.stale:
             self._gateway.stale(request_id)
-        if message.resigned and self._task is not None:
-            self._task.cancel()
+        for request_id in message.move:
+            self._gateway.move(request_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
@@ -14,6 +14,8 @@ M = TypeVar("M", bound=Message)
 
 #: Far below what a stream takes, so that no number of additions breaks it.
 _MERGED_BYTES = 1 << 20
+#: To merge is to copy: what is bigger goes alone.
+_COPIED_BYTES = 1 << 16
 
 
 class Outbox(Generic[M]):
@@ -32,7 +34,8 @@ class Outbox(Generic[M]):
         if self._is_closed:
             return
         num_bytes = message.ByteSize()
-        if self._messages and self._num_bytes + num_bytes <= _MERGED_BYTES:
+        fits = num_bytes <= _COPIED_BYTES and self._num_bytes + num_bytes <= _MERGED_BYTES
+        if self._messages and fits:
             self._num_bytes += num_bytes
             self._messages[-1].MergeFrom(message)
         else:
@@ -44,7 +47,7 @@ class Outbox(Generic[M]):
         self._is_closed = True
         self._changed.set()
 
-    async def messages(self) -> AsyncIterator[M]:
+    async def messages(self) -> AsyncGenerator[M, None]:
         while True:
             await self._changed.wait()
             self._changed.clear()

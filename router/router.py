@@ -13,9 +13,13 @@ from everlift import logs, model_files
 from everlift.blockhash import BLOCK_SIZE
 from everlift.channels import SERVER_OPTIONS
 from everlift.errors import LedgerUnavailable
+from everlift.transport import GRPC, Transport
 from everlift.v1 import session_pb2, session_pb2_grpc
+from router.chaos import Chaos
 from router.config import RouterConfig
 from router.fleet import Fleet
+from router.gateway.admin_server import AdminServer
+from router.gateway.chaos_server import ChaosServer
 from router.gateway.grpc_server import InferenceServer
 from router.gateway.model import ServedModel
 from router.gateway.requests import Requests
@@ -23,6 +27,7 @@ from router.gateway.status import Status
 from router.internal_server import InternalServer
 from router.leader import Leader
 from router.ledger.base import Ledger
+from router.ledger.config import DEFAULTS as LEDGER_DEFAULTS
 from router.line import AdmissionLine
 from router.sessions import Sessions
 
@@ -32,23 +37,38 @@ log = logs.get(__name__)
 class Router:
     """Build it with ``start``; end it with ``stop``."""
 
-    def __init__(self, config: RouterConfig, ledger: Ledger, model: ServedModel) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        ledger: Ledger,
+        model: ServedModel,
+        transport: Transport,
+        memory_limit: float,
+    ) -> None:
         self.config = config
+        self._memory_limit = memory_limit
+        self._transport = transport
         self.router_id = secrets.token_hex(8)
         self.address = self.internal_address = ""
         self._ledger = ledger
         self._model = model
-        self._public = grpc.aio.server(options=SERVER_OPTIONS)
-        self._internal = grpc.aio.server(options=SERVER_OPTIONS)
+        self._public = transport.server(SERVER_OPTIONS)
+        self._internal = transport.server(SERVER_OPTIONS)
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(cls, config: RouterConfig, ledger: Ledger) -> Self:
-        """A replica that serves. Raises UnknownModel, ModelUnavailable, LedgerUnavailable, OSError
-        (port taken)."""
+    async def start(
+        cls,
+        config: RouterConfig,
+        ledger: Ledger,
+        transport: Transport = GRPC,
+        memory_limit: float = LEDGER_DEFAULTS.memory_limit,
+    ) -> Self:
+        """A replica that serves. ``memory_limit`` is the ledger's. Raises UnknownModel,
+        ModelUnavailable, LedgerUnavailable, OSError (port taken)."""
         await model_files.fetch(config.model, config.model_revision, weights=False)
         model = ServedModel.load(config.model, config.model_revision)
-        router = cls(config, ledger, model)
+        router = cls(config, ledger, model, transport, memory_limit)
         router._bind()
         await router._wire(await ledger.cluster_id())
         await router._internal.start()
@@ -64,11 +84,17 @@ class Router:
     async def _wire(self, cluster_id: str) -> None:
         config, ledger = self.config, self._ledger
         hello = session_pb2.RouterHello(router_id=self.router_id, cluster_id=cluster_id)
-        self._sessions = Sessions(config, hello, self)
+        self._sessions = Sessions(config, hello, self, self._transport)
         self._leader = Leader(config, self.router_id, self.internal_address, ledger)
-        self._line = AdmissionLine(self.router_id, self._leader)
+        self._line = AdmissionLine(self.router_id, self._leader, self._transport)
         self._requests = Requests(
-            config, self.router_id, ledger, self._model, self._sessions, self._line
+            config,
+            self.router_id,
+            ledger,
+            self._model,
+            self._sessions,
+            self._line,
+            self._memory_limit,
         )
         self._line.serve(self._requests)
         self._fleet = Fleet(
@@ -79,6 +105,7 @@ class Router:
             self._sessions,
             self._leader,
             self._line,
+            self._requests,
         )
         self._serve(cluster_id)
         for work in (self._leader.run(), self._fleet.run(), self._requests.attempts.run()):
@@ -86,14 +113,29 @@ class Router:
 
     def _serve(self, cluster_id: str) -> None:
         status = Status(
-            cluster_id, self._model, self._requests, self._sessions, self._line, self._fleet
+            cluster_id,
+            self._model,
+            self._requests,
+            self._sessions,
+            self._line,
+            self._fleet,
+            self._leader,
         )
-        inference = InferenceServer(self._requests, status).handlers()
-        self._public.add_generic_rpc_handlers((inference,))
+        inference = InferenceServer(self._requests, status, self._transport).handlers()
+        chaos = Chaos(
+            self.config,
+            self.router_id,
+            self._ledger,
+            self._sessions,
+            self._fleet,
+            self._transport,
+        )
+        admin = AdminServer(self._sessions).handlers()
+        self._public.add_generic_rpc_handlers((inference, admin, ChaosServer(chaos).handlers()))
         # Other gateways relay their clients' Attach and Cancel to the one that has the request.
         self._internal.add_generic_rpc_handlers((inference,))
         session_pb2_grpc.add_RouterInternalServicer_to_server(
-            InternalServer(self._fleet, self._leader), self._internal
+            InternalServer(self._fleet, self._leader, chaos), self._internal
         )
 
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
@@ -140,6 +182,7 @@ class Router:
             self._requests.attempts.progress(worker_id, progress)
 
     def worker_lost(self, worker_id: str) -> None:
+        log.info("worker lost", worker_id=worker_id)
         self._leader.worker_lost(worker_id)
         self._requests.attempts.worker_lost(worker_id)
 

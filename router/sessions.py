@@ -1,29 +1,34 @@
 """The streams to the workers: starts and aborts go out, one frame an engine step comes in.
 
 A worker is up from its hello until its stream breaks or it is silent for too long. A silent
-worker's stream stays open: if it speaks again it is up again, and what it still runs of the past
-is aborted.
+worker's stream is given up and dialled again: when the worker hears of it, it ends what it still
+runs of ours. If it comes back under the same id, that was a false alarm, and is counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 import grpc
 
 from everlift import logs
 from everlift.blockhash import BLOCK_SIZE
-from everlift.channels import CLIENT_OPTIONS
-from everlift.v1 import inference_pb2, session_pb2, session_pb2_grpc
+from everlift.errors import UnknownWorker
+from everlift.transport import Transport
+from everlift.v1 import chaos_pb2, inference_pb2, session_pb2, session_pb2_grpc
+from router.clock import now
 from router.config import RouterConfig
 from router.outbox import Outbox
 
 log = logs.get(__name__)
 
 _RECONNECT_S = 0.2
+#: A worker that answers a dial at all does so within this time.
+_ANSWER_S = 5.0
+#: Who wakes so much later than it wanted to was kept waiting by the event loop.
+_STALL_S = 0.2
 
 
 class Listener(Protocol):
@@ -41,7 +46,7 @@ class _Replaced(Exception):
 
 
 class WorkerLink:
-    """One worker's stream, dialled again and again until closed. Times are monotonic seconds."""
+    """One worker's stream, dialled again and again until closed. Times are the router's clock."""
 
     def __init__(
         self,
@@ -49,16 +54,23 @@ class WorkerLink:
         hello: session_pb2.RouterHello,
         listener: Listener,
         silence_s: float,
+        transport: Transport,
     ) -> None:
         self.info = info
         self.state = session_pb2.WorkerState()
         self.running: list[inference_pb2.RunningSequence] = []
         self.is_up = False
-        self.last_heard = time.monotonic()
+        #: times that it was taken for lost and spoke again
+        self.false_alarms = 0
+        self.last_heard = self._dialled_at = now()
+        self._was_up = False
         self._hello = hello
         self._listener = listener
         self._silence_s = silence_s
+        self._transport = transport
+        self._held_until = 0.0
         self._outbox = Outbox(session_pb2.RouterFrame())
+        self._call: asyncio.Task[None] | None = None
         self._tasks = [asyncio.create_task(self._dial()), asyncio.create_task(self._watch())]
 
     def start(self, starts: Sequence[session_pb2.Start]) -> None:
@@ -68,36 +80,72 @@ class WorkerLink:
         abort = session_pb2.Abort(epoch=epoch, choices=choices)
         self._outbox.add(session_pb2.RouterFrame(aborts=[abort]))
 
+    def drain(self) -> None:
+        """The worker hands everything back, whichever router's it is, and takes no more."""
+        self._outbox.add(session_pb2.RouterFrame(drain=True))
+
+    def inject(self, fault: chaos_pb2.Fault) -> None:
+        self._outbox.add(session_pb2.RouterFrame(fault=fault))
+
+    def hold(self, seconds: float) -> None:
+        """Nothing comes in or goes out for so long, as when a network is cut and heals."""
+        self._held_until = max(self._held_until, now() + seconds)
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _dial(self) -> None:
-        async with grpc.aio.insecure_channel(self.info.address, options=CLIENT_OPTIONS) as channel:
-            stub = session_pb2_grpc.WorkerSessionStub(channel)
-            while True:
-                try:
-                    await self._talk(stub)
-                except _Replaced:
-                    log.info("address has another worker", worker_id=self.info.worker_id)
-                    return
-                except grpc.aio.AioRpcError as error:
-                    log.debug("stream ended", worker_id=self.info.worker_id, code=error.code().name)
-                finally:
-                    self._outbox.close()
-                    self._down()
-                await asyncio.sleep(_RECONNECT_S)
+        while True:
+            self._dialled_at = now()
+            self._call = asyncio.create_task(self._connect())
+            try:
+                await asyncio.wait([self._call])
+            finally:
+                self._call.cancel()
+                self._outbox.close()
+                self._down()
+                await asyncio.gather(self._call, return_exceptions=True)
+            if not self._call.cancelled() and isinstance(self._call.exception(), _Replaced):
+                log.info("address has another worker", worker_id=self.info.worker_id)
+                return
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _connect(self) -> None:
+        """On a channel of its own: the one before may lead nowhere any more."""
+        try:
+            async with self._transport.channel(self.info.address) as channel:
+                await self._talk(session_pb2_grpc.WorkerSessionStub(channel))
+        except grpc.aio.AioRpcError as error:
+            log.debug("stream ended", worker_id=self.info.worker_id, code=error.code().name)
+        except _Replaced:
+            raise
+        except Exception:
+            log.exception("what a worker said failed")
 
     async def _talk(self, stub: session_pb2_grpc.WorkerSessionAsyncStub) -> None:
         self._outbox = Outbox(session_pb2.RouterFrame(hello=self._hello))
-        async for frame in stub.Connect(self._outbox.messages()):
+        async for frame in stub.Connect(self._written(self._outbox)):
+            await self._let_go()
             if frame.HasField("hello") and frame.hello.worker_id != self.info.worker_id:
                 raise _Replaced
-            self.last_heard = time.monotonic()
+            self._spoke()
             if not self.is_up:
                 self._up()
             self._heard(frame)
+
+    async def _written(
+        self, outbox: Outbox[session_pb2.RouterFrame]
+    ) -> AsyncIterator[session_pb2.RouterFrame]:
+        async for frame in outbox.messages():
+            await self._let_go()
+            yield frame
+
+    async def _let_go(self) -> None:
+        """Waits while the line is held."""
+        while (left := self._held_until - now()) > 0:
+            await asyncio.sleep(left)
 
     def _heard(self, frame: session_pb2.WorkerFrame) -> None:
         if frame.HasField("state"):
@@ -107,15 +155,34 @@ class WorkerLink:
         self._listener.worker_frame(self.info.worker_id, frame)
 
     async def _watch(self) -> None:
+        """A silent worker is lost before ``silence_s`` are over, if the event loop is not late."""
+        interval = self._silence_s / 10
         while True:
-            quiet = time.monotonic() - self.last_heard
-            if self.is_up and quiet > self._silence_s:
-                log.warning("worker silent", worker_id=self.info.worker_id, seconds=round(quiet, 2))
-                self._down()
-            await asyncio.sleep(self._silence_s / 10)
+            due = now() + interval
+            await asyncio.sleep(interval)
+            # What came while the loop was held up has not been read yet.
+            if now() - due < _STALL_S:
+                self._check_silence()
+
+    def _check_silence(self) -> None:
+        quiet = now() - max(self.last_heard, self._dialled_at)
+        if quiet < (0.9 * self._silence_s if self.is_up else _ANSWER_S):
+            return
+        if self.is_up:
+            log.warning("worker silent", worker_id=self.info.worker_id, seconds=round(quiet, 2))
+            self._down()
+        if self._call is not None and now() >= self._held_until:
+            self._call.cancel()
+
+    def _spoke(self) -> None:
+        if not self.is_up and self._was_up:
+            self.false_alarms += 1
+            late = round(now() - self.last_heard, 2)
+            log.warning("lost worker speaks", worker_id=self.info.worker_id, seconds=late)
+        self.last_heard = now()
 
     def _up(self) -> None:
-        self.is_up = True
+        self.is_up = self._was_up = True
         self._listener.worker_up(self.info)
 
     def _down(self) -> None:
@@ -128,12 +195,23 @@ class Sessions:
     """One link for each worker that the ledger's table names."""
 
     def __init__(
-        self, config: RouterConfig, hello: session_pb2.RouterHello, listener: Listener
+        self,
+        config: RouterConfig,
+        hello: session_pb2.RouterHello,
+        listener: Listener,
+        transport: Transport,
     ) -> None:
         self._config = config
         self._hello = hello
         self._listener = listener
+        self._transport = transport
         self._links: dict[str, WorkerLink] = {}
+        self._past_false_alarms = 0
+
+    @property
+    def false_alarms(self) -> int:
+        """Workers that were taken for lost and spoke again, since this router started."""
+        return self._past_false_alarms + sum(link.false_alarms for link in self._links.values())
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -151,6 +229,23 @@ class Sessions:
         if link is not None and link.is_up:
             link.abort(epoch, choices)
 
+    def drain(self, worker_id: str) -> int:
+        """Tells a worker to hand everything back; returns how many sequences it has now. Raises
+        UnknownWorker."""
+        link = self._connected(worker_id)
+        link.drain()
+        return link.state.num_running + link.state.num_waiting
+
+    def inject(self, worker_id: str, fault: chaos_pb2.Fault) -> None:
+        """Raises UnknownWorker."""
+        self._connected(worker_id).inject(fault)
+
+    def _connected(self, worker_id: str) -> WorkerLink:
+        link = self._links.get(worker_id)
+        if link is None or not link.is_up:
+            raise UnknownWorker(f"no worker {worker_id!r} is connected")
+        return link
+
     async def reconcile(self, workers: list[session_pb2.WorkerInfo]) -> None:
         """Dials who is new in the table, hangs up on who is gone."""
         named = {info.worker_id: info for info in workers if _speaks_our_blocks(info)}
@@ -158,12 +253,16 @@ class Sessions:
             await self._hang_up(worker_id)
         for worker_id in named.keys() - self._links.keys():
             self._links[worker_id] = WorkerLink(
-                named[worker_id], self._hello, self._listener, self._config.worker_silence
+                named[worker_id],
+                self._hello,
+                self._listener,
+                self._config.worker_silence,
+                self._transport,
             )
 
     def unreachable(self) -> list[str]:
         """Workers that nobody has heard for so long that they may be forgotten."""
-        oldest = time.monotonic() - self._config.worker_forget
+        oldest = now() - self._config.worker_forget
         return [
             worker_id
             for worker_id, link in self._links.items()
@@ -171,7 +270,9 @@ class Sessions:
         ]
 
     async def _hang_up(self, worker_id: str) -> None:
-        await self._links.pop(worker_id).close()
+        link = self._links.pop(worker_id)
+        self._past_false_alarms += link.false_alarms
+        await link.close()
 
     async def close(self) -> None:
         await asyncio.gather(*(self._hang_up(worker_id) for worker_id in list(self._links)))

@@ -1,163 +1,128 @@
 """Which worker has room for a request. Pure.
 
-The leader's view of a worker is its last pushed state plus the dispatches that this state does not
-count yet: those whose epoch the worker has not acknowledged. A request is dispatched only against
-such a credit (late binding), so a worker holds little that another one could have begun sooner.
+A request is dispatched only against a credit, room that the worker's view shows (late binding), so
+a worker holds little that another one could have begun sooner.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
-from everlift.blockhash import BLOCK_SIZE
+from router.admission.pace import slow
 from router.admission.policy import Waiting
+from router.admission.worker_view import Capacity, Claim, Load, WorkerView, blocks_of
+from router.config import RouterConfig
 
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """What a worker can hold at most, from its WorkerInfo."""
-
-    max_num_seqs: int
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a worker said of itself last. A state with an older sequence number is ignored."""
-
-    sequence_number: int = -1
-    num_running: int = 0
-    num_waiting: int = 0
-    blocks_used: int = 0
-    pending_prefill_tokens: int = 0
-    committed_tokens: int = 0
-    draining: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Unacknowledged:
-    prefill_tokens: int
-    choices: int
-    dispatched: float
-
-
-@dataclass(slots=True)
-class _Worker:
-    capacity: Capacity
-    load: Load = field(default_factory=Load)
-    unacknowledged: dict[int, _Unacknowledged] = field(default_factory=dict)
-    unacknowledged_tokens: int = 0
-    unacknowledged_choices: int = 0
-
-    @property
-    def ahead(self) -> int:
-        """Sequences that wait for a slot there."""
-        return self.load.num_waiting + self.unacknowledged_choices
-
-    @property
-    def free_slots(self) -> int:
-        return max(0, self.capacity.max_num_seqs - self.load.num_running - self.ahead)
-
-    @property
-    def is_idle(self) -> bool:
-        return self.load.num_running + self.ahead == 0
-
-    @property
-    def committed_tokens(self) -> int:
-        return self.load.committed_tokens + self.unacknowledged_tokens
-
-    @property
-    def pending_prefill(self) -> int:
-        return self.load.pending_prefill_tokens + self.unacknowledged_tokens
+#: Room that is kept for a request which comes back from another worker is kept for so long.
+_HOLD_S = 2.0
 
 
 class Placement:
-    """``local_depth`` and ``max_pending_prefill`` as in RouterConfig; ``ack`` in seconds."""
-
-    def __init__(self, local_depth: int, max_pending_prefill: int, ack: float) -> None:
-        self._local_depth = local_depth
-        self._max_pending_prefill = max_pending_prefill
-        self._ack = ack
-        self._workers: dict[str, _Worker] = {}
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._workers: dict[str, WorkerView] = {}
+        #: the worker that keeps room for a request
+        self._holds: dict[str, str] = {}
 
     @property
-    def workers(self) -> frozenset[str]:
-        return frozenset(self._workers)
+    def workers(self) -> Mapping[str, WorkerView]:
+        return self._workers
+
+    # workers
 
     def join(self, worker_id: str, capacity: Capacity) -> None:
-        self._workers.setdefault(worker_id, _Worker(capacity))
+        self._workers.setdefault(worker_id, WorkerView(capacity))
 
     def leave(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
 
-    def report(self, worker_id: str, load: Load) -> None:
+    def report(self, worker_id: str, load: Load, now: float) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None and load.sequence_number > worker.load.sequence_number:
             worker.load = load
+            worker.end_trial()
+            worker.pace.measure(load.work, now)
 
     def acknowledge(self, worker_id: str, epoch: int) -> None:
         """The worker counts this dispatch in its state from now on, or will never have it."""
-        worker = self._workers.get(worker_id)
-        if worker is None:
-            return
-        gone = worker.unacknowledged.pop(epoch, None)
-        if gone is not None:
-            worker.unacknowledged_tokens -= gone.prefill_tokens
-            worker.unacknowledged_choices -= gone.choices
+        if (worker := self._workers.get(worker_id)) is not None:
+            worker.unacknowledged.drop(epoch)
+
+    def expire(self, now: float) -> None:
+        """Releases what nobody acknowledged or used in time, and compares the workers' paces."""
+        for worker in self._workers.values():
+            worker.unacknowledged.expire(now - self._config.dispatch_ack)
+            for request_id in worker.held.expire(now - _HOLD_S):
+                self._holds.pop(str(request_id), None)
+        paces = {worker_id: worker.pace for worker_id, worker in self._workers.items()}
+        outliers = slow(paces, self._config.slow_factor, now)
+        for worker_id, worker in self._workers.items():
+            worker.is_slow = worker_id in outliers
+
+    # requests
 
     def reserve(self, worker_id: str, epoch: int, waiting: Waiting, now: float) -> None:
         """Counts a dispatch against the worker until it is acknowledged."""
+        self._release(waiting.request_id)
+        claim = Claim(waiting.prefill_tokens, waiting.choices, now)
         worker = self._workers[worker_id]
-        worker.unacknowledged[epoch] = _Unacknowledged(waiting.prefill_tokens, waiting.choices, now)
-        worker.unacknowledged_tokens += waiting.prefill_tokens
-        worker.unacknowledged_choices += waiting.choices
+        worker.unacknowledged.add(epoch, claim)
+        if waiting.is_suspect:
+            worker.trial = epoch
 
-    def expire(self, now: float) -> None:
-        """Releases the dispatches that nobody acknowledged in time."""
-        for worker_id, worker in self._workers.items():
-            late = [e for e, u in worker.unacknowledged.items() if now - u.dispatched > self._ack]
-            for epoch in late:
-                self.acknowledge(worker_id, epoch)
+    def hold(self, worker_id: str, request_id: str, tokens: int, choices: int, now: float) -> None:
+        """Keeps room for a request that will come back to the queue in a moment."""
+        self._release(request_id)
+        self._keep(worker_id, request_id, Claim(tokens, choices, now))
+
+    def _keep(self, worker_id: str, request_id: str, claim: Claim) -> None:
+        self._holds[request_id] = worker_id
+        self._workers[worker_id].held.add(request_id, claim)
+
+    def _release(self, request_id: str) -> tuple[str, Claim] | None:
+        """Where room was kept for it, and how much."""
+        worker_id = self._holds.pop(request_id, "")
+        worker = self._workers.get(worker_id)
+        claim = worker.held.drop(request_id) if worker else None
+        return (worker_id, claim) if claim else None
 
     def choose(self, waiting: Waiting) -> str | None:
-        """The worker with a credit for it that has the fewest committed tokens, then the least
-        prefill pending; None when no worker has one now."""
+        """The worker with a credit for it; None when no worker has one now. Of several it is the
+        one that keeps room for it, or who is not slow and has the fewest committed tokens, then the
+        least prefill pending. A suspect goes where everybody else makes tokens, if it can."""
+        kept = self._release(waiting.request_id)
         ready = [
-            (worker.committed_tokens, worker.pending_prefill, worker_id)
+            (
+                waiting.is_suspect and not worker.is_calm,
+                kept is None or worker_id != kept[0],
+                worker.is_slow,
+                *_burden(worker),
+                worker_id,
+            )
             for worker_id, worker in self._workers.items()
             if self._has_credit(worker, waiting) and not self._avoids(waiting, worker_id)
         ]
-        return min(ready)[2] if ready else None
+        if kept is not None:
+            self._keep(kept[0], waiting.request_id, kept[1])
+        return min(ready)[-1] if ready else None
 
     def _avoids(self, waiting: Waiting, worker_id: str) -> bool:
         """Its gateway could not reach this worker, and there is another one."""
         return worker_id == waiting.avoid and len(self._workers) > 1
 
-    def _has_credit(self, worker: _Worker, waiting: Waiting) -> bool:
-        if worker.load.draining or worker.load.sequence_number < 0:
+    def _has_credit(self, worker: WorkerView, waiting: Waiting) -> bool:
+        # Whoever is lost beside a suspect might be taken for one, and a suspect for another.
+        if not worker.is_open or worker.trial:
             return False
         if worker.is_idle:
             return True
-        if not self._has_slots(worker, waiting.choices):
+        if not worker.has_slots(waiting.choices, self._config.local_depth):
             return False
         pending = worker.pending_prefill
-        if pending and pending + waiting.prefill_tokens > self._max_pending_prefill:
+        if pending and pending + waiting.prefill_tokens > self._config.max_pending_prefill:
             return False
-        return self._free_blocks(worker) > _blocks(waiting)
-
-    def _has_slots(self, worker: _Worker, choices: int) -> bool:
-        """Few enough of them have to wait for one there."""
-        without = choices - worker.free_slots
-        return without <= 0 or worker.ahead + without <= self._local_depth
-
-    def _free_blocks(self, worker: _Worker) -> int:
-        # What has been dispatched or waits there has a claim on blocks that its state does not
-        # count yet.
-        claimed = -(-worker.pending_prefill // BLOCK_SIZE)
-        return worker.capacity.num_blocks - worker.load.blocks_used - claimed
+        return worker.free_blocks > blocks_of(waiting)
 
 
-def _blocks(waiting: Waiting) -> int:
-    """What is known of it takes so many, but for the last one; its choices share the prompt's, and
-    each other one needs one of its own."""
-    return waiting.prefill_tokens // BLOCK_SIZE + waiting.choices - 1
+def _burden(worker: WorkerView) -> tuple[int, int]:
+    return (worker.committed_tokens, worker.pending_prefill)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from math import inf
+from typing import Protocol, Self
+
+from everlift.v1 import session_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """What order and placement may look at.
 
-    ``arrived`` is ledger time in seconds and survives requeues. ``prefill_tokens`` are to be
-    computed before the next token: the prompt, which the choices share, and each choice's output so
-    far. ``max_tokens`` may still be generated, by all of the ``choices`` together.
+    ``arrived``, ``deadline`` and ``ttft_deadline`` are ledger time in seconds; ``arrived`` survives
+    requeues. ``prefill_tokens`` are to be computed before the next token: the prompt, which the
+    choices share, and each choice's output so far. ``max_tokens`` may still be generated, by all of
+    the ``choices`` together.
     """
 
     request_id: str
@@ -22,6 +26,44 @@ class Waiting:
     max_tokens: int
     avoid: str = ""
     choices: int = 1
+    #: a larger one goes first
+    priority: int = 0
+    deadline: float = inf
+    ttft_deadline: float = inf
+    #: times that it may still be taken off a worker to go on elsewhere
+    moves_left: int = 0
+    #: it may be what its last workers died of
+    is_suspect: bool = False
+
+    @classmethod
+    def told(cls, gateway: str, message: session_pb2.Waiting) -> Self:
+        return cls(
+            message.request_id,
+            gateway,
+            message.arrived,
+            message.prompt_tokens,
+            message.max_tokens,
+            message.avoid,
+            message.choices,
+            message.priority,
+            message.deadline or inf,
+            message.ttft_deadline or inf,
+            message.moves_left,
+            message.suspect,
+        )
+
+
+class Ordered(Protocol):
+    """Whatever has a place in the queue's order: it waits, or runs and may come back."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def arrived(self) -> float: ...
+
+    @property
+    def priority(self) -> int: ...
 
 
 #: Compared as a tuple; the smallest key leaves first.
@@ -31,11 +73,11 @@ Key = tuple[float | str, ...]
 class Policy(Protocol):
     """A key is taken once, when the request enters the queue: it may not depend on the time."""
 
-    def key(self, waiting: Waiting) -> Key: ...
+    def key(self, waiting: Ordered) -> Key: ...
 
 
 class Fifo:
-    """By arrival. A request that comes back from a worker keeps its place."""
+    """By class, then by arrival. A request that comes back from a worker keeps its place."""
 
-    def key(self, waiting: Waiting) -> Key:
-        return (waiting.arrived, waiting.request_id)
+    def key(self, waiting: Ordered) -> Key:
+        return (-waiting.priority, waiting.arrived, waiting.request_id)

@@ -2,26 +2,40 @@
 
 Every operation is O(log n) amortised. A withdrawn request leaves a hole in the heap, which is
 closed when it comes up or when holes outnumber what waits.
+
+A million may wait: what is kept of each is tuples of plain values alone, which Python's garbage
+collector leaves out of its rounds. Rounds over a million objects would stop the router for tenths
+of a second.
 """
 
 from __future__ import annotations
 
 import heapq
+from dataclasses import fields
 from itertools import count
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 from router.admission.policy import Key, Policy, Waiting
+
+_Row: TypeAlias = tuple[Any, ...]
+
+_row = attrgetter(*(field.name for field in fields(Waiting)))
 
 
 class AdmissionQueue:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        #: a ticket names one stay of a request
         self._heap: list[tuple[Key, int]] = []
         self._tickets = count()
-        self._waiting: dict[int, Waiting] = {}
+        self._rows: dict[int, _Row] = {}
         self._ticket_of: dict[str, int] = {}
+        #: request ids, no gateway without any
+        self._of_gateway: dict[str, dict[str, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._rows)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ticket_of
@@ -29,52 +43,57 @@ class AdmissionQueue:
     def push(self, waiting: Waiting) -> Waiting | None:
         """Adds a request; the one that waited under this id before is replaced, and returned."""
         replaced = self._take_out(waiting.request_id)
-        ticket = next(self._tickets)
-        self._waiting[ticket] = waiting
-        self._ticket_of[waiting.request_id] = ticket
+        ticket = self._ticket_of[waiting.request_id] = next(self._tickets)
+        self._rows[ticket] = _row(waiting)
+        self._of_gateway.setdefault(waiting.gateway, {})[waiting.request_id] = None
         heapq.heappush(self._heap, (self._policy.key(waiting), ticket))
         return replaced
 
     def withdraw(self, request_id: str, gateway: str) -> bool:
         """Removes a request wherever it stands; False if it does not wait for this gateway."""
-        ticket = self._ticket_of.get(request_id)
-        if ticket is None or self._waiting[ticket].gateway != gateway:
+        if request_id not in self._of_gateway.get(gateway, ()):
             return False
         self._take_out(request_id)
         return True
 
     def withdraw_gateway(self, gateway: str) -> None:
-        """Removes everything of a gateway that is gone. O(n), once a gateway's life."""
-        for waiting in [w for w in self._waiting.values() if w.gateway == gateway]:
-            self._take_out(waiting.request_id)
+        """Removes everything of a gateway that is gone. O(what it has waiting)."""
+        for request_id in tuple(self._of_gateway.get(gateway, ())):
+            self._take_out(request_id)
 
     def _take_out(self, request_id: str) -> Waiting | None:
-        ticket = self._ticket_of.pop(request_id, None)
+        ticket = self._ticket_of.get(request_id)
         if ticket is None:
             return None
-        waiting = self._waiting.pop(ticket)
+        waiting = self._leave(ticket)
         self._close_holes()
+        return waiting
+
+    def _leave(self, ticket: int) -> Waiting:
+        waiting = Waiting(*self._rows.pop(ticket))
+        del self._ticket_of[waiting.request_id]
+        siblings = self._of_gateway[waiting.gateway]
+        del siblings[waiting.request_id]
+        if not siblings:
+            del self._of_gateway[waiting.gateway]
         return waiting
 
     def peek(self) -> Waiting | None:
         """The request that leaves next."""
         while self._heap:
-            waiting = self._waiting.get(self._heap[0][1])
-            if waiting is not None:
-                return waiting
+            row = self._rows.get(self._heap[0][1])
+            if row is not None:
+                return Waiting(*row)
             heapq.heappop(self._heap)
         return None
 
     def pop(self) -> Waiting:
         """Takes out what ``peek`` shows. Raises IndexError when nothing waits."""
-        waiting = self.peek()
-        if waiting is None:
+        if self.peek() is None:
             raise IndexError("nothing waits")
-        heapq.heappop(self._heap)
-        del self._waiting[self._ticket_of.pop(waiting.request_id)]
-        return waiting
+        return self._leave(heapq.heappop(self._heap)[1])
 
     def _close_holes(self) -> None:
-        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._waiting):
-            self._heap = [item for item in self._heap if item[1] in self._waiting]
+        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._rows):
+            self._heap = [item for item in self._heap if item[1] in self._rows]
             heapq.heapify(self._heap)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from everlift import logs
@@ -22,31 +23,37 @@ _LATE_S = 0.3
 
 class Appender:
     """``on_stored`` hears the ledger's answer to every append; ``on_away``, while the ledger does
-    not answer, hears of every append that waits for it."""
+    not answer, hears of every append that waits for it. Appends gather for ``gather_s`` seconds, or
+    until one that ends its choice comes."""
 
     def __init__(
         self,
         ledger: Ledger,
         on_stored: Callable[[Append, Appended], None],
         on_away: Callable[[Append], None],
+        gather_s: float = 0.0,
     ) -> None:
         self._ledger = ledger
         self._on_stored = on_stored
         self._on_away = on_away
+        self._gather_s = gather_s
         self._pending: dict[_Key, Append] = {}
         self._more = asyncio.Event()
+        self._has_end = asyncio.Event()
 
     def put(self, append: Append) -> None:
         """Appends of one epoch may overlap what still waits here, but leave no gap behind it."""
         key = (append.request_id, append.choice, append.epoch)
         earlier = self._pending.get(key)
         self._pending[key] = append if earlier is None else _joined(earlier, append)
+        if append.finish_reason:
+            self._has_end.set()
         self._more.set()
 
     async def run(self) -> None:
         while True:
             await self._more.wait()
-            self._more.clear()
+            await self._gather()
             batch, self._pending = self._pending, {}
             try:
                 answers = await self._append(batch)
@@ -57,6 +64,14 @@ class Appender:
                 continue
             for append, answer in zip(batch.values(), answers, strict=True):
                 self._on_stored(append, answer)
+
+    async def _gather(self) -> None:
+        if self._gather_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._gather_s):
+                    await self._has_end.wait()
+        self._more.clear()
+        self._has_end.clear()
 
     async def _append(self, batch: dict[_Key, Append]) -> list[Appended]:
         """The ledger's answers. While they are late, what waits is told to ``on_away`` again and
@@ -89,4 +104,5 @@ def _joined(earlier: Append, later: Append) -> Append:
         tokens=first.tokens + second.tokens[overlap:],
         logprobs=first.logprobs + second.logprobs[overlap:],
         finish_reason=later.finish_reason or earlier.finish_reason,
+        tally=later.tally or earlier.tally,
     )

@@ -23,6 +23,15 @@ def take(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> b
     return True
 
 
+def note(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> None:
+    """What the worker says of the choice's KV blocks, and of what it has computed."""
+    live.preemptions += progress.preemptions
+    live.recomputed_tokens += progress.recomputed_tokens
+    choice.num_computed = max(choice.num_computed, progress.num_computed)
+    if progress.residence:
+        choice.is_preempted = progress.residence == session_pb2.RESIDENCE_PREEMPTED
+
+
 def _take_scored(
     live: LiveRequest, choice: Choice, progress: session_pb2.Progress, known: int
 ) -> bool:

@@ -2,7 +2,8 @@
 
 waiting  --dispatched-->  running  --last tokens-->  finishing  --stored-->  over
    ^                         |
-   +--- lost or given back --+         any of them  --end-->  ending  --ledger-->  over
+   +- lost, given back, -----+            any of them  --end-->  ending  --ledger-->  over
+      or moved elsewhere
 
 All its choices go this way together; each comes to its own end while the request is running. What
 is given back choice by choice waits for the last of them.
@@ -15,16 +16,19 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from everlift import logs
-from everlift.errors import DataLoss, EngineFailed, EverliftError, InvalidRequest, from_slug
+from everlift.errors import EngineFailed, EverliftError, InvalidRequest, from_slug
 from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
+from router.clock import now
 from router.config import RouterConfig
-from router.gateway.appender import Appender
-from router.gateway.arrival import take
+from router.gateway import told
+from router.gateway.agreement import Agreement
+from router.gateway.arrival import note, take
 from router.gateway.choice import Choice
-from router.gateway.custody import Custody, now
+from router.gateway.custody import Custody
+from router.gateway.keeping import Keeping
 from router.gateway.live import LiveRequest, Phase
-from router.ledger.entry import Append, Appended, Entry, State
+from router.ledger.entry import Entry, State
 
 log = logs.get(__name__)
 
@@ -36,6 +40,8 @@ _FINISHED_BY = {
 _RETRY_S = 0.1
 #: To write down more of them for a worker would keep the event loop from all others for too long.
 _TOKENS_AT_ONCE = 1 << 16
+#: More losses than there can be.
+_NEVER = 1 << 30
 
 
 class Workers(Protocol):
@@ -60,7 +66,17 @@ class Line(Protocol):
 
     def enqueue(self, waiting: session_pb2.Waiting) -> None: ...
 
-    def withdraw(self, request_id: str) -> None: ...
+    def withdraw(self, request_id: str) -> None:
+        """It needs no worker any more: neither its place in the queue nor what it had."""
+        ...
+
+    def running(self, running: session_pb2.Running) -> None:
+        """Its worker preempted it, or goes on with it."""
+        ...
+
+    def asserted(self, generation: str) -> None:
+        """The ledger of this generation has been told again what it may have lost."""
+        ...
 
 
 class Attempts:
@@ -81,12 +97,27 @@ class Attempts:
         self._line = line
         self._adopt = adopt
         self._by_epoch: dict[int, LiveRequest] = {}
-        self._ledger_away_since: float | None = None
-        self._appender = Appender(custody.ledger, self._stored, self._away)
+        self.keeping = Keeping(config, custody, self._differs, self._fail)
+        self._agreement = Agreement(custody, self.keeping, self)
 
     async def run(self) -> None:
         """Carries tokens into the ledger until cancelled."""
-        await self._appender.run()
+        await self.keeping.run()
+
+    # the leader is told
+
+    def enqueue(self, live: LiveRequest) -> None:
+        self._line.enqueue(self.waiting(live))
+
+    def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
+        return told.waiting(live, self._moves_left(live), self._is_suspect(live))
+
+    def running(self) -> list[session_pb2.Running]:
+        """All that workers have."""
+        return [told.running(live, self._moves_left(live)) for live in self._by_epoch.values()]
+
+    def _moves_left(self, live: LiveRequest) -> int:
+        return max(0, self._config.max_moves - live.num_moved)
 
     # the leader speaks
 
@@ -96,9 +127,9 @@ class Attempts:
         if live is None or live.phase is not Phase.WAITING:
             self._custody.spawn(self._decline(message))
             return
-        live.begin(message.epoch, message.worker_id, message.attempt, now())
-        self._by_epoch[message.epoch] = live
         self._custody.counters.migrated += bool(live.num_tokens)
+        live.begin(message, now())
+        self._by_epoch[message.epoch] = live
         log.info(
             "dispatched",
             request_id=live.request_id,
@@ -107,12 +138,12 @@ class Attempts:
             tokens=live.num_tokens,
         )
         # Ends and tokens that the ledger did not take under an older epoch.
-        self._store_rest(live)
+        self.keeping.put_rest(live)
         if not live.at_worker:
             self._all_left(live)
         elif not self._start(live, live.unfinished):
             live.avoid = message.worker_id
-            self._custody.spawn(self._return(live, delay_s=_RETRY_S))
+            self._custody.spawn_for(live, self._return(live, delay_s=_RETRY_S))
 
     def _start(self, live: LiveRequest, choices: Sequence[Choice]) -> bool:
         """Of long ones a part, and the others when the event loop has done what waits. False when
@@ -121,7 +152,7 @@ class Attempts:
         count = max(1, _TOKENS_AT_ONCE // longest)
         if later := choices[count:]:
             asyncio.get_running_loop().call_soon(self._start_later, live, live.epoch, later)
-        starts = [live.start(choice) for choice in choices[:count]]
+        starts = [told.start(live, choice) for choice in choices[:count]]
         return self._workers.start(live.worker_id, starts)
 
     def _start_later(self, live: LiveRequest, epoch: int, choices: Sequence[Choice]) -> None:
@@ -129,20 +160,42 @@ class Attempts:
             self._start(live, choices)
 
     async def _decline(self, message: session_pb2.Dispatched) -> None:
-        entry = await self._custody.persist(
-            lambda: self._ledger.release(
-                message.request_id, message.epoch, loss=None, max_losses=self._config.max_losses
-            )
-        )
-        is_ours = entry.state is State.QUEUED and entry.gateway == self._custody.router_id
-        if is_ours and self._custody.get(message.request_id) is None:
+        """It is not waiting here: another leader was quicker, or the ledger lost a dispatch."""
+        entry = await self._custody.persist(lambda: self._released(message))
+        if entry.state is not State.QUEUED or entry.gateway != self._custody.router_id:
+            return
+        if (live := self._custody.get(message.request_id)) is not None:
+            await self.agree(live)
+        else:
             self._adopt(message.request_id)
+
+    async def _released(self, message: session_pb2.Dispatched) -> Entry:
+        """As if it had not been dispatched."""
+        tally = (await self._ledger.get(message.request_id)).tally
+        return await self._ledger.release(
+            message.request_id,
+            message.epoch,
+            loss=None,
+            max_losses=self._config.max_losses,
+            tally=tally,
+        )
 
     def stale(self, request_id: str) -> None:
         """The ledger would not let the leader dispatch it: a move of it was lost on the way."""
         live = self._custody.get(request_id)
         if live is not None and live.phase is Phase.WAITING:
-            self._custody.spawn(self._follow(live))
+            self._custody.spawn_for(live, self._agreement.find(live, is_queued=False))
+
+    def move(self, request_id: str) -> None:
+        """It can go on sooner elsewhere, or has to make room."""
+        live = self._custody.get(request_id)
+        if live is None or live.epoch not in self._by_epoch:
+            return
+        log.info("moved", request_id=request_id, worker_id=live.worker_id, tokens=live.num_tokens)
+        live.num_moved += 1
+        self._custody.counters.moved += 1
+        self._workers.abort(live.worker_id, live.epoch)
+        self._custody.spawn_for(live, self._return(live))
 
     # workers speak
 
@@ -158,11 +211,12 @@ class Attempts:
             log.error("tokens missing", request_id=live.request_id, offset=progress.offset)
             self._lost(live, f"worker {worker_id} left out tokens")
             return
+        self._note(live, choice, progress)
         stop = progress.stop
         finish = FinishReason.STOP if choice.output.stopped else _FINISHED_BY.get(stop)
         choice.finish_reason = finish
         if finish or len(choice.output) > offset:
-            self._appender.put(live.append(choice, offset))
+            self.keeping.put(live, choice, offset)
         if finish and not stop:
             self._workers.abort(worker_id, live.epoch, (choice.index,))
         if finish or stop == session_pb2.STOP_CAUSE_RETURNED:
@@ -170,19 +224,34 @@ class Attempts:
         elif stop:
             self._stopped_short(live, progress)
 
+    def _note(self, live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> None:
+        """What became of its KV blocks."""
+        note(live, choice, progress)
+        self._custody.counters.preempted += progress.preemptions
+        self._custody.counters.recomputed_tokens += progress.recomputed_tokens
+        self._tell_residence(live)
+
+    def _tell_residence(self, live: LiveRequest) -> None:
+        if live.is_preempted is not live.is_known_preempted:
+            live.is_known_preempted = live.is_preempted
+            self._line.running(told.running(live, self._moves_left(live)))
+
     def _left(self, live: LiveRequest, choice: Choice) -> None:
         """The worker is done with a choice, which is finished or was given back."""
         live.at_worker.discard(choice.index)
         if not live.at_worker:
             self._all_left(live)
+        else:
+            self._tell_residence(live)
 
     def _all_left(self, live: LiveRequest) -> None:
         """No worker has anything to do for it."""
         if live.unfinished:
-            self._custody.spawn(self._return(live))
+            self._custody.spawn_for(live, self._return(live))
         else:
             del self._by_epoch[live.epoch]
             live.phase = Phase.FINISHING
+            self._line.withdraw(live.request_id)
 
     def _stopped_short(self, live: LiveRequest, progress: session_pb2.Progress) -> None:
         """The worker could not begin a choice, or not go on with it: so it is with all."""
@@ -193,19 +262,20 @@ class Attempts:
             self.end(live, State.FAILED, EngineFailed(progress.error))
         else:
             log.warning("engine failed", request_id=live.request_id, cause=progress.error)
+            live.avoid = live.worker_id
             self._lost(live, f"the engine failed: {progress.error}")
 
     def _lost(self, live: LiveRequest, cause: str) -> None:
         """The worker lives, but this request is lost there."""
         self._workers.abort(live.worker_id, live.epoch)
-        self._custody.spawn(self._return(live, loss=cause))
+        self._custody.spawn_for(live, self._return(live, loss=cause))
 
     def worker_lost(self, worker_id: str) -> None:
         """Everything that ran there goes back into the queue, with its tokens."""
         lost = [live for live in self._by_epoch.values() if live.worker_id == worker_id]
         log.warning("worker lost", worker_id=worker_id, requests=len(lost))
         for live in lost:
-            self._custody.spawn(self._return(live, loss=f"worker {worker_id} was lost"))
+            self._custody.spawn_for(live, self._return(live, loss=f"worker {worker_id} was lost"))
 
     async def _return(
         self, live: LiveRequest, *, loss: str | None = None, delay_s: float = 0.0
@@ -215,132 +285,65 @@ class Attempts:
         if self._by_epoch.pop(epoch, None) is None:
             return
         await asyncio.sleep(delay_s)
-        await self._store_all(live)
+        await self.keeping.put_all(live)
         if not live.runs_under(epoch):
             return
-        entry = await self._custody.ask(
+        if loss is not None:
+            live.lose()
+        max_losses = self._max_losses(live)
+        entry = await self._custody.move(
             live,
             lambda: self._ledger.release(
-                live.request_id, epoch, loss=loss, max_losses=self._config.max_losses
+                live.request_id, epoch, loss=loss, max_losses=max_losses, tally=live.tally
             ),
         )
-        if not live.runs_under(epoch):
-            return
+        if live.runs_under(epoch):
+            self.queue_again(live, entry)
+
+    def _max_losses(self, live: LiveRequest) -> int:
+        """With how many the ledger is to end it. What kills its workers loses one after the other
+        without a token, while what was beside it goes on in between."""
+        if live.losses_in_a_row < self._config.max_losses:
+            return _NEVER
+        return live.entry.losses + 1
+
+    def _is_suspect(self, live: LiveRequest) -> bool:
+        """One more such loss ends it."""
+        in_a_row = live.losses_in_a_row
+        return in_a_row > 0 and in_a_row + 1 >= self._config.max_losses
+
+    def queue_again(self, live: LiveRequest, entry: Entry) -> None:
+        """If the ledger lets it."""
         if entry.state is State.QUEUED and entry.gateway == self._custody.router_id:
-            live.wait_again(now())
-            self._line.enqueue(live.waiting())
+            live.wait_again(entry, now())
+            self.enqueue(live)
         else:
             self._custody.settle_as(live, entry)
 
-    async def _store_all(self, live: LiveRequest) -> None:
-        """Waits until the ledger has all that came, also what it forgot when it came back."""
-        self._store_rest(live)
-        await live.all_stored()
+    # the ledger speaks
 
-    def _store_rest(self, live: LiveRequest) -> None:
-        for choice in live.choices:
-            if not choice.is_stored:
-                self._appender.put(live.append(choice, choice.stored))
+    def _differs(self, live: LiveRequest) -> None:
+        self._custody.spawn_for(live, self.agree(live))
 
-    # the ledger answers
+    async def agree(self, live: LiveRequest) -> None:
+        """The ledger may have the request in another state than we do."""
+        await self._agreement.find(live)
 
-    def _stored(self, append: Append, answer: Appended) -> None:
-        self._ledger_away_since = None
-        live = self._custody.get(append.request_id)
-        if live is None:
-            return
-        if answer is Appended.FINISHED:
-            self._finished(live)
-        elif answer is Appended.OK:
-            self._mark_stored(live, append)
-        elif answer is Appended.FENCED or answer is Appended.ENDED:
-            self._custody.spawn(self._follow(live))
-        elif answer is Appended.GAP:
-            self._custody.spawn(self._assert_again(live))
-        else:
-            error = DataLoss(f"the ledger answered {answer.value} at offset {append.offset}")
-            self.end(live, State.FAILED, error)
-
-    def _mark_stored(self, live: LiveRequest, append: Append) -> None:
-        choice = live.choices[append.choice]
-        end = append.offset + len(append.tokens)
-        self._custody.counters.output_tokens += max(0, end - choice.stored)
-        live.mark_stored(choice, end, now())
-        if not append.finish_reason:
-            return
-        if all(other.is_complete for other in live.choices if other is not choice):
-            # Every end was stored, and yet the request is not finished: one of them was forgotten.
-            self._custody.spawn(self._assert_again(live))
-        else:
-            choice.complete()
-            live.wake()
-
-    def _finished(self, live: LiveRequest) -> None:
-        unseen = sum(len(choice.output) - choice.stored for choice in live.choices)
-        self._custody.counters.output_tokens += unseen
-        self._custody.forget(live)
-        self._custody.counters.completed += 1
-        live.complete(now())
-        log.info("finished", request_id=live.request_id, tokens=live.num_tokens)
-
-    async def _assert_again(self, live: LiveRequest) -> None:
-        """The ledger's server came back without its last second: it gets what it had before."""
-        entry = await self._custody.ask(live, lambda: self._ledger.get(live.request_id))
-        if live.is_ending:
-            return
-        if entry.epoch != live.epoch:
-            await self._follow(live)
-            return
-        tokens = live.num_tokens - sum(entry.num_tokens)
-        log.warning("tokens asserted again", request_id=live.request_id, tokens=tokens)
-        for choice, stored in zip(live.choices, entry.num_tokens, strict=True):
-            if stored < len(choice.output) or choice.finish_reason:
-                self._appender.put(live.append(choice, stored))
-
-    async def _follow(self, live: LiveRequest) -> None:
-        """The ledger has the request in another state than we do: it is right."""
-        me = self._custody.router_id
-        async with self._custody.moving.hold(live.request_id):
-            entry = await self._custody.ask(live, lambda: self._ledger.get(live.request_id))
-            if live.is_ending:
-                return
-            if (entry.epoch, entry.gateway) == (live.epoch, me):
-                return
-            self.drop(live)
-            if entry.state.is_final or entry.gateway != me:
-                self._custody.settle_as(live, entry)
-                return
-            await self._custody.ask(
-                live,
-                lambda: self._ledger.take_over(
-                    live.request_id, self._custody.router_id, self._custody.router_id
-                ),
-            )
-            if not live.is_ending:
-                live.wait_again(now())
-                self._line.enqueue(live.waiting())
-
-    def _away(self, append: Append) -> None:
-        moment = now()
-        if self._ledger_away_since is None:
-            self._ledger_away_since = moment
-        live = self._custody.get(append.request_id)
-        if live is not None and moment - self._ledger_away_since < self._config.unledgered:
-            live.mark_unledgered(live.choices[append.choice], moment)
+    def _fail(self, live: LiveRequest, error: EverliftError) -> None:
+        self.end(live, State.FAILED, error)
 
     # it ends
 
     def end(self, live: LiveRequest, state: State, error: EverliftError) -> asyncio.Task[Entry]:
         """Ends it before its last token. Who waits for that shields it: it goes on in any case."""
-        return self._custody.spawn(self._ending(live, state, error))
+        return self._custody.spawn_for(live, self._ending(live, state, error))
 
     async def _ending(self, live: LiveRequest, state: State, error: EverliftError) -> Entry:
-        if live.phase is Phase.WAITING:
-            self._line.withdraw(live.request_id)
+        self._line.withdraw(live.request_id)
         self.drop(live)
         if not live.is_over:
             live.phase = Phase.ENDING
-        entry = await self._custody.ask(
+        entry = await self._custody.move(
             live,
             lambda: self._ledger.end(
                 live.request_id, state, error.slug, str(error), self._custody.router_id

@@ -11,9 +11,9 @@ _TOKENS_A_PIECE = 4096
 
 
 class Choice:
-    """Three counts of tokens, each at most the one before: ``len(output)`` came from workers,
-    ``stored`` are in the ledger, and ``readable`` may be seen by clients: what is stored, or more
-    while the ledger is away and deliveries are marked.
+    """Three counts of tokens: ``len(output)`` came from workers, ``stored`` of them are in the
+    ledger, and ``readable`` may be seen by clients: what is stored, or more where deliveries run
+    ahead of the ledger and are marked.
     """
 
     def __init__(
@@ -28,8 +28,11 @@ class Choice:
         self.finish_reason = finish_reason
         #: its end is in the ledger
         self.is_complete = False
+        #: its worker took its KV blocks away and did not give them back yet
+        self.is_preempted = False
+        #: tokens, prompt counted in, that workers have computed by what they said
+        self.num_computed = 0
         self._epochs: list[tuple[int, int]] = [(0, 0)]
-        self._unledgered_from: int | None = None
         if finish_reason:
             self.complete()
 
@@ -43,20 +46,16 @@ class Choice:
 
     def begin(self, epoch: int) -> None:
         """A worker gets it, under a fresh epoch."""
+        self.is_preempted = False
         self._epochs.append((len(self.output), epoch))
 
     def mark_stored(self, count: int) -> bool:
         """The first ``count`` tokens are in the ledger. Answers whether more can be read."""
-        if count > self.stored:
-            self.stored = count
-        if self.stored >= self.readable:
-            self._unledgered_from = None
+        self.stored = max(self.stored, count)
         return self._make_readable(self.stored)
 
-    def mark_unledgered(self) -> bool:
-        """All tokens may be seen although the ledger is away. Answers whether that is more."""
-        if len(self.output) > self.stored and self._unledgered_from is None:
-            self._unledgered_from = self.stored
+    def run_ahead(self) -> bool:
+        """All tokens may be seen before the ledger has them. Answers whether that is more."""
         return self._make_readable(len(self.output))
 
     def _make_readable(self, count: int) -> bool:
@@ -89,7 +88,7 @@ class Choice:
             epoch=epoch,
             token_ids=self.output.tokens[offset:end],
             text=self.output.text(offset, end),
-            unledgered=self._unledgered_from is not None and end > self._unledgered_from,
+            unledgered=end > self.stored,
         )
         if self.output.logprobs:
             piece.logprobs.extend(it.to_proto() for it in self.output.logprobs[offset:end])

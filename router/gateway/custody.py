@@ -1,13 +1,15 @@
 """The requests that this gateway has in its hands, and what the ledger is asked about them.
 
-Every move is the ledger's. An answer that says that somebody else has a request ends it here.
+Every move is the ledger's. An answer that says that somebody else has a request ends it here; one
+that knows less of it than we do is told what was lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
+from operator import ge
 from typing import Any, TypeVar
 
 from everlift import logs
@@ -19,10 +21,13 @@ from everlift.errors import (
     UnknownRequest,
     from_slug,
 )
+from router.clock import now
 from router.gateway.keyed_lock import KeyedLock
+from router.gateway.ledger_health import LedgerHealth
 from router.gateway.live import LiveRequest
+from router.gateway.recent import Recent
 from router.ledger.base import Ledger
-from router.ledger.entry import Entry, State
+from router.ledger.entry import Entry, Reasserted, State
 
 log = logs.get(__name__)
 
@@ -36,14 +41,21 @@ class Counters:
     """Since this router started."""
 
     def __init__(self) -> None:
-        self.completed = self.failed = self.migrated = self.output_tokens = 0
+        self.completed = self.failed = self.output_tokens = 0
+        self.migrated = self.preempted = self.moved = self.recomputed_tokens = 0
 
 
 class Custody:
-    def __init__(self, router_id: str, ledger: Ledger) -> None:
+    def __init__(
+        self, router_id: str, ledger: Ledger, health: LedgerHealth, recent: Recent
+    ) -> None:
         self.router_id = router_id
         self.ledger = ledger
+        self.health = health
+        self.recent = recent
         self.counters = Counters()
+        #: the router stops: nothing more is taken, and no client that goes is missed
+        self.is_closing = False
         #: held by whoever moves a request in or out of here
         self.moving = KeyedLock()
         self._live: dict[str, LiveRequest] = {}
@@ -58,11 +70,15 @@ class Custody:
     def get(self, request_id: str) -> LiveRequest | None:
         return self._live.get(request_id)
 
+    def has(self, live: LiveRequest) -> bool:
+        return self._live.get(live.request_id) is live
+
     def take(self, live: LiveRequest) -> None:
+        self.recent.begin(live.request_id)
         self._live[live.request_id] = live
 
-    def forget(self, live: LiveRequest) -> None:
-        if self._live.get(live.request_id) is live:
+    def let_go(self, live: LiveRequest) -> None:
+        if self.has(live):
             del self._live[live.request_id]
 
     # a request leaves
@@ -71,12 +87,21 @@ class Custody:
         """Ends it here as the ledger says."""
         if live.is_over:
             return
-        self.forget(live)
-        self.counters.failed += entry.state is State.FAILED
+        self.let_go(live)
         if entry.state is State.FINISHED and not self._is_ours_to_the_end(live, entry):
             live.settle(now(), Moved("it finished on another router: attach again"))
-        else:
-            self.close_as(live, entry)
+            return
+        self.counters.completed += entry.state is State.FINISHED
+        self.counters.failed += entry.state is State.FAILED
+        self.close_as(live, entry)
+        if entry.state.is_final and entry.gateway == self.router_id:
+            self.recent.end(live)
+
+    def is_ours(self, live: LiveRequest, entry: Entry) -> bool:
+        """Nobody else has gone on with it."""
+        counts = zip(live.choices, entry.num_tokens, strict=True)
+        has_more = any(count > len(choice.output) for choice, count in counts)
+        return entry.gateway == self.router_id and not has_more
 
     def _is_ours_to_the_end(self, live: LiveRequest, entry: Entry) -> bool:
         """What finished is what was streamed here."""
@@ -84,6 +109,7 @@ class Custody:
         return entry.gateway == self.router_id and entry.num_tokens == tokens
 
     def close_as(self, live: LiveRequest, entry: Entry) -> None:
+        live.entry = entry
         if entry.state is State.FINISHED:
             for choice, reason in zip(live.choices, entry.finish_reasons, strict=True):
                 choice.finish_reason = reason
@@ -93,14 +119,41 @@ class Custody:
 
     # asking the ledger
 
-    async def ask(self, live: LiveRequest, move: Callable[[], Awaitable[T]]) -> T:
-        """A move of a live request; one that the ledger does not know any more ends as DataLoss."""
-        try:
-            return await self.persist(move)
-        except UnknownRequest:
-            self.forget(live)
-            live.settle(now(), DataLoss("the ledger does not know this request any more"))
-            raise
+    async def move(self, live: LiveRequest, move: Callable[[], Awaitable[Entry]]) -> Entry:
+        """The ledger's answer to a move of a live request, or to a question about it. If it has
+        lost something that it had acknowledged, it is told that first. The live request is over if
+        they contradict each other."""
+        while True:
+            had = _acknowledged(live)
+            with suppress(UnknownRequest):
+                entry = await self.persist(move)
+                if _has_all(entry, had):
+                    return entry
+            answer, entry = await self._restore(live)
+            if answer is not Reasserted.OK:
+                return entry
+
+    async def _restore(self, live: LiveRequest) -> tuple[Reasserted, Entry]:
+        """Tells the ledger again what it was told of a request. If what it has instead contradicts
+        what was streamed here, this is the request's end."""
+        self.health.lost()
+        log.warning("told again", request_id=live.request_id, tokens=live.num_tokens)
+        answer, entry = await self.persist(lambda: self.ledger.reassert(live.held()))
+        if answer is Reasserted.DIVERGED:
+            error = DataLoss("the ledger came back with other tokens than were streamed")
+            entry = await self.persist(
+                lambda: self.ledger.end(
+                    live.request_id, State.FAILED, error.slug, str(error), self.router_id
+                )
+            )
+            self.fail(live, error)
+        return answer, entry
+
+    def fail(self, live: LiveRequest, error: EverliftError) -> None:
+        """Ends it here without the ledger."""
+        self.counters.failed += not live.is_over
+        self.let_go(live)
+        live.settle(now(), error)
 
     async def persist(self, move: Callable[[], Awaitable[T]]) -> T:
         """Asks for a move until the ledger answers. Moves may be repeated without harm."""
@@ -118,6 +171,25 @@ class Custody:
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
+
+    def spawn_for(self, live: LiveRequest, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """The same for one request, which ends with an unforeseen error of it."""
+        return self.spawn(self._guarded(live, work))
+
+    async def _guarded(self, live: LiveRequest, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except (EverliftError, Elsewhere):
+            raise
+        except Exception:
+            error = EverliftError("internal error; the router's log says more")
+            self.fail(live, error)
+            await self.persist(
+                lambda: self.ledger.end(
+                    live.request_id, State.FAILED, error.slug, str(error), self.router_id
+                )
+            )
+            raise
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -144,9 +216,16 @@ class Elsewhere(Exception):
         self.address = address
 
 
-def now() -> float:
-    """The router's monotonic clock, in seconds."""
-    return time.monotonic()
+def _acknowledged(live: LiveRequest) -> tuple[int, ...]:
+    """What the ledger has said that it has: moves, tokens, ends."""
+    tokens = (choice.stored for choice in live.choices)
+    return live.entry.moves, *tokens, *(choice.is_complete for choice in live.choices)
+
+
+def _has_all(entry: Entry, had: tuple[int, ...]) -> bool:
+    """It may be of an older request that had the same id, and other choices."""
+    has = (entry.moves, *entry.num_tokens, *map(bool, entry.finish_reasons))
+    return len(has) == len(had) and all(map(ge, has, had))
 
 
 def _error_of(entry: Entry) -> EverliftError:

@@ -10,12 +10,12 @@ from enum import Enum
 
 from everlift.errors import EverliftError
 from everlift.messages import Request
-from everlift.sampling import SamplingParams, TokenLogprobs
+from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway.choice import Choice
 from router.gateway.output import Output
-from router.ledger.entry import Append, Entry
+from router.ledger.entry import Append, Entry, State, Stored, StoredChoice, Tally
 
 
 class Phase(Enum):
@@ -32,7 +32,8 @@ class Phase(Enum):
 
 
 class LiveRequest:
-    """``now`` is the monotonic clock of the router in seconds. ``outputs`` are by choice."""
+    """``entry`` is the ledger's, as of the last move that is known here. ``now`` is the router's
+    clock in seconds. ``outputs`` are by choice."""
 
     def __init__(
         self,
@@ -60,12 +61,20 @@ class LiveRequest:
         self.worker_id = ""
         #: choices that the worker has now
         self.at_worker: set[int] = set()
+        #: the leader knows that it is preempted
+        self.is_known_preempted = False
         self.error: EverliftError | None = None
-        self.attempts = entry.attempts
-        self.migrations = 0
+        self.preemptions = entry.tally.preemptions
+        self.migrations = entry.tally.migrations
+        self.recomputed_tokens = entry.tally.recomputed_tokens
+        #: workers that it lost in a row, without a token in between
+        self.losses_in_a_row = 0
+        self._num_tokens_at_loss = -1
+        #: times that it was taken off a worker because the leader said so
+        self.num_moved = 0
         #: the leader has had it before
         self.accepted = False
-        #: a worker that could not be reached
+        #: a worker that could not be reached, or not go on with it
         self.avoid = ""
         self.deadline: asyncio.TimerHandle | None = None
         self.grace: asyncio.TimerHandle | None = None
@@ -75,6 +84,22 @@ class LiveRequest:
         self._queued_s = 0.0
         self._first_token: float | None = None
         self._ended: float | None = None
+
+    @property
+    def arrived(self) -> float:
+        return self.entry.arrived
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def attempts(self) -> int:
+        return self.entry.attempts
+
+    @property
+    def tally(self) -> Tally:
+        return Tally(self.preemptions, self.migrations, self.recomputed_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +127,11 @@ class LiveRequest:
         return self.phase in (Phase.ENDING, Phase.OVER)
 
     @property
+    def is_preempted(self) -> bool:
+        """Its worker has it, and computes none of its choices."""
+        return bool(self.at_worker) and all(self.choices[i].is_preempted for i in self.at_worker)
+
+    @property
     def has_readers(self) -> bool:
         return self._num_readers > 0
 
@@ -110,34 +140,50 @@ class LiveRequest:
 
     # what happens to it
 
-    def begin(self, epoch: int, worker_id: str, attempt: int, now: float) -> None:
+    def begin(self, dispatched: session_pb2.Dispatched, now: float) -> None:
         """A worker gets what is unfinished of it, under a fresh epoch."""
         self.phase = Phase.RUNNING
         self.accepted, self.avoid = True, ""
-        self.epoch, self.worker_id, self.attempts = epoch, worker_id, attempt
+        self.is_known_preempted = False
+        self.epoch, self.worker_id = dispatched.epoch, dispatched.worker_id
+        self.entry = replace(
+            self.entry,
+            state=State.RUNNING,
+            worker=dispatched.worker_id,
+            epoch=dispatched.epoch,
+            attempts=dispatched.attempt,
+            # A ledger that lost moves of it counts fewer than there were.
+            moves=max(dispatched.moves, self.entry.moves + 1),
+        )
         self.migrations += bool(self.num_tokens)
         self.at_worker = {choice.index for choice in self.unfinished}
         for choice in self.unfinished:
-            choice.begin(epoch)
+            choice.begin(dispatched.epoch)
         self._queued_s += now - self._waiting_since
 
-    def wait_again(self, now: float) -> None:
-        """Its worker is gone or gave it back."""
-        self.phase = Phase.WAITING
+    def lose(self) -> None:
+        """Its worker is lost."""
+        has_gone_on = self.num_tokens > self._num_tokens_at_loss
+        self.losses_in_a_row = 1 if has_gone_on else self.losses_in_a_row + 1
+        self._num_tokens_at_loss = self.num_tokens
+
+    def wait_again(self, entry: Entry, now: float) -> None:
+        """Its worker is gone or gave it back, and the ledger knows."""
+        self.phase, self.entry = Phase.WAITING, entry
         self.epoch, self.worker_id = 0, ""
         self.at_worker.clear()
         self._waiting_since = now
 
     def mark_stored(self, choice: Choice, count: int, now: float) -> None:
         """The first ``count`` tokens of the choice are in the ledger."""
-        if choice.mark_stored(count):
-            self._first_token = self._first_token or now
+        if choice.mark_stored(count) and self._first_token is None:
+            self._first_token = now
         self.wake()
 
-    def mark_unledgered(self, choice: Choice, now: float) -> None:
-        """All tokens of the choice may be seen although the ledger is away."""
-        if choice.mark_unledgered():
-            self._first_token = self._first_token or now
+    def run_ahead(self, choice: Choice, now: float) -> None:
+        """All tokens of the choice may be seen before the ledger has them."""
+        if choice.run_ahead() and self._first_token is None:
+            self._first_token = now
         self.wake()
 
     def complete(self, now: float) -> None:
@@ -220,47 +266,18 @@ class LiveRequest:
     def _timing(self, ended: float) -> pb.Timing:
         return pb.Timing(
             queued_s=self._queued_s,
-            time_to_first_token_s=(self._first_token or ended) - self._began,
+            time_to_first_token_s=self._began_to_tell(ended) - self._began,
             total_s=ended - self._began,
             attempts=self.attempts,
             migrations=self.migrations,
+            preemptions=self.preemptions,
+            recomputed_tokens=self.recomputed_tokens,
         )
 
-    def start(self, choice: Choice) -> session_pb2.Start:
-        """The message that lets a worker begin a choice, or go on exactly where it ends."""
-        request = self.request
-        return session_pb2.Start(
-            epoch=self.epoch,
-            choice=choice.index,
-            request_id=request.request_id,
-            prompt_ids=request.prompt_ids,
-            output_ids=choice.output.tokens,
-            max_tokens=request.max_tokens,
-            sampling=self._sampling(choice).to_proto(),
-            stop_token_ids=request.stop_token_ids,
-            salt=request.salt,
-        )
+    def _began_to_tell(self, ended: float) -> float:
+        return ended if self._first_token is None else self._first_token
 
-    def _sampling(self, choice: Choice) -> SamplingParams:
-        """The prompt is scored once, for the first choice, which draws nothing until then."""
-        sampling = self.request.sampling
-        if choice.index == 0 and self.lacks_prompt_logprobs:
-            return sampling
-        return replace(sampling, prompt_logprobs=None)
-
-    def waiting(self) -> session_pb2.Waiting:
-        request, unfinished = self.request, self.unfinished
-        known = sum(len(choice.output) for choice in unfinished)
-        return session_pb2.Waiting(
-            request_id=self.request_id,
-            arrived=self.entry.arrived,
-            prompt_tokens=len(request.prompt_ids) + known,
-            max_tokens=request.max_tokens * len(unfinished) - known,
-            attempt=self.attempts,
-            accepted=self.accepted,
-            avoid=self.avoid,
-            choices=len(unfinished),
-        )
+    # what the ledger is told of it
 
     def append(self, choice: Choice, offset: int) -> Append:
         """What the ledger is to have of a choice from ``offset`` on."""
@@ -274,6 +291,29 @@ class LiveRequest:
             choice.finish_reason,
             logprobs=tuple(output.logprobs[offset:]),
             prompt_logprobs=self._prompt_logprobs(choice, offset) if self.has_logprobs else (),
+            tally=self.tally if choice.finish_reason else None,
+        )
+
+    def held(self) -> Stored:
+        """All that is known of it here, for a ledger that lost some of it."""
+        entry = self.as_entry()
+        choices = tuple(
+            StoredChoice(tuple(choice.output.tokens[:count]), tuple(choice.output.logprobs[:count]))
+            for choice, count in zip(self.choices, entry.num_tokens, strict=True)
+        )
+        prompt_logprobs = () if self.lacks_prompt_logprobs else tuple(self.prompt_logprobs)
+        return Stored(entry, self.request, choices, entry.arrived, prompt_logprobs)
+
+    def as_entry(self) -> Entry:
+        """As the ledger would say it if it had all that came, or as it said it at the end: it did
+        not take what came later."""
+        if self.entry.state.is_final:
+            return self.entry
+        return replace(
+            self.entry,
+            num_tokens=tuple(len(choice.output) for choice in self.choices),
+            finish_reasons=tuple(choice.finish_reason for choice in self.choices),
+            tally=self.tally,
         )
 
     def _prompt_logprobs(self, choice: Choice, offset: int) -> tuple[TokenLogprobs, ...]:

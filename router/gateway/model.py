@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -114,6 +114,25 @@ class ServedModel:
         self.fingerprint = fingerprint
         self.max_model_len = min(self.max_model_len, max_model_len, kv_tokens)
 
+    def check_name(self, request: Request) -> None:
+        """Raises UnknownModel for a request of another model."""
+        if request.model != self.name:
+            raise UnknownModel(f"the model {request.model!r} is not served any more")
+
+    def begun(self, request: Request, *, has_begun: bool) -> Request:
+        """A request that this model's workers begin, or go on with if it ``has_begun``. Raises
+        UnknownModel where other weights, another tokenizer or other settings began it. What is not
+        known yet cannot differ."""
+        self.check_name(request)
+        if self.fingerprint in ("", request.fingerprint):
+            return request
+        if has_begun and request.fingerprint:
+            raise UnknownModel(
+                f"what is served as {self.name!r} has changed since the request began: "
+                f"its fingerprint was {request.fingerprint} and is {self.fingerprint}"
+            )
+        return replace(request, fingerprint=self.fingerprint)
+
     def resolve(self, submission: Submission) -> Request:
         """Every default filled in, every limit of the model checked.
 
@@ -150,6 +169,8 @@ class ServedModel:
             salt=submission.salt,
             n=submission.n,
             include_stop=submission.include_stop,
+            priority=submission.priority,
+            ttft_target_s=submission.ttft_target_s,
         )
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:

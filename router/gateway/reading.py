@@ -4,19 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from everlift.digest import token_digest
+from everlift.errors import DataLoss, OffsetOutOfRange
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.choice import Choice
 from router.gateway.live import LiveRequest
 
 
 class Reading:
-    """``offsets`` by choice, 0 where none is given."""
+    """``offsets`` by choice, 0 where none is given; ``digests`` of the tokens before them, of none
+    where the client does not say what it has. An offset with a digest may lie beyond what there is:
+    it is read on when the choice has come so far again."""
 
-    def __init__(self, live: LiveRequest, offsets: Sequence[int] = ()) -> None:
+    def __init__(
+        self, live: LiveRequest, offsets: Sequence[int] = (), digests: Sequence[int] = ()
+    ) -> None:
+        """Raises OffsetOutOfRange."""
         self._live = live
         self._offsets = [*offsets, *[0] * (len(live.choices) - len(offsets))]
+        #: choices whose client has said what it has, which was not compared yet
+        self._digests = dict(zip(live.choices, digests, strict=False))
         #: choices whose last piece has not been read
         self._open = list(live.choices)
+        self._check()
+
+    def _check(self) -> None:
+        if len(self._offsets) > len(self._live.choices):
+            raise OffsetOutOfRange(
+                f"{len(self._offsets)} offsets of {len(self._live.choices)} choices"
+            )
+        for choice, offset in zip(self._live.choices, self._offsets, strict=True):
+            last = choice.readable
+            if choice in self._digests:
+                last = self._live.request.max_tokens
+            if not 0 <= offset <= last:
+                raise OffsetOutOfRange(f"offset {offset} of {choice.readable} tokens")
 
     def head(self) -> pb.GenerateResponse:
         return self._live.head(self._offsets[0])
@@ -26,10 +48,11 @@ class Reading:
         return not self._open
 
     def pieces(self) -> Iterator[pb.GenerateResponse]:
-        """All that can be read now. The last piece of all has usage and timing."""
+        """All that can be read now. The last piece of all has usage and timing. Raises DataLoss
+        where the client has other tokens, or more than were made in the end."""
         for choice in tuple(self._open):
-            while choice.is_readable_from(offset := self._offsets[choice.index]):
-                piece = self._live.piece(choice, offset)
+            while self._may_read(choice):
+                piece = self._live.piece(choice, self._offsets[choice.index])
                 self._offsets[choice.index] += len(piece.token_ids)
                 if piece.finish_reason:
                     self._end(choice, piece)
@@ -37,7 +60,23 @@ class Reading:
                     break
                 yield piece
 
+    def _may_read(self, choice: Choice) -> bool:
+        offset = self._offsets[choice.index]
+        if choice in self._digests and choice.readable >= offset:
+            self._compare(choice, offset)
+        if choice.is_complete and offset > len(choice.output):
+            raise _lost(choice, offset, f"it ended after {len(choice.output)} tokens")
+        return choice not in self._digests and choice.is_readable_from(offset)
+
+    def _compare(self, choice: Choice, offset: int) -> None:
+        if token_digest(choice.output.tokens[:offset]) != self._digests.pop(choice):
+            raise _lost(choice, offset, "the tokens before it are others")
+
     def _end(self, choice: Choice, piece: pb.GenerateResponse) -> None:
         self._open.remove(choice)
         if self.is_at_end:
             self._live.close(piece)
+
+
+def _lost(choice: Choice, offset: int, cause: str) -> DataLoss:
+    return DataLoss(f"choice {choice.index} cannot be continued at offset {offset}: {cause}")

@@ -1,4 +1,5 @@
-"""The requests of clients: submitted, attached to, read, cancelled; and adopted from dead gateways.
+"""The requests of clients: submitted, attached to, read, cancelled, forgotten; and adopted from
+dead gateways.
 
 What a request goes through:
 
@@ -11,42 +12,43 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from everlift import logs
 from everlift.errors import (
     Cancelled,
-    DeadlineExceeded,
     LedgerUnavailable,
     Moved,
-    OffsetOutOfRange,
     QueueFull,
     RequestConflict,
     RouterStopping,
     UnknownModel,
     UnknownRequest,
 )
-from everlift.messages import OnDisconnect, Request, Submission
+from everlift.messages import Request, Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.admission.policy import Fifo
+from router.clock import now
 from router.config import RouterConfig
+from router.gateway.adoption import Adoption
 from router.gateway.attempts import Attempts, Line, Workers
-from router.gateway.custody import Custody, Elsewhere, now
+from router.gateway.custody import Custody, Elsewhere
+from router.gateway.ledger_health import LedgerHealth
 from router.gateway.live import LiveRequest, Phase
 from router.gateway.model import ServedModel
-from router.gateway.output import Output
+from router.gateway.patience import Patience
 from router.gateway.reading import Reading
-from router.ledger.base import Ledger
-from router.ledger.entry import Entry, State, Stored, StoredChoice
+from router.gateway.reassertion import Reassertion
+from router.gateway.recent import Recent
+from router.gateway.revival import begun
+from router.ledger.base import Ledger, Membership
+from router.ledger.config import DEFAULTS
+from router.ledger.entry import Entry, Event, State, Stored
 
 log = logs.get(__name__)
-
-#: Each replays its tokens, which takes the event loop's time.
-_ADOPTIONS_AT_ONCE = 4
-#: Replayed before others have their turn.
-_TOKENS_AT_ONCE = 1024
 
 
 class Requests:
@@ -58,17 +60,22 @@ class Requests:
         model: ServedModel,
         workers: Workers,
         line: Line,
+        memory_limit: float = DEFAULTS.memory_limit,
     ) -> None:
+        """``memory_limit`` as in LedgerConfig."""
         self._config = config
         self._router_id = router_id
         self._ledger = ledger
         self._model = model
         self._line = line
-        self._custody = Custody(router_id, ledger)
-        self._adoptions = asyncio.Semaphore(_ADOPTIONS_AT_ONCE)
+        self._ledger_health = LedgerHealth(memory_limit)
+        self._recent = Recent(config.reassert)
+        self._custody = Custody(router_id, ledger, self._ledger_health, self._recent)
         self.attempts = Attempts(config, self._custody, workers, line, self.adopt_soon)
+        self._patience = Patience(config.grace, self.attempts)
+        self._adoption = Adoption(self._custody, model, self.attempts, self._patience)
+        self._reassertion = Reassertion(self._custody, self.attempts.agree)
         self.counters = self._custody.counters
-        self.stopping = False
 
     def __len__(self) -> int:
         return len(self._custody)
@@ -78,7 +85,7 @@ class Requests:
     async def submit(self, submission: Submission, timeout_s: float | None) -> LiveRequest:
         """The request of a new submission, or the one that its id already names.
 
-        Raises InvalidRequest, UnknownModel, RequestConflict, QueueFull, RouterStopping,
+        Raises InvalidRequest, UnknownModel, RequestConflict, QueueFull, LedgerFull, RouterStopping,
         LedgerUnavailable, Elsewhere.
         """
         request = self._model.resolve(submission)
@@ -101,10 +108,17 @@ class Requests:
                 self._custody.spawn(self._recover(request.request_id))
                 raise
             if opened.created:
-                live = self._take(self._new(request, opened.entry))
-                self._expire_in(live, timeout_s)
-                return live
+                return self._begin(request, opened.entry, timeout_s)
         return await self.attach(request.request_id)
+
+    def _begin(self, request: Request, entry: Entry, timeout_s: float | None) -> LiveRequest:
+        if timeout_s is not None:
+            request = replace(request, deadline=entry.arrived + timeout_s)
+        live = begun(request, entry, self._model.tokenizer)
+        self._custody.take(live)
+        self.attempts.enqueue(live)
+        self._patience.expire_in(live, timeout_s)
+        return live
 
     async def _nobody_reads(self, opening: asyncio.Future[LiveRequest]) -> None:
         self._reader_left(await opening)
@@ -112,126 +126,38 @@ class Requests:
     async def _recover(self, request_id: str) -> None:
         """It may have been opened although the answer was lost: then it must not lie about."""
         with suppress(UnknownRequest, Elsewhere):
-            await self.adopt(request_id)
+            await self._adoption.adopt(request_id)
 
     def _check_room(self) -> None:
-        if self.stopping:
+        if self._custody.is_closing:
             raise RouterStopping("this router is stopping: send the request to another one")
+        self._ledger_health.check_room()
         if self._line.queued >= self._config.max_queued:
             raise QueueFull(f"{self._line.queued} requests wait already", retry_after_s=1.0)
 
-    async def attach(self, request_id: str, offsets: Sequence[int] = ()) -> LiveRequest:
-        """A known request, live or ended. One whose gateway is gone goes on here. ``offsets`` are
-        by choice.
+    async def attach(self, request_id: str) -> LiveRequest:
+        """A known request, live or ended. One whose gateway is gone goes on here.
 
-        Raises UnknownRequest, OffsetOutOfRange, Elsewhere, LedgerUnavailable.
+        Raises UnknownRequest, UnknownModel, Elsewhere, LedgerUnavailable.
         """
-        live = self._custody.get(request_id)
-        if live is None:
-            live = await self._attach_stored(request_id)
-        if len(offsets) > len(live.choices):
-            raise OffsetOutOfRange(f"{len(offsets)} offsets of {len(live.choices)} choices")
-        for choice, offset in zip(live.choices, offsets, strict=False):
-            if not 0 <= offset <= choice.readable:
-                raise OffsetOutOfRange(f"offset {offset} of {choice.readable} tokens")
-        return live
-
-    async def _attach_stored(self, request_id: str) -> LiveRequest:
-        stored = await self._ledger.read(request_id)
-        if stored.entry.state.is_final:
-            return await self._replayed(stored)
-        return await self.adopt(request_id)
-
-    async def adopt(self, request_id: str) -> LiveRequest:
-        """Goes on with a request whose gateway is gone. It has the grace until a client comes.
-
-        Raises UnknownRequest, Elsewhere.
-        """
-        return await asyncio.shield(self._custody.spawn(self._adopting(request_id)))
-
-    async def _adopting(self, request_id: str) -> LiveRequest:
-        async with self._adoptions, self._custody.moving.hold(request_id):
-            if (live := self._custody.get(request_id)) is not None:
-                return live
-            if self.stopping:
-                raise RouterStopping("this router is stopping: attach through another one")
-            owner = (await self._custody.persist(lambda: self._ledger.get(request_id))).gateway
-            await self._check_ownerless(owner)
-            stored = await self._custody.persist(
-                lambda: self._ledger.take_over(request_id, self._router_id, owner)
-            )
-            if not stored.entry.state.is_final and stored.entry.gateway != self._router_id:
-                raise Moved("another router goes on with this request: attach again")
-            if stored.request.model != self._model.name:
-                return await self._give_up(stored)
-            if stored.entry.state.is_final:
-                return await self._replayed(stored)
-            return await self._resume(stored)
-
-    async def _check_ownerless(self, owner: str) -> None:
-        """Raises Elsewhere when another living gateway has the request."""
-        if owner != self._router_id:
-            address = (await self._custody.persist(self._ledger.gateways)).get(owner)
-            if address is not None:
-                raise Elsewhere(address)
-
-    async def _give_up(self, stored: Stored) -> LiveRequest:
-        """What another model began no model here can go on with."""
-        error = UnknownModel(f"the model {stored.request.model!r} is not served any more")
-        entry = await self._custody.persist(
-            lambda: self._ledger.end(
-                stored.entry.request_id, State.FAILED, error.slug, str(error), self._router_id
-            )
-        )
-        return await self._replayed(replace(stored, entry=entry))
-
-    async def _resume(self, stored: Stored) -> LiveRequest:
-        entry = stored.entry
-        log.info("request adopted", request_id=entry.request_id, tokens=sum(entry.num_tokens))
-        live = await self._restored(stored)
-        live.accepted = True
-        self._take(live)
-        if stored.request.deadline is not None:
-            self._expire_in(live, stored.request.deadline - stored.now)
-        self._wait_for_reader(live)
-        return live
-
-    def _take(self, live: LiveRequest) -> LiveRequest:
-        self._custody.take(live)
-        self._line.enqueue(live.waiting())
-        return live
-
-    def _new(self, request: Request, entry: Entry) -> LiveRequest:
-        outputs = [Output.of(request, self._model.tokenizer) for _ in range(request.n)]
-        return LiveRequest(request, entry, outputs, now())
-
-    async def _restored(self, stored: Stored) -> LiveRequest:
-        """As it was when the ledger heard of it last."""
-        outputs = [await self._output(stored.request, choice) for choice in stored.choices]
-        return LiveRequest(stored.request, stored.entry, outputs, now(), stored.prompt_logprobs)
-
-    async def _output(self, request: Request, choice: StoredChoice) -> Output:
-        output = Output.of(request, self._model.tokenizer)
-        for start in range(0, len(choice.tokens), _TOKENS_AT_ONCE):
-            part = slice(start, start + _TOKENS_AT_ONCE)
-            output.extend(choice.tokens[part], choice.logprobs[part])
-            await asyncio.sleep(0)
-        return output
-
-    async def _replayed(self, stored: Stored) -> LiveRequest:
-        """An ended request, as it ended."""
-        live = await self._restored(stored)
-        self._custody.close_as(live, stored.entry)
-        return live
+        # A ledger that lost its last second may take for unfinished what has ended here.
+        live = self._custody.get(request_id) or self._recent.get(request_id)
+        return live if live is not None else await self._adoption.find(request_id)
 
     # a client reads, and goes
 
     async def stream(
-        self, live: LiveRequest, offsets: Sequence[int] = ()
+        self,
+        live: LiveRequest,
+        offsets: Sequence[int] = (),
+        digests: Sequence[int] = (),
+        *,
+        is_relayed: bool = False,
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The pieces of a stream, of each choice from its offset on; raises the request's error at
-        its end."""
-        reading = Reading(live, offsets)
+        its end, and OffsetOutOfRange, DataLoss as Reading does. A client that another gateway
+        speaks for ``is_relayed``: if it goes, it may be that gateway that died."""
+        reading = Reading(live, offsets, digests)
         try:
             with live.reader() as wake:
                 yield reading.head()
@@ -246,41 +172,11 @@ class Requests:
                         raise live.error.with_traceback(None)
                     await wake.wait()
         finally:
-            self._reader_left(live)
+            self._reader_left(live, has_grace=is_relayed)
 
-    def _reader_left(self, live: LiveRequest) -> None:
-        if live.is_over or live.has_readers or self.stopping:
-            return
-        if live.on_disconnect is OnDisconnect.CANCEL:
-            self.attempts.end(live, State.CANCELLED, Cancelled("its client disconnected"))
-        else:
-            self._wait_for_reader(live)
-
-    def _wait_for_reader(self, live: LiveRequest) -> None:
-        if live.on_disconnect is OnDisconnect.CONTINUE:
-            return
-
-        def give_up() -> None:
-            if not live.has_readers:
-                error = Cancelled(f"no client came back within {self._config.grace:g} s")
-                self.attempts.end(live, State.CANCELLED, error)
-
-        live.end_grace()
-        live.grace = asyncio.get_running_loop().call_later(self._config.grace, give_up)
-
-    def _expire_in(self, live: LiveRequest, timeout_s: float | None) -> None:
-        if timeout_s is None:
-            return
-
-        def expire() -> None:
-            self.expire(live)
-
-        live.deadline = asyncio.get_running_loop().call_later(max(0.0, timeout_s), expire)
-
-    def expire(self, live: LiveRequest) -> None:
-        """Its deadline is there."""
-        if not live.is_over:
-            self.attempts.end(live, State.EXPIRED, DeadlineExceeded("the deadline passed"))
+    def _reader_left(self, live: LiveRequest, *, has_grace: bool = False) -> None:
+        if not self._custody.is_closing:
+            self._patience.reader_left(live, has_grace=has_grace)
 
     async def cancel(self, request_id: str) -> Entry:
         """Ends a request; a final one stays as it is. Raises UnknownRequest, Elsewhere."""
@@ -289,22 +185,75 @@ class Requests:
             entry = await self._ledger.get(request_id)
             if entry.state.is_final:
                 return entry
-            await self._check_ownerless(entry.gateway)
+            await self._adoption.check_ownerless(entry.gateway)
             return await self._ledger.end(
                 request_id, State.CANCELLED, Cancelled.slug, "cancelled by a client", entry.gateway
             )
         error = Cancelled("cancelled by a client")
         return await asyncio.shield(self.attempts.end(live, State.CANCELLED, error))
 
-    async def get(self, request_id: str) -> Stored:
-        """What the ledger knows of a request, less its tokens. Raises UnknownRequest."""
+    async def forget(self, request_id: str) -> None:
+        """Erases a request; one that is unfinished is cancelled first. What ended a moment ago is
+        still in the hands of the gateway where it ended. Raises UnknownRequest, Elsewhere,
+        LedgerUnavailable."""
+        if self._recent.is_forgotten(request_id):
+            return
+        entry = await self.cancel(request_id)
+        await self._adoption.check_ownerless(entry.gateway)
+        async with self._custody.moving.hold(request_id):
+            if await self._ledger.forget(request_id) is not None:
+                raise Moved("another router goes on with this request: forget it again")
+            self._recent.forget(request_id)
+        log.info("forgotten", request_id=request_id)
+
+    async def get(self, request_id: str) -> tuple[Stored, tuple[Event, ...]]:
+        """What the ledger knows of a request, less its tokens, and its moves. Raises
+        UnknownRequest."""
         entry = await self._ledger.get(request_id)
-        return await self._ledger.read(request_id, entry.num_tokens)
+        stored = await self._ledger.read(request_id, entry.num_tokens)
+        return stored, await self._ledger.events(request_id)
+
+    # the ledger is seen
+
+    def ledger_answered(self, membership: Membership) -> None:
+        """To this router's beat."""
+        self._ledger_health.answered(membership)
+
+    def ledger_failed(self) -> None:
+        """It did not answer a beat."""
+        self._ledger_health.failed()
+
+    def ledger_status(self) -> pb.LedgerStatus:
+        return pb.LedgerStatus(
+            server=self._ledger.server,
+            durability_class=self._ledger.durability_class,
+            durability=self._config.durability,
+            memory_used=self._ledger_health.memory_used,
+            away=self._ledger_health.is_away or self.attempts.keeping.is_away,
+            rollbacks=self._ledger_health.rollbacks,
+        )
+
+    async def generation_changed(self, generation: str) -> None:
+        """Tells a ledger that may have lost something what it has to know, then the leader that
+        this is done. Returns when it is."""
+        await self._reassertion.hear(generation)
+        self._line.asserted(generation)
 
     # the leader speaks
 
     def dispatched(self, message: session_pb2.Dispatched) -> None:
+        live = self._custody.get(message.request_id)
+        if live is not None and live.phase is Phase.WAITING:
+            try:
+                live.request = self._model.begun(live.request, has_begun=live.num_tokens > 0)
+            except UnknownModel as error:
+                live.phase = Phase.ENDING
+                self.attempts.end(live, State.FAILED, error)
+                return
         self.attempts.dispatched(message)
+
+    def move(self, request_id: str) -> None:
+        self.attempts.move(request_id)
 
     def stale(self, request_id: str) -> None:
         self.attempts.stale(request_id)
@@ -313,12 +262,12 @@ class Requests:
         """The queue is full: it is as if the request had never come."""
         live = self._custody.get(request_id)
         if live is not None and live.phase is Phase.WAITING:
-            self._custody.spawn(self._discard(live))
+            self._custody.spawn_for(live, self._discard(live))
 
     async def _discard(self, live: LiveRequest) -> None:
         live.phase = Phase.ENDING
         async with self._custody.moving.hold(live.request_id):
-            self._custody.forget(live)
+            self._custody.let_go(live)
             await self._custody.persist(lambda: self._ledger.discard(live.request_id))
         live.settle(now(), QueueFull("too many requests wait", retry_after_s=1.0))
 
@@ -326,19 +275,25 @@ class Requests:
         """The leader found it without a living gateway."""
         self._custody.spawn(self._recover(request_id))
 
-    def waiting(self) -> list[session_pb2.Waiting]:
-        """What a new leader has to know. Nothing of it may be refused any more."""
+    def waiting(self) -> Iterator[session_pb2.Waiting]:
+        """What a new leader has to know, in the order of the queue, made as it is read. Nothing of
+        it may be refused any more."""
         waiting = [live for live in self._custody if live.phase is Phase.WAITING]
-        for live in waiting:
-            live.accepted = True
-        return [live.waiting() for live in waiting]
+        for live in sorted(waiting, key=Fifo().key):
+            if live.phase is Phase.WAITING and self._custody.has(live):
+                live.accepted = True
+                yield self.attempts.waiting(live)
+
+    def running(self) -> list[session_pb2.Running]:
+        """The same of what workers have."""
+        return self.attempts.running()
 
     # the router stops
 
     async def stop(self, drain_s: float) -> None:
         """Takes no more; lets streams finish for ``drain_s``, then sends their clients
         elsewhere."""
-        self.stopping = True
+        self._custody.is_closing = True
         deadline = now() + drain_s
         while len(self._custody) and now() < deadline:
             await asyncio.sleep(0.02)

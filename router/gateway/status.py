@@ -6,6 +6,7 @@ from everlift.v1 import inference_pb2 as pb
 from router.fleet import Fleet
 from router.gateway.model import ServedModel
 from router.gateway.requests import Requests
+from router.leader import Leader
 from router.line import AdmissionLine
 from router.sessions import Sessions, WorkerLink
 
@@ -19,6 +20,7 @@ class Status:
         sessions: Sessions,
         line: AdmissionLine,
         fleet: Fleet,
+        leader: Leader,
     ) -> None:
         self._cluster_id = cluster_id
         self._model = model
@@ -26,9 +28,10 @@ class Status:
         self._sessions = sessions
         self._line = line
         self._fleet = fleet
+        self._leader = leader
 
     def describe(self) -> pb.GetStatusResponse:
-        workers = sorted(map(_worker, self._sessions.links), key=lambda w: w.worker_id)
+        workers = sorted(map(self._worker, self._sessions.links), key=lambda w: w.worker_id)
         counters = self._requests.counters
         return pb.GetStatusResponse(
             cluster_id=self._cluster_id,
@@ -41,7 +44,18 @@ class Status:
             failed=counters.failed,
             migrated=counters.migrated,
             output_tokens=counters.output_tokens,
+            preempted=counters.preempted,
+            moved=counters.moved,
+            recomputed_tokens=counters.recomputed_tokens,
+            false_alarms=self._sessions.false_alarms,
+            ledger=self._requests.ledger_status(),
         )
+
+    def _worker(self, link: WorkerLink) -> pb.WorkerStatus:
+        worker, view = _worker(link), self._leader.view(link.info.worker_id)
+        if view is not None:
+            worker.step_s, worker.slow = view.pace.step_s, view.is_slow
+        return worker
 
 
 def _worker(link: WorkerLink) -> pb.WorkerStatus:

@@ -1,0 +1,142 @@
+"""How fast a worker works, from what it says of itself. Pure.
+
+A step takes longer the more tokens it computes, so times are compared between steps of about as
+many tokens: of each size class (1, 2 to 3, 4 to 7, ... tokens a step) the usual time is kept. For
+steps of ``n`` tokens a worker needs at most, ``t`` being its time for steps of ``m``,
+
+    t              if m >= n     fewer tokens take no longer
+    t * n / m      if m < n      more of them in one step take no longer each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import exp, inf
+from statistics import median
+
+from everlift.blockhash import BLOCK_SIZE
+
+#: Shorter than this nothing is measured.
+_SAMPLE_S = 0.2
+#: Times of steps follow a change in about a second, the flow of blocks in some.
+_STEP_MEMORY_S = 1.0
+_FLOW_MEMORY_S = 5.0
+#: Whose last step is longer ago is not called slow any more: it has to be tried again.
+_OUTDATED_S = 10.0
+#: Steps below this are never slow: beside them it is the machine's other work that counts.
+_SHORTEST_SLOW_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a worker has done since it started."""
+
+    step: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    released_blocks: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Of one size class: so many tokens a step, so long."""
+
+    tokens: float
+    seconds: float
+
+    def blend(self, tokens: float, seconds: float, weight: float) -> None:
+        self.tokens += weight * (tokens - self.tokens)
+        self.seconds += weight * (seconds - self.seconds)
+
+
+class Pace:
+    def __init__(self) -> None:
+        self._usual: dict[int, _Steps] = {}
+        self._last: _Steps | None = None
+        self._stepped_at = -inf
+        self._sample: tuple[float, Work] | None = None
+        self._observed_s = 0.0
+        self._blocks_freed = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Of a step in about the last second; 0 as long as there was none."""
+        return self._last.seconds if self._last else 0.0
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Tokens per second of its best steps; None: not known."""
+        rates = [steps.tokens / steps.seconds for steps in self._usual.values()]
+        return max(rates, default=None)
+
+    @property
+    def free_rate(self) -> float | None:
+        """Blocks per second that sequences which end leave for others, less what those that go on
+        take; None: not known yet."""
+        return self._blocks_freed if self._observed_s >= _STEP_MEMORY_S else None
+
+    def most_step_s(self, tokens: float) -> float:
+        """What a step of so many tokens takes at most; infinite: not known."""
+        return min(
+            (it.seconds * max(1.0, tokens / it.tokens) for it in self._usual.values()), default=inf
+        )
+
+    def measure(self, work: Work, now: float) -> None:
+        """``now`` in seconds."""
+        if self._sample is None:
+            self._sample = (now, work)
+            return
+        since, before = self._sample
+        if (duration := now - since) < _SAMPLE_S:
+            return
+        self._sample = (now, work)
+        self._measure_flow(before, work, duration)
+        steps, busy_s = work.step - before.step, work.busy_s - before.busy_s
+        tokens = work.computed_tokens - before.computed_tokens
+        if steps > 0 and busy_s > 0 and tokens > 0:
+            self._measure_steps(tokens / steps, busy_s / steps, duration)
+            self._stepped_at = now
+
+    def _measure_flow(self, before: Work, work: Work, duration: float) -> None:
+        self._observed_s += duration
+        grown = (work.output_tokens - before.output_tokens) / BLOCK_SIZE
+        rate = (work.released_blocks - before.released_blocks - grown) / duration
+        weight = max(_weight(duration, _FLOW_MEMORY_S), min(1.0, duration / self._observed_s))
+        self._blocks_freed += weight * (rate - self._blocks_freed)
+
+    def _measure_steps(self, tokens: float, seconds: float, duration: float) -> None:
+        weight = _weight(duration, _STEP_MEMORY_S)
+        usual = self._usual.setdefault(int(tokens).bit_length(), _Steps(tokens, seconds))
+        usual.blend(tokens, seconds, weight)
+        self._last = self._last or _Steps(tokens, seconds)
+        self._last.blend(tokens, seconds, weight)
+
+    def is_slower(self, others: list[Pace], factor: float, now: float) -> bool:
+        """Whether its steps take more than ``factor`` times as long as the others' of that size."""
+        last = self._last
+        if last is None or last.seconds <= _SHORTEST_SLOW_S or now - self._stepped_at > _OUTDATED_S:
+            return False
+        known = [most for it in others if (most := it.most_step_s(last.tokens)) < inf]
+        return bool(known) and last.seconds > factor * median(known)
+
+
+def slow(paces: Mapping[str, Pace], factor: float, now: float) -> frozenset[str]:
+    """Those that are slower than the others. Costs O(workers), and again as much for each whose
+    steps stand out."""
+    seconds = [pace.step_s for pace in paces.values() if pace.step_s]
+    if len(seconds) < 2:
+        return frozenset()
+    usual = median(seconds)
+    return frozenset(
+        name
+        for name, pace in paces.items()
+        if pace.step_s > usual
+        and pace.is_slower([it for it in paces.values() if it is not pace], factor, now)
+    )
+
+
+def _weight(duration: float, memory_s: float) -> float:
+    """Of a sample that took so long, in an average that forgets over ``memory_s``."""
+    return 1.0 - exp(-duration / memory_s)

@@ -1,0 +1,207 @@
+"""What a leader knows of the queue and of what runs, from its election until it leads no more; and
+what it decides. Pure.
+
+It begins empty: the living gateways tell it what they have. What it knows of the workers, every
+replica knows (``placement``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from everlift.v1 import session_pb2
+from router.admission.eviction import Evictions, is_due
+from router.admission.generation import Generations
+from router.admission.moving import Move, Moving
+from router.admission.placement import Placement
+from router.admission.policy import Policy, Waiting
+from router.admission.queue import AdmissionQueue
+from router.admission.roll_call import RollCall
+from router.admission.running import Running, RunningTable
+from router.config import RouterConfig
+
+#: A request that was told to leave its worker is not told again for so long.
+_SPARED_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What came of a gateway's message: requests that the full queue refuses, and those that had
+    been another gateway's until now."""
+
+    refused: list[str]
+    taken: list[Waiting]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A request, the worker that it goes to under this epoch, and who makes room for it there."""
+
+    waiting: Waiting
+    worker_id: str
+    epoch: int
+    victims: tuple[Running, ...] = ()
+
+
+class Tenure:
+    """``now`` is the router's clock, ``ledger_now`` the ledger's, in seconds. ``occupants`` answers
+    the ids of the requests that have a slot of a worker."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        policy: Policy,
+        placement: Placement,
+        occupants: Callable[[str], Collection[str]],
+        generation: str,
+        now: float,
+    ) -> None:
+        self._max_queued = config.max_queued
+        self._policy = policy
+        self._placement = placement
+        self._queue = AdmissionQueue(policy)
+        self._running = RunningTable()
+        self._moving = Moving(policy, config.move_reserve)
+        self._evictions = Evictions(self._running, occupants)
+        #: by request id, until when
+        self._spared: dict[str, float] = {}
+        # By then every gateway has looked twice who leads.
+        self.roll_call = RollCall(now, patience_s=2 * config.beat)
+        self.generations = Generations(generation, now, patience_s=config.lease)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether room at a worker would be used."""
+        return bool(self._queue) or self._running.has_preempted
+
+    # gateways
+
+    def connect(self, gateway: str, now: float) -> None:
+        self.roll_call.connect(gateway, now)
+        self.generations.connect(gateway, now)
+
+    def disconnect(self, gateway: str) -> None:
+        self.roll_call.disconnect(gateway)
+        self.generations.disconnect(gateway)
+        self._queue.withdraw_gateway(gateway)
+        self._running.remove_gateway(gateway)
+
+    def hear(self, gateway: str, message: session_pb2.GatewayMessage, now: float) -> Heard:
+        heard = Heard([], [])
+        for told in message.enqueue:
+            waiting = Waiting.told(gateway, told)
+            self.roll_call.told(gateway, self._policy.key(waiting), now)
+            self._enqueue(waiting, told.accepted, heard)
+        for request_id in message.withdraw:
+            self._withdraw(gateway, request_id)
+        for running in message.running:
+            self._queue.withdraw(running.request_id, gateway)
+            self._running.put(Running.told(gateway, running))
+        if message.is_complete:
+            self.roll_call.complete(gateway)
+        if message.generation:
+            self.generations.said(gateway, message.generation, now)
+        return heard
+
+    def _enqueue(self, waiting: Waiting, accepted: bool, heard: Heard) -> None:
+        # What was accepted once keeps its right to go on, however full the queue is.
+        is_new = not accepted and waiting.request_id not in self._queue
+        if is_new and self.queued >= self._max_queued:
+            heard.refused.append(waiting.request_id)
+            return
+        self._running.remove(waiting.request_id)
+        replaced = self._queue.push(waiting)
+        if replaced is not None and replaced.gateway != waiting.gateway:
+            heard.taken.append(replaced)
+
+    def _withdraw(self, gateway: str, request_id: str) -> None:
+        self._queue.withdraw(request_id, gateway)
+        running = self._running.get(request_id)
+        if running is not None and running.gateway == gateway:
+            self._running.remove(request_id)
+
+    # what is decided
+
+    def place(
+        self, now: float, ledger_now: float, limit: int, make_epoch: Callable[[], int]
+    ) -> list[Placed]:
+        """Takes from the queue, in its order, what has a credit now, or gets room at the expense of
+        a lower class."""
+        placed: list[Placed] = []
+        while len(placed) < limit and (head := self._head(now)) is not None:
+            one = self._place(head, now, ledger_now, make_epoch)
+            if one is None:
+                break
+            self._queue.pop()
+            self._placement.reserve(one.worker_id, one.epoch, head, now)
+            placed.append(one)
+        return placed
+
+    def _head(self, now: float) -> Waiting | None:
+        """Who leaves next, if nothing that goes before it may still be told."""
+        head = self._queue.peek()
+        allowed = head is not None and self.roll_call.allows(self._policy.key(head), now)
+        return head if allowed else None
+
+    def _place(
+        self, head: Waiting, now: float, ledger_now: float, make_epoch: Callable[[], int]
+    ) -> Placed | None:
+        worker_id = self._placement.choose(head)
+        if worker_id is not None:
+            return Placed(head, worker_id, make_epoch())
+        workers = self._placement.workers
+        if not is_due(head, workers, ledger_now):
+            return None
+        eviction = self._evictions.choose(head, workers, self._spared)
+        if eviction is None:
+            return None
+        self._spare(eviction.victims, now)
+        return Placed(head, eviction.worker_id, make_epoch(), eviction.victims)
+
+    def begun(self, placed: Placed, gateway: str) -> None:
+        """The ledger has let it be dispatched; it names the gateway."""
+        waiting, worker_id, epoch = placed.waiting, placed.worker_id, placed.epoch
+        self._running.put(Running.dispatched(waiting, gateway, worker_id, epoch))
+
+    def moves(self, now: float) -> list[Move]:
+        """Preempted requests that go on sooner elsewhere, where room is kept for them. O(preempted
+        x workers)."""
+        head = self._queue.peek()
+        candidates = self._moving.candidates(
+            self._running.preempted(), self._policy.key(head) if head else None
+        )
+        moves: list[Move] = []
+        for running, needed in candidates:
+            if not self.roll_call.allows(self._policy.key(running), now):
+                break
+            if running.request_id in self._spared:
+                continue
+            move = self._moving.choose(running, needed, self._placement.workers)
+            if move is not None:
+                self._hold(move, now)
+                moves.append(move)
+        return moves
+
+    def _hold(self, move: Move, now: float) -> None:
+        running = move.running
+        self._placement.hold(
+            move.worker_id, running.request_id, running.known_tokens, running.choices, now
+        )
+        self._spare((running,), now)
+
+    def _spare(self, told: Collection[Running], now: float) -> None:
+        for running in told:
+            self._spared[running.request_id] = now + _SPARED_S
+
+    def forget(self, now: float) -> None:
+        """What has been long ago."""
+        self._spared = {r: until for r, until in self._spared.items() if until > now}

@@ -1,0 +1,178 @@
+"""The leader's view of one worker. Pure.
+
+It is the worker's last pushed state, plus the dispatches that this state does not count yet (those
+whose epoch the worker has not acknowledged), plus what is held for requests that are on their way
+back from another worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from everlift.blockhash import BLOCK_SIZE
+from everlift.v1 import session_pb2
+from router.admission.pace import Pace, Work
+from router.admission.policy import Waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a worker can hold at most, from its WorkerInfo."""
+
+    max_num_seqs: int
+    num_blocks: int
+
+
+NOTHING = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker said of itself last. A state with an older sequence number is ignored."""
+
+    sequence_number: int = -1
+    num_running: int = 0
+    num_waiting: int = 0
+    blocks_used: int = 0
+    pending_prefill_tokens: int = 0
+    committed_tokens: int = 0
+    draining: bool = False
+    work: Work = NOTHING
+
+    @classmethod
+    def told(cls, state: session_pb2.WorkerState) -> Self:
+        return cls(
+            sequence_number=state.sequence_number,
+            num_running=state.num_running,
+            num_waiting=state.num_waiting,
+            blocks_used=state.blocks_used,
+            pending_prefill_tokens=state.pending_prefill_tokens,
+            committed_tokens=state.committed_tokens,
+            draining=state.draining,
+            work=Work(
+                step=state.step,
+                computed_tokens=state.computed_tokens,
+                output_tokens=state.output_tokens,
+                released_blocks=state.released_blocks,
+                busy_s=state.busy_s,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a request will take there that the worker's state does not count. ``since`` is in
+    seconds."""
+
+    tokens: int
+    choices: int
+    since: float
+
+
+class Claims:
+    """By epoch, or by request id."""
+
+    def __init__(self) -> None:
+        self._claims: dict[int | str, Claim] = {}
+        self.tokens = 0
+        self.choices = 0
+
+    def add(self, key: int | str, claim: Claim) -> None:
+        self.drop(key)
+        self._claims[key] = claim
+        self.tokens += claim.tokens
+        self.choices += claim.choices
+
+    def __contains__(self, key: int | str) -> bool:
+        return key in self._claims
+
+    def drop(self, key: int | str) -> Claim | None:
+        claim = self._claims.pop(key, None)
+        if claim is not None:
+            self.tokens -= claim.tokens
+            self.choices -= claim.choices
+        return claim
+
+    def expire(self, before: float) -> list[int | str]:
+        """Drops those from before that moment; returns their keys."""
+        late = [key for key, claim in self._claims.items() if claim.since < before]
+        for key in late:
+            self.drop(key)
+        return late
+
+
+@dataclass(slots=True)
+class WorkerView:
+    capacity: Capacity
+    load: Load = field(default_factory=Load)
+    pace: Pace = field(default_factory=Pace)
+    is_slow: bool = False
+    #: the epoch of a suspect that has not shown yet that one survives it; 0 for none
+    trial: int = 0
+    #: dispatched, by epoch
+    unacknowledged: Claims = field(default_factory=Claims)
+    #: kept free, by request id
+    held: Claims = field(default_factory=Claims)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests at all."""
+        return not self.load.draining and self.load.sequence_number >= 0
+
+    @property
+    def ahead(self) -> int:
+        """Sequences that wait for a slot there."""
+        return self.load.num_waiting + self.unacknowledged.choices + self.held.choices
+
+    @property
+    def free_slots(self) -> int:
+        return max(0, self.capacity.max_num_seqs - self.load.num_running - self.ahead)
+
+    @property
+    def is_calm(self) -> bool:
+        """All that is there makes tokens."""
+        return self.pending_prefill == 0 and self.ahead == 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.load.num_running + self.ahead == 0
+
+    @property
+    def committed_tokens(self) -> int:
+        return self.load.committed_tokens + self.unacknowledged.tokens + self.held.tokens
+
+    @property
+    def pending_prefill(self) -> int:
+        return self.load.pending_prefill_tokens + self.unacknowledged.tokens + self.held.tokens
+
+    @property
+    def unused_blocks(self) -> int:
+        return self.capacity.num_blocks - self.load.blocks_used
+
+    @property
+    def free_blocks(self) -> int:
+        """Less what has been dispatched or waits there, which has a claim on blocks that the
+        worker's state does not count yet."""
+        return self.unused_blocks - blocks_for(self.pending_prefill)
+
+    def end_trial(self) -> None:
+        """If the suspect has its first token, or is gone: nothing waits to be computed there."""
+        has_come = not self.trial or self.trial not in self.unacknowledged
+        if has_come and not self.load.pending_prefill_tokens and not self.load.num_waiting:
+            self.trial = 0
+
+    def has_slots(self, choices: int, local_depth: int) -> bool:
+        """Whether few enough of them have to wait for one there."""
+        without = choices - self.free_slots
+        return without <= 0 or self.ahead + without <= local_depth
+
+
+def blocks_for(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
+
+
+def blocks_of(waiting: Waiting) -> int:
+    """What is known of it takes so many, but for the last one; its choices share the prompt's, and
+    each other one needs one of its own."""
+    return waiting.prefill_tokens // BLOCK_SIZE + waiting.choices - 1

@@ -1,0 +1,22 @@
+"""``everlift.v1.Chaos``: faults on purpose, through any router of a cluster that allows them."""
+
+from __future__ import annotations
+
+import grpc
+
+from everlift.v1 import chaos_pb2 as pb
+from router.chaos import Chaos
+from router.gateway.handlers import Context, parse, unary
+
+
+class ChaosServer:
+    def __init__(self, chaos: Chaos) -> None:
+        self._chaos = chaos
+
+    async def inject(self, data: bytes, context: Context) -> pb.InjectResponse:
+        return pb.InjectResponse(target=await self._chaos.inject(parse(pb.Fault, data)))
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """To be added to a grpc.aio server."""
+        name = pb.DESCRIPTOR.services_by_name["Chaos"].full_name
+        return grpc.method_handlers_generic_handler(name, {"Inject": unary(self.inject)})

@@ -1,0 +1,92 @@
+"""What a service on a gateway's public port is made of: bytes in, messages out, errors as statuses.
+
+Handlers get bytes and parse them themselves, so that a message that cannot be parsed is answered
+with a cause like every other bad request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf import empty_pb2, unknown_fields
+from google.protobuf.message import DecodeError, Message
+
+from everlift import logs, wire
+from everlift.errors import EverliftError, InvalidRequest, NotUtf8
+
+log = logs.get(__name__)
+
+M = TypeVar("M", bound=Message)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def parse(kind: type[M], data: bytes) -> M:
+    """Raises InvalidRequest, NotUtf8."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        name = kind.DESCRIPTOR.name
+        if _is_well_formed(data):
+            raise NotUtf8(f"a text field of {name} is not UTF-8") from None
+        raise InvalidRequest(f"the message is not a {name}") from None
+
+
+def _is_well_formed(data: bytes) -> bool:
+    """Fields can be told apart, so it is what they hold that cannot be read."""
+    try:
+        fields = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(data))
+    except DecodeError:
+        return False
+    return len(fields) > 0
+
+
+def streaming(
+    handler: Callable[[bytes, Context], AsyncIterator[Message]],
+) -> grpc.RpcMethodHandler[Any, Any]:
+    async def answer(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Message]:
+        try:
+            async with aclosing(handler(await _only(messages), context)) as pieces:  # type: ignore[type-var]
+                async for piece in pieces:
+                    yield piece
+        except Exception as error:
+            await _abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(
+        answer, response_serializer=lambda message: message.SerializeToString()
+    )
+
+
+def unary(
+    handler: Callable[[bytes, Context], Awaitable[Message]],
+) -> grpc.RpcMethodHandler[Any, Any]:
+    async def answer(messages: AsyncIterator[bytes], context: Context) -> Message | None:
+        try:
+            return await handler(await _only(messages), context)
+        except Exception as error:
+            await _abort(context, error)
+            return None
+
+    return grpc.stream_unary_rpc_method_handler(
+        answer, response_serializer=lambda message: message.SerializeToString()
+    )
+
+
+async def _only(messages: AsyncIterator[bytes]) -> bytes:
+    """A call's one message. Raises InvalidRequest where there is none: gRPC's own handlers of
+    single messages would leave such a call without an answer."""
+    async for data in messages:
+        return data
+    raise InvalidRequest("the call ended before its message")
+
+
+async def _abort(context: Context, error: Exception) -> None:
+    """Answers with the error's status, slug and cause; an unforeseen one is logged, not shown."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, EverliftError):
+        log.exception("unforeseen error")
+        error = EverliftError("internal error; the router's log says more")
+    await wire.abort(context, error)

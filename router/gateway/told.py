@@ -1,0 +1,90 @@
+"""What workers and the leader are told of a request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from everlift.sampling import SamplingParams
+from everlift.v1 import session_pb2
+from router.gateway.choice import Choice
+from router.gateway.live import LiveRequest
+
+
+def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
+    """Lets a worker begin a choice, or go on exactly where it ends."""
+    request = live.request
+    return session_pb2.Start(
+        epoch=live.epoch,
+        choice=choice.index,
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        output_ids=choice.output.tokens,
+        max_tokens=request.max_tokens,
+        sampling=_sampling(live, choice).to_proto(),
+        stop_token_ids=request.stop_token_ids,
+        salt=request.salt,
+        num_computed=_num_computed(live, choice),
+        priority=request.priority,
+    )
+
+
+def _num_computed(live: LiveRequest, choice: Choice) -> int:
+    """To draw a token, all before it were computed."""
+    known = len(live.request.prompt_ids) + len(choice.output)
+    drawn = known - 1 if len(choice.output) else 0
+    return min(max(choice.num_computed, drawn), known)
+
+
+def _sampling(live: LiveRequest, choice: Choice) -> SamplingParams:
+    """The prompt is scored once, for the first choice, which draws nothing until then."""
+    sampling = live.request.sampling
+    if choice.index == 0 and live.lacks_prompt_logprobs:
+        return sampling
+    return replace(sampling, prompt_logprobs=None)
+
+
+def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:
+    request, unfinished = live.request, live.unfinished
+    return session_pb2.Waiting(
+        request_id=request.request_id,
+        arrived=live.arrived,
+        prompt_tokens=_known_tokens(live),
+        max_tokens=request.max_tokens * len(unfinished) - _output_tokens(live),
+        attempt=live.attempts,
+        accepted=live.accepted,
+        avoid=live.avoid,
+        choices=len(unfinished),
+        priority=request.priority,
+        deadline=request.deadline or 0.0,
+        ttft_deadline=_ttft_deadline(live),
+        moves_left=moves_left,
+        suspect=is_suspect,
+    )
+
+
+def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
+    return session_pb2.Running(
+        request_id=live.request_id,
+        worker_id=live.worker_id,
+        epoch=live.epoch,
+        priority=live.priority,
+        known_tokens=_known_tokens(live),
+        moves_left=moves_left,
+        preempted=live.is_preempted,
+        arrived=live.arrived,
+    )
+
+
+def _known_tokens(live: LiveRequest) -> int:
+    """The prompt, once, and the unfinished choices' outputs."""
+    return len(live.request.prompt_ids) + _output_tokens(live)
+
+
+def _output_tokens(live: LiveRequest) -> int:
+    return sum(len(choice.output) for choice in live.unfinished)
+
+
+def _ttft_deadline(live: LiveRequest) -> float:
+    """Ledger time; 0 if there is none, or the first token has come."""
+    target_s = live.request.ttft_target_s
+    return 0.0 if target_s is None or live.num_tokens else live.arrived + target_s

@@ -1,0 +1,98 @@
+"""The lease of whoever leads: taken when it is free, renewed while it is held, given back.
+
+Each leadership has a fresh random term, without which the ledger refuses to dispatch. A leader that
+was away for longer than its lease finds that out from the ledger, here or at its next dispatch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+
+from everlift import logs
+from everlift.errors import LedgerUnavailable
+from router.clock import now
+from router.config import RouterConfig
+from router.ledger.base import Ledger
+
+log = logs.get(__name__)
+
+
+class Lease:
+    """``began`` and ``ended`` are called when this replica begins and ceases to lead."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        router_id: str,
+        address: str,
+        ledger: Ledger,
+        began: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._router_id = router_id
+        self._address = address
+        self._ledger = ledger
+        self._began = began
+        self._ended = ended
+        self._ends = 0.0
+        self._hurry = asyncio.Event()
+        self.term = 0
+        self.is_held = False
+        #: False while the ledger may have forgotten the term
+        self.is_confirmed = False
+
+    async def campaign(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._renew(now())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.beat):
+                    await self._hurry.wait()
+            self._hurry.clear()
+
+    def hurry(self) -> None:
+        """Nobody leads as far as one sees: no reason to wait for the next beat."""
+        self._hurry.set()
+
+    def confirm(self) -> None:
+        """The ledger's server came back without its last second: it is told the term again."""
+        self.is_confirmed = False
+        self._hurry.set()
+
+    async def _renew(self, moment: float) -> None:
+        if not self.is_held:
+            self.term = secrets.randbits(64) or 1
+        try:
+            held = await self._ledger.lead(
+                self._router_id, self._address, self.term, self._config.lease
+            )
+        except LedgerUnavailable:
+            held = self.is_held and moment < self._ends
+        else:
+            self._ends, self.is_confirmed = moment + self._config.lease, held
+        if held and not self.is_held:
+            self.is_held = True
+            log.info("leading", router_id=self._router_id)
+            self._began()
+        elif not held:
+            self.lose()
+
+    def lose(self) -> None:
+        """Somebody else leads."""
+        if self.is_held:
+            log.warning("no longer leading", router_id=self._router_id)
+            self.is_held = self.is_confirmed = False
+            self._ended()
+
+    async def resign(self) -> None:
+        """Gives it back, if it is held."""
+        if self.is_held:
+            self.lose()
+            try:
+                await self._ledger.resign(self.term)
+            except LedgerUnavailable:
+                log.info("lease left to run out", router_id=self._router_id)

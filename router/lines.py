@@ -1,0 +1,106 @@
+"""The leader's end of the gateways' lines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Protocol, TypeAlias
+
+from everlift.v1 import session_pb2
+from router.outbox import Outbox
+
+Send: TypeAlias = Callable[[session_pb2.LeaderMessage], None]
+
+
+class Listener(Protocol):
+    """Who hears the gateways. Must not block."""
+
+    def connected(self, gateway: str) -> None: ...
+
+    def disconnected(self, gateway: str) -> None: ...
+
+    def receive(self, gateway: str, message: session_pb2.GatewayMessage) -> None: ...
+
+
+class Lines:
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._sends: dict[str, Send] = {}
+        self._hearing = asyncio.Lock()
+
+    @property
+    def gateways(self) -> list[str]:
+        return list(self._sends)
+
+    def tell(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
+        """A gateway that is gone hears nothing: the sweep finds its requests in the ledger."""
+        send = self._sends.get(gateway)
+        if send is not None:
+            send(message)
+
+    def hang_up(self) -> None:
+        """Every gateway is told to look for another leader."""
+        for gateway in self.gateways:
+            self._end(gateway)
+
+    async def converse(
+        self, messages: AsyncIterator[session_pb2.GatewayMessage]
+    ) -> AsyncGenerator[session_pb2.LeaderMessage, None]:
+        """One gateway's line, from its first message until either end hangs up."""
+        first = await anext(messages, session_pb2.GatewayMessage())
+        gateway, outbox = first.router_id, Outbox(session_pb2.LeaderMessage())
+        if not gateway:
+            yield session_pb2.LeaderMessage(resigned=True)
+            return
+        send = outbox.add
+        self.connect(gateway, send)
+        reader = asyncio.create_task(self._read(gateway, send, first, messages))
+        # A line that is not read any more ends, and its gateway opens another one.
+        reader.add_done_callback(lambda _: send(session_pb2.LeaderMessage(resigned=True)))
+        try:
+            async with aclosing(outbox.messages()) as answers:
+                async for message in answers:
+                    yield message
+                    if message.resigned:
+                        return
+        finally:
+            reader.cancel()
+            self.disconnect(gateway, send)
+
+    async def _read(
+        self,
+        gateway: str,
+        send: Send,
+        first: session_pb2.GatewayMessage,
+        messages: AsyncIterator[session_pb2.GatewayMessage],
+    ) -> None:
+        await self._hear(gateway, send, first)
+        async for message in messages:
+            await self._hear(gateway, send, message)
+
+    async def _hear(self, gateway: str, send: Send, message: session_pb2.GatewayMessage) -> None:
+        """One message in a turn of the event loop, however many gateways have much to tell."""
+        async with self._hearing:
+            # What an older line still brings is out of date.
+            if self._sends.get(gateway) is send:
+                self._listener.receive(gateway, message)
+            await asyncio.sleep(0)
+
+    def connect(self, gateway: str, send: Send) -> None:
+        """A gateway's line is open, in place of an older one; ``send`` must not block."""
+        self._end(gateway)
+        self._sends[gateway] = send
+        self._listener.connected(gateway)
+
+    def disconnect(self, gateway: str, send: Send) -> None:
+        if self._sends.get(gateway) is send:
+            self._forget(gateway)
+
+    def _end(self, gateway: str) -> None:
+        self.tell(gateway, session_pb2.LeaderMessage(resigned=True))
+        self._forget(gateway)
+
+    def _forget(self, gateway: str) -> None:
+        if self._sends.pop(gateway, None) is not None:
+            self._listener.disconnected(gateway)

@@ -1,0 +1,35 @@
+"""Stops a process for a while: pause.py PID SECONDS.
+
+A program of its own: who is stopped cannot go on by itself. Where the kernel knows process
+descriptors (Linux) it ends with the process.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+
+
+def main(pid: int, seconds: float) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        _sleep(pid, seconds)
+        os.kill(pid, signal.SIGCONT)
+
+
+def _sleep(pid: int, seconds: float) -> None:
+    """Less where the process ends before; raises ProcessLookupError where it is gone."""
+    if not hasattr(os, "pidfd_open"):
+        time.sleep(seconds)
+        return
+    descriptor = os.pidfd_open(pid)
+    select.select([descriptor], [], [], seconds)
+    os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]))

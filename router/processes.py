@@ -1,0 +1,37 @@
+"""What chaos does to processes of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from router import pause
+
+
+class Processes(Protocol):
+    def kill(self, pid: int) -> None:
+        """As by SIGKILL. One that is gone is none."""
+        ...
+
+    def pause(self, pid: int, seconds: float) -> Coroutine[Any, Any, None]:
+        """As by SIGSTOP, and SIGCONT in the end; returns then."""
+        ...
+
+
+class RealProcesses:
+    def kill(self, pid: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    async def pause(self, pid: int, seconds: float) -> None:
+        script = str(Path(pause.__file__))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", script, str(pid), str(seconds), start_new_session=True
+        )
+        await process.wait()
