@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 import grpc
 
 from everlift import logs
 from everlift.errors import InvalidRequest
+from everlift.transport import GRPC, Transport
 from everlift.v1 import session_pb2, session_pb2_grpc
 
 log = logs.get(__name__)
@@ -24,9 +24,15 @@ _LOOK_S = 0.1
 class Announcer:
     """Any router will do: it writes the worker into the ledger, where the others find it."""
 
-    def __init__(self, info: session_pb2.WorkerInfo, routers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        info: session_pb2.WorkerInfo,
+        routers: Sequence[str],
+        transport: Transport = GRPC,
+    ) -> None:
         self._message = session_pb2.AnnounceRequest(worker=info)
         self._routers = routers
+        self._transport = transport
 
     async def announce(self) -> None:
         """Until a router accepts the worker. Raises InvalidRequest when one refuses it."""
@@ -44,7 +50,7 @@ class Announcer:
             await self.announce()
 
     async def _told(self, router: str) -> bool:
-        async with grpc.aio.insecure_channel(router) as channel:
+        async with self._transport.channel(router) as channel:
             stub = session_pb2_grpc.RouterInternalStub(channel)
             try:
                 await stub.Announce(self._message, timeout=_TIMEOUT_S)
@@ -57,8 +63,9 @@ class Announcer:
 
 
 async def _lonely(is_alone: Callable[[], bool]) -> None:
-    since = time.monotonic()
-    while time.monotonic() < since + _ALONE_S:
+    loop = asyncio.get_running_loop()
+    since = loop.time()
+    while loop.time() < since + _ALONE_S:
         if not is_alone():
-            since = time.monotonic()
+            since = loop.time()
         await asyncio.sleep(_LOOK_S)

@@ -17,16 +17,19 @@ from rich.markup import escape
 from cluster import config as configuration
 from cluster import generate, serving
 from cluster.batch import command as batching
-from cluster.connection import Address, connected
+from cluster.chaos import command as chaos
+from cluster.connection import Address, addresses, connected
 from cluster.demo import demonstrate
 from cluster.errors import BatchFailed, ClusterFailed
+from cluster.operating import operating
 from cluster.status_view import Rates, show
-from everlift import EverliftError, Stream
+from everlift import AsyncClient, EverliftError, Stream
 from everlift.settings import SettingsError
 from everlift.v1 import inference_pb2 as pb
 from router.ledger.config import LedgerSetupError
 
 _REFRESH_S = 0.5
+_LOOK_S = 0.1
 #: What the caller can act on. Anything else is our mistake, and shows its traceback.
 _EXPLAINED = (EverliftError, SettingsError, LedgerSetupError, ClusterFailed, BatchFailed, OSError)
 
@@ -85,6 +88,7 @@ def up(
         int | None, typer.Option(metavar="N", help="Ranks that share the model in each worker.")
     ] = None,
     no_ray: Annotated[bool, typer.Option("--no-ray", help="Plain processes without Ray.")] = False,
+    chaos: Annotated[bool, typer.Option("--chaos", help="Allow `everlift chaos`.")] = False,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings in YAML.")] = None,
     assignments: Annotated[
         list[str] | None,
@@ -94,7 +98,11 @@ def up(
     """Serve on this machine until Ctrl-C."""
     worker = _given(tensor_parallel=tensor_parallel, load_format=load_format)
     options = _given(
-        model=model, model_revision=model_revision, num_workers=workers, worker=worker or None
+        model=model,
+        model_revision=model_revision,
+        num_workers=workers,
+        chaos=chaos or None,
+        worker=worker or None,
     )
     loaded = configuration.load(config, os.environ, assignments or (), options)
     asyncio.run(serving.serve(loaded, Console(highlight=False), with_ray=not no_ray))
@@ -102,6 +110,7 @@ def up(
 
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=batching.EXAMPLES)(batching.batch)
+app.add_typer(chaos.app, name="chaos")
 
 
 @app.command(epilog="**Example:** `everlift attach 3f2a… --from-offset 100`")
@@ -120,6 +129,12 @@ def cancel(request_id: RequestId, address: Address = None) -> None:
     asyncio.run(_cancel(address, request_id))
 
 
+@app.command(epilog="**Example:** `everlift forget 3f2a…`")
+def forget(request_id: RequestId, address: Address = None) -> None:
+    """Erase a request, its prompt and its outputs."""
+    asyncio.run(_forget(address, request_id))
+
+
 @app.command(epilog="**Example:** `everlift status --watch`")
 def status(
     watch: Annotated[bool, typer.Option("--watch", help="Until Ctrl-C.")] = False,
@@ -127,6 +142,16 @@ def status(
 ) -> None:
     """Show workers, queue and requests."""
     asyncio.run(_watch(address) if watch else _status(address))
+
+
+@app.command(epilog="**Example:** `everlift drain 3f2a --wait`")
+def drain(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, or a beginning of it.")],
+    wait: Annotated[bool, typer.Option("--wait", help="Until it has nothing any more.")] = False,
+    address: Address = None,
+) -> None:
+    """Let a worker hand what it runs back to the queue, and take no more."""
+    asyncio.run(_drain(addresses(address), worker, wait))
 
 
 @app.command(
@@ -178,6 +203,32 @@ async def _cancel(address: str | None, request_id: str) -> None:
         response = await client.cancel(request_id)
     state = pb.RequestState.Name(response.state).removeprefix("REQUEST_STATE_")
     typer.echo(state.lower())
+
+
+async def _forget(address: str | None, request_id: str) -> None:
+    async with connected(address) as client:
+        await client.forget(request_id)
+    typer.echo("forgotten")
+
+
+async def _drain(routers: list[str], worker: str, wait: bool) -> None:
+    async with operating(routers) as operator:
+        answer = await operator.drain(worker)
+    typer.echo(f"{answer.worker_id} hands back {answer.num_running} sequences")
+    if wait:
+        async with AsyncClient(routers) as client:
+            while await _has_work(client, answer.worker_id):
+                await asyncio.sleep(_LOOK_S)
+        typer.echo(f"{answer.worker_id} is empty")
+
+
+async def _has_work(client: AsyncClient, worker_id: str) -> bool:
+    """One that is gone has none; one that has not said yet that it drains may have."""
+    workers = {each.worker_id: each for each in (await client.status()).workers if each.alive}
+    worker = workers.get(worker_id)
+    if worker is None:
+        return False
+    return not worker.draining or worker.num_running + worker.num_waiting > 0
 
 
 async def _status(address: str | None) -> None:

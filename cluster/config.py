@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import yaml
 
@@ -16,6 +16,8 @@ from everlift.settings import SettingsError
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 from worker.config import FAKE, WorkerConfig
+
+P = TypeVar("P", RouterConfig, WorkerConfig)
 
 DEMO_MODEL = Path(__file__).with_name("demo_model")
 ADDRESS_VARIABLE = "EVERLIFT_ADDRESS"
@@ -42,6 +44,8 @@ class Config:
     #: the embedded ledger's data, the logs, and where the other commands find the cluster
     state_dir: Path = field(default_factory=_default_state_dir)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    #: allow faults on purpose (everlift chaos): sets router.chaos and worker.chaos
+    chaos: bool = False
     #: a running Ray cluster's address or "auto"; "local" starts one on this machine
     ray_address: str = "local"
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -58,9 +62,17 @@ class Config:
             for name in ("model", "model_revision"):
                 if getattr(part, name) not in ("", getattr(self, name)):
                     raise ValueError(f"{name} is set for the whole cluster, not for a part of it")
-        model, revision = self.model, self.model_revision
-        self._set("router", replace(self.router, model=model, model_revision=revision))
-        self._set("worker", replace(self.worker, model=model, model_revision=revision))
+        for name in ("router", "worker"):
+            self._set(name, self._completed(getattr(self, name)))
+
+    def _completed(self, part: P) -> P:
+        """With what is set for the whole cluster."""
+        return replace(
+            part,
+            model=self.model,
+            model_revision=self.model_revision,
+            chaos=self.chaos or part.chaos,
+        )
 
     def _find_directory(self) -> None:
         if self.model_revision:

@@ -28,19 +28,20 @@ Address = Annotated[
 @asynccontextmanager
 async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
     """A client of a cluster that answers. Raises Unreachable with advice."""
-    addresses = _addresses(address)
-    async with AsyncClient(addresses) as client:
+    routers = addresses(address)
+    async with AsyncClient(routers) as client:
         try:
             await client.status()
         except Unreachable:
-            place = ", ".join(addresses)
+            place = ", ".join(routers)
             raise Unreachable(
                 f"no cluster answers at {place}: start one with `everlift up`"
             ) from None
         yield client
 
 
-def _addresses(given: str | None) -> list[str]:
+def addresses(given: str | None) -> list[str]:
+    """Of the routers: those that are ``given``, else those of the cluster on this machine."""
     if given:
         return given.split(",")
     defaults = RouterConfig()

@@ -70,6 +70,13 @@ OPTIONS: Mapping[str, Any] = {
         float | None,
         typer.Option("--timeout", help="Seconds until it fails.", rich_help_panel=_REQUEST),
     ],
+    "priority": _number(int, "From -10 to 10: a larger one goes first.", _REQUEST),
+    "ttft_target_s": Annotated[
+        float | None,
+        typer.Option(
+            "--ttft-target", help="Seconds to the first token, wanted.", rich_help_panel=_REQUEST
+        ),
+    ],
     "request_id": _text("The same id again is the same request.", _REQUEST),
 }
 

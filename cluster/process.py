@@ -4,7 +4,8 @@
     stdout    reports, a line of JSON each: what it serves when it does, or the cause of its failure
     stderr    its log
 
-SIGTERM ends it in good order. It never outlives its parent.
+SIGTERM ends it in good order; SIGUSR1 tells a rank that its machine is about to be taken away. It
+never outlives its parent.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> 
     from router.ledger.redis_ledger import connect
     from router.router import Router
 
-    router = await Router.start(launch.router, await connect(launch.ledger))
+    ledger = await connect(launch.ledger)
+    router = await Router.start(launch.router, ledger, memory_limit=launch.ledger.memory_limit)
     tell({"address": router.address, "internal_address": router.internal_address})
     try:
         await _first(stop.wait(), router.wait())
@@ -87,6 +89,7 @@ async def _run_rank(launch: RankLaunch, tell: Tell, stop: asyncio.Event) -> None
     from worker.rank import Rank
 
     rank = Rank(launch.worker, launch.rank, launch.rendezvous)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, rank.reclaim)
     try:
         await _first(stop.wait(), _live(rank, launch, tell))
         await rank.drain()

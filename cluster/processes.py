@@ -2,7 +2,8 @@
 
     this process ─┬─ valkey-server          unless the ledger has a url
                   ├─ router-0 ...
-                  └─ worker-0, worker-0.1 ... one process a rank
+                  └─ worker-0, worker-0.1 ... one process a rank; out of a nursery where what
+                                              ends is started again
 
 All of them end with this process, however it ends.
 """
@@ -16,12 +17,15 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
+from cluster import nursery
 from cluster.config import Config
 from cluster.errors import ClusterFailed
 from cluster.launch import RankLaunch, RouterLaunch
 from cluster.model import pinned
+from cluster.nursery import Nursery
 from cluster.own_ledger import OwnLedger
 from cluster.replica import Replica, RouterReplica, WorkerReplica
+from cluster.starter import PlainStarter, Starter
 from cluster.threads import rank_environment, threads_per_rank
 from everlift import logs
 from everlift.client import AsyncClient
@@ -51,6 +55,7 @@ class ProcessCluster:
         self.workers: list[WorkerReplica] = []
         self._log_dir = config.state_dir / "logs"
         self._ledger = OwnLedger(config)
+        self._nursery: Nursery | None = None
 
     @property
     def address(self) -> str:
@@ -84,6 +89,8 @@ class ProcessCluster:
         for index in range(self.config.num_routers):
             self.routers.append(self._router(index, ledger))
         await _start_all(self.routers)
+        if self._revive and nursery.is_possible():
+            self._open_nursery()
         for index in range(self.config.num_workers):
             self.workers.append(self._worker(index))
         await _start_all(self.workers)
@@ -98,6 +105,8 @@ class ProcessCluster:
             await asyncio.gather(self._reviving, return_exceptions=True)
         for replicas in (self.routers, self.workers):
             await asyncio.gather(*(replica.stop() for replica in replicas))
+        if self._nursery is not None:
+            self._nursery.close()
         await self._ledger.stop()
 
     # for tests and demonstrations: one replica by its number
@@ -142,18 +151,28 @@ class ProcessCluster:
             internal_port=config.router.internal_port and config.router.internal_port + index,
         )
         launch = RouterLaunch(f"router-{index}", config.log_level, router, ledger)
-        return RouterReplica(launch, {}, self._log_dir)
+        return RouterReplica(launch, PlainStarter({}), self._log_dir)
 
     def _worker(self, index: int) -> WorkerReplica:
-        config = self.config
-        threads = threads_per_rank(config, len(os.sched_getaffinity(0)))
+        config, threads = self.config, self._threads
         launch = RankLaunch(
             f"worker-{index}",
             config.log_level,
             replace(config.worker, num_threads=threads),
             routers=tuple(router.internal_address for router in self.routers),
         )
-        return WorkerReplica(launch, rank_environment(threads), self._log_dir)
+        return WorkerReplica(launch, self._ranks(), self._log_dir)
+
+    @property
+    def _threads(self) -> int:
+        return threads_per_rank(self.config, len(os.sched_getaffinity(0)))
+
+    def _ranks(self) -> Starter:
+        return self._nursery or PlainStarter(rank_environment(self._threads))
+
+    def _open_nursery(self) -> None:
+        environment, log_path = rank_environment(self._threads), self._log_dir / "nursery.log"
+        self._nursery = Nursery(self.config.worker, environment, log_path)
 
     async def _settle(self) -> None:
         """Until every running router is connected with every running worker."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from cluster.child import Child
 from cluster.launch import Launch, RankLaunch, RouterLaunch
+from cluster.starter import Starter
 
 #: Beyond what a process may take by its own configuration to end.
 _STOP_MARGIN_S = 5.0
@@ -18,9 +18,9 @@ _STOP_MARGIN_S = 5.0
 class Replica(ABC):
     """The first of its processes is the one that others speak with."""
 
-    def __init__(self, name: str, environment: Mapping[str, str], log_dir: Path) -> None:
+    def __init__(self, name: str, starter: Starter, log_dir: Path) -> None:
         self.name = name
-        self._environment = environment
+        self._starter = starter
         self._log_dir = log_dir
         self._children: list[Child] = []
 
@@ -60,7 +60,7 @@ class Replica(ABC):
         await asyncio.gather(*(child.kill() for child in self._children))
 
     async def _spawn(self, launch: Launch) -> Child:
-        child = Child(launch, self._environment, self._log_dir / f"{launch.name}.log")
+        child = Child(launch, self._starter, self._log_dir / f"{launch.name}.log")
         self._children.append(child)
         await child.start()
         return child
@@ -69,8 +69,8 @@ class Replica(ABC):
 class RouterReplica(Replica):
     """Takes its ports at the first start and keeps them."""
 
-    def __init__(self, launch: RouterLaunch, environment: Mapping[str, str], log_dir: Path) -> None:
-        super().__init__(launch.name, environment, log_dir)
+    def __init__(self, launch: RouterLaunch, starter: Starter, log_dir: Path) -> None:
+        super().__init__(launch.name, starter, log_dir)
         self._launch = launch
         self.address = self.internal_address = ""
 
@@ -89,8 +89,8 @@ class RouterReplica(Replica):
 class WorkerReplica(Replica):
     """One process a rank. Every start makes another worker of it."""
 
-    def __init__(self, launch: RankLaunch, environment: Mapping[str, str], log_dir: Path) -> None:
-        super().__init__(launch.name, environment, log_dir)
+    def __init__(self, launch: RankLaunch, starter: Starter, log_dir: Path) -> None:
+        super().__init__(launch.name, starter, log_dir)
         self._launch = launch
         self.worker_id = ""
 

@@ -65,11 +65,13 @@ def _on_signal(stop: Callable[[], object]) -> None:
 def _welcome(config: Config, cluster: Cluster, console: Console) -> None:
     elsewhere = config.state_dir != Config().state_dir
     option = f" --address {','.join(cluster.addresses)}" if elsewhere else ""
+    chaos = "  [red]chaos is allowed: everlift chaos --help[/]\n" if config.chaos else ""
     workers = f"{config.num_workers} worker{'s' * (config.num_workers != 1)}"
     console.print(
         f"[bold]everlift[/] serves [bold]{config.worker.name}[/] with {workers}; Ctrl-C stops it\n"
         f"  gRPC  {', '.join(cluster.addresses)}\n"
         f"  logs  {config.state_dir / 'logs'}\n"
+        f"{chaos}"
         "try:\n"
         f'  everlift generate "count from 17 to 30:" --temperature 0{option}\n'
         f"  everlift status --watch{option}",

@@ -92,7 +92,9 @@ def _share(part: int, whole: int) -> str:
 def _state(worker: pb.WorkerStatus) -> str:
     if not worker.alive:
         return "[red]lost[/]"
-    return "[yellow]draining[/]" if worker.draining else "[green]up[/]"
+    if worker.draining:
+        return "[yellow]draining[/]"
+    return "[yellow]slow[/]" if worker.slow else "[green]up[/]"
 
 
 def _counters(status: pb.GetStatusResponse) -> Text:
@@ -100,5 +102,19 @@ def _counters(status: pb.GetStatusResponse) -> Text:
         f"model {status.model}   leader {status.leader[:8] or 'none'}\n"
         f"queue {status.queued}   running {status.running}   completed {status.completed}   "
         f"failed {status.failed}   migrated {status.migrated}   "
-        f"output tokens {status.output_tokens}"
+        f"output tokens {status.output_tokens}\n"
+        f"preempted {status.preempted}   moved {status.moved}   "
+        f"recomputed tokens {status.recomputed_tokens}   false alarms {status.false_alarms}\n"
+        f"ledger {_ledger(status.ledger)}"
     )
+
+
+def _ledger(ledger: pb.LedgerStatus) -> str:
+    facts = [ledger.server, ledger.durability_class, ledger.durability]
+    if ledger.memory_used:
+        facts.append(f"memory {ledger.memory_used:.0%}")
+    if ledger.rollbacks:
+        facts.append(f"rollbacks {ledger.rollbacks}")
+    if ledger.away:
+        facts.append("away")
+    return "   ".join(filter(None, facts))

@@ -23,6 +23,7 @@ from cluster.errors import ClusterFailed
 from cluster.launch import RankLaunch
 from cluster.offline.generation import Generation
 from cluster.offline.session import LocalSession
+from cluster.starter import PlainStarter
 from cluster.threads import rank_environment
 from everlift.errors import Cancelled, DeadlineExceeded, EverliftError
 from everlift.messages import Request
@@ -95,8 +96,8 @@ class LocalWorker:
             f"offline-{os.getpid()}.{rank}", config.log_level, config.worker, rank, rendezvous
         )
         assert config.worker.num_threads is not None
-        environment = rank_environment(config.worker.num_threads)
-        child = Child(launch, environment, log_dir / f"offline.{rank}.log")
+        starter = PlainStarter(rank_environment(config.worker.num_threads))
+        child = Child(launch, starter, log_dir / f"offline.{rank}.log")
         self._children.append(child)
         await child.start()
 

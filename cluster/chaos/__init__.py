@@ -1,0 +1,1 @@
+"""Faults on purpose, and the search for what they may have broken."""

@@ -1,0 +1,72 @@
+"""The search for broken requests in the ledger of a cluster that may be running.
+
+What is found is looked at again after a while, and only what is still wrong is told: requests move
+while the ledger is gone through, and a gateway or worker that dies takes a moment to be noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.chaos.checker import Finding, Living, examine
+from router.ledger.audit import Audit, Audited, Item
+from router.ledger.base import Ledger
+from router.ledger.entry import State
+
+#: Longer than a cluster takes to notice a death and to find heirs.
+PATIENCE_S = 5.0
+
+
+class AuditedLedger(Ledger, Protocol):
+    def audit(self) -> Audit: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Requests by state, and what is wrong. ``tokens`` are those of all choices."""
+
+    states: Counter[State]
+    tokens: int
+    findings: tuple[Finding, ...]
+
+
+async def check(
+    ledger: AuditedLedger,
+    patience_s: float = PATIENCE_S,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> Result:
+    """Changes nothing. Raises LedgerUnavailable."""
+    audit, living = ledger.audit(), await _living(ledger)
+    states: Counter[State] = Counter()
+    tokens, suspects = 0, []
+    async for item in audit.items():
+        if isinstance(item, Audited):
+            states[item.entry.state] += 1
+            tokens += sum(item.entry.num_tokens)
+        if examine(item, living):
+            suspects.append(item)
+    if not suspects:
+        return Result(states, tokens, ())
+    await sleep(patience_s)
+    return Result(states, tokens, await _still_wrong(ledger, audit, living, suspects))
+
+
+async def _still_wrong(
+    ledger: Ledger, audit: Audit, before: Living, suspects: Sequence[Item]
+) -> tuple[Finding, ...]:
+    """What was wrong then and is wrong in the same way now."""
+    known = {finding for item in suspects for finding in examine(item, before)}
+    items, living = await audit.again(suspects), await _living(ledger)
+    again = (finding for item in items for finding in examine(item, living))
+    return tuple(finding for finding in again if finding in known)
+
+
+async def _living(ledger: Ledger) -> Living:
+    workers = await ledger.workers()
+    return Living(
+        gateways=(await ledger.gateways()).keys(), workers={each.worker_id for each in workers}
+    )

@@ -1,0 +1,174 @@
+"""What must hold for every request in the ledger, whatever has happened to the cluster. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from enum import Enum
+
+from router.ledger.audit import Audited, Claim, Item, Stray
+from router.ledger.entry import Entry, Event, Move, State
+
+
+class Kind(Enum):
+    #: unfinished, and nobody will go on with it
+    LOST = "lost"
+    #: it has more than it asked for, or was given to two workers at once
+    REPEATED = "repeated"
+    #: its moves are none that lead where it is
+    REORDERED = "reordered"
+    #: what is left of a request that is not there
+    ORPHANED = "orphaned"
+    #: it would be kept for ever
+    IMMORTAL = "immortal"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    kind: Kind
+    request_id: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Living:
+    """Gateways with a lease, and the workers of the table."""
+
+    gateways: Set[str]
+    workers: Set[str]
+
+
+def examine(item: Item, living: Living) -> list[Finding]:
+    """What is wrong with it."""
+    match item:
+        case Audited():
+            return [Finding(kind, item.request_id, detail) for kind, detail in _all(item, living)]
+        case Claim():
+            return [Finding(Kind.LOST, item.request_id, detail) for detail in _claim(item)]
+        case Stray():
+            detail = f"{item.key} has no request"
+            return [Finding(Kind.ORPHANED, item.request_id, detail)]
+
+
+Wrong = Iterator[tuple[Kind, str]]
+
+
+def _all(item: Audited, living: Living) -> Wrong:
+    yield from _ownership(item, living)
+    yield from _epoch(item.entry)
+    yield from _tokens(item)
+    yield from _moves(item)
+    for key in item.missing:
+        yield Kind.LOST, f"its {key} is missing"
+    for key in item.immortal:
+        yield Kind.IMMORTAL, f"{key} of a {item.entry.state.value} request is kept for ever"
+
+
+def _ownership(item: Audited, living: Living) -> Wrong:
+    entry = item.entry
+    if entry.state.is_final:
+        if item.owned:
+            yield Kind.ORPHANED, f"{entry.state.value}, and gateway {entry.gateway} still owns it"
+        return
+    if not item.owned:
+        yield Kind.LOST, f"gateway {entry.gateway} does not own it"
+    if not living.gateways:
+        # The cluster is stopped, and goes on with it when it starts.
+        return
+    if item.owned and entry.gateway not in living.gateways:
+        yield Kind.LOST, f"its gateway {entry.gateway} is gone"
+    if entry.state is State.RUNNING and entry.worker not in living.workers:
+        yield Kind.LOST, f"it runs on worker {entry.worker}, which is gone"
+
+
+def _claim(item: Claim) -> Iterator[str]:
+    if item.state is None:
+        yield f"gateway {item.gateway} owns it, and there is no such request"
+    elif item.state.is_final:
+        yield f"gateway {item.gateway} owns it, and it is {item.state.value}"
+    elif item.owner != item.gateway:
+        yield f"gateway {item.gateway} owns it, and its owner is {item.owner}"
+
+
+def _epoch(entry: Entry) -> Wrong:
+    runs = entry.state is State.RUNNING
+    if runs != bool(entry.epoch) or runs != bool(entry.worker):
+        worker, epoch = entry.worker or "none", "an" if entry.epoch else "no"
+        yield Kind.REORDERED, f"{entry.state.value} on worker {worker}, by {epoch} epoch"
+
+
+def _tokens(item: Audited) -> Wrong:
+    entry = item.entry
+    for choice, count in enumerate(entry.num_tokens):
+        if count > item.max_tokens:
+            yield Kind.REPEATED, f"choice {choice} has {count} of {item.max_tokens} tokens"
+    is_finished = entry.state is State.FINISHED
+    if is_finished != all(entry.finish_reasons):
+        yield Kind.REORDERED, f"{entry.state.value}, and its choices ended as {_ends(entry)}"
+    if item.finished_by and not is_finished:
+        yield Kind.REORDERED, f"{entry.state.value}, and an append has finished it"
+    if is_finished and not item.finished_by and not _was_told_again(item):
+        yield Kind.REORDERED, "finished, and by no append"
+
+
+def _ends(entry: Entry) -> str:
+    return ", ".join(reason.name.lower() if reason else "none" for reason in entry.finish_reasons)
+
+
+# events
+
+_TARGETS = {move.name.lower(): move for move in Move} | {"finish": Move.APPEND}
+_ANY = frozenset(State)
+_UNBORN: frozenset[State] = frozenset()
+
+
+def _moves(item: Audited) -> Wrong:
+    entry, events = item.entry, item.events
+    states = _UNBORN if _is_whole(item) else _ANY
+    for event in events:
+        before, states = states, _after(event, states)
+        if not states:
+            is_twice = event.move == "dispatch" and before == {State.RUNNING}
+            kind = Kind.REPEATED if is_twice else Kind.REORDERED
+            yield kind, f"{event.move} of a request that was {_named(before)}"
+            return
+    if events and entry.state not in states:
+        yield Kind.REORDERED, f"{entry.state.value} after {events[-1].move}"
+    if _is_whole(item):
+        yield from _counts(entry, events)
+
+
+def _is_whole(item: Audited) -> bool:
+    """Every move that there was has left its event."""
+    return len(item.events) == item.entry.moves and not _was_told_again(item)
+
+
+def _was_told_again(item: Audited) -> bool:
+    return any(event.move == "reassert" for event in item.events)
+
+
+def _after(event: Event, states: frozenset[State]) -> frozenset[State]:
+    """What may be after it, of what may be before; nothing where it cannot be."""
+    if event.move == "reassert":
+        return _ANY
+    move = _TARGETS.get(event.move)
+    if move is None:
+        return _UNBORN
+    if event.move == "open":
+        return frozenset() if states and states != _ANY else frozenset(move.targets)
+    if not states & {*move.sources}:
+        return _UNBORN
+    return frozenset({State.FINISHED}) if event.move == "finish" else frozenset(move.targets)
+
+
+def _named(states: frozenset[State]) -> str:
+    return " or ".join(sorted(state.value for state in states)) or "not there"
+
+
+def _counts(entry: Entry, events: Sequence[Event]) -> Wrong:
+    dispatches = sum(event.move == "dispatch" for event in events)
+    losses = sum(event.move == "release" and event.detail != "" for event in events)
+    if entry.attempts != dispatches:
+        yield Kind.REORDERED, f"{entry.attempts} attempts, and {dispatches} dispatches"
+    if entry.losses != losses:
+        yield Kind.REORDERED, f"{entry.losses} losses, and {losses} releases with a cause"

@@ -1,0 +1,153 @@
+"""``everlift chaos``: faults on purpose, and the search for what they may have broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster import config as configuration
+from cluster.chaos.check import PATIENCE_S, Result, check
+from cluster.chaos.run import run
+from cluster.chaos.view import as_json, happened, result_table
+from cluster.config import Config
+from cluster.connection import Address, addresses
+from cluster.errors import ClusterFailed
+from cluster.operating import operating
+from everlift.v1 import chaos_pb2 as pb
+from router.ledger.config import EMBEDDED
+from router.ledger.embedded import running_url
+from router.ledger.redis_ledger import connect
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Faults on purpose, in a cluster started with `everlift up --chaos`.",
+)
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="A worker's or router's id or its beginning, any-worker, any-router, leader, ledger.",
+    ),
+]
+Seconds = Annotated[float, typer.Option(help="How long.")]
+Rank = Annotated[int, typer.Option(help="Of a worker.")]
+
+
+@app.command(epilog="**Example:** `everlift chaos kill any-worker`")
+def kill(target: Target, rank: Rank = 0, address: Address = None) -> None:
+    """End a process at once."""
+    _inject(address, pb.Fault(kind=pb.FAULT_KIND_KILL, target=target, rank=rank))
+
+
+@app.command(epilog="**Example:** `everlift chaos pause leader --seconds 3`")
+def pause(target: Target, seconds: Seconds = 3.0, rank: Rank = 0, address: Address = None) -> None:
+    """Stop a process for a while, as by SIGSTOP and SIGCONT."""
+    fault = pb.Fault(kind=pb.FAULT_KIND_PAUSE, target=target, seconds=seconds, rank=rank)
+    _inject(address, fault)
+
+
+@app.command(epilog="**Example:** `everlift chaos partition any-router --peer ledger`")
+def partition(
+    target: Target,
+    seconds: Seconds = 5.0,
+    peer: Annotated[
+        str, typer.Option(help="From this router, worker or ledger alone. Default: from all.")
+    ] = "",
+    address: Address = None,
+) -> None:
+    """Let nothing through for a while."""
+    fault = pb.Fault(kind=pb.FAULT_KIND_PARTITION, target=target, seconds=seconds, peer=peer)
+    _inject(address, fault)
+
+
+@app.command(epilog="**Example:** `everlift chaos slow ledger --delay 0.2`")
+def slow(
+    target: Target,
+    seconds: Seconds = 5.0,
+    factor: Annotated[
+        float, typer.Option(help="A worker's steps take so many times as long.")
+    ] = 10.0,
+    delay: Annotated[
+        float, typer.Option(help="Every call of the ledger takes so many seconds longer.")
+    ] = 0.2,
+    address: Address = None,
+) -> None:
+    """Slow a worker or the ledger down for a while."""
+    fault = pb.Fault(
+        kind=pb.FAULT_KIND_SLOW, target=target, seconds=seconds, factor=factor, delay_s=delay
+    )
+    _inject(address, fault)
+
+
+@app.command("run", epilog="**Example:** `everlift chaos run --minutes 10 --every 5`")
+def run_many(
+    minutes: Annotated[float, typer.Option(help="How long.")] = 1.0,
+    every: Annotated[float, typer.Option(help="Seconds from one fault to the next.")] = 5.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same choices.")] = None,
+    address: Address = None,
+) -> None:
+    """Random faults, of which at least one worker is spared. Ctrl-C ends them."""
+    seed = secrets.randbits(32) if seed is None else seed
+    console = Console(highlight=False)
+    console.print(f"[dim]seed {seed}[/]")
+    routers = addresses(address)
+    console.print(happened(asyncio.run(run(routers, minutes * 60, every, seed, console))))
+
+
+@app.command("check", epilog="**Example:** `everlift chaos check --json`")
+def check_ledger(
+    ledger: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Default: the configuration's, or the one that runs here."
+        ),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. ledger.shards=4."),
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(help="Seconds after which what is wrong is looked at again.")
+    ] = PATIENCE_S,
+    as_lines: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Search the ledger for lost, repeated, reordered and orphaned requests. It is not changed, and
+    the cluster may be running. The exit status is 1 if there are any."""
+    config = configuration.load(None, os.environ, assignments or ())
+    result = asyncio.run(_check(config, ledger, patience))
+    if as_lines:
+        typer.echo(json.dumps(as_json(result)))
+    else:
+        Console(highlight=False).print(result_table(result))
+    raise typer.Exit(1 if result.findings else 0)
+
+
+async def _check(config: Config, url: str | None, patience_s: float) -> Result:
+    url = url or config.ledger.url
+    if url == EMBEDDED:
+        url = running_url(config.state_dir)
+    if url is None:
+        raise ClusterFailed(f"no ledger has ever run on {config.state_dir}: name one by --ledger")
+    ledger = await connect(replace(config.ledger, url=url))
+    try:
+        return await check(ledger, patience_s)
+    finally:
+        await ledger.close()
+
+
+def _inject(address: str | None, fault: pb.Fault) -> None:
+    typer.echo(asyncio.run(_injected(addresses(address), fault)))
+
+
+async def _injected(routers: list[str], fault: pb.Fault) -> str:
+    async with operating(routers) as operator:
+        return await operator.inject(fault)

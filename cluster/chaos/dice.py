@@ -1,0 +1,93 @@
+"""Which fault comes next, at random, so that at least one worker stays healthy. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from everlift.v1 import chaos_pb2 as pb
+from router.faults import ANY_ROUTER, LEADER, LEDGER
+
+#: A worker that has had its fault needs so long to be as before.
+_RECOVERY_S = 3.0
+_FOR_EVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """``fault`` is None for a drain of ``target``."""
+
+    name: str
+    target: str
+    fault: pb.Fault | None
+
+
+Make = Callable[[Random], dict[str, float]]
+
+#: Of a worker: its kind, how long the worker is not healthy, and what else is said about it.
+_WORKER_FAULTS: dict[str, tuple[int, Make]] = {
+    "kill worker": (pb.FAULT_KIND_KILL, lambda rng: {}),
+    "pause worker": (pb.FAULT_KIND_PAUSE, lambda rng: {"seconds": rng.uniform(2, 3)}),
+    "partition worker": (pb.FAULT_KIND_PARTITION, lambda rng: {"seconds": 5.0}),
+    "slow worker": (pb.FAULT_KIND_SLOW, lambda rng: {"seconds": 5.0, "factor": 10.0}),
+}
+DRAIN = "drain worker"
+_OTHER_FAULTS: dict[str, tuple[str, int, Make]] = {
+    "kill router": (ANY_ROUTER, pb.FAULT_KIND_KILL, lambda rng: {}),
+    "pause leader": (LEADER, pb.FAULT_KIND_PAUSE, lambda rng: {"seconds": rng.uniform(2, 3)}),
+    "kill ledger": (LEDGER, pb.FAULT_KIND_KILL, lambda rng: {}),
+    "slow ledger": (LEDGER, pb.FAULT_KIND_SLOW, lambda rng: {"seconds": 3.0, "delay_s": 0.2}),
+    "partition ledger": (LEDGER, pb.FAULT_KIND_PARTITION, lambda rng: {"seconds": 2.0}),
+}
+NAMES = (*_WORKER_FAULTS, DRAIN, *_OTHER_FAULTS)
+
+
+class Dice:
+    """The same seed makes the same choices of the same workers. Each fault comes as often as the
+    others, as far as it is possible."""
+
+    def __init__(self, seed: int, names: Sequence[str] = NAMES) -> None:
+        self._rng = Random(seed)
+        self._names = names
+        self._left: list[str] = []
+        self._unwell_until: dict[str, float] = {}
+
+    def throw(self, now: float, workers: Sequence[str]) -> Happening | None:
+        """``now`` in seconds; ``workers`` are those that are alive and take requests. None where no
+        fault is possible at this moment."""
+        if not (possible := self._possible(now, workers)):
+            return None
+        name = self._drawn(possible)
+        if name in _OTHER_FAULTS:
+            target, kind, more = _OTHER_FAULTS[name]
+            return Happening(name, target, _fault(kind, target, more(self._rng)))
+        worker = self._rng.choice(self._healthy(now, workers))
+        return self._of_worker(name, worker, now)
+
+    def _drawn(self, possible: Sequence[str]) -> str:
+        if not set(self._left) & set(possible):
+            self._left = self._rng.sample(self._names, len(self._names))
+        name = next(name for name in self._left if name in possible)
+        self._left.remove(name)
+        return name
+
+    def _possible(self, now: float, workers: Sequence[str]) -> list[str]:
+        is_risky = len(self._healthy(now, workers)) < 2
+        return [name for name in self._names if name in _OTHER_FAULTS or not is_risky]
+
+    def _healthy(self, now: float, workers: Sequence[str]) -> list[str]:
+        return sorted(each for each in workers if self._unwell_until.get(each, now) <= now)
+
+    def _of_worker(self, name: str, worker: str, now: float) -> Happening:
+        if name == DRAIN:
+            self._unwell_until[worker] = _FOR_EVER
+            return Happening(name, worker, None)
+        kind, make = _WORKER_FAULTS[name]
+        more = make(self._rng)
+        self._unwell_until[worker] = now + more.get("seconds", _FOR_EVER) + _RECOVERY_S
+        return Happening(name, worker, _fault(kind, worker, more))
+
+
+def _fault(kind: int, target: str, more: dict[str, float]) -> pb.Fault:
+    return pb.Fault(kind=pb.FaultKind.ValueType(kind), target=target, **more)  # type: ignore[arg-type]

@@ -1,0 +1,116 @@
+"""``python -m cluster.nursery_process PARENT CONTROL MODULE...``: the process that forks ranks.
+
+It has imported the modules, once. A message on its control socket is a process's role and brings
+four descriptors: standard input, output and error, and a pipe for the exit status. It answers with
+the process id and the process's descriptor. When the socket ends, it ends, and all that it forked.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+from cluster import process
+from worker.parent import die_with_parent
+
+_NUM_DESCRIPTORS = 4
+_ROLE_BYTES = 64
+
+
+def main() -> None:
+    parent, descriptor, *modules = sys.argv[1:]
+    die_with_parent(int(parent))
+    for module in modules:
+        importlib.import_module(module)
+    _check_alone()
+    # What is shared stays shared: a collection would write to all of it.
+    gc.freeze()
+    with socket.socket(fileno=int(descriptor)) as control:
+        role = Nursery(control).run()
+    if role:
+        sys.argv[1:] = [role]
+        process.main()
+
+
+def _check_alone() -> None:
+    """Of several threads a fork would keep one, and the locks of all."""
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        sys.exit(f"{len(threads)} threads are there before the first rank")
+
+
+class Nursery:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._nursery = os.getpid()
+        #: where the status of each process goes that has not ended
+        self._statuses: dict[int, int] = {}
+
+    def run(self) -> str:
+        """Comes back once in each process that is forked, with its role; and in the end, with
+        none."""
+        self._woken, waking = os.pipe()
+        os.set_blocking(waking, False)
+        signal.set_wakeup_fd(waking)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._own = [self._woken, waking]
+        self._control.send(b"ready")
+        while True:
+            control = self._control.fileno()
+            readable, _, _ = select.select([control, self._woken], [], [])
+            if self._woken in readable:
+                os.read(self._woken, _ROLE_BYTES)
+                self._reap()
+            if control in readable:
+                role, descriptors, _, _ = socket.recv_fds(
+                    self._control, _ROLE_BYTES, _NUM_DESCRIPTORS
+                )
+                if not role:
+                    return ""
+                if self._fork(list(descriptors)) == 0:
+                    return role.decode()
+
+    def _fork(self, descriptors: list[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            self._become(descriptors)
+            return 0
+        *others, status = descriptors
+        self._statuses[pid] = status
+        for descriptor in others:
+            os.close(descriptor)
+        handle = os.pidfd_open(pid)
+        socket.send_fds(self._control, [b"%d" % pid], [handle])
+        os.close(handle)
+        return pid
+
+    def _become(self, descriptors: list[int]) -> None:
+        """In the process that is forked: nothing of the nursery is left."""
+        die_with_parent(self._nursery)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for place, descriptor in enumerate(descriptors[:3]):
+            os.dup2(descriptor, place)
+        for descriptor in (*descriptors, *self._own, *self._statuses.values()):
+            os.close(descriptor)
+
+    def _reap(self) -> None:
+        while self._statuses:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            end = self._statuses.pop(pid)
+            with suppress(BrokenPipeError):
+                os.write(end, b"%d" % os.waitstatus_to_exitcode(status))
+            os.close(end)
+
+
+if __name__ == "__main__":
+    main()

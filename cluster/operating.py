@@ -1,0 +1,76 @@
+"""What operators tell a cluster: over the first of its routers that answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeAlias, TypeVar
+
+import grpc
+
+from everlift import wire
+from everlift.channels import CLIENT_OPTIONS
+from everlift.errors import DeadlineExceeded, EverliftError, Unreachable
+from everlift.v1 import admin_pb2, admin_pb2_grpc, chaos_pb2, chaos_pb2_grpc
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+_Method: TypeAlias = Callable[[grpc.aio.Channel], grpc.aio.UnaryUnaryMultiCallable[Q, A]]
+
+#: A router that does not answer in time may be stopped: the next one is asked.
+_TIMEOUT_S = 5.0
+
+
+class Operator:
+    """Errors are those of ``everlift.errors``."""
+
+    def __init__(self, routers: Sequence[str]) -> None:
+        self._channels = [
+            grpc.aio.insecure_channel(router, options=CLIENT_OPTIONS) for router in routers
+        ]
+
+    async def drain(self, worker: str) -> admin_pb2.DrainResponse:
+        """``worker`` is an id or a beginning of one. Raises UnknownWorker, Unreachable."""
+        return await self._ask(_drain, admin_pb2.DrainRequest(worker_id=worker))
+
+    async def inject(self, fault: chaos_pb2.Fault) -> str:
+        """Whom it strikes. Raises ChaosForbidden, InvalidRequest, OutOfRange, UnknownWorker,
+        Unreachable."""
+        return (await self._ask(_inject, fault)).target
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def _ask(self, method: _Method[Q, A], request: Q) -> A:
+        last: EverliftError = Unreachable("there is no router to ask")
+        for channel in self._channels:
+            call = method(channel)(request, timeout=_TIMEOUT_S)
+            try:
+                return await wire.answer(call, call)
+            except (Unreachable, DeadlineExceeded) as error:
+                last = error
+        raise last
+
+
+def _drain(
+    channel: grpc.aio.Channel,
+) -> grpc.aio.UnaryUnaryMultiCallable[admin_pb2.DrainRequest, admin_pb2.DrainResponse]:
+    stub: admin_pb2_grpc.AdminAsyncStub = admin_pb2_grpc.AdminStub(channel)
+    return stub.Drain
+
+
+def _inject(
+    channel: grpc.aio.Channel,
+) -> grpc.aio.UnaryUnaryMultiCallable[chaos_pb2.Fault, chaos_pb2.InjectResponse]:
+    stub: chaos_pb2_grpc.ChaosAsyncStub = chaos_pb2_grpc.ChaosStub(channel)
+    return stub.Inject
+
+
+@asynccontextmanager
+async def operating(routers: Sequence[str]) -> AsyncIterator[Operator]:
+    operator = Operator(routers)
+    try:
+        yield operator
+    finally:
+        await operator.close()

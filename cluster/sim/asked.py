@@ -1,0 +1,89 @@
+"""What simulated clients ask for, and what is right for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cluster.sim.client import Transcript
+from cluster.sim.cluster import ROUTER, SimCluster
+from everlift.client import GenerateOptions
+from everlift.messages import OnDisconnect
+from worker.config import FakeModel, WorkerConfig
+
+MODEL = FakeModel(vocab_size=256, eos_token_id=0, eos_one_in=40, step_time=0.02, token_time=1e-4)
+WORKERS = WorkerConfig(
+    model="fake", num_blocks=24, max_num_seqs=8, max_num_batched_tokens=64, fake=MODEL
+)
+#: Faults alone must not use up what a request has.
+ROUTERS = replace(ROUTER, max_losses=100, grace=5.0)
+#: Far more than a request takes where nothing goes wrong.
+_PATIENCE_S = 60.0
+
+
+class Wrong(AssertionError):
+    """What no history may show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a client asks for; ``options`` are GenerateOptions."""
+
+    prompt: str | tuple[int, ...]
+    options: tuple[tuple[str, object], ...]
+
+    @classmethod
+    def of(cls, prompt: str | Sequence[int], **options: object) -> Asked:
+        return cls(prompt if isinstance(prompt, str) else tuple(prompt), tuple(options.items()))
+
+    def arguments(self) -> GenerateOptions:
+        return dict(self.options)  # type: ignore[return-value]
+
+
+def _prompt(length: int, first: int) -> list[int]:
+    return [(first + i * 7) % 127 + 1 for i in range(length)]
+
+
+#: One of each thing that a continuation has to carry on.
+ASKED: tuple[Asked, ...] = (
+    Asked.of(_prompt(5, 1), temperature=0, max_tokens=16),
+    Asked.of(_prompt(40, 2), temperature=0, max_tokens=30),
+    Asked.of(_prompt(70, 3), temperature=1, seed=7, max_tokens=30),
+    Asked.of(_prompt(9, 4), temperature=1, seed=8, n=3, max_tokens=12),
+    Asked.of(_prompt(11, 5), temperature=0, presence_penalty=0.5, max_tokens=15),
+    Asked.of(_prompt(12, 6), temperature=0, stop_token_ids=(0,), min_tokens=10, max_tokens=40),
+    Asked.of(_prompt(34, 7), temperature=0, logprobs=2, prompt_logprobs=1, max_tokens=10),
+    Asked.of(
+        _prompt(6, 8), temperature=0, choice=("größer", "日本語の文章", "groß"), max_tokens=40
+    ),
+    Asked.of(_prompt(20, 9), temperature=0, max_tokens=25, priority=3, cache_salt="a"),
+    Asked.of(
+        _prompt(20, 9),
+        temperature=1,
+        seed=3,
+        max_tokens=20,
+        on_disconnect=OnDisconnect.CONTINUE,
+    ),
+)
+
+
+def undisturbed(asked: Asked) -> Transcript:
+    """What it gives where nothing goes wrong. Played once."""
+    if (calm := _CALM.get(repr(asked))) is None:
+        calm = _CALM[repr(asked)] = _played_alone(asked)
+    return calm
+
+
+_CALM: dict[str, Transcript] = {}
+
+
+def _played_alone(asked: Asked) -> Transcript:
+    with SimCluster(ROUTERS, replace(WORKERS, num_blocks=64)) as cluster:
+        cluster.start_router(0)
+        cluster.start_worker(0)
+        unhurried: GenerateOptions = {**asked.arguments(), "timeout_s": None}
+        transcript = cluster.submit("calm", asked.prompt, unhurried)
+        cluster.settle(_PATIENCE_S)
+    if not transcript.is_complete:
+        raise Wrong(f"{asked} fails without a fault: {transcript.error!r}")
+    return transcript

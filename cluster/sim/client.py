@@ -1,0 +1,164 @@
+"""A simulated client: the client library, and a record of all that it was given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from everlift.client import AsyncClient, GenerateOptions, Prompt
+from everlift.errors import EverliftError
+from everlift.messages import FinishReason
+from everlift.sampling import TokenLogprobs
+from everlift.stream import Chunk, Stream
+
+
+class Repeated(AssertionError):
+    """A token came twice, or one before it never did."""
+
+
+@dataclass(slots=True)
+class Received:
+    """One choice, as its client has it."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Transcript:
+    """What came of one request. ``error`` is how it ended, if not with its last token."""
+
+    request_id: str
+    choices: defaultdict[int, Received] = field(default_factory=lambda: defaultdict(Received))
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    usage: tuple[int, int] | None = None
+    error: EverliftError | None = None
+    epochs: set[int] = field(default_factory=set)
+    #: of the last attempt to read it: the wire's Timing
+    migrations: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    queued_s: float = 0.0
+    total_s: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.usage is not None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.tokens) for choice in self.choices.values())
+
+    def offsets(self) -> list[int]:
+        """By choice, the first that has not come."""
+        return [len(self.choices[i].tokens) for i in range(max(self.choices, default=-1) + 1)]
+
+    def result(self) -> object:
+        """All that may not depend on what went wrong on the way."""
+        choices = [
+            (tuple(it.tokens), it.text, tuple(it.logprobs), it.finish_reason)
+            for _, it in sorted(self.choices.items())
+        ]
+        return choices, self.prompt_logprobs, self.usage
+
+    def take(self, chunk: Chunk) -> None:
+        """Raises Repeated."""
+        choice = self.choices[chunk.choice]
+        if chunk.offset != len(choice.tokens):
+            raise Repeated(f"offset {chunk.offset} after {len(choice.tokens)} tokens")
+        choice.tokens.extend(chunk.token_ids)
+        choice.text += chunk.text
+        choice.logprobs.extend(chunk.logprobs)
+        self.epochs.add(chunk.epoch)
+
+    def end(self, stream: Stream) -> None:
+        """The stream is at its end."""
+        for index, reason in stream.finish_reasons.items():
+            self.choices[index].finish_reason = reason
+        self.prompt_logprobs = self.prompt_logprobs or stream.prompt_logprobs
+        if stream.usage is not None:
+            self.usage = (stream.usage.prompt_tokens, stream.usage.output_tokens)
+        if (timing := stream.timing) is not None:
+            self.migrations, self.preemptions = timing.migrations, timing.preemptions
+            self.recomputed_tokens = timing.recomputed_tokens
+            self.queued_s, self.total_s = timing.queued_s, timing.total_s
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """How a client behaves. It reads a piece every ``pause`` seconds; after ``leaves_after`` tokens
+    it vanishes, and is back ``away`` seconds later; after ``cancels_after`` it cancels."""
+
+    pause: float = 0.0
+    leaves_after: int | None = None
+    away: float = 0.5
+    cancels_after: int | None = None
+
+
+async def read(
+    client: AsyncClient,
+    transcript: Transcript,
+    prompt: Prompt,
+    options: GenerateOptions,
+    manners: Manners,
+) -> None:
+    """A request from its submission to its end."""
+    options = options | {"request_id": transcript.request_id}
+    stream = client.generate(prompt, **options)
+    try:
+        has_left = await _left(_follow(client, stream, transcript, manners))
+        if has_left and stream.usage is None:
+            transcript.end(stream)
+            await asyncio.sleep(manners.away)
+            stream = client.attach(transcript.request_id, transcript.offsets() or [0])
+            await _follow(client, stream, transcript, replace(manners, leaves_after=None))
+    except EverliftError as error:
+        transcript.error = error
+    transcript.end(stream)
+
+
+async def _left(reading: Coroutine[Any, Any, None]) -> bool:
+    """Whether the reader vanished before the end."""
+    task = asyncio.ensure_future(reading)
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()
+    return task.cancelled()
+
+
+async def _follow(
+    client: AsyncClient, stream: Stream, transcript: Transcript, manners: Manners
+) -> None:
+    async for chunk in stream:
+        transcript.take(chunk)
+        if _has(transcript, manners.cancels_after):
+            # Where no router answers it goes on reading, and tries again.
+            with suppress(EverliftError):
+                await client.cancel(transcript.request_id)
+        if _has(transcript, manners.leaves_after):
+            _vanish()
+        if manners.pause:
+            await asyncio.sleep(manners.pause)
+
+
+def _vanish() -> None:
+    """A reader that is cancelled breaks its stream and says nothing."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+def _has(transcript: Transcript, count: int | None) -> bool:
+    return count is not None and transcript.num_tokens >= count
+
+
+def addresses(routers: Sequence[str], first: int) -> list[str]:
+    """All of them, beginning with one."""
+    at = first % len(routers)
+    return [*routers[at:], *routers[:at]]

@@ -1,0 +1,271 @@
+"""A history: requests and faults, each at its moment; played on a simulated cluster, and judged.
+
+events ---> everything heals ---> every client is served ---> judgement
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import count
+
+from cluster.sim.asked import ASKED, ROUTERS, WORKERS, Asked
+from cluster.sim.client import Manners
+from cluster.sim.cluster import SimCluster
+from cluster.sim.judgement import finish, listening
+from cluster.sim.ledger import Trouble
+from router.config import RouterConfig
+from router.ledger.memory import MemoryLedger
+from worker.config import WorkerConfig
+
+
+class Kind(Enum):
+    #: a client comes with request ``which`` of ASKED, to router ``other``
+    SUBMIT = "submit"
+    KILL_WORKER = "kill worker"
+    FREEZE_WORKER = "freeze worker"
+    #: it hands back what it has, ends, and another one comes
+    DRAIN_WORKER = "drain worker"
+    SLOW_WORKER = "slow worker"
+    KILL_ROUTER = "kill router"
+    STOP_ROUTER = "stop router"
+    FREEZE_ROUTER = "freeze router"
+    #: whoever that is
+    FREEZE_LEADER = "freeze leader"
+    #: between router ``which`` and worker ``other``
+    CUT = "cut"
+    RESET = "reset"
+    LEDGER_AWAY = "ledger away"
+    LEDGER_SLOW = "ledger slow"
+    #: its server restarts, without its last ``seconds``
+    LEDGER_ROLLBACK = "ledger rollback"
+    #: the next calls of the ledger fail in the way ``which``
+    LEDGER_TROUBLE = "ledger trouble"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``after`` seconds from the event before. ``which`` and ``other`` are taken modulo what there
+    is. ``seconds`` is how long it lasts, or until what was killed is there again."""
+
+    after: float
+    kind: Kind
+    which: int = 0
+    other: int = 0
+    seconds: float = 0.5
+    manners: Manners = Manners()  # noqa: RUF009 it is frozen
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    events: tuple[Event, ...]
+    num_routers: int = 2
+    num_workers: int = 2
+    num_blocks: int = WORKERS.num_blocks or 0
+    seed: int = 0
+
+
+@dataclass
+class Played:
+    """What became of a history."""
+
+    virtual_s: float = 0.0
+    requests: int = 0
+    tokens: int = 0
+    migrations: int = 0
+    preemptions: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+def play(
+    history: History,
+    router_config: RouterConfig = ROUTERS,
+    worker_config: WorkerConfig = WORKERS,
+) -> Played:
+    """Raises Wrong, TimeoutError and NothingHappens where somebody is never served."""
+    random.seed(history.seed)  # of the clients' backoff
+    config = replace(worker_config, num_blocks=history.num_blocks)
+    with SimCluster(router_config, config) as cluster, listening() as complaints:
+        player = _Player(history, cluster)
+        player.play()
+        finish(cluster, player.asked, complaints, may_lose=player.may_lose)
+        return player.summary()
+
+
+class _Player:
+    def __init__(self, history: History, cluster: SimCluster) -> None:
+        self.cluster = cluster
+        self.asked: dict[str, tuple[Asked, Manners]] = {}
+        #: tokens that were delivered without the ledger, or that it has lost, may be gone with the
+        #: gateway that had them
+        self.may_lose = False
+        self._history = history
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._tickets = count()
+
+    def play(self) -> None:
+        for index in range(self._history.num_routers):
+            self.cluster.start_router(index)
+        for index in range(self._history.num_workers):
+            self.cluster.start_worker(index)
+        for event in self._history.events:
+            self._run_for(event.after)
+            self._happen(event)
+        self._heal()
+
+    def _run_for(self, seconds: float) -> None:
+        """With all that becomes due meanwhile."""
+        clock = self.cluster.clock
+        end = clock.now + seconds
+        while self._agenda and self._agenda[0][0] <= end:
+            at, _, act = heapq.heappop(self._agenda)
+            clock.run_for(max(0.0, at - clock.now))
+            act()
+        clock.run_for(max(0.0, end - clock.now))
+
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (self.cluster.clock.now + seconds, next(self._tickets), act))
+
+    def _heal(self) -> None:
+        """All that was begun comes to its end."""
+        while self._agenda:
+            self._run_for(max(0.0, self._agenda[0][0] - self.cluster.clock.now))
+
+    def _happen(self, event: Event) -> None:
+        getattr(self, f"_{event.kind.name.lower()}")(event)
+
+    # clients
+
+    def _submit(self, event: Event) -> None:
+        asked = ASKED[event.which % len(ASKED)]
+        request_id = f"r{len(self.asked)}"
+        self.asked[request_id] = asked, event.manners
+        prompt = asked.prompt
+        self.cluster.submit(request_id, prompt, asked.arguments(), event.manners, event.other)
+
+    # workers
+
+    def _worker(self, event: Event) -> int | None:
+        return _pick(self.cluster.workers, event.which)
+
+    def _kill_worker(self, event: Event) -> None:
+        if (index := self._worker(event)) is not None:
+            self.cluster.kill_worker(index)
+            self._later(event.seconds, lambda: self._start_worker(index))
+
+    def _start_worker(self, index: int) -> None:
+        self.cluster.start_worker(index)
+
+    def _freeze_worker(self, event: Event) -> None:
+        if (index := self._worker(event)) is not None:
+            self.cluster.freeze_worker(index, event.seconds)
+            self._later(event.seconds, lambda: None)
+
+    def _drain_worker(self, event: Event) -> None:
+        if (index := self._worker(event)) is None:
+            return
+        worker = self.cluster.workers[index]
+        self.cluster.drain_worker(index)
+
+        def end() -> None:
+            if self.cluster.workers.get(index) is worker:
+                self.cluster.kill_worker(index)
+                self._start_worker(index)
+
+        self._later(1.5, end)
+
+    def _slow_worker(self, event: Event) -> None:
+        if (index := self._worker(event)) is not None:
+            self.cluster.workers[index].slow_down(10.0, event.seconds)
+
+    # routers
+
+    def _router(self, event: Event) -> int | None:
+        return _pick(self.cluster.routers, event.which)
+
+    def _kill_router(self, event: Event) -> None:
+        if (index := self._router(event)) is not None:
+            self.cluster.kill_router(index)
+            self._later(event.seconds, lambda: self.cluster.start_router(index))
+
+    def _stop_router(self, event: Event) -> None:
+        if (index := self._router(event)) is not None:
+            self.cluster.stop_router(index)
+            self._later(event.seconds, lambda: self.cluster.start_router(index))
+
+    def _freeze_router(self, event: Event) -> None:
+        if (index := self._router(event)) is not None:
+            self.cluster.freeze_router(index, event.seconds)
+            self._later(event.seconds, lambda: None)
+
+    def _freeze_leader(self, event: Event) -> None:
+        for index in self.cluster.leaders()[:1]:
+            self.cluster.freeze_router(index, event.seconds)
+            self._later(event.seconds, lambda: None)
+
+    # the network
+
+    def _link(self, event: Event) -> tuple[int, int] | None:
+        router = _pick(self.cluster.routers, event.which)
+        worker = _pick(self.cluster.workers, event.other)
+        return None if router is None or worker is None else (router, worker)
+
+    def _cut(self, event: Event) -> None:
+        if (link := self._link(event)) is not None:
+            self.cluster.cut(*link, event.seconds)
+            self._later(event.seconds, lambda: None)
+
+    def _reset(self, event: Event) -> None:
+        if (link := self._link(event)) is not None:
+            self.cluster.reset(*link)
+
+    # the ledger
+
+    def _ledger_away(self, event: Event) -> None:
+        self.may_lose = True
+        self.cluster.ledger.leave(event.seconds)
+        self._later(event.seconds, lambda: None)
+
+    def _ledger_slow(self, event: Event) -> None:
+        self.cluster.ledger.delay = 0.2
+
+        def end() -> None:
+            self.cluster.ledger.delay = 0.0
+
+        self._later(event.seconds, end)
+
+    def _ledger_rollback(self, event: Event) -> None:
+        memory = self.cluster.ledger.snapshot()
+        self._later(min(event.seconds, 1.0), lambda: self._roll_back(memory))
+
+    def _roll_back(self, memory: MemoryLedger) -> None:
+        self.may_lose = True
+        self.cluster.ledger.leave(0.1)
+        self.cluster.ledger.restart(memory)
+
+    def _ledger_trouble(self, event: Event) -> None:
+        self.may_lose = True
+        trouble = [*Trouble][event.which % len(Trouble)]
+        left = iter([trouble] * (1 + event.other % 4))
+        self.cluster.ledger.trouble = lambda name: next(left, None)
+
+    # afterwards
+
+    def summary(self) -> Played:
+        transcripts = self.cluster.transcripts.values()
+        return Played(
+            virtual_s=self.cluster.clock.elapsed,
+            requests=len(transcripts),
+            tokens=sum(it.num_tokens for it in transcripts),
+            migrations=sum(it.migrations for it in transcripts),
+            preemptions=sum(it.preemptions for it in transcripts),
+            errors=[it.error.slug for it in transcripts if it.error is not None],
+        )
+
+
+def _pick(there: Iterable[int], which: int) -> int | None:
+    indices = sorted(there)
+    return indices[which % len(indices)] if indices else None

@@ -1,0 +1,136 @@
+"""What must be true of a simulated cluster after all its faults.
+
+What a client has is what the same request gives in a cluster without faults, or the beginning of it
+with an error that has a reason; every request is final in the ledger; no worker has anything left;
+nothing went wrong that somebody should have foreseen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from cluster.chaos.checker import Living, examine
+from cluster.sim.asked import ROUTERS, Asked, Wrong, undisturbed
+from cluster.sim.client import Manners, Transcript
+from cluster.sim.cluster import SimCluster
+from everlift.errors import Cancelled, DataLoss, EverliftError, UnknownRequest
+from router.ledger.audit import Audited
+from router.ledger.entry import Entry
+
+#: Virtual seconds in which a healed cluster serves everybody.
+_PATIENCE_S = 120.0
+#: And what was done for the last of them is over, and what nobody acknowledged no longer counts.
+_REST_S = 1.5
+
+
+def finish(
+    cluster: SimCluster,
+    asked: Mapping[str, tuple[Asked, Manners]],
+    complaints: Sequence[str],
+    *,
+    may_lose: bool = False,
+    may_fail: Sequence[str] = (),
+) -> None:
+    """Lets everybody be served, and judges. ``complaints`` is what was logged as an error. Where
+    the ledger lost something, its client ``may_lose`` it too, if it is told; the requests of
+    ``may_fail`` may end with any error. Raises Wrong, TimeoutError."""
+    cluster.settle(_PATIENCE_S)
+    _wait_for_the_forgotten(cluster)
+    if cluster.clock.uncaught:
+        raise Wrong(f"nobody caught {cluster.clock.uncaught}")
+    if complaints:
+        raise Wrong(f"logged: {complaints}")
+    for request_id, (wish, manners) in asked.items():
+        transcript = cluster.transcripts[request_id]
+        _judge_tokens(transcript, undisturbed(wish))
+        if request_id not in may_fail and not _has_reason(transcript.error, manners, may_lose):
+            raise Wrong(f"{request_id} ended with {transcript.error!r}") from transcript.error
+    _judge_ledger(cluster)
+    _judge_credits(cluster)
+    _judge_workers(cluster)
+
+
+def _wait_for_the_forgotten(cluster: SimCluster) -> None:
+    """What nobody reads comes to its end too."""
+    end = cluster.clock.now + _PATIENCE_S
+    while unfinished := _unfinished(cluster):
+        if cluster.clock.now > end:
+            raise Wrong(f"unfinished: {unfinished}")
+        cluster.run_for(_REST_S)
+    cluster.run_for(_REST_S)
+
+
+def _unfinished(cluster: SimCluster) -> list[Entry]:
+    entries = [item.entry for item in cluster.audit() if isinstance(item, Audited)]
+    return [entry for entry in entries if not entry.state.is_final]
+
+
+def _judge_tokens(transcript: Transcript, calm: Transcript) -> None:
+    request_id = transcript.request_id
+    if transcript.error is None and transcript.result() != calm.result():
+        raise Wrong(f"{request_id} got {transcript.result()}, not {calm.result()}")
+    for index, received in transcript.choices.items():
+        right = calm.choices[index].tokens[: len(received.tokens)]
+        if received.tokens != right:
+            raise Wrong(f"{request_id}/{index} got {received.tokens}, not {right}")
+
+
+def _has_reason(error: EverliftError | None, manners: Manners, may_lose: bool) -> bool:
+    if isinstance(error, Cancelled):
+        is_away_for_long = manners.leaves_after is not None and manners.away >= ROUTERS.grace
+        return manners.cancels_after is not None or is_away_for_long
+    return error is None or (isinstance(error, DataLoss | UnknownRequest) and may_lose)
+
+
+def _judge_ledger(cluster: SimCluster) -> None:
+    living = Living(
+        gateways={router.router_id for _, router in cluster.ready_routers()},
+        workers={worker.worker_id for worker in cluster.workers.values()},
+    )
+    findings = [finding for item in cluster.audit() for finding in examine(item, living)]
+    if findings:
+        raise Wrong(f"in the ledger: {findings}")
+
+
+def _judge_credits(cluster: SimCluster) -> None:
+    for index, router in cluster.ready_routers():
+        for worker_id, view in router._leader._placement.workers.items():
+            if view.unacknowledged.tokens or view.unacknowledged.choices:
+                raise Wrong(f"router {index} waits for {worker_id} to acknowledge something")
+
+
+def _judge_workers(cluster: SimCluster) -> None:
+    for worker in cluster.workers.values():
+        worker.engine.check_integrity()
+        load = worker.engine.load()
+        if load.blocks_used or load.num_running or load.num_waiting:
+            raise Wrong(f"{worker.worker_id} still has {load}")
+        if not worker.sessions.is_idle:
+            raise Wrong(f"{worker.worker_id} still has claims")
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Collects what is logged as an error. What is less is not logged at all: faults make much of
+    it."""
+    handler, root = _Errors(), logging.getLogger()
+    before = root.manager.disable
+    root.addHandler(handler)
+    logging.disable(logging.WARNING)
+    try:
+        yield handler.texts
+    finally:
+        logging.disable(before)
+        root.removeHandler(handler)
+
+
+class _Errors(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+        self.setFormatter(logging.Formatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))

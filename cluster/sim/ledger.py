@@ -1,0 +1,137 @@
+"""The ledger of a simulated cluster: one in memory, with what a server and the way to it add.
+
+Each process has a view of its own, whose calls take time, and fail as calls of a server do: its
+answers may be late, be lost, or never come, and the server may restart without its last moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from enum import Enum
+from typing import Any, cast
+
+from cluster.sim.clock import Clock, VirtualLoop
+from everlift.errors import LedgerUnavailable, UnknownRequest
+from router.ledger.audit import Item
+from router.ledger.base import Ledger, Membership
+from router.ledger.config import DEFAULTS
+from router.ledger.entry import Entry
+from router.ledger.memory import MemoryLedger
+
+#: A call made again is not the call of somebody else: the product's client names each call.
+_NAMED = frozenset({"open", "take_over"})
+
+
+class Trouble(Enum):
+    """What can become of one call."""
+
+    #: the client did not hear the answer, and asked again
+    ASKED_TWICE = "asked twice"
+    #: the move happened, and its answer never came
+    ANSWER_LOST = "answer lost"
+    #: the move never happened
+    CALL_LOST = "call lost"
+
+
+class LedgerServer:
+    """``memory`` is what it knows. Ledger time is not the clock of the processes."""
+
+    def __init__(self, clock: Clock, latency: float) -> None:
+        self._clock = clock
+        self._latency = latency
+        self.memory = MemoryLedger(lambda: clock.now + 1e9)
+        self._generation = 1
+        #: every call takes so much longer
+        self.delay = 0.0
+        self._away_until = 0.0
+        #: says what becomes of a call of this name
+        self.trouble: Callable[[str], Trouble | None] = lambda name: None
+
+    def view(self, process: VirtualLoop) -> Ledger:
+        """The ledger as this process sees it."""
+        return cast("Ledger", _View(self, process))
+
+    # what can happen to it
+
+    def leave(self, seconds: float) -> None:
+        """It answers nobody for so long; what it knows stays."""
+        self._away_until = max(self._away_until, self._clock.now + seconds)
+
+    def snapshot(self) -> MemoryLedger:
+        """What it knows now, to be rolled back to."""
+        return copy.deepcopy(self.memory)
+
+    def restart(self, memory: MemoryLedger) -> None:
+        """It comes back as another generation, which knows ``memory``."""
+        self.memory = memory
+        self._generation += 1
+
+    def peek(self, request_id: str) -> Entry | None:
+        """What it says of a request now."""
+        look = self.memory.get(request_id)
+        try:
+            look.send(None)
+        except StopIteration as answered:
+            return cast("Entry", answered.value)
+        except UnknownRequest:
+            return None
+        raise AssertionError("a ledger in memory waits for nothing")
+
+    async def audit(self) -> list[Item]:
+        """All that it holds."""
+        return [item async for item in self.memory.audit().items()]
+
+    # what its views need
+
+    async def call(self, process: VirtualLoop, name: str, *args: Any, **options: Any) -> Any:
+        """Raises LedgerUnavailable, and what the move raises."""
+        trouble = self.trouble(name)
+        await self._travel(process)
+        if trouble is Trouble.CALL_LOST:
+            await self._give_up(process)
+        answer = await self._answer(name, args, options)
+        if trouble is Trouble.ANSWER_LOST:
+            await self._give_up(process)
+        if trouble is Trouble.ASKED_TWICE:
+            await self._travel(process)
+            if name not in _NAMED:
+                answer = await self._answer(name, args, options)
+        await asyncio.sleep(self._latency)
+        return answer
+
+    async def _answer(self, name: str, args: Any, options: Any) -> Any:
+        move: Callable[..., Awaitable[Any]] = getattr(self.memory, name)
+        answer = await move(*args, **options)
+        if isinstance(answer, Membership):
+            return replace(answer, generation=str(self._generation))
+        return answer
+
+    async def _travel(self, process: VirtualLoop) -> None:
+        await asyncio.sleep(self._latency + self.delay)
+        away = self._away_until - self._clock.now
+        if process.is_dead or away > DEFAULTS.timeout:
+            await self._give_up(process)
+        while (away := self._away_until - self._clock.now) > 0:
+            await asyncio.sleep(away)
+
+    async def _give_up(self, process: VirtualLoop) -> None:
+        if not process.is_dead:
+            await asyncio.sleep(DEFAULTS.timeout)
+        raise LedgerUnavailable("the ledger does not answer")
+
+
+class _View:
+    """Every method of Ledger, through the server's ``call``."""
+
+    def __init__(self, server: LedgerServer, process: VirtualLoop) -> None:
+        self._server = server
+        self._process = process
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **options: Any) -> Any:
+            return await self._server.call(self._process, name, *args, **options)
+
+        return call

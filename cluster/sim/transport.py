@@ -1,0 +1,25 @@
+"""The simulated network as one process sees it."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import grpc
+
+from cluster.sim.call import SimChannel
+from cluster.sim.clock import VirtualLoop
+from cluster.sim.network import Network
+from cluster.sim.server import SimServer
+from everlift.transport import Options
+
+
+class SimTransport:
+    def __init__(self, network: Network, process: VirtualLoop) -> None:
+        self._network = network
+        self._process = process
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        return cast("grpc.aio.Channel", SimChannel(self._network, self._process, address))
+
+    def server(self, options: Options) -> grpc.aio.Server:
+        return cast("grpc.aio.Server", SimServer(self._network, self._process))

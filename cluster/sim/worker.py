@@ -1,0 +1,161 @@
+"""A simulated worker: sessions, loop, scheduler and server of the product over the fake runner,
+whose steps take virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from cluster.announcer import Announcer
+from cluster.sim.clock import VirtualLoop
+from cluster.sim.grammars import SimGrammars
+from everlift.blockhash import BLOCK_SIZE
+from everlift.transport import Transport
+from everlift.v1 import chaos_pb2, session_pb2
+from worker.config import WorkerConfig
+from worker.engine import Engine
+from worker.fake_runner import FakeRunner
+from worker.limits import Limits
+from worker.loop import LeadingLoop, Report
+from worker.orders import Inbox
+from worker.outcome import Abort
+from worker.plan import Runner
+from worker.sequence import NO_SLOT, Sequence
+from worker.server import SessionServer
+from worker.sessions import Grammars, Sessions
+
+
+class _Orders(Inbox):
+    """Wakes a task instead of a thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.come = asyncio.Event()
+
+    def start(self, sequence: Sequence) -> None:
+        super().start(sequence)
+        self.come.set()
+
+    def abort(self, abort: Abort) -> None:
+        super().abort(abort)
+        self.come.set()
+
+    def drain(self) -> None:
+        super().drain()
+        self.come.set()
+
+
+#: Makes what computes. It says how long each step takes.
+Build = Callable[[WorkerConfig, Callable[[float], None]], tuple[Runner, Grammars]]
+
+
+def build_fake(
+    config: WorkerConfig, spend: Callable[[float], None]
+) -> tuple[FakeRunner, SimGrammars]:
+    """What the fake model is."""
+    assert config.num_blocks is not None, "a simulated worker needs num_blocks"
+    runner = FakeRunner(config.num_blocks, config.fake, sleep=spend)
+    return runner, SimGrammars(config.fake.eos_token_id)
+
+
+class SimWorker:
+    """Lives in ``process``. ``looked_at`` is called with it in the middle of each step."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        config: WorkerConfig,
+        process: VirtualLoop,
+        transport: Transport,
+        looked_at: Callable[[SimWorker], None],
+        build: Build,
+    ) -> None:
+        self.worker_id = worker_id
+        self.process = process
+        self._config = config
+        self._looked_at = looked_at
+        self._transport = transport
+        runner, grammars = build(config, self._spend)
+        limits = Limits.of(config, runner)
+        self.engine = Engine(runner, limits)
+        self._orders = _Orders()
+        self.sessions = Sessions(limits, self.engine.load(), self._orders, grammars)
+        self.server = SessionServer(config, self.sessions, transport)
+        self._loop = LeadingLoop(
+            self.engine, self._orders, self._made, None, self._now, self._spend
+        )
+        self._spent = 0.0
+        self._report: Report | None = None
+        self.info = self._info(limits)
+
+    def _info(self, limits: Limits) -> session_pb2.WorkerInfo:
+        return session_pb2.WorkerInfo(
+            worker_id=self.worker_id,
+            address=self.server.address,
+            model=self._config.name,
+            fingerprint="fake",
+            block_size=BLOCK_SIZE,
+            num_blocks=limits.num_blocks,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            tensor_parallel=1,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+
+    async def run(self, routers: list[str]) -> None:
+        """Serves, announces itself, and steps until cancelled."""
+        await self.server.start(self.info)
+        announcer = Announcer(self.info, routers, self._transport)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._step_for_ever())
+            tasks.create_task(self._join(announcer))
+
+    async def _join(self, announcer: Announcer) -> None:
+        await announcer.announce()
+        await announcer.keep(lambda: self.server.is_alone)
+
+    def slow_down(self, factor: float, seconds: float) -> None:
+        """Its steps take so many times as long, for so long."""
+        self._orders.inject(
+            chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_SLOW, factor=factor, seconds=seconds)
+        )
+
+    def preempt(self, request_id: str) -> None:
+        """As if others needed its blocks; it resumes when there are some. Between two steps."""
+        for sequence in self.engine.sequences():
+            if sequence.request_id == request_id and sequence.slot != NO_SLOT:
+                self.engine.preempt(sequence)
+
+    async def drain(self) -> None:
+        """Hands everything back, and leaves."""
+        await self.server.drain()
+        await self.server.stop()
+
+    async def _step_for_ever(self) -> None:
+        while True:
+            orders = self._orders.take(timeout_s=0)
+            if not orders and not self.engine.has_work:
+                self._orders.come.clear()
+                await self._orders.come.wait()
+                continue
+            self._loop.turn(orders)
+            self._looked_at(self)
+            await asyncio.sleep(self._spent)
+            self._spent = 0.0
+            self._tell()
+
+    def _tell(self) -> None:
+        """What a step made is there when its time is over."""
+        if self._report is not None:
+            self.server.deliver(self._report)
+            self._report = None
+
+    def _made(self, report: Report) -> None:
+        self._report = report
+
+    def _spend(self, seconds: float) -> None:
+        self._spent += seconds
+
+    def _now(self) -> float:
+        return self.process.time() + self._spent

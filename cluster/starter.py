@@ -1,0 +1,79 @@
+"""How a process of a cluster without Ray comes to be, and what its parent has of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from cluster.launch import Launch, encode
+
+
+class Started(Protocol):
+    """As asyncio has it. ``stdout`` brings its reports; ``returncode`` is below 0 for a signal."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    @property
+    def stdout(self) -> asyncio.StreamReader | None: ...
+
+    async def wait(self) -> int: ...
+
+    def send_signal(self, signal: int) -> None:
+        """Raises ProcessLookupError when it is gone."""
+        ...
+
+
+class Starter(Protocol):
+    async def start(self, launch: Launch, log_path: Path) -> Started:
+        """A process that has been told its launch, its log at the end of ``log_path``. The event
+        loop's thread must live as long as it: the kernel ends it with that."""
+        ...
+
+
+class PlainStarter:
+    """A fresh interpreter each time. ``environment`` is added to this process's own."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    async def start(self, launch: Launch, log_path: Path) -> Started:
+        with log_path.open("ab") as log_file:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "cluster.process",
+                launch.role,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=log_file,
+                env=full_environment(self._environment),
+                # Ctrl-C is for the parent, which ends its children in good order.
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        with suppress(ConnectionError):
+            process.stdin.write(told(os.getpid(), launch))
+            await process.stdin.drain()
+            process.stdin.close()
+        return process
+
+
+def told(parent: int, launch: Launch) -> bytes:
+    """What a process reads first; ``parent`` is the one that has started it."""
+    return b"%d\n%s\n" % (parent, encode(launch))
+
+
+def full_environment(more: Mapping[str, str]) -> dict[str, str]:
+    # What this process can import, however it came to that, its children can too.
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return {**os.environ, "PYTHONPATH": path, **more}
