@@ -11,7 +11,7 @@ PROTOS := $(sort $(wildcard proto/everlift/v1/*.proto))
 TORCH := 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long soak bench-ledger bench-load bench-swap bench-speculation check lint types imports proto proto-check lock clean
+.PHONY: help install demo test test-long soak soak-engine bench-ledger bench-durability bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -44,11 +44,23 @@ test: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests (under 20 minutes
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests that take longer, and a short soak
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} $(BIN)/pytest -q -m "long or soak"
 
-soak: $(VENV)/.installed ## random models and histories, SOAK_MINUTES (10) for each kind
-	$(BIN)/pytest -q -s -m soak
+soak: $(VENV)/.installed ## a cluster under random faults, SOAK_MINUTES (30), then Ray (build/bench/soak.json)
+	SOAK_REPORT=build/bench/soak.json $(BIN)/pytest -q -s tests/soak/test_cluster.py
+
+soak-engine: $(VENV)/.installed ## random models and histories, SOAK_MINUTES (10) for each kind
+	$(BIN)/pytest -q -s tests/soak/test_engine.py tests/soak/test_models.py tests/soak/test_ledger.py
 
 bench-ledger: $(VENV)/.installed ## what a step costs in the ledger (build/bench/ledger.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/ledger_step.py
+
+bench-durability: $(VENV)/.installed ## tokens before or after the ledger has them (build/bench/durability.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/durability.py
+
+bench-preemption: $(VENV)/.installed ## preempted requests that move, against those that wait (build/bench/preemption.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/preemption.py
+
+bench-takeover: $(VENV)/.installed ## a new leader with few and with 1,000,000 waiting (build/bench/takeover.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/takeover.py
 
 bench-load: $(VENV)/.installed ## what loading a checkpoint costs (build/bench/load.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/load_memory.py

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import copy
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from everlift.messages import Submission
 from everlift.v1 import inference_pb2 as pb
@@ -15,6 +19,7 @@ from router.gateway.requests import Requests
 from router.ledger.entry import State
 from router.ledger.memory import MemoryLedger
 
+Ledgers = TypeVar("Ledgers", bound=MemoryLedger)
 CONFIG = RouterConfig(model="fake", grace=0.05, max_losses=2, max_queued=3)
 TERM = 5
 
@@ -39,6 +44,8 @@ class RecordedLine:
         self.queued = 0
         self.enqueued: list[session_pb2.Waiting] = []
         self.withdrawn: list[str] = []
+        self.residences: list[session_pb2.Running] = []
+        self.generations: list[str] = []
 
     def enqueue(self, waiting: session_pb2.Waiting) -> None:
         self.enqueued.append(waiting)
@@ -46,17 +53,25 @@ class RecordedLine:
     def withdraw(self, request_id: str) -> None:
         self.withdrawn.append(request_id)
 
+    def running(self, running: session_pb2.Running) -> None:
+        self.residences.append(running)
+
+    def asserted(self, generation: str) -> None:
+        self.generations.append(generation)
+
 
 class Gateway:
     """One gateway with everything around it in reach."""
 
-    def __init__(self, ledger: MemoryLedger, name: str = "gateway") -> None:
+    def __init__(
+        self, ledger: MemoryLedger, name: str = "gateway", config: RouterConfig = CONFIG
+    ) -> None:
         self.ledger = ledger
         self.name = name
         self.workers = RecordedWorkers()
         self.line = RecordedLine()
         self.requests = Requests(
-            CONFIG, name, ledger, ServedModel.load("fake"), self.workers, self.line
+            config, name, ledger, ServedModel.load("fake"), self.workers, self.line
         )
         self.epochs = iter(range(100, 1000))
 
@@ -70,7 +85,11 @@ class Gateway:
         entry = await self.ledger.dispatch(request_id, worker_id, epoch, TERM)
         self.requests.dispatched(
             session_pb2.Dispatched(
-                request_id=request_id, worker_id=worker_id, epoch=epoch, attempt=entry.attempts
+                request_id=request_id,
+                worker_id=worker_id,
+                epoch=epoch,
+                attempt=entry.attempts,
+                moves=entry.moves,
             )
         )
         return epoch
@@ -100,6 +119,40 @@ class Gateway:
 
     async def read(self, live: LiveRequest, *offsets: int) -> list[pb.GenerateResponse]:
         return [piece async for piece in self.requests.stream(live, offsets)]
+
+
+async def gateway_ledger(ledger: Ledgers) -> Ledgers:
+    """One with a leader, and a gateway that lives."""
+    await ledger.lead("leader", "", TERM, 1000.0)
+    await ledger.beat("gateway", "here:1", 1000.0)
+    return ledger
+
+
+_REQUESTS = ("_records", "_owned", "_ended")
+
+
+def saved(ledger: MemoryLedger) -> dict[str, object]:
+    """What it knows of requests, to be rolled back to."""
+    return {name: copy.deepcopy(getattr(ledger, name)) for name in _REQUESTS}
+
+
+def roll_back(ledger: MemoryLedger, saved: dict[str, object]) -> None:
+    for name, value in saved.items():
+        setattr(ledger, name, copy.deepcopy(value))
+
+
+@asynccontextmanager
+async def started_gateway(
+    ledger: MemoryLedger | None = None, config: RouterConfig = CONFIG
+) -> AsyncIterator[Gateway]:
+    """One that carries tokens into its ledger."""
+    gateway = Gateway(ledger or await gateway_ledger(MemoryLedger(time.monotonic)), config=config)
+    run = asyncio.create_task(gateway.requests.attempts.run())
+    try:
+        yield gateway
+    finally:
+        await gateway.requests.stop(0.0)
+        run.cancel()
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -78,8 +78,8 @@ class Cluster:
         self.routers.remove(router)
         for task in router._tasks:
             task.cancel()
-        router._leader.is_leading = False
-        router._requests.stopping = True
+        router._leader._lease.is_held = False
+        router._requests._custody.is_closing = True
         await router._public.stop(None)
         await router._internal.stop(None)
         await router._line.close()

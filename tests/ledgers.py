@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -24,6 +25,7 @@ from router.ledger.config import LedgerConfig
 from router.ledger.embedded import EmbeddedLedger
 from router.ledger.memory import MemoryLedger
 from router.ledger.redis_ledger import RedisLedger, connect
+from router.ledger.shards import Call
 
 PATIENCE_S = 10.0
 
@@ -85,6 +87,20 @@ def scored(*logprobs: float, num_top: int = 0) -> tuple[TokenLogprobs, ...]:
     )
 
 
+def lose_answers(ledger: Ledger) -> None:
+    """Lets every answer of a server get lost once: each script runs twice."""
+    if not isinstance(ledger, RedisLedger):
+        return
+    shards = ledger._shards
+    run_all = shards.run_all
+
+    async def run_all_twice(calls: Sequence[Call]) -> list[Any]:
+        await run_all(calls)
+        return await run_all(calls)
+
+    shards.run_all = run_all_twice  # type: ignore[method-assign]
+
+
 async def tokens_of(ledger: Ledger, request_id: str = "r", choice: int = 0) -> tuple[int, ...]:
     return (await ledger.read(request_id)).choices[choice].tokens
 
@@ -113,12 +129,15 @@ def valkey_server(config: LedgerConfig | None = None) -> Iterator[str]:
 @contextmanager
 def redis_server(*options: str) -> Iterator[str]:
     """The url of Debian's redis-server, or of another one on the PATH."""
-    binary = _redis_binary()
+    binary = redis_binary()
     with tempfile.TemporaryDirectory() as directory:
         socket = f"{directory}/socket"
         command = [binary, "--port", "0", "--unixsocket", socket, "--dir", directory]
         command += ["--save", "", "--appendonly", "yes", "--maxmemory-policy", "noeviction"]
-        process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
+        # SIGXFSZ stays ignored: a file that may not grow is an error to it then, not its end.
+        process = subprocess.Popen(
+            [*command, *options], stdout=subprocess.DEVNULL, restore_signals=False
+        )
         try:
             _await_ping(socket)
             yield f"unix://{socket}"
@@ -127,10 +146,15 @@ def redis_server(*options: str) -> Iterator[str]:
             process.wait()
 
 
-def _redis_binary() -> str:
-    if (binary := shutil.which("redis-server")) is not None:
+def redis_binary() -> str:
+    return found("redis-server")
+
+
+def found(program: str) -> str:
+    """Its path. Without it the test is skipped, and fails in CI."""
+    if (binary := shutil.which(program)) is not None:
         return binary
-    message = "no redis-server here: apt-get install redis-server"
+    message = f"no {program} here: apt-get install {program}"
     if os.environ.get("CI") == "true":
         pytest.fail(message)
     pytest.skip(message)

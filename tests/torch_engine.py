@@ -59,6 +59,7 @@ class RecordingRunner:
         self.vocab_size = runner.vocab_size
         self.max_model_len = runner.max_model_len
         self.unready_slots = runner.unready_slots
+        self.release = runner.release
         self.close = runner.close
 
     def execute(self, plan: Plan) -> list[RowResult]:

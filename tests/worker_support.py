@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from worker.config import FakeModel, Speculation, WorkerConfig
 from worker.engine import Engine
 from worker.fake_runner import FakeRunner
 from worker.limits import Limits
-from worker.outcome import Outcome, SequenceKey, Stop
+from worker.outcome import Outcome, Residence, SequenceKey, Stop
 from worker.sequence import Sequence as EngineSequence
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -57,6 +58,8 @@ def start(
     sampling: SamplingParams = GREEDY,
     stop_token_ids: Iterable[int] = (),
     salt: bytes = b"",
+    num_computed: int = 0,
+    priority: int = 0,
 ) -> session_pb2.Start:
     return session_pb2.Start(
         epoch=epoch,
@@ -68,6 +71,8 @@ def start(
         sampling=sampling.to_proto(),
         stop_token_ids=stop_token_ids,
         salt=salt,
+        num_computed=num_computed,
+        priority=priority,
     )
 
 
@@ -82,7 +87,8 @@ def prompt(length: int, first: int = 1) -> list[int]:
 
 class Collected:
     """What an engine said, by sequence; checks that offsets are contiguous, those of the prompt's
-    log probabilities too, and that nothing follows a stop."""
+    log probabilities too, that what is computed is never less, that who goes on had to wait, and
+    that nothing follows a stop."""
 
     def __init__(self) -> None:
         self.tokens: dict[SequenceKey, list[int]] = {}
@@ -91,7 +97,11 @@ class Collected:
         self.logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
         #: from the prompt's second token on
         self.prompt_logprobs: dict[SequenceKey, list[TokenLogprobs]] = {}
+        self.preemptions: Counter[SequenceKey] = Counter()
+        self.recomputed_tokens: Counter[SequenceKey] = Counter()
         self._offsets: dict[SequenceKey, int] = {}
+        self._num_computed: Counter[SequenceKey] = Counter()
+        self._waiting: set[SequenceKey] = set()
 
     def take(self, outcomes: Iterable[Outcome]) -> None:
         for outcome in outcomes:
@@ -105,9 +115,24 @@ class Collected:
                 scores = self.prompt_logprobs.setdefault(key, [])
                 assert outcome.prompt_offset == 1 + len(scores), "a gap or a repetition"
                 scores.extend(outcome.prompt_logprobs)
+            self._take_news(outcome)
             if outcome.stop is not None:
                 self.stops[key] = outcome.stop
                 self.errors[key] = str(outcome.error or "")
+
+    def _take_news(self, outcome: Outcome) -> None:
+        key, news = outcome.key, outcome.news
+        assert outcome.num_computed >= self._num_computed[key], "less is computed than was"
+        self._num_computed[key] = outcome.num_computed
+        self.preemptions[key] += news.preemptions
+        self.recomputed_tokens[key] += news.recomputed_tokens
+        assert news.preemptions or news.residence is not Residence.PREEMPTED
+        if news.residence is Residence.RESUMED:
+            assert key in self._waiting or news.preemptions, "it never stopped"
+            self._waiting.discard(key)
+        if news.residence is Residence.PREEMPTED:
+            self._waiting.add(key)
+        assert key not in self._waiting or not outcome.tokens, "tokens without blocks"
 
 
 def run(engine: Engine, collected: Collected | None = None, max_steps: int = 10_000) -> Collected:

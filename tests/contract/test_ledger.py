@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import assert_never
+from dataclasses import dataclass, field, replace
+from typing import Any, assert_never
 
 import pytest
 
@@ -21,20 +21,25 @@ from everlift.v1 import session_pb2
 from router.ledger.base import Ledger, NotQueued, StaleTerm
 from router.ledger.config import LedgerConfig
 from router.ledger.entry import (
+    MAX_EVENTS,
     Append,
     Appended,
     Entry,
     Move,
+    Reasserted,
     State,
     Stored,
     StoredChoice,
+    Tally,
     lost_too_often,
 )
 from router.ledger.memory import MemoryLedger
+from tests.ledger_servers import cluster, cluster_url, tls_ledger
 from tests.ledgers import (
     Clock,
     connected,
     eventually,
+    lose_answers,
     make_request,
     redis_server,
     scored,
@@ -60,6 +65,10 @@ TARGETS = {
     (State.QUEUED, Move.DISCARD): None,
     (State.QUEUED, Move.END): State.CANCELLED,
     (State.RUNNING, Move.END): State.CANCELLED,
+    (State.FINISHED, Move.FORGET): None,
+    (State.FAILED, Move.FORGET): None,
+    (State.CANCELLED, Move.FORGET): None,
+    (State.EXPIRED, Move.FORGET): None,
 }
 PAIRS = [
     pytest.param(state, move, id=f"{state.value}-{move.name.lower()}")
@@ -76,19 +85,25 @@ class Backend:
     """``url`` is empty for the ledger in memory."""
 
     url: str
-    shards: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
-@pytest.fixture(scope="module", params=["memory", "valkey", "valkey-4-shards", "redis"])
+@pytest.fixture(scope="module", params=["memory", "valkey", "redis", "cluster-4-shards", "tls"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if request.param == "memory":
         yield Backend("")
+    elif request.param == "valkey":
+        with valkey_server() as url:
+            yield Backend(url)
     elif request.param == "redis":
         with redis_server() as url:
             yield Backend(url)
+    elif request.param == "tls":
+        with tls_ledger() as (url, settings):
+            yield Backend(url, settings)
     else:
-        with valkey_server() as url:
-            yield Backend(url, shards=4 if "shards" in request.param else 1)
+        with cluster() as nodes:
+            yield Backend(cluster_url(nodes), {"shards": 4})
 
 
 @pytest.fixture
@@ -101,7 +116,7 @@ async def ledger(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
     if not backend.url:
         yield MemoryLedger(clock)
         return
-    async with connected(backend.url, shards=backend.shards) as ledger:
+    async with connected(backend.url, **backend.settings) as ledger:
         yield ledger
 
 
@@ -111,7 +126,7 @@ async def forgetful(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
     if not backend.url:
         yield MemoryLedger(clock, LedgerConfig(retention=RETENTION_S))
         return
-    async with connected(backend.url, shards=backend.shards, retention=RETENTION_S) as ledger:
+    async with connected(backend.url, **backend.settings, retention=RETENTION_S) as ledger:
         yield ledger
 
 
@@ -175,6 +190,8 @@ async def make(ledger: Ledger, move: Move) -> object:
             return None
         case Move.END:
             return await ledger.end("r", State.CANCELLED, Cancelled.slug, "why")
+        case Move.FORGET:
+            return await ledger.forget("r")
         case _:
             assert_never(move)
 
@@ -200,6 +217,7 @@ async def test_a_move_is_made_from_its_sources_and_refused_elsewhere(
     ledger: Ledger, state: State, move: Move
 ) -> None:
     before = replace(await bring(ledger, state), now=0.0)
+    events = await ledger.events("r")
     refused = state not in move.sources
     if refused and move is Move.DISPATCH:
         with pytest.raises(NotQueued) as error:
@@ -212,8 +230,15 @@ async def test_a_move_is_made_from_its_sources_and_refused_elsewhere(
     after = await content(ledger)
     if refused:
         assert after == before
+        assert await ledger.events("r") == events
     else:
         assert (after and after.entry.state) == TARGETS[state, move]
+    if after and not refused:
+        counted = move is not Move.APPEND
+        assert after.entry.moves == before.entry.moves + counted
+        assert [it.move for it in (await ledger.events("r"))[len(events) :]] == (
+            [move.name.lower()] if counted else []
+        )
 
 
 def refusal(move: Move, before: Stored) -> object:
@@ -250,6 +275,7 @@ async def test_a_request_ends_as_it_is_told(ledger: Ledger, source: State, state
         epoch=0,
         error_slug="some_slug",
         error_message="some message, ä",
+        moves=before.moves + 1,
     )
 
 
@@ -260,7 +286,10 @@ async def test_nothing_is_ended_as_what_is_no_failure(ledger: Ledger, state: Sta
         await ledger.end("r", state, "", "")
 
 
-MADE = [pytest.param(s, m, id=f"{s.value}-{m.name.lower()}") for s, m in TARGETS]
+#: Of two forgets the second one is of what is unknown; see below for one that is tried twice.
+MADE = [
+    pytest.param(s, m, id=f"{s.value}-{m.name.lower()}") for s, m in TARGETS if m is not Move.FORGET
+]
 
 
 @pytest.mark.parametrize(("state", "move"), MADE)
@@ -272,6 +301,8 @@ async def test_a_move_made_again_changes_nothing_and_answers_the_same(
     between = await content(ledger)
     assert await make(ledger, move) == first
     assert await content(ledger) == between
+    if between:
+        assert len(await ledger.events("r")) == between.entry.moves
 
 
 async def test_every_move_of_an_unknown_request_is_refused(ledger: Ledger) -> None:
@@ -281,10 +312,10 @@ async def test_every_move_of_an_unknown_request_is_refused(ledger: Ledger) -> No
     with pytest.raises(NotQueued) as error:
         await make(ledger, Move.DISPATCH)
     assert error.value.entry is None
-    for move in (Move.RELEASE, Move.TAKE_OVER, Move.END):
+    for move in (Move.RELEASE, Move.TAKE_OVER, Move.END, Move.FORGET):
         with pytest.raises(UnknownRequest):
             await make(ledger, move)
-    for ask in (ledger.get, ledger.read):
+    for ask in (ledger.get, ledger.read, ledger.events):
         with pytest.raises(UnknownRequest):
             await ask("r")
 
@@ -293,15 +324,26 @@ async def test_a_life_from_open_to_finish_leaves_its_whole_entry(ledger: Ledger)
     opened = await ledger.open(make_request(), "gateway")
     assert opened.created
     arrived = opened.entry.arrived
-    assert opened.entry == Entry("r", State.QUEUED, "gateway", arrived)
+    assert opened.entry == Entry("r", State.QUEUED, "gateway", arrived, moves=1)
     await lead(ledger)
-    running = Entry("r", State.RUNNING, "gateway", arrived, (0,), "w1", EPOCH, attempts=1)
+    running = Entry("r", State.RUNNING, "gateway", arrived, (0,), "w1", EPOCH, 1, moves=2)
     assert await ledger.dispatch("r", "w1", EPOCH, TERM) == running
     assert await store(ledger, Append("r", EPOCH, 0, (1, 2))) is Appended.OK
-    lost = await ledger.release("r", EPOCH, loss="why", max_losses=3)
-    assert lost == Entry("r", State.QUEUED, "gateway", arrived, (2,), attempts=1, losses=1)
+    tally = Tally(preemptions=2)
+    lost = await ledger.release("r", EPOCH, loss="why", max_losses=3, tally=tally)
+    assert lost == replace(
+        running,
+        state=State.QUEUED,
+        num_tokens=(2,),
+        worker="",
+        epoch=0,
+        losses=1,
+        moves=3,
+        tally=tally,
+    )
     await ledger.dispatch("r", "w2", 5, TERM)
-    last = Append("r", 5, 2, (3,), finish_reason=FinishReason.LENGTH)
+    tally = Tally(preemptions=3, migrations=1, recomputed_tokens=2**31)
+    last = Append("r", 5, 2, (3,), finish_reason=FinishReason.LENGTH, tally=tally)
     assert await store(ledger, last) is Appended.FINISHED
     assert await ledger.get("r") == Entry(
         "r",
@@ -312,6 +354,8 @@ async def test_a_life_from_open_to_finish_leaves_its_whole_entry(ledger: Ledger)
         attempts=2,
         losses=1,
         finish_reasons=(FinishReason.LENGTH,),
+        moves=5,
+        tally=tally,
     )
 
 
@@ -630,6 +674,471 @@ async def test_what_is_discarded_or_forgotten_leaves_no_choice_behind(ledger: Le
     assert stored.choices == (StoredChoice(), StoredChoice())
 
 
+# moves and events
+
+
+async def history(ledger: Ledger, request_id: str = "r") -> list[tuple[str, str]]:
+    return [(event.move, event.detail) for event in await ledger.events(request_id)]
+
+
+async def test_every_move_counts_and_leaves_one_event(ledger: Ledger, tick: Tick) -> None:
+    arrived = (await run_three(ledger)).arrived
+    await ledger.append([Append("r", EPOCH, 0, (1,)), Append("r", EPOCH, 0, (), 1, STOP)])
+    await tick()
+    await ledger.release("r", EPOCH, loss="its worker said: no ä", max_losses=3)
+    await ledger.dispatch("r", "second", 2, TERM)
+    await ledger.release("r", 2, loss=None, max_losses=3)
+    await ledger.take_over("r", "heir", "gateway")
+    await ledger.dispatch("r", "third", 3, TERM)
+    await ledger.append([Append("r", 3, 1, (), choice, LENGTH) for choice in (0, 2)])
+    await ledger.append([Append("r", 3, 0, (), 2, LENGTH)])
+    assert await history(ledger) == [
+        ("open", "gateway"),
+        ("dispatch", "worker"),
+        ("release", "its worker said: no ä"),
+        ("dispatch", "second"),
+        ("release", ""),
+        ("take_over", "heir"),
+        ("dispatch", "third"),
+        ("finish", ""),
+    ]
+    assert (await ledger.get("r")).moves == 8
+    times = [event.time for event in await ledger.events("r")]
+    assert times == sorted(times)
+    assert arrived <= times[0] < times[2]
+
+
+async def test_an_end_is_one_event_whichever_it_is(ledger: Ledger) -> None:
+    await ledger.open(make_request("ended"), "gateway")
+    await ledger.end("ended", State.EXPIRED, "deadline_exceeded", "it was late")
+    assert await history(ledger, "ended") == [("open", "gateway"), ("end", "deadline_exceeded")]
+    await run(ledger, "lost")
+    await ledger.release("lost", EPOCH, loss="why", max_losses=1)
+    assert (await history(ledger, "lost"))[2:] == [("release", "why")]
+    assert (await ledger.get("lost")).moves == 3
+
+
+async def test_of_very_many_events_the_last_are_kept(ledger: Ledger) -> None:
+    await ledger.open(make_request(), "gateway")
+    await lead(ledger)
+    for epoch in range(1, MAX_EVENTS + 1):
+        await ledger.dispatch("r", f"w{epoch}", epoch, TERM)
+        await ledger.release("r", epoch, loss=None, max_losses=3)
+    kept = range(MAX_EVENTS // 2 + 1, MAX_EVENTS + 1)
+    expected = [event for n in kept for event in (("dispatch", f"w{n}"), ("release", ""))]
+    assert await history(ledger) == expected
+    assert (await ledger.get("r")).moves == 1 + 2 * MAX_EVENTS
+
+
+async def test_a_tally_is_stored_as_it_comes(ledger: Ledger) -> None:
+    await run_three(ledger)
+    many, few = Tally(2, 1, 2**40), Tally(0, 0, 1)
+    assert await store(ledger, Append("r", EPOCH, 0, (1,), tally=many)) is Appended.OK
+    assert (await ledger.get("r")).tally == Tally()
+    end = Append("r", EPOCH, 0, (), 1, STOP, tally=many)
+    assert await ledger.append([end, replace(end, choice=2, tally=None)]) == [Appended.OK] * 2
+    assert (await ledger.get("r")).tally == many
+    # A choice ends once: the same end again says nothing that is not known.
+    assert await store(ledger, replace(end, tally=few)) is Appended.OK
+    assert (await ledger.get("r")).tally == many
+    assert (await ledger.release("r", EPOCH, loss=None, max_losses=3, tally=few)).tally == few
+    await ledger.dispatch("r", "worker", 2, TERM)
+    assert (await ledger.release("r", 2, loss="why", max_losses=1, tally=many)).tally == many
+
+
+# forgetting
+
+
+async def test_of_a_forgotten_request_nothing_is_left(ledger: Ledger) -> None:
+    await run_rich(ledger)
+    await ledger.end("r", State.CANCELLED, Cancelled.slug, "")
+    assert await ledger.forget("r") is None
+    opened = await ledger.open(make_request(body=b"other", n=3, logprobs=2), "heir")
+    assert (opened.created, opened.entry.moves) == (True, 1)
+    stored = await ledger.read("r")
+    assert (stored.choices, stored.prompt_logprobs) == ((StoredChoice(),) * 3, ())
+    assert await history(ledger) == [("open", "heir")]
+
+
+async def test_an_id_that_is_taken_again_outlives_what_was_forgotten(
+    forgetful: Ledger, tick: Tick
+) -> None:
+    for request_id in ("r", "later"):
+        await run(forgetful, request_id)
+        await forgetful.end(request_id, State.CANCELLED, "", "")
+    assert await forgetful.forget("r") is None
+    await forgetful.open(make_request(), "gateway")
+
+    async def other_is_over() -> bool:
+        return not await knows(forgetful, "later")
+
+    await eventually(other_is_over, tick)
+    assert (await forgetful.get("r")).state is State.QUEUED
+
+
+async def test_a_move_whose_answer_was_lost_is_made_once(ledger: Ledger) -> None:
+    """Where there are answers that can be lost: within one call its second try is known as such."""
+    lose_answers(ledger)
+    await lead(ledger)
+    request = make_request(n=2)
+    assert (await ledger.open(request, "gateway")).created
+    assert (await ledger.take_over("r", "gateway", "gateway")).entry.moves == 2
+    assert (await ledger.dispatch("r", "worker", EPOCH, TERM)).moves == 3
+    told = await ledger.read("r")
+    assert (await ledger.release("r", EPOCH, loss="why", max_losses=3)).losses == 1
+    known = told.entry.moves + 4
+    told = replace(told, entry=replace(told.entry, moves=known))
+    assert await ledger.reassert(told) == (Reasserted.OK, told.entry)
+    for choice, answer in ((0, Appended.OK), (1, Appended.FINISHED)):
+        assert await store(ledger, Append("r", EPOCH, 0, (1,), choice, STOP)) is answer
+    assert (await ledger.get("r")).moves == known + 1
+    assert len(await ledger.events("r")) == 6
+    assert await ledger.forget("r") is None
+    assert await content(ledger) is None
+    assert (await ledger.open(request, "gateway")).created
+    assert (await ledger.end("r", State.EXPIRED, "", "")).moves == 2
+
+
+# what a gateway tells again
+
+
+async def run_rich(ledger: Ledger) -> Stored:
+    """A request of three choices, one of them at its end, with log probabilities, a deadline and
+    a loss behind it."""
+    request = make_request(n=3, logprobs=2, prompt_logprobs=0)
+    await ledger.open(request, "gateway", timeout_s=1000.000001)
+    await lead(ledger)
+    await ledger.dispatch("r", "first", 1, TERM)
+    await ledger.release("r", 1, loss="why", max_losses=3, tally=Tally(1, 2, 3))
+    await ledger.dispatch("r", "worker", EPOCH, TERM)
+    prompt_logprobs = scored(-3.0, -4.0)
+    for choice, reason in ((0, None), (1, STOP)):
+        logprobs = scored(-1.0, -2.0 - choice, num_top=2)
+        tokens = (2**32 - 1, choice)
+        item = Append("r", EPOCH, 0, tokens, choice, reason, logprobs, prompt_logprobs)
+        assert await store(ledger, item) is Appended.OK
+    return await ledger.read("r")
+
+
+async def lose(ledger: Ledger, request_id: str = "r") -> None:
+    """The ledger knows nothing of it any more."""
+    await ledger.end(request_id, State.CANCELLED, "", "")
+    await ledger.forget(request_id)
+
+
+def known_more(stored: Stored, *tokens: int, **changes: Any) -> Stored:
+    """As its gateway has it, who knows of two more moves and of more ``tokens`` of choice 0."""
+    entry = replace(stored.entry, **{"moves": stored.entry.moves + 2} | changes)
+    return replace(stored, entry=entry, choices=longer(stored, *tokens))
+
+
+def longer(stored: Stored, *tokens: int) -> tuple[StoredChoice, ...]:
+    first, *others = stored.choices
+    logprobs = scored(*[-0.5] * len(tokens), num_top=2) if first.logprobs else ()
+    tokens, logprobs = first.tokens + tokens, first.logprobs + logprobs
+    return (StoredChoice(tokens, logprobs), *others)
+
+
+def counts(stored: Stored) -> tuple[int, ...]:
+    return tuple(len(choice.tokens) for choice in stored.choices)
+
+
+@pytest.mark.parametrize("state", State)
+async def test_what_the_ledger_lost_is_made_again_whole(ledger: Ledger, state: State) -> None:
+    await run_rich(ledger)
+    if state is State.QUEUED:
+        await ledger.release("r", EPOCH, loss=None, max_losses=3)
+    elif state is State.FINISHED:
+        ends = [Append("r", EPOCH, 0, (), choice, LENGTH) for choice in (0, 2)]
+        assert await ledger.append(ends) == [Appended.OK, Appended.FINISHED]
+    elif state.is_final:
+        await ledger.end("r", state, "slug", "message, ä")
+    told = await ledger.read("r")
+    assert told.entry.state is state
+    await lose(ledger)
+    assert await ledger.reassert(told) == (Reasserted.OK, told.entry)
+    assert await content(ledger) == replace(told, now=0.0)
+    assert await history(ledger) == [("reassert", "gateway")]
+    assert await ledger.orphans(10) == ([] if state.is_final else ["r"])
+    assert await ledger.reassert(told) == (Reasserted.OK, told.entry)
+    assert await content(ledger) == replace(told, now=0.0)
+    assert len(await ledger.events("r")) == 1
+
+
+async def test_what_was_told_again_goes_on(ledger: Ledger) -> None:
+    told = await run_rich(ledger)
+    await lose(ledger)
+    await ledger.reassert(told)
+    logprobs = scored(-7.0, num_top=2)
+    item = Append("r", EPOCH, 2, (7,), logprobs=logprobs, prompt_logprobs=scored(-8.0, -9.0))
+    assert await store(ledger, replace(item, epoch=1)) is Appended.FENCED
+    assert await store(ledger, item) is Appended.OK
+    assert await store(ledger, Append("r", EPOCH, 0, (0,) * 9, 2)) is Appended.LIMIT
+    stored = await ledger.read("r")
+    assert stored.choices[0] == StoredChoice((2**32 - 1, 0, 7), told.choices[0].logprobs + logprobs)
+    assert stored.prompt_logprobs == told.prompt_logprobs
+    with pytest.raises(RequestConflict):
+        await ledger.open(make_request(body=b"other"), "gateway")
+    assert not (await ledger.open(make_request(), "gateway")).created
+
+
+async def test_a_final_request_that_is_told_again_is_kept_for_its_retention(
+    forgetful: Ledger, tick: Tick
+) -> None:
+    tolds = []
+    for request_id in ("final", "complete", "unfinished"):
+        await run(forgetful, request_id)
+        tolds.append(await forgetful.read(request_id))
+        await lose(forgetful, request_id)
+    final, complete, unfinished = tolds
+    ended = {"state": State.FAILED, "worker": "", "epoch": 0}
+    final = replace(final, entry=replace(final.entry, **ended))
+    complete = replace(complete, entry=replace(complete.entry, finish_reasons=(STOP,)))
+    for told in (final, complete, unfinished):
+        assert (await forgetful.reassert(told))[0] is Reasserted.OK
+
+    async def is_over() -> bool:
+        return not await knows(forgetful, "final") and not await knows(forgetful, "complete")
+
+    assert not await is_over()
+    await eventually(is_over, tick)
+    assert await tokens_of(forgetful, "unfinished") == (10, 11, 12)
+    assert await forgetful.orphans(10) == ["unfinished"]
+
+
+@pytest.mark.parametrize("more", [-2, -1, 0])
+async def test_tokens_beyond_the_ledgers_are_added_and_its_state_stays(
+    ledger: Ledger, more: int
+) -> None:
+    before = await run_rich(ledger)
+    stale = {"state": State.QUEUED, "worker": "", "epoch": 0, "tally": Tally(), "attempts": 1}
+    told = known_more(before, 5, 6, moves=before.entry.moves + more, **stale)
+    expected = replace(before, entry=replace(before.entry, num_tokens=(4, 2, 0)), now=0.0)
+    expected = replace(expected, choices=told.choices)
+    events = await history(ledger)
+    for _ in range(2):
+        assert await ledger.reassert(told) == (Reasserted.OK, expected.entry)
+        assert await content(ledger) == expected
+    # What the ledger has beyond what is told stays too.
+    assert await ledger.reassert(before) == (Reasserted.OK, expected.entry)
+    assert await content(ledger) == expected
+    assert await history(ledger) == events
+
+
+async def test_who_knows_of_more_moves_is_followed(ledger: Ledger) -> None:
+    before = await run_rich(ledger)
+    await ledger.beat("heir", "address", AGES_S)
+    told = known_more(
+        before,
+        5,
+        gateway="heir",
+        worker="third",
+        epoch=NEAR_EPOCH,
+        arrived=round(before.entry.arrived - 1.000001, 6),
+        attempts=7,
+        losses=2,
+        tally=Tally(4, 5, 6),
+        finish_reasons=(None, None, LENGTH),
+    )
+    told = replace(told, request=replace(told.request, deadline=round(before.now + 0.000001, 6)))
+    # An end that the ledger knows of stays.
+    reasons = (None, STOP, LENGTH)
+    entry = replace(told.entry, num_tokens=(3, 2, 0), finish_reasons=reasons)
+    events = await history(ledger)
+    for _ in range(2):
+        assert await ledger.reassert(told) == (Reasserted.OK, entry)
+        assert await content(ledger) == replace(told, entry=entry, now=0.0)
+        assert await history(ledger) == [*events, ("reassert", "heir")]
+    assert await ledger.orphans(10) == []
+    assert await store(ledger, Append("r", EPOCH, 3, (9,))) is Appended.FENCED
+    assert await store(ledger, Append("r", NEAR_EPOCH, 3, (9,))) is Appended.OK
+
+
+async def test_the_tenth_move_comes_after_the_ninth(ledger: Ledger) -> None:
+    before = await run_rich(ledger)
+    for moves in (9, 10, 9):
+        told = known_more(before, moves=moves, worker=f"w{moves}")
+        answer, entry = await ledger.reassert(told)
+        assert answer is Reasserted.OK
+    assert (entry.moves, entry.worker) == (10, "w10")
+
+
+async def test_what_waits_again_is_fenced_off_from_who_had_it(ledger: Ledger) -> None:
+    before = await run_rich(ledger)
+    told = known_more(before, state=State.QUEUED, worker="", epoch=0)
+    answer, entry = await ledger.reassert(told)
+    assert (answer, entry.state, entry.worker) == (Reasserted.OK, State.QUEUED, "")
+    assert await store(ledger, Append("r", EPOCH, 2, (9,))) is Appended.FENCED
+    assert (await ledger.dispatch("r", "worker", 7, TERM)).moves == told.entry.moves + 1
+
+
+@pytest.mark.parametrize("more", [-1, 0])
+async def test_what_another_gateway_has_by_now_is_not_changed(ledger: Ledger, more: int) -> None:
+    before = await run_rich(ledger)
+    await ledger.take_over("r", "heir", "gateway")
+    taken = await ledger.read("r")
+    for state in ({}, {"state": State.CANCELLED, "worker": "", "epoch": 0}):
+        told = known_more(before, 5, moves=taken.entry.moves + more, **state)
+        assert await ledger.reassert(told) == (Reasserted.TAKEN, taken.entry)
+        assert await content(ledger) == replace(taken, now=0.0)
+    assert len(await ledger.events("r")) == taken.entry.moves
+
+
+async def test_an_heir_gives_way_to_who_knows_of_more_moves(ledger: Ledger) -> None:
+    before = await run_rich(ledger)
+    taken = (await ledger.take_over("r", "heir", "gateway")).entry
+    await ledger.beat("heir", "address", AGES_S)
+    told = known_more(before, moves=taken.moves + 1)
+    assert await ledger.reassert(told) == (Reasserted.OK, told.entry)
+    assert await ledger.orphans(10) == ["r"]
+    assert await ledger.end("r", State.FAILED, "", "", owner="heir") == told.entry
+    late = await ledger.take_over("r", "late heir", "heir")
+    assert late.entry == told.entry
+
+
+def changed(stored: Stored, index: int, tokens: tuple[int, ...], reason: object) -> Stored:
+    """Told with other tokens or another end of one choice."""
+    choices, reasons = list(stored.choices), list(stored.entry.finish_reasons)
+    choices[index] = StoredChoice(tokens, scored(*[-1.0] * len(tokens), num_top=2))
+    reasons[index] = reason  # type: ignore[call-overload]
+    entry = replace(stored.entry, finish_reasons=tuple(reasons))
+    return replace(stored, entry=entry, choices=tuple(choices))
+
+
+@pytest.mark.parametrize(
+    ("index", "tokens", "reason"),
+    [
+        pytest.param(0, (1, 0), None, id="first token"),
+        pytest.param(0, (2**32 - 1, 2**24, 5), None, id="last byte of the last token"),
+        pytest.param(0, (1,), None, id="only token"),
+        pytest.param(0, (2**32 - 1,), STOP, id="ended before what is known"),
+        pytest.param(1, (2**32 - 1, 1), LENGTH, id="other reason"),
+        pytest.param(1, (2**32 - 1, 1, 5), None, id="goes on after its end"),
+        pytest.param(1, (2**32 - 1, 1, 5), STOP, id="ended after its end"),
+    ],
+)
+@pytest.mark.parametrize("is_final", [False, True])
+async def test_other_tokens_or_ends_change_nothing(
+    ledger: Ledger, index: int, tokens: tuple[int, ...], reason: object, is_final: bool
+) -> None:
+    before = await run_rich(ledger)
+    if is_final:
+        await ledger.end("r", State.CANCELLED, "", "")
+    told = changed(known_more(before), index, tokens, reason)
+    before = await ledger.read("r")
+    assert await ledger.reassert(told) == (Reasserted.DIVERGED, before.entry)
+    assert await content(ledger) == replace(before, now=0.0)
+
+
+async def test_another_body_under_the_id_changes_nothing(ledger: Ledger) -> None:
+    told = await run_rich(ledger)
+    await lose(ledger)
+    await ledger.open(make_request(body=b"other"), "gateway")
+    opened = await ledger.get("r")
+    assert await ledger.reassert(told) == (Reasserted.DIVERGED, opened)
+    assert (await ledger.read("r")).choices == (StoredChoice(),)
+
+
+async def test_a_request_that_was_sent_again_meanwhile_is_the_one_that_is_told(
+    ledger: Ledger,
+) -> None:
+    told = await run_rich(ledger)
+    await lose(ledger)
+    await ledger.open(replace(told.request, deadline=None), "other gateway", timeout_s=5.0)
+    assert await ledger.reassert(told) == (Reasserted.OK, told.entry)
+    assert await content(ledger) == replace(told, now=0.0)
+
+
+async def test_what_ended_stays_as_it_ended(ledger: Ledger) -> None:
+    before = await run_rich(ledger)
+    await ledger.end("r", State.CANCELLED, Cancelled.slug, "")
+    ended = await ledger.read("r")
+    told = known_more(before, 5, 6)
+    assert await ledger.reassert(told) == (Reasserted.ENDED, ended.entry)
+    failed = known_more(before, 5, state=State.FAILED, worker="", epoch=0, error_slug="other")
+    complete = known_more(before, 5, finish_reasons=(LENGTH, STOP, LENGTH))
+    for told in (failed, complete):
+        assert await ledger.reassert(told) == (Reasserted.OK, ended.entry)
+    assert await content(ledger) == replace(ended, now=0.0)
+    assert len(await ledger.events("r")) == ended.entry.moves
+    assert await ledger.orphans(10) == []
+
+
+async def test_a_finish_that_was_lost_is_made_again(ledger: Ledger) -> None:
+    before = await run_rich(ledger)
+    finished = {"state": State.FINISHED, "worker": "", "epoch": 0}
+    told = known_more(before, 5, finish_reasons=(STOP, STOP, LENGTH), **finished)
+    entry = replace(told.entry, num_tokens=(3, 2, 0))
+    for _ in range(2):
+        assert await ledger.reassert(told) == (Reasserted.OK, entry)
+    assert await store(ledger, Append("r", EPOCH, 3, (5,))) is Appended.ENDED
+    assert (await ledger.read("r")).choices == told.choices
+    assert await ledger.orphans(10) == []
+
+
+@pytest.mark.parametrize("more", [0, 2])
+async def test_the_end_of_the_last_choice_finishes_a_request(ledger: Ledger, more: int) -> None:
+    """Its gateway has not heard of it, or the append that brings it is still on its way."""
+    before = await run_rich(ledger)
+    reasons, moves = (STOP, STOP, LENGTH), before.entry.moves + more
+    told = known_more(before, 5, finish_reasons=reasons, moves=moves)
+    finished = {"state": State.FINISHED, "worker": "", "epoch": 0, "moves": moves + 1}
+    entry = replace(told.entry, num_tokens=(3, 2, 0), **finished)
+    events = await history(ledger)
+    for _ in range(2):
+        assert await ledger.reassert(told) == (Reasserted.OK, entry)
+        assert await history(ledger) == [*events, ("reassert", "gateway")]
+    last = Append("r", EPOCH, 2, (5,), 0, STOP)
+    assert await store(ledger, last) is Appended.FINISHED
+    assert await store(ledger, replace(last, epoch=1)) is Appended.ENDED
+    assert await ledger.orphans(10) == []
+
+
+async def test_ends_that_two_know_of_together_finish_a_request(ledger: Ledger) -> None:
+    before = await run_rich(ledger)
+    told = known_more(before, 5, finish_reasons=(STOP, None, LENGTH))
+    for _ in range(2):
+        answer, entry = await ledger.reassert(told)
+        assert (answer, entry.state) == (Reasserted.ENDED, State.FINISHED)
+        assert entry.finish_reasons == (STOP, STOP, LENGTH)
+        assert entry.moves == told.entry.moves + 1
+    assert (await history(ledger))[-1] == ("reassert", "gateway")
+    assert await ledger.orphans(10) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epoch": 0}, "running under epoch 0"),
+        ({"state": State.QUEUED}, "queued under epoch"),
+        ({"moves": 0}, "without a move"),
+        ({"finish_reasons": (None, None)}, "3 choices"),
+    ],
+)
+async def test_what_no_request_can_be_is_not_told(
+    ledger: Ledger, changes: dict[str, Any], words: str
+) -> None:
+    told = await run_rich(ledger)
+    with pytest.raises(ValueError, match=words):
+        await ledger.reassert(replace(told, entry=replace(told.entry, **changes)))
+
+
+async def test_what_is_told_begins_at_offset_0(ledger: Ledger) -> None:
+    await run_rich(ledger)
+    with pytest.raises(ValueError, match="middle"):
+        await ledger.reassert(await ledger.read("r", [1]))
+
+
+async def test_very_much_is_told_in_one_call(ledger: Ledger) -> None:
+    count = 3000
+    request = make_request(max_tokens=count, logprobs=2)
+    tokens, logprobs = tuple(range(count)), scored(*[-1.0] * count, num_top=2)
+    entry = Entry("r", State.RUNNING, "gateway", 1.5, (count,), "worker", EPOCH, 1, moves=2)
+    told = Stored(entry, request, (StoredChoice(tokens, logprobs),), now=0.0)
+    assert await ledger.reassert(told) == (Reasserted.OK, entry)
+    assert await content(ledger) == told
+
+
 # fences
 
 EPOCHS = [1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1]
@@ -680,6 +1189,15 @@ async def test_a_worker_that_was_given_up_stores_nothing_more(ledger: Ledger) ->
     assert await tokens_of(ledger, "r") == (10, 11, 12, 13)
 
 
+async def test_what_waits_has_no_epoch_not_even_0(ledger: Ledger) -> None:
+    await run(ledger)
+    before = await ledger.release("r", EPOCH, loss=None, max_losses=3)
+    late = Append("r", 0, 3, (99,), finish_reason=FinishReason.STOP)
+    assert await store(ledger, late) is Appended.FENCED
+    assert await ledger.release("r", 0, loss="why", max_losses=3) == before
+    assert await ledger.get("r") == before
+
+
 async def test_losses_count_up_to_the_last_one(ledger: Ledger) -> None:
     await ledger.open(make_request(), "gateway")
     await lead(ledger)
@@ -691,6 +1209,14 @@ async def test_losses_count_up_to_the_last_one(ledger: Ledger) -> None:
         AttemptsExhausted.slug,
         lost_too_often(2, "why"),
     )
+
+
+async def test_what_is_given_back_waits_again_however_often_it_was_lost(ledger: Ledger) -> None:
+    await run(ledger, epoch=1)
+    await ledger.release("r", 1, loss="why", max_losses=2)
+    await ledger.dispatch("r", "worker", 2, TERM)
+    entry = await ledger.release("r", 2, loss=None, max_losses=1)
+    assert (entry.state, entry.losses) == (State.QUEUED, 1)
 
 
 async def test_a_dispatch_made_again_is_answered_even_under_an_old_term(ledger: Ledger) -> None:
@@ -826,7 +1352,8 @@ async def test_a_request_is_taken_over_from_its_owner_alone(ledger: Ledger, stat
         stored = await ledger.take_over("r", "heir", owner)
         assert replace(stored, now=0.0) == before
         assert await content(ledger) == before
-    entry = replace(before.entry, state=State.QUEUED, gateway="heir", worker="", epoch=0)
+    changes = {"state": State.QUEUED, "gateway": "heir", "worker": "", "epoch": 0}
+    entry = replace(before.entry, moves=before.entry.moves + 1, **changes)
     assert (await ledger.take_over("r", "heir", "gateway")).entry == entry
     assert (await ledger.take_over("r", "late heir", "gateway")).entry == entry
     assert await content(ledger) == replace(before, entry=entry)
@@ -834,7 +1361,7 @@ async def test_a_request_is_taken_over_from_its_owner_alone(ledger: Ledger, stat
 
 async def test_a_gateway_may_take_over_what_it_owns(ledger: Ledger) -> None:
     before = await run(ledger)
-    entry = replace(before, state=State.QUEUED, worker="", epoch=0)
+    entry = replace(before, state=State.QUEUED, worker="", epoch=0, moves=3)
     assert (await ledger.take_over("r", "gateway", "gateway")).entry == entry
 
 
@@ -859,7 +1386,8 @@ async def test_an_owner_ends_what_it_still_owns_and_nothing_else(
     assert await ledger.end("r", State.FAILED, "slug", "why", owner="gateway") == taken
     assert await ledger.get("r") == taken
     ended = await ledger.end("r", State.FAILED, "slug", "why", owner="heir")
-    assert ended == replace(taken, state=State.FAILED, error_slug="slug", error_message="why")
+    failed = {"state": State.FAILED, "error_slug": "slug", "error_message": "why"}
+    assert ended == replace(taken, moves=taken.moves + 1, **failed)
     for owner in ("heir", "gateway"):
         assert await ledger.end("r", State.EXPIRED, "other", "", owner) == ended
     assert await ledger.orphans(10) == []

@@ -20,6 +20,7 @@ from cluster.demo import prompts
 from cluster.processes import ProcessCluster
 from cluster.ray_cluster import RayCluster
 from everlift.client import AsyncClient
+from everlift.stream import Stream
 from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
 from tests.conftest import leaving_nothing
@@ -168,3 +169,78 @@ async def test_a_router_replica_that_is_killed_is_replaced_and_its_clients_go_on
             await asyncio.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     assert [text for _, text in await work] == [task.answer for task in TASKS]
+
+
+async def test_streams_go_on_while_the_head_of_ray_answers_nothing(
+    running: RayCluster, two_nodes: Any
+) -> None:
+    [head] = two_nodes.head_node.all_processes["gcs_server"]
+    async with AsyncClient(running.address) as client:
+        await only_worker(client)
+        work = asyncio.create_task(answers(running.address))
+        while (await only_worker(client)).num_running == 0:
+            await asyncio.sleep(0.01)
+        head.process.send_signal(signal.SIGSTOP)
+        try:
+            assert [text for _, text in await work] == [task.answer for task in TASKS]
+            _, text = await answer(client, TASKS[0].prompt)
+        finally:
+            head.process.send_signal(signal.SIGCONT)
+        assert text == TASKS[0].answer
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_a_node_whose_raylet_is_killed_loses_its_worker_and_no_token(
+    running: RayCluster, two_nodes: Any
+) -> None:
+    """A worker on each node. The killed raylet's worker may live on for seconds: whatever it still
+    makes comes once. Its replacement finds room on a node that joins."""
+    from ray import serve
+
+    # In two steps: Serve keeps the old replica, which has both nodes, until there is a second one.
+    for num_workers in (1, 2):
+        worker = replace(running.config.worker, tensor_parallel=1)
+        changed = replace(running.config, num_workers=num_workers, worker=worker)
+        await asyncio.to_thread(
+            serve.run, running.application(changed), name="everlift", route_prefix=None
+        )
+    node = two_nodes.list_all_nodes()[1]
+    async with AsyncClient(running.address) as client:
+        before = await alive_workers(client, 2)
+        streams = [client.generate(task.prompt, temperature=0) for task in TASKS * 4]
+        work = asyncio.gather(*(offsets_and_text(stream) for stream in streams))
+        while min(w.num_running for w in await alive_workers(client, 2)) == 0:
+            await asyncio.sleep(0.01)
+        os.kill(raylet_pid(node), signal.SIGKILL)
+        for (offsets, text), task in zip(await work, TASKS * 4, strict=True):
+            assert offsets == list(range(len(offsets)))
+            assert text == task.answer
+        two_nodes.remove_node(node, allow_graceful=False)
+        two_nodes.add_node(num_cpus=1)
+        after = await alive_workers(client, 2)
+        assert len({w.worker_id for w in after} & {w.worker_id for w in before}) == 1
+
+
+def raylet_pid(node: Any) -> int:
+    [raylet] = node.all_processes["raylet"]
+    return int(raylet.process.pid)
+
+
+async def offsets_and_text(stream: Stream) -> tuple[list[int], str]:
+    offsets: list[int] = []
+    text = ""
+    async for chunk in stream:
+        offsets.extend(range(chunk.offset, chunk.offset + len(chunk.token_ids)))
+        text += chunk.text
+    return offsets, text
+
+
+async def alive_workers(client: AsyncClient, count: int) -> list[pb.WorkerStatus]:
+    """As soon as there are so many."""
+    async with asyncio.timeout(90):
+        while True:
+            workers = [worker for worker in (await client.status()).workers if worker.alive]
+            if len(workers) == count:
+                return workers
+            await asyncio.sleep(0.05)

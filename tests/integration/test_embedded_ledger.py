@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from redis.retry import Retry
 
 from everlift.messages import FinishReason
-from router.ledger.config import LedgerConfig, LedgerSetupError
+from router.ledger.config import DurabilityClass, LedgerConfig, LedgerSetupError
 from router.ledger.embedded import EmbeddedLedger
 from router.ledger.entry import Append, Appended, State
 from router.ledger.redis_ledger import connect
@@ -196,7 +197,13 @@ def test_nobody_else_comes_in(server: EmbeddedLedger, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["FLUSHALL"], ["CONFIG", "GET", "*"], ["KEYS", "*"], ["SHUTDOWN"], ["EVAL", "return 1", "0"]],
+    [
+        ["FLUSHALL"],
+        ["CONFIG", "SET", "appendfsync", "no"],
+        ["KEYS", "*"],
+        ["SHUTDOWN"],
+        ["EVAL", "return 1", "0"],
+    ],
 )
 def test_our_user_may_do_no_more_than_the_ledger_does(
     server: EmbeddedLedger, tmp_path: Path, command: list[str]
@@ -250,6 +257,53 @@ def test_a_server_that_cannot_start_says_why(server: EmbeddedLedger, tmp_path: P
     with pytest.raises(LedgerSetupError, match="Bad file format"):
         server.start(tmp_path)
     assert server.pid == 0
+
+
+@pytest.mark.parametrize(
+    ("durability_class", "settings"),
+    [
+        ("memory", {"appendonly": "no"}),
+        ("everysec", {"appendonly": "yes", "appendfsync": "everysec"}),
+        ("always", {"appendonly": "yes", "appendfsync": "always"}),
+    ],
+)
+async def test_a_server_writes_as_its_durability_class_says(
+    tmp_path: Path, durability_class: DurabilityClass, settings: dict[str, str]
+) -> None:
+    config = LedgerConfig(durability_class=durability_class)
+    server = EmbeddedLedger(config)
+    try:
+        url = server.start(tmp_path)
+        ledger = await connect(replace(config, url=url))
+        assert ledger.durability_class == durability_class
+        assert ledger.server.startswith("Valkey ")
+        await ledger.close()
+        with Redis.from_url(url) as client:
+            assert client.config_get("append*") | settings == client.config_get("append*")
+    finally:
+        server.stop()
+
+
+async def test_a_server_that_keeps_nothing_is_empty_again(tmp_path: Path) -> None:
+    server = EmbeddedLedger(LedgerConfig(durability_class="memory"))
+    try:
+        url = server.start(tmp_path)
+        for _ in range(2):
+            ledger = await connect(LedgerConfig(url=url, durability_class="memory"))
+            assert (await ledger.open(make_request(), "gateway")).created
+            await ledger.close()
+            server.stop()
+            server.start(tmp_path)
+    finally:
+        server.stop()
+
+
+def test_what_was_kept_is_not_passed_over(server: EmbeddedLedger, tmp_path: Path) -> None:
+    server.start(tmp_path)
+    server.stop()
+    forgetful = EmbeddedLedger(LedgerConfig(durability_class="memory"))
+    with pytest.raises(LedgerSetupError, match="remove it"):
+        forgetful.start(tmp_path)
 
 
 def test_the_server_keeps_no_more_than_it_was_told(tmp_path: Path) -> None:

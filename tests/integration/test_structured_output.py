@@ -323,6 +323,7 @@ def takes_long(name: str) -> str:
         (JSON_SCHEMA, "false", "cannot accept any value"),
         (JSON_SCHEMA, '{"type": "number", "multipleOf": 0.1}', "multipleOf is not supported"),
         (JSON_SCHEMA, '{"$ref": "#"}', "no text that the model can write fits"),
+        (JSON_SCHEMA, '{"$ref": "https://localhost/a.json"}', "URI should either be"),
         (JSON_SCHEMA, "[" * 30_000 + "]" * 30_000, "more than 64 levels deep"),
         (EBNF, takes_long("a"), "takes more than 1 s to compile"),
     ],

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
-from everlift.v1 import session_pb2
+from everlift.v1 import chaos_pb2, session_pb2
 from tests.session_support import Router
 from tests.worker_support import prompt, start, tensor_parallel
+from worker.config import WorkerConfig
 from worker.fake_runner import expected_tokens
 from worker.rank import Rank, RankFailed
 from worker.step_log import ChannelBroken, StepLogListener, StepLogReader
@@ -42,9 +45,11 @@ async def said(process: Process) -> str:
 
 
 @asynccontextmanager
-async def two_ranks(num_blocks: int = 8) -> AsyncIterator[tuple[Rank, Process, str]]:
+async def two_ranks(
+    num_blocks: int = 8, config: WorkerConfig = CONFIG
+) -> AsyncIterator[tuple[Rank, Process, str]]:
     """Rank 0 in this process, rank 1 with ``num_blocks`` blocks in another; rank 0's address."""
-    rank = Rank(CONFIG)
+    rank = Rank(config)
     process = await child(await rank.open(), num_blocks=num_blocks)
     try:
         info = await rank.start()
@@ -133,6 +138,49 @@ async def test_an_idle_pair_notices_within_a_moment_that_rank_1_is_gone() -> Non
             await router_is_cut_off(router)
 
 
+async def test_a_frozen_rank_1_is_the_end_of_all_though_nobody_waits_for_it() -> None:
+    async with two_ranks() as (rank, process, address), router_of(address) as router:
+        process.send_signal(signal.SIGSTOP)
+        async with asyncio.timeout(10.0):
+            with pytest.raises(RankFailed, match="rank 1 says nothing for more than 1 s"):
+                await rank.wait()
+            await router_is_cut_off(router)
+        process.send_signal(signal.SIGCONT)
+        assert (await said(process)).startswith("rank 0 is gone")
+        assert await process.wait() == 3
+
+
+async def test_a_rank_that_is_busy_all_the_time_beats() -> None:
+    async with two_ranks() as (rank, _, address), router_of(address) as router:
+        waiting = asyncio.create_task(rank.wait())
+        for epoch in range(1, 40, 4):
+            await router.start(*(start(e, prompt(20), 180) for e in range(epoch, epoch + 4)))
+            await router.ended(*range(epoch, epoch + 4))
+        assert not waiting.done()
+        waiting.cancel()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        (chaos_pb2.FAULT_KIND_KILL, "rank 1 is gone"),
+        (chaos_pb2.FAULT_KIND_PAUSE, "rank 1 says nothing"),
+    ],
+)
+async def test_a_fault_on_purpose_strikes_the_rank_that_it_names(
+    kind: chaos_pb2.FaultKind, cause: str
+) -> None:
+    chaotic = replace(CONFIG, chaos=True)
+    async with two_ranks(config=chaotic) as (rank, process, address), router_of(address) as router:
+        fault = chaos_pb2.Fault(kind=kind, rank=1, seconds=2.5)
+        await router.call.write(session_pb2.RouterFrame(fault=fault))
+        async with asyncio.timeout(10.0):
+            with pytest.raises(RankFailed, match=cause):
+                await rank.wait()
+        killed = kind == chaos_pb2.FAULT_KIND_KILL
+        assert await process.wait() == (-signal.SIGKILL if killed else 3), "it goes on, and ends"
+
+
 async def router_is_cut_off(router: Router) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await router.until(lambda: False)
@@ -145,7 +193,7 @@ async def test_rank_1_ends_when_rank_0_is_gone() -> None:
     assert await said(process) == "ready"
     writer.close()
     listener.close()
-    assert await said(process) == "rank 0 is gone: end of the connection"
+    assert (await said(process)).startswith("rank 0 is gone")
     assert await process.wait() == 3
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import EngineFailed
 from everlift.sampling import SamplingParams
 from tests.worker_support import Collected, limits, prompt, run, start
@@ -37,6 +35,7 @@ class Job:
     sampling: SamplingParams
     choice: int
     salt: bytes
+    priority: int
 
     def tokens(self) -> list[int]:
         return expected_tokens(
@@ -53,6 +52,8 @@ class Job:
             sampling=self.sampling,
             stop_token_ids=[MODEL.eos_token_id],
             salt=self.salt,
+            num_computed=self.done and len(self.prompt) + self.done - 1,
+            priority=self.priority,
         )
         return Sequence.from_start(message, bounds)
 
@@ -93,19 +94,19 @@ def requests(draw: st.DrawFn) -> list[Job]:
     max_tokens = draw(st.sampled_from([1, 20, 70, 120]))
     sampling = draw(greedy | sampled)
     salt = draw(st.sampled_from([b"", b"tenant"]))
+    priority = draw(st.sampled_from([0, 0, 1, -1]))
     jobs = []
     for choice in draw(st.sampled_from([(0,), (1,), (0, 1, 2)])):
-        job = Job([*stem, *tail], 0, max_tokens, sampling, choice, salt)
-        done = draw(st.just(0) | st.integers(0, len(job.tokens()) - 1))
-        jobs.append(Job(job.prompt, done, max_tokens, sampling, choice, salt))
+        job = Job([*stem, *tail], 0, max_tokens, sampling, choice, salt, priority)
+        jobs.append(replace(job, done=draw(st.just(0) | st.integers(0, len(job.tokens()) - 1))))
     return jobs
 
 
 @dataclass(frozen=True)
 class Event:
     """Before a step, requests arrive; perhaps the ``abort``-th arrival so far is aborted, all or
-    one choice; perhaps all but ``preempt`` sequences of the batch are preempted; and perhaps the
-    step fails (-1), or of its rows the ``fault``-th."""
+    one choice; perhaps all but ``preempt`` sequences of the batch are preempted; and perhaps there
+    is too little memory for the step (-2), or it fails (-1), or of its rows the ``fault``-th."""
 
     requests: list[list[Job]]
     abort: tuple[int, int | None] | None = None
@@ -119,7 +120,7 @@ events = st.lists(
         st.lists(requests(), max_size=2),
         st.sampled_from([None] * 7 + [(at, choice) for at in (0, 2, 5) for choice in (None, 1)]),
         st.sampled_from([None, None, 0, 1]),
-        st.sampled_from([None] * 17 + [-1, 0, 3]),
+        st.sampled_from([None] * 14 + [-2] * 4 + [-1, 0, 3]),
     ),
     max_size=12,
 )
@@ -140,10 +141,15 @@ class Faulty(FakeRunner):
     """Makes the ``fault`` of an event in the next step."""
 
     fault: int | None = None
+    was_short = False
     has_failed = False
 
     def execute(self, plan: Plan) -> list[RowResult]:
         fault, self.fault = self.fault, None
+        self.was_short = fault == -2
+        if self.was_short:
+            self._spoil(plan)
+            raise MemoryError
         # Two failed steps in a row are the engine's end.
         self.has_failed = fault == -1 and not self.has_failed
         if self.has_failed:
@@ -153,22 +159,6 @@ class Faulty(FakeRunner):
         if fault is not None and fault >= 0:
             results[fault % len(results)] = RowResult(error=EngineFailed("in this row"))
         return results
-
-    def _spoil(self, plan: Plan) -> None:
-        """All that the step was to write is rubbish."""
-        for _, place in plan.saves:
-            self._host[place] = rubbish()
-        for block, _ in plan.loads:
-            self._kv[block] = rubbish()
-        for row in plan.rows:
-            for position in range(row.start, row.start + len(row.tokens)):
-                at = 2 * (position % BLOCK_SIZE)
-                block = self._kv[row.block_table[position // BLOCK_SIZE]]
-                block[at : at + 2] = array("I", (77, position))
-
-
-def rubbish() -> array[int]:
-    return array("I", [77] * 2 * BLOCK_SIZE)
 
 
 class Run:
@@ -206,7 +196,7 @@ class Run:
     def preempt(self, stay: int) -> None:
         scheduler = self.engine._scheduler
         for sequence in list(scheduler._batch)[stay:]:
-            scheduler._preempt(sequence)
+            scheduler.preempt(sequence)
 
     def step(self) -> None:
         before, had_work = self.engine.load(), self.engine.has_work
@@ -215,7 +205,8 @@ class Run:
         self.engine.check_integrity()
         self.digests.append(self.engine.digest())
         load = self.engine.load()
-        assert not had_work or load.num_running or len(self.collected.stops) > told, "stands still"
+        moves = load.num_running or len(self.collected.stops) > told or self.runner.was_short
+        assert moves or not had_work, "stands still"
         assert load.counters.accepted_tokens <= load.counters.draft_tokens
         assert load.output_tokens >= before.output_tokens
 
@@ -247,7 +238,11 @@ def test_every_sequence_gets_exactly_its_tokens(
         ended = job.tokens()[-1] == MODEL.eos_token_id
         assert stop in (Stop.EOS if ended else Stop.LENGTH, Stop.FAILED)
         assert stop is not Stop.FAILED or any(event.fault is not None for event in events)
-    assert this.engine.load().blocks_used == 0
+    load = this.engine.load()
+    assert load.blocks_used == 0
+    if not this.aborted:
+        assert this.collected.preemptions.total() == load.preemptions
+        assert this.collected.recomputed_tokens.total() == load.counters.recomputed_tokens
 
 
 @settings(max_examples=30, deadline=None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
+
 import pytest
 
 from router.admission.policy import Fifo, Waiting
@@ -71,7 +74,44 @@ def test_a_dead_gateway_takes_only_its_own_requests_along() -> None:
     queue.push(waiting("b", 2.0, gateway="alive"))
     queue.push(waiting("c", 3.0, gateway="dead"))
     queue.withdraw_gateway("dead")
+    queue.withdraw_gateway("dead")
     assert drain(queue) == ["b"]
+    assert not queue._of_gateway
+
+
+def test_what_leaves_is_what_was_pushed() -> None:
+    pushed = Waiting(
+        "r",
+        "g",
+        1.5,
+        10,
+        5,
+        "w",
+        choices=2,
+        priority=3,
+        deadline=9.0,
+        ttft_deadline=7.0,
+        moves_left=1,
+    )
+    queue = AdmissionQueue(Fifo())
+    queue.push(pushed)
+    assert queue.peek() == pushed
+    assert queue.pop() == pushed
+
+
+def test_the_garbage_collector_has_nothing_to_do_with_what_waits() -> None:
+    queue = AdmissionQueue(Fifo())
+    queue.push(waiting("a", 1.0))
+    # What holds others is looked at before them, and can be left out the next time.
+    gc.collect(), gc.collect()
+    assert not any(map(gc.is_tracked, (queue._heap[0], *queue._rows.values())))
+
+
+def test_a_higher_class_leaves_first() -> None:
+    queue = AdmissionQueue(Fifo())
+    for priority, arrived in ((0, 1.0), (1, 3.0), (1, 2.0), (-1, 0.0)):
+        queue.push(replace(waiting(f"{priority} {arrived}", arrived), priority=priority))
+    assert drain(queue) == ["1 2.0", "1 3.0", "0 1.0", "-1 0.0"]
 
 
 def test_the_work_of_an_operation_does_not_grow_with_what_waits() -> None:

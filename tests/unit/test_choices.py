@@ -167,14 +167,14 @@ async def test_each_choice_is_read_from_its_own_offset_live_and_ended(gateway: G
     await until(lambda: live.choices[0].stored == 2 and live.choices[1].is_complete)
     for offsets in ([3], [0, 4], [0, 0, 0], [-1]):
         with pytest.raises(OffsetOutOfRange):
-            await gateway.requests.attach("r", offsets)
+            await gateway.read(live, *offsets)
     places = list(product(range(3), range(4)))
     running = [asyncio.create_task(gateway.read(live, *offsets)) for offsets in places]
     await asyncio.sleep(0)
     gateway.make(epoch, 2, "c", EOS, choice=0)
     for task, (a, b) in zip(running, places, strict=True):
         assert by_choice(await task, 2) == ["abc"[a:], "xyz"[b:]]
-        ended = await gateway.read(await gateway.requests.attach("r", [a, b]), a, b)
+        ended = await gateway.read(await gateway.requests.attach("r"), a, b)
         assert by_choice(ended, 2) == ["abc"[a:], "xyz"[b:]]
         assert sum(bool(piece.finish_reason) for piece in ended) == 2
 
@@ -374,7 +374,7 @@ async def test_what_is_known_of_a_request_comes_without_its_tokens(gateway: Gate
     for index in range(2):
         gateway.make(epoch, 0, "a", EOS, choice=index, logprobs=wire(scored(-1.0)))
     await until(lambda: not len(gateway.requests))
-    known = await gateway.requests.get("r")
+    known, _ = await gateway.requests.get("r")
     assert known.entry.num_tokens == (1, 1)
     assert [(choice.tokens, choice.logprobs) for choice in known.choices] == [((), ())] * 2
 
@@ -481,7 +481,7 @@ async def test_another_gateway_goes_on_with_all_choices_and_what_was_said_of_the
     await ledger.leave("gateway")
     other = Gateway(ledger, "other")
     run = asyncio.create_task(other.requests.attempts.run())
-    adopted = await other.requests.attach("r", [2, 1])
+    adopted = await other.requests.attach("r")
     assert [waiting.choices for waiting in other.line.enqueued] == [2]
     other.epochs = iter([7])
     await other.dispatch()

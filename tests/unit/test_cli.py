@@ -21,7 +21,7 @@ from router.gateway.model import ByteTokenizer
 from tests.restored_logging import restored_logging
 from worker.fake_runner import expected_tokens
 
-COMMANDS = ["up", "generate", "batch", "attach", "cancel", "status"]
+COMMANDS = ["up", "generate", "batch", "attach", "cancel", "forget", "status"]
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +54,14 @@ async def test_generate_streams_the_text_and_nothing_else() -> None:
 async def test_generates_options_reach_the_router() -> None:
     async with FakeRouter() as router:
         options = "--max-tokens 2 --temperature 0.5 --top-p 0.25 --top-k 3 --min-p 0.125 --seed 9"
-        more = "--stop x --stop y --timeout 60 --request-id r"
+        more = "--stop x --stop y --timeout 60 --request-id r --priority -3 --ttft-target 1.5"
         command = ["generate", "one two three", *options.split(), *more.split()]
         result = await run(*command, EVERLIFT_ADDRESS=router.address)
         got = router.requests["r"].submission
     assert result.stdout == "one two\n"
     assert (got.max_tokens, got.stop) == (2, ("x", "y"))
     assert got.timeout_s == pytest.approx(60, abs=5)
+    assert (got.priority, got.ttft_target_s) == (-3, 1.5)
     sampling = got.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 3)
     assert (sampling.min_p, sampling.seed) == (0.125, 9)
@@ -165,13 +166,14 @@ async def test_what_cannot_run_here_is_said_in_one_line(tmp_path: Path) -> None:
     assert "No such file" in await failure("generate", "x", "--json-schema", "@/none")
 
 
-async def test_a_request_can_be_attached_to_and_cancelled() -> None:
+async def test_a_request_can_be_attached_to_cancelled_and_forgotten() -> None:
     async with FakeRouter() as router:
         place = ("--address", router.address)
         await run("generate", "one two three", "--request-id", "r", *place)
         assert (await run("attach", "r", "--from-offset", "1", *place)).stdout == " two three\n"
         assert (await run("cancel", "r", *place)).stdout == "finished\n"
-        assert await failure("cancel", "other", *place) == "no request other"
+        assert (await run("forget", "r", *place)).stdout == "forgotten\n"
+        assert await failure("cancel", "r", *place) == "no request r"
         assert await failure("attach", "other", *place) == "no request other"
 
 
@@ -199,7 +201,7 @@ async def test_a_routers_error_is_said_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["generate x", "attach x", "cancel x", "status", "status --watch"]
+    "command", ["generate x", "attach x", "cancel x", "forget x", "status", "status --watch"]
 )
 async def test_without_a_cluster_a_command_says_how_to_start_one(command: str) -> None:
     said = await failure(*command.split(), "--address", "127.0.0.1:1")

@@ -554,6 +554,47 @@ async def test_leaving_a_blocking_stream_cancels_its_request() -> None:
         assert router.requests["a"].state == pb.REQUEST_STATE_CANCELLED
 
 
+@pytest.mark.parametrize(("offset", "word"), [(2, "two"), (5, "none")])
+async def test_who_goes_on_behind_other_tokens_hears_of_it(offset: int, word: str) -> None:
+    """The router has made again what it lost: one token is another one, or missing."""
+    async with FakeRouter(faults=[Break(offset)]) as router:
+        async with AsyncClient(router.address) as client:
+            stream = client.generate(PROMPT)
+            for _ in range(offset):
+                await anext(stream)
+            known = router.requests[stream.request_id]
+            tokens = known.outputs[0].tokens
+            other = tuple((token + (token == 1), text) for token, text in tokens[: offset + 1])
+            known.outputs = (Output(other[:-1] if word == "none" else other),)
+            with pytest.raises(DataLoss, match=f"choice 0 cannot be continued at offset {offset}"):
+                await anext(stream)
+
+
+async def test_who_attaches_in_the_middle_need_not_say_what_was_before() -> None:
+    async with FakeRouter(faults=[None, Break(4)]) as router:
+        async with AsyncClient(router.address) as client:
+            await client.generate(PROMPT, request_id="r").text()
+            assert await client.attach("r", from_offset=3).text() == " three four"
+            assert router.calls == ["Generate", "Attach 3", "Attach 4"]
+
+
+async def test_a_request_can_be_forgotten() -> None:
+    async with FakeRouter() as router, AsyncClient(router.address) as client:
+        await client.generate(PROMPT, request_id="r").text()
+        await client.forget("r")
+        for ask in (client.forget, client.get_request, client.cancel):
+            with pytest.raises(UnknownRequest):
+                await ask("r")
+
+
+async def test_a_deadline_counts_from_the_first_call() -> None:
+    async with FakeRouter() as router, AsyncClient(router.address) as client:
+        stream = client.generate(PROMPT, timeout_s=9.0)
+        await asyncio.sleep(0.05)
+        assert await stream.text() == TEXT
+    assert router.requests[stream.request_id].submission.timeout_s == pytest.approx(9, abs=0.02)
+
+
 def test_the_public_names_are_those_of_the_client_and_its_errors() -> None:
     public = {name for name in vars(everlift) if name[0].isupper()}
     assert public == set(everlift.__all__)

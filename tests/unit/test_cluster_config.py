@@ -72,7 +72,7 @@ def test_a_commit_takes_the_place_of_a_revision_everywhere() -> None:
         ("worker.tensor_parallel=0", "worker.tensor_parallel must be at least 1, not 0"),
         ("worker.max_num_seq=1", "did you mean worker.max_num_seqs?"),
         ("num_worker=1", "did you mean num_workers?"),
-        ("ledger.url=http://x:secret@y", "ledger.url must be embedded or begin with"),
+        ("ledger.url=http://x:secret@y", "ledger.url must be embedded, or begin with"),
         ("log_level=loud", "log_level: must be one of debug, info, warning, error, not 'loud'"),
     ],
 )

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everlift.errors import EverliftError, InvalidGrammar
+import pytest
+
+from everlift.errors import EngineFailed, EverliftError, InvalidGrammar, QueueFull
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
-from everlift.v1 import session_pb2
+from everlift.v1 import chaos_pb2, session_pb2
 from tests.worker_support import limits, prompt, start
 from worker.counters import Counters
 from worker.grammar.absent import NoGrammars
@@ -47,6 +49,9 @@ class Engine:
 
     def abort(self, abort: Abort) -> None:
         self.orders.append(f"abort {abort.epoch}")
+
+    def inject(self, fault: chaos_pb2.Fault) -> None:
+        self.orders.append("inject")
 
     def drain(self) -> None:
         self.orders.append("drain")
@@ -114,6 +119,18 @@ def test_a_grammar_that_cannot_be_compiled_refuses_its_start() -> None:
     assert (progress.error_slug, progress.error) == ("invalid_grammar", "parenthesis")
     assert frame.state.num_waiting == 0
     assert desk.sessions.is_idle and not desk.engine.started
+
+
+@pytest.mark.parametrize("error", [QueueFull("too many"), EngineFailed("no nursery")])
+def test_a_grammar_that_this_worker_cannot_compile_now_may_go_better_elsewhere(
+    error: EverliftError,
+) -> None:
+    desk = Desk()
+    desk.send(constrained(1, output=[4]))
+    desk.compiler.finish(error)
+    progress = desk.cut().progress[0]
+    assert (progress.stop, progress.offset) == (session_pb2.STOP_CAUSE_FAILED, 1)
+    assert (progress.error_slug, progress.error) == (error.slug, str(error))
 
 
 def test_the_fake_model_says_that_it_follows_none() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from everlift.errors import LedgerUnavailable
 from everlift.messages import OnDisconnect, Request
 from everlift.sampling import SamplingParams
-from everlift.v1 import session_pb2
+from everlift.v1 import inference_pb2, session_pb2
+from router.clock import now
 from router.config import RouterConfig
 from router.leader import Leader
+from router.ledger.base import Membership
+from router.ledger.entry import State
 from router.ledger.memory import MemoryLedger
+from tests.admission_support import paced
 from tests.in_process import until
 
 CONFIG = RouterConfig(model="fake", max_queued=2, lease=0.5, beat=0.05)
@@ -22,54 +27,97 @@ INFO = session_pb2.WorkerInfo(worker_id="w", max_num_seqs=8, num_blocks=100)
 
 
 class FlakyLedger(MemoryLedger):
+    """``ahead`` is added to its time; what ``paused`` campaigns for does not come through."""
+
     is_away = False
+    ahead = 0.0
+    paused = ""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: now() + self.ahead)
+        self.terms: list[int] = []
 
     async def orphans(self, limit: int) -> list[str]:
         if self.is_away:
             raise LedgerUnavailable("away")
         return await super().orphans(limit)
 
+    async def lead(self, router: str, address: str, term: int, lease_s: float) -> bool:
+        self.terms.append(term)
+        await until(lambda: self.paused != router, seconds=1000.0)
+        return await super().lead(router, address, term, lease_s)
+
 
 @pytest.fixture
-def ledger() -> FlakyLedger:
-    return FlakyLedger(time.monotonic)
+async def ledger() -> FlakyLedger:
+    return FlakyLedger()
 
 
-@pytest.fixture
-async def leader(ledger: FlakyLedger) -> AsyncIterator[Leader]:
-    leader = Leader(CONFIG, "router", "here:1", ledger)
+@asynccontextmanager
+async def running(ledger: FlakyLedger, name: str = "router") -> AsyncIterator[Leader]:
+    leader = Leader(CONFIG, name, "here:1", ledger)
     run = asyncio.create_task(leader.run())
-    await until(lambda: leader.is_leading)
     yield leader
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
 
 
+@pytest.fixture
+async def leader(ledger: FlakyLedger) -> AsyncIterator[Leader]:
+    async with running(ledger) as leader:
+        await until(lambda: leader.is_leading)
+        yield leader
+
+
 class Gateway:
-    def __init__(self, leader: Leader, name: str) -> None:
+    """One with nothing to tell, unless it is ``telling``."""
+
+    def __init__(
+        self, leader: Leader, name: str, *, generation: str = "", telling: bool = False
+    ) -> None:
         self.leader = leader
         self.name = name
         self.heard: list[session_pb2.LeaderMessage] = []
-        leader.connect(name, self.heard.append)
+        self.send = self.heard.append
+        leader._lines.connect(name, self.send)
+        self.say(generation=generation, is_complete=not telling)
 
-    def enqueue(self, request_id: str, *, accepted: bool = False) -> None:
+    def say(self, **fields: object) -> None:
+        message = session_pb2.GatewayMessage(**fields)  # type: ignore[arg-type]
+        if self.leader._lines._sends.get(self.name) is self.send:
+            self.leader.receive(self.name, message)
+
+    def enqueue(self, request_id: str, *, accepted: bool = False, **fields: object) -> None:
         waiting = session_pb2.Waiting(
-            request_id=request_id, prompt_tokens=3, accepted=accepted, choices=1
+            request_id=request_id,
+            prompt_tokens=3,
+            accepted=accepted,
+            choices=1,
+            **fields,  # type: ignore[arg-type]
         )
-        self.leader.receive(self.name, session_pb2.GatewayMessage(enqueue=[waiting]))
+        self.say(enqueue=[waiting])
 
     def withdraw(self, request_id: str) -> None:
-        self.leader.receive(self.name, session_pb2.GatewayMessage(withdraw=[request_id]))
+        self.say(withdraw=[request_id])
 
     def told(self, field: str) -> list[str]:
         names = [name for message in self.heard for name in getattr(message, field)]
         return [getattr(name, "request_id", name) for name in names]
 
 
+def say(leader: Leader, number: int = 1, running: tuple[str, ...] = (), **fields: object) -> None:
+    """The worker says something of itself."""
+    state = session_pb2.WorkerState(
+        sequence_number=number,
+        running=[inference_pb2.RunningSequence(request_id=name) for name in running],
+        **fields,  # type: ignore[arg-type]
+    )
+    leader.worker_frame("w", session_pb2.WorkerFrame(state=state))
+
+
 def give_it_a_worker(leader: Leader) -> None:
     leader.worker_up(INFO)
-    state = session_pb2.WorkerState(sequence_number=1)
-    leader.worker_frame("w", session_pb2.WorkerFrame(state=state))
+    say(leader)
 
 
 async def opened(ledger: MemoryLedger, request_id: str, gateway: str) -> None:
@@ -122,32 +170,163 @@ async def test_a_dispatch_is_told_to_whom_the_ledger_names(
 
 async def test_a_gateway_that_hung_up_is_told_nothing_more(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
-    send = leader._gateways["g"]
     gateway.enqueue("r")
-    leader.disconnect("g", send)
+    leader._lines.disconnect("g", gateway.send)
     assert leader.queued == 0
-    assert not leader._gateways
+    gateway.enqueue("late")
+    assert leader.queued == 0
+
+
+async def test_a_gateway_that_comes_again_is_not_disturbed_by_its_old_line(leader: Leader) -> None:
+    old = Gateway(leader, "g")
+    old.enqueue("before")
+    again = Gateway(leader, "g")
+    again.enqueue("r")
+    leader._lines.disconnect("g", old.send)
+    assert leader.queued == 1
+
+
+# who leads
+
+
+async def test_a_paused_leader_is_fenced_off_and_loses_nothing(ledger: FlakyLedger) -> None:
+    async with running(ledger, "old") as old:
+        await until(lambda: old.is_leading)
+        gateway = Gateway(old, "g")
+        await opened(ledger, "r", "g")
+        ledger.paused, ledger.ahead = "old", 10.0
+        async with running(ledger, "new") as new:
+            await until(lambda: new.is_leading)
+            assert old.is_leading
+            gateway.enqueue("r")
+            give_it_a_worker(old)
+            await until(lambda: not old.is_leading)
+            assert any(message.resigned for message in gateway.heard)
+            assert (await ledger.get("r")).state is State.QUEUED
+            followed = Gateway(new, "g")
+            followed.enqueue("r", accepted=True)
+            give_it_a_worker(new)
+            await until(lambda: followed.told("dispatched") == ["r"])
+        assert not gateway.told("dispatched")
+
+
+async def test_who_sees_that_nobody_leads_does_not_wait_for_its_next_beat(
+    ledger: FlakyLedger,
+) -> None:
+    await ledger.lead("old", "there:1", 1, lease_s=1000.0)
+    async with running(ledger) as leader:
+        leader._lease._config = replace(CONFIG, lease=1000.0, beat=400.0)
+        await until(lambda: len(ledger.terms) == 1)
+        await ledger.resign(1)
+        leader.heard(Membership(now=0.0, leader="", leader_address="", term=0, workers_version=0))
+        await until(lambda: leader.is_leading)
+
+
+# a ledger that came back without its last second
+
+
+async def test_nothing_is_dispatched_until_all_have_told_the_ledger_again(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateways = [Gateway(leader, "a"), Gateway(leader, "b")]
+    give_it_a_worker(leader)
+    leader.heard(Membership(0.0, "router", "here:1", 1, 0, generation="two"))
+    await opened(ledger, "r", "a")
+    gateways[0].enqueue("r")
+    gateways[0].say(generation="two")
+    await asyncio.sleep(CONFIG.lease / 4)
+    assert not gateways[0].told("dispatched")
+    gateways[1].say(generation="two")
+    await until(lambda: gateways[0].told("dispatched") == ["r"])
+
+
+async def test_a_term_that_the_ledger_forgot_is_written_again_before_anything_else(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateway = Gateway(leader, "g", generation="two")
+    give_it_a_worker(leader)
+    await opened(ledger, "r", "g")
+    term = leader._lease.term
+    ledger._term = 1
+    leader.heard(Membership(0.0, "router", "here:1", 1, 0, generation="two"))
+    gateway.enqueue("r")
+    await until(lambda: gateway.told("dispatched") == ["r"])
+    assert leader.is_leading and ledger._term == term
+
+
+# order and room
+
+
+async def test_a_gateway_that_the_ledger_knows_is_waited_for_but_not_for_ever(
+    ledger: FlakyLedger,
+) -> None:
+    await ledger.beat("frozen", "there:2", lease_s=1000.0)
+    await opened(ledger, "r", "g")
+    async with running(ledger) as leader:
+        await until(lambda: leader.is_leading)
+        gateway = Gateway(leader, "g")
+        gateway.enqueue("r")
+        give_it_a_worker(leader)
+        await asyncio.sleep(CONFIG.beat)
+        assert not gateway.told("dispatched")
+        await until(lambda: gateway.told("dispatched") == ["r"])
+
+
+async def test_who_makes_room_is_told_when_the_other_one_has_its_place(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateway, other = Gateway(leader, "g"), Gateway(leader, "other")
+    leader.worker_up(session_pb2.WorkerInfo(worker_id="w", max_num_seqs=1, num_blocks=100))
+    say(leader, running=("low",), num_running=1, num_waiting=2, blocks_used=9)
+    low = session_pb2.Running(request_id="low", worker_id="w", epoch=5, known_tokens=9)
+    other.say(running=[low])
+    await opened(ledger, "high", "g")
+    gateway.enqueue("high", priority=1, ttft_deadline=ledger._clock() + 0.3)
+    leader.heard(Membership(ledger._clock(), "router", "here:1", 1, 0))
+    await until(lambda: other.told("move") == ["low"])
+    assert (await ledger.get("high")).state is State.RUNNING
+
+
+async def test_a_preempted_request_is_moved_where_there_is_room(leader: Leader) -> None:
+    gateway = Gateway(leader, "g")
+    leader.worker_up(INFO)
+    say(leader, num_running=8, blocks_used=100)
+    view = leader.view("w")
+    assert view is not None
+    view.pace = paced()
+    empty = session_pb2.WorkerInfo(worker_id="empty", max_num_seqs=8, num_blocks=100)
+    leader.worker_up(empty)
+    state = session_pb2.WorkerState(sequence_number=1)
+    leader.worker_frame("empty", session_pb2.WorkerFrame(state=state))
+    preempted = session_pb2.Running(
+        request_id="r", worker_id="w", epoch=5, known_tokens=9, moves_left=1, preempted=True
+    )
+    gateway.say(running=[preempted])
+    await until(lambda: gateway.told("move") == ["r"])
+
+
+# orphans
 
 
 async def test_after_an_outage_the_living_may_renew_before_orphans_are_given_away(
     leader: Leader, ledger: FlakyLedger
 ) -> None:
-    gateway = Gateway(leader, "g")
+    gateway, sweep = Gateway(leader, "g"), leader._sweep
     await opened(ledger, "r", "dead")
     await until(lambda: gateway.told("adopt") == ["r"])
-    leader._adopting.clear()
+    sweep._adopting.clear()
     gateway.heard.clear()
     ledger.is_away = True
-    await until(lambda: leader._sweep_after > time.monotonic())
+    await until(lambda: sweep._after > now())
     ledger.is_away = False
-    held_until = leader._sweep_after
+    held_until = sweep._after
     await until(lambda: gateway.told("adopt"))
-    assert time.monotonic() > held_until
+    assert now() > held_until
 
 
 async def test_orphans_without_a_gateway_wait_for_one(leader: Leader, ledger: FlakyLedger) -> None:
     await opened(ledger, "r", "dead")
-    await until(lambda: time.monotonic() > leader._sweep_after)
+    await until(lambda: now() > leader._sweep._after)
     await asyncio.sleep(3 * CONFIG.beat)
     gateway = Gateway(leader, "g")
     await until(lambda: gateway.told("adopt") == ["r"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
 from router.ledger import codec
-from router.ledger.entry import Append
+from router.ledger.entry import Append, Entry, Event, State, Stored, StoredChoice, Tally
 from tests.ledgers import make_request, scored
 
 FLOATS = st.floats(max_value=0.0, width=32)
@@ -58,11 +59,35 @@ def test_an_append_of_tokens_alone_is_five_fields() -> None:
         {"finish_reason": FinishReason.STOP},
         {"logprobs": scored(-1.0)},
         {"prompt_logprobs": scored(-1.0)},
+        {"finish_reason": FinishReason.STOP, "tally": Tally()},
     ],
 )
-def test_whatever_else_an_append_has_makes_it_nine(more: dict[str, object]) -> None:
+def test_whatever_else_an_append_has_makes_it_ten(more: dict[str, object]) -> None:
     fields = codec.append_fields(Append("r", 7, 3, (1,), **more))  # type: ignore[arg-type]
-    assert (len(fields), fields[4]) == (9, "more")
+    assert (len(fields), fields[4]) == (10, "more")
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"), [(None, 5), (FinishReason.STOP, "3 2 1099511627776")]
+)
+def test_a_tally_goes_with_an_end_alone(reason: FinishReason | None, expected: int | str) -> None:
+    item = Append("r", 7, 3, (1,), finish_reason=reason, tally=Tally(3, 2, 2**40))
+    fields = codec.append_fields(item)
+    assert (fields[9] if reason else len(fields)) == expected
+
+
+def test_moments_are_told_to_the_microsecond() -> None:
+    for moment in (1.000001, 1790000000.123457, 1790000000.999999):
+        request = replace(make_request(), deadline=moment)
+        entry = Entry("r", State.QUEUED, "gateway", arrived=moment, moves=1)
+        fields = codec.told_fields(Stored(entry, request, (StoredChoice(),), 0.0), 1, 2)
+        assert fields.count(round(moment * 1e6)) == 2
+
+
+def test_why_something_happened_may_have_any_words() -> None:
+    text = "1790000000123457 release its worker said: ä b".encode()
+    assert codec.event(text) == Event(1790000000.123457, "release", "its worker said: ä b")
+    assert codec.event(b"0 finish ") == Event(0.0, "finish", "")
 
 
 def test_every_way_to_finish_has_its_letter() -> None:

@@ -1,11 +1,25 @@
-"""Which settings, servers and layouts a ledger takes."""
+"""Which settings, urls, servers and layouts a ledger takes, and what it makes of INFO."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from router.ledger.config import LedgerConfig, LedgerSetupError
-from router.ledger.server import SCHEMA, check_layout, check_server
+from router.ledger import scripts
+from router.ledger.address import Address, Kind, parse
+from router.ledger.config import DurabilityClass, LedgerConfig, LedgerSetupError
+from router.ledger.server import (
+    SCHEMA,
+    check_durability,
+    check_layout,
+    check_server,
+    generation,
+    knows_waitaof,
+    memory_used,
+)
+from tests.ledger_servers import readme_rule
 
 
 def info(policy: str = "noeviction", **versions: str) -> dict[str, object]:
@@ -46,6 +60,87 @@ def test_a_server_that_would_evict_is_refused(policy: str) -> None:
         check_server(info(policy, redis_version="7.0.15"))
 
 
+def test_a_node_of_a_cluster_is_taken_as_such_alone() -> None:
+    node = info(redis_version="7.0.15") | {"cluster_enabled": 1}
+    assert check_server(node, is_cluster=True) == "Redis 7.0.15"
+    with pytest.raises(LedgerSetupError, match=r"redis\+cluster://"):
+        check_server(node)
+
+
+@pytest.mark.parametrize(
+    ("demanded", "aof", "fsync", "taken"),
+    [
+        ("memory", 0, "no", True),
+        ("memory", 1, "always", True),
+        ("everysec", 0, "everysec", False),
+        ("everysec", 1, "no", False),
+        ("everysec", 1, "everysec", True),
+        ("everysec", 1, "always", True),
+        ("everysec", 1, None, True),
+        ("always", 1, "everysec", False),
+        ("always", 1, "always", True),
+        ("always", 1, None, True),
+        ("always", 0, None, False),
+        ("replicated", 1, "everysec", False),
+        ("replicated", 1, "always", True),
+    ],
+)
+def test_a_server_that_promises_at_least_what_is_demanded_is_taken(
+    demanded: DurabilityClass, aof: int, fsync: str | None, taken: bool
+) -> None:
+    if taken:
+        check_durability(demanded, {"aof_enabled": aof}, fsync)
+    else:
+        with pytest.raises(LedgerSetupError, match=f"durability_class {demanded}"):
+            check_durability(demanded, {"aof_enabled": aof}, fsync)
+
+
+@pytest.mark.parametrize(
+    ("versions", "knows"),
+    [
+        ({"redis_version": "7.0.15"}, False),
+        ({"redis_version": "7.2.0"}, True),
+        ({"redis_version": "7.2.4", "valkey_version": "7.2.5"}, True),
+    ],
+)
+def test_servers_that_know_what_is_on_a_replicas_disk(
+    versions: dict[str, str], knows: bool
+) -> None:
+    assert knows_waitaof(info(**versions)) is knows
+
+
+def life(run_id: str, master_replid: str) -> dict[str, object]:
+    return {"run_id": run_id, "master_replid": master_replid}
+
+
+def test_a_generation_is_of_all_servers_and_differs_with_any_of_their_lives() -> None:
+    one, other = life("a", "x"), life("b", "y")
+    first = generation([one, other])
+    assert first == generation([other, one])
+    others = [[one], [one, life("c", "y")], [life("a", "z"), other], [one, one, other]]
+    assert len({first, *map(generation, others)}) == 5
+
+
+def test_memory_is_as_full_as_the_fullest_server() -> None:
+    free = {"used_memory": 80, "maxmemory": 0}
+    half = {"used_memory": 60, "mem_not_counted_for_evict": 10, "maxmemory": 100}
+    full = {"used_memory": 90, "maxmemory": 100}
+    assert [memory_used(infos) for infos in ([], [free], [free, half], [full, half])] == [
+        0.0,
+        0.0,
+        0.5,
+        0.9,
+    ]
+
+
+def test_the_readmes_rule_lets_every_script_run() -> None:
+    sources = "".join(it.source for it in vars(scripts).values() if isinstance(it, scripts.Script))
+    commands = set(re.findall(r"redis\.p?call\(\s*'([A-Z]+)'", sources))
+    allowed = set(re.findall(r"\+([a-z]+)", readme_rule()))
+    assert len(commands) > 20
+    assert {command.lower() for command in commands} <= allowed
+
+
 def test_a_layout_is_taken_as_it_was_made_and_no_other() -> None:
     config = LedgerConfig(shards=4)
     check_layout(config, SCHEMA, 4)
@@ -56,7 +151,79 @@ def test_a_layout_is_taken_as_it_was_made_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["embedded", "unix:///run/x", "redis://u:p@h:1/0", "rediss://u:p@h:1"]
+    ("url", "address"),
+    [
+        ("unix:///run/a%20b", Address(Kind.SERVER, path="/run/a b")),
+        ("redis://h", Address(Kind.SERVER, (("h", 6379),))),
+        ("redis://h:1/3", Address(Kind.SERVER, (("h", 1),), db=3)),
+        (
+            "rediss://u:p%40%2F@h:1",
+            Address(Kind.SERVER, (("h", 1),), tls=True, username="u", password="p@/"),
+        ),
+        (
+            "redis+sentinel://:p@a:1,b/main",
+            Address(Kind.SENTINEL, (("a", 1), ("b", 26379)), password="p", service="main"),
+        ),
+        (
+            "rediss+sentinel://a/main/2",
+            Address(Kind.SENTINEL, (("a", 26379),), tls=True, service="main", db=2),
+        ),
+        ("redis+cluster://a:1,[::1]:2", Address(Kind.CLUSTER, (("a", 1), ("::1", 2)))),
+    ],
+)
+def test_a_url_says_where_the_servers_are(url: str, address: Address) -> None:
+    assert parse(url) == address
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "embedded",
+        "http://u:hunter2@h",
+        "unix://u:hunter2@",
+        "redis://u:hunter2@",
+        "redis://u:hunter2@h:port",
+        "redis://u:hunter2@h:0",
+        "redis://u:hunter2@h:99999",
+        "redis://u:hunter2@[::1",
+        "redis://u:hunter2@h\u2100",
+        "redis://u:hunter2@a,b",
+        "redis://u:hunter2@h/name",
+        "redis://u:hunter2@h?ssl_cert_reqs=none",
+        "redis://u:hunter2#@h",
+        "redis+sentinel://u:hunter2@h",
+        "redis+sentinel://u:hunter2@h/main/0/more",
+        "redis+cluster://u:hunter2@h/1",
+    ],
+)
+def test_a_url_that_cannot_be_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(ValueError, match=r"^url must") as error:
+        parse(url)
+    cause: BaseException | None = error.value
+    while cause is not None:
+        assert "hunter2" not in str(cause)
+        cause = cause.__context__
+
+
+def test_an_address_shows_no_login() -> None:
+    assert "hunter2" not in repr(parse("redis://user:hunter2@h"))
+
+
+def test_the_embedded_server_has_no_replica() -> None:
+    with pytest.raises(ValueError, match=r"^durability_class must"):
+        LedgerConfig(durability_class="replicated")
+
+
+def test_files_are_found_from_wherever_a_process_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert LedgerConfig(tls_ca="ca.pem").tls_ca == str(tmp_path / "ca.pem")
+
+
+@pytest.mark.parametrize(
+    "url", ["embedded", "unix:///run/x", "redis://u:p@h:1/0", "rediss+cluster://u:p@h:1"]
 )
 def test_a_url_of_every_kind_is_taken_and_not_shown(url: str) -> None:
     config = LedgerConfig(url=url)
@@ -78,6 +245,9 @@ def test_a_url_of_every_kind_is_taken_and_not_shown(url: str) -> None:
         ({"timeout": float("nan")}, "timeout"),
         ({"max_connections": 0}, "max_connections"),
         ({"maxmemory_mib": 0}, "maxmemory_mib"),
+        ({"memory_limit": 0.0}, "memory_limit"),
+        ({"memory_limit": 1.5}, "memory_limit"),
+        ({"tls_cert": "cert.pem"}, "tls_cert"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named(settings: dict[str, object], key: str) -> None:

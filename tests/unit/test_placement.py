@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from router.admission.placement import Capacity, Load, Placement
-from router.admission.policy import Waiting
+from dataclasses import replace
 
+from router.admission.placement import Placement
+from router.admission.policy import Waiting
+from router.admission.worker_view import Capacity, Load
+from router.config import RouterConfig
+
+CONFIG = RouterConfig(local_depth=2, max_pending_prefill=100, dispatch_ack=1.0)
 CAPACITY = Capacity(max_num_seqs=2, num_blocks=100)
 
 
@@ -13,15 +18,15 @@ def waiting(prefill_tokens: int = 10, avoid: str = "", choices: int = 1) -> Wait
 
 
 def placement_of(**loads: Load) -> Placement:
-    placement = Placement(local_depth=2, max_pending_prefill=100, ack=1.0)
+    placement = Placement(CONFIG)
     for worker_id, load in loads.items():
         placement.join(worker_id, CAPACITY)
-        placement.report(worker_id, load)
+        placement.report(worker_id, load, now=0.0)
     return placement
 
 
 def test_a_worker_that_has_not_spoken_yet_gets_nothing() -> None:
-    placement = Placement(2, 100, 1.0)
+    placement = Placement(CONFIG)
     placement.join("a", CAPACITY)
     assert placement.choose(waiting()) is None
 
@@ -52,9 +57,9 @@ def test_local_depth_bounds_what_a_full_worker_holds() -> None:
 
 
 def test_each_choice_takes_a_slot_and_few_may_wait_for_one() -> None:
-    placement = Placement(local_depth=2, max_pending_prefill=100, ack=1.0)
+    placement = Placement(CONFIG)
     placement.join("a", Capacity(max_num_seqs=8, num_blocks=100))
-    placement.report("a", Load(1, num_running=3))
+    placement.report("a", Load(1, num_running=3), now=0.0)
     assert placement.choose(waiting(choices=7)) == "a"
     assert placement.choose(waiting(choices=8)) is None
     placement.reserve("a", 1, waiting(choices=4), now=0.0)
@@ -74,9 +79,9 @@ def test_an_idle_worker_takes_more_choices_than_it_has_slots() -> None:
 
 
 def test_choices_share_the_blocks_of_their_prompt_and_need_one_each_beyond() -> None:
-    placement = Placement(local_depth=2, max_pending_prefill=1000, ack=1.0)
+    placement = Placement(replace(CONFIG, max_pending_prefill=1000))
     placement.join("a", Capacity(max_num_seqs=8, num_blocks=100))
-    placement.report("a", Load(1, num_running=1, blocks_used=96))
+    placement.report("a", Load(1, num_running=1, blocks_used=96), now=0.0)
     assert placement.choose(waiting(prefill_tokens=64, choices=3)) is None
     assert placement.choose(waiting(prefill_tokens=64, choices=2)) == "a"
 
@@ -106,9 +111,9 @@ def test_a_prompt_waits_until_its_blocks_are_free() -> None:
 
 def test_an_older_state_does_not_overwrite_a_newer_one() -> None:
     placement = placement_of(a=Load(5, draining=True))
-    placement.report("a", Load(4))
+    placement.report("a", Load(4), now=0.0)
     assert placement.choose(waiting()) is None
-    placement.report("a", Load(6))
+    placement.report("a", Load(6), now=0.0)
     assert placement.choose(waiting()) == "a"
 
 
@@ -124,3 +129,48 @@ def test_a_worker_that_the_gateway_could_not_reach_is_the_last_choice() -> None:
     assert placement.choose(waiting(avoid="a")) is None
     placement.leave("b")
     assert placement.choose(waiting(avoid="a")) == "a"
+
+
+def test_a_slow_worker_gets_nothing_while_another_one_has_room() -> None:
+    placement = placement_of(slow=Load(1), busy=Load(1, num_running=1, committed_tokens=900))
+    placement.workers["slow"].is_slow = True
+    assert placement.choose(waiting()) == "busy"
+    placement.leave("busy")
+    assert placement.choose(waiting()) == "slow"
+
+
+def test_room_that_is_kept_for_a_request_is_for_nobody_else() -> None:
+    placement = placement_of(a=Load(1, num_running=1, blocks_used=90), b=Load(1, num_running=2))
+    placement.hold("a", "coming", tokens=300, choices=1, now=0.0)
+    assert placement.choose(waiting()) == "b"
+    coming = replace(waiting(prefill_tokens=50), request_id="coming")
+    assert placement.choose(coming) == "a"
+    placement.reserve("a", 1, coming, now=0.1)
+    placement.acknowledge("a", 1)
+    assert placement.choose(waiting()) == "a"
+
+
+def test_room_is_not_kept_for_long() -> None:
+    placement = placement_of(a=Load(1, num_running=1, blocks_used=90))
+    placement.hold("a", "coming", tokens=300, choices=1, now=0.0)
+    placement.expire(now=1.9)
+    assert placement.choose(waiting()) is None
+    placement.expire(now=2.1)
+    assert placement.choose(waiting()) == "a"
+
+
+def test_a_request_with_room_somewhere_may_still_go_elsewhere() -> None:
+    placement = placement_of(a=Load(1, num_running=2, num_waiting=2), b=Load(1))
+    placement.hold("a", "coming", tokens=30, choices=1, now=0.0)
+    assert placement.choose(replace(waiting(), request_id="coming")) == "b"
+
+
+def test_who_kept_room_may_leave_and_come_back() -> None:
+    placement = placement_of(a=Load(1, num_running=1))
+    placement.hold("a", "coming", tokens=30, choices=1, now=0.0)
+    placement.leave("a")
+    assert placement.choose(replace(waiting(), request_id="coming")) is None
+    placement.join("a", CAPACITY)
+    placement.report("a", Load(1), now=0.0)
+    assert placement.choose(replace(waiting(), request_id="coming")) == "a"
+    assert placement.workers["a"].held.tokens == 0

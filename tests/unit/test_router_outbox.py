@@ -40,13 +40,13 @@ async def test_additions_merge_until_they_are_taken() -> None:
 
 
 async def test_no_number_of_additions_makes_a_message_that_a_stream_refuses() -> None:
-    third = outbox._MERGED_BYTES // 3
+    size = outbox._COPIED_BYTES - 64
     this = Outbox(session_pb2.RouterFrame())
-    for epoch in range(1, 6):
-        this.add(frame(epoch, num_bytes=third))
-    this.add(frame(6, num_bytes=4 * third))
-    this.add(frame(7))
-    assert await taken(this) == [[1, 2], [3, 4], [5], [6], [7]]
+    for epoch in range(1, 21):
+        this.add(frame(epoch, num_bytes=size))
+    this.add(frame(21, num_bytes=2 * outbox._MERGED_BYTES))
+    this.add(frame(22))
+    assert await taken(this) == [[*range(1, 17)], [*range(17, 21)], [21], [22]]
 
 
 async def test_after_its_close_it_says_nothing_more() -> None:
@@ -54,3 +54,12 @@ async def test_after_its_close_it_says_nothing_more() -> None:
     this.close()
     this.add(frame(2))
     assert await taken(this) == []
+
+
+async def test_what_is_big_is_not_copied() -> None:
+    this = Outbox(frame(1))
+    big = frame(2, num_bytes=outbox._COPIED_BYTES)
+    this.add(big)
+    this.add(frame(3))
+    assert await taken(this) == [[1], [2, 3]]
+    assert [start.epoch for start in big.starts] == [2, 3]

@@ -123,6 +123,44 @@ def test_blocks_are_saved_then_loaded_before_anything_is_computed() -> None:
     assert log[:3] == [("save", save), ("load", load), "forward"]
 
 
+class Greedy(TableModel):
+    """Wants more memory than any machine has."""
+
+    def __init__(self, error: RuntimeError | None = None) -> None:
+        super().__init__()
+        self._error = error
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: object) -> Tensor:
+        if self._error is not None:
+            raise self._error
+        return torch.empty(1 << 44)
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")])
+def test_too_little_memory_for_a_step_is_told_as_such(error: RuntimeError | None) -> None:
+    """On a CPU, where torch says it by its words alone, and on a GPU."""
+    plan = Plan(1, (row(0, PROMPT),), (admission(GREEDY),))
+    with pytest.raises(MemoryError, match="memory"):
+        build(Greedy(error)).execute(plan)
+
+
+def test_another_error_of_a_step_is_none_of_memory() -> None:
+    plan = Plan(1, (row(0, PROMPT),), (admission(GREEDY),))
+    with pytest.raises(RuntimeError, match="kernel"):
+        build(Greedy(RuntimeError("no kernel"))).execute(plan)
+
+
+def test_who_has_left_is_forgotten() -> None:
+    grammar = FakeGrammar(lambda output: (1, 2))
+    params = SamplingParams(grammar=Grammar(GrammarKind.REGEX, (".*",)))
+    runner = build()
+    runner.execute(Plan(1, (row(0, PROMPT),), (admission(params, stops=(3,), grammar=grammar),)))
+    assert len(grammar.matchers) == 1
+    runner.release([0, 5])
+    assert len(grammar.matchers) == 0
+    assert runner.unready_slots() == frozenset()
+
+
 def test_without_a_host_cache_there_are_no_places() -> None:
     assert build().num_host_blocks == 0
 

@@ -109,24 +109,24 @@ def test_what_was_drawn_counts_like_what_was_there_from_the_start(feature: str) 
         output += result.tokens
 
 
-def test_a_grammar_is_let_go_of_when_its_sequence_ends() -> None:
+def test_a_grammar_is_let_go_of_when_its_slot_is_left() -> None:
     stopping, refusing = FakeGrammar(lambda output: STOPS), FakeGrammar(lambda output: ())
     for grammar in (stopping, refusing):
         drawing = sampler(admission(SamplingParams(grammar=GRAMMAR), stops=STOPS, grammar=grammar))
-        assert len(grammar.matchers) == 1
         drawing.sample(logits(1), [Ask(0, 0)])
+        assert len(grammar.matchers) == 1
+        drawing.release(0)
         assert len(grammar.matchers) == 0
 
 
-def test_a_slot_is_unready_while_its_grammar_is_and_until_its_sequence_ends() -> None:
+def test_a_slot_is_unready_while_its_grammar_is_and_until_it_is_left() -> None:
     grammar = FakeGrammar(lambda output: STOPS)
     drawing = sampler(admission(SamplingParams(grammar=GRAMMAR), stops=STOPS, grammar=grammar))
     assert drawing.unready_slots() == frozenset()
     (matcher,) = grammar.matchers
     matcher.ready = False
     assert drawing.unready_slots() == {0}
-    del matcher
-    drawing.sample(logits(1), [Ask(0, 0)])
+    drawing.release(0)
     assert drawing.unready_slots() == frozenset()
 
 

@@ -51,6 +51,16 @@ STATUS = pb.GetStatusResponse(
         pb.WorkerStatus(worker_id="dead", alive=False, num_running=9),
         pb.WorkerStatus(worker_id="leaving", alive=True, draining=True),
     ],
+    preempted=4,
+    moved=3,
+    recomputed_tokens=99,
+    false_alarms=1,
+    ledger=pb.LedgerStatus(
+        server="valkey 9.1.2",
+        durability_class="everysec",
+        durability="before_delivery",
+        memory_used=0.25,
+    ),
 )
 
 
@@ -73,7 +83,21 @@ def test_the_counters_stand_below() -> None:
     shown = text(show(STATUS))
     assert "model demo   leader leader-o" in shown
     assert "queue 7   running 3   completed 11   failed 0   migrated 2" in shown
+    assert "preempted 4   moved 3   recomputed tokens 99   false alarms 1" in shown
     assert "leader none" in text(show(pb.GetStatusResponse()))
+
+
+def test_the_ledger_stands_below_with_what_is_wrong_with_it() -> None:
+    shown = text(show(STATUS))
+    assert "ledger valkey 9.1.2   everysec   before_delivery   memory 25%\n" in shown
+    trouble = pb.LedgerStatus(server="valkey 9.1.2", rollbacks=2, away=True)
+    shown = text(show(pb.GetStatusResponse(ledger=trouble)))
+    assert "ledger valkey 9.1.2   rollbacks 2   away\n" in shown
+
+
+def test_a_slow_worker_is_shown_as_slow() -> None:
+    slow = pb.WorkerStatus(worker_id="w", alive=True, slow=True)
+    assert " slow " in text(show(pb.GetStatusResponse(workers=[slow])))
 
 
 def test_a_rate_needs_two_moments() -> None:

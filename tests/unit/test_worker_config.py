@@ -25,6 +25,8 @@ from worker.rank import Rank
         ({"watermark": 1.0}, "watermark must be from 0 to below 1"),
         ({"beat": 0.0}, "beat must be above 0"),
         ({"swap_mib": -1}, "swap_mib must be at least 0, not -1"),
+        ({"step_timeout": 0.0}, "step_timeout must be above 0"),
+        ({"reclaim_url": "169.254.169.254/spot"}, "reclaim_url must be an http address"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(fields: dict[str, object], reason: str) -> None:

@@ -1,5 +1,8 @@
 """The engine with the fake runner."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from everlift.errors import EngineFailed
@@ -121,6 +124,25 @@ def test_an_abort_of_one_choice_leaves_the_others_and_what_they_share() -> None:
     collected = run(this)
     assert {*collected.stops} == {SequenceKey(1, 1)}
     assert collected.tokens[SequenceKey(1, 1)] == expected_tokens(prompt(70), 5)[1:]
+
+
+def test_each_step_is_executed_within_what_was_made_of_its_plan() -> None:
+    said: list[tuple[int, str]] = []
+
+    @contextmanager
+    def noting(plan: Plan) -> Iterator[None]:
+        said.append((plan.step, "begin"))
+        try:
+            yield
+        finally:
+            said.append((plan.step, "end"))
+
+    bounds = limits()
+    this = Engine(Failing(bounds, RuntimeError(), at=range(2, 3)), bounds, within=noting)
+    this.step()
+    this.add(sequence(bounds, 1, prompt(3)))
+    this.step()
+    assert said == [(2, "begin"), (2, "end")], "not where there is nothing to do"
 
 
 def test_an_engine_without_work_steps_without_the_runner() -> None:

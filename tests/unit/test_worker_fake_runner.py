@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -202,3 +202,28 @@ def check(this: TokenLogprobs, token: int, num_top: int) -> None:
         assert this.top[this.rank - 1] == (token, this.logprob)
     else:
         assert token not in ids and all(value > this.logprob for value in values)
+
+
+def after_four(num_prompt: int, grammar: object = None, penalty: float = 0.0) -> int:
+    """What follows the tokens 1, 2, 3, 4, of which so many are the prompt."""
+    sampling = SamplingParams(temperature=0.0, presence_penalty=penalty)
+    tokens = (1, 2, 3, 4)
+    admission = Admission(0, tokens, num_prompt, sampling, frozenset(), 0, grammar)
+    row = Row(slot=0, tokens=tokens, start=0, block_table=(0,), samples=True)
+    [result] = FakeRunner(1, MODEL).execute(Plan(1, (row,), (admission,)))
+    [token] = result.tokens
+    return token
+
+
+def test_a_penalty_makes_another_token_and_so_does_its_boundary() -> None:
+    assert after_four(2) == after_four(4)
+    tokens = [after_four(4), *(after_four(n, penalty=p) for n in (2, 4) for p in (0.5, 0.6))]
+    assert len(set(tokens)) == len(tokens)
+
+
+def test_a_grammar_sees_the_output_and_says_what_may_follow() -> None:
+    class Next:
+        def allowed(self, output: Sequence[int]) -> Sequence[int]:
+            return [output[-1] + 90]
+
+    assert after_four(3, Next()) == 94

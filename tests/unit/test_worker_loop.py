@@ -7,12 +7,13 @@ from itertools import count
 
 import pytest
 
-from everlift.v1 import session_pb2
+from everlift.v1 import chaos_pb2, session_pb2
 from tests.worker_support import Collected, engine, limits, prompt, sequence
 from worker.config import FakeModel, Speculation
-from worker.fake_runner import expected_tokens
+from worker.engine import Engine
+from worker.fake_runner import FakeRunner, expected_tokens
 from worker.loop import LeadingLoop, RanksDisagree, Report, follow
-from worker.orders import Inbox
+from worker.orders import Inbox, Orders
 from worker.outcome import Abort, SequenceKey, Stop
 
 MODEL = FakeModel(surprise_one_in=5)
@@ -155,6 +156,54 @@ def test_an_idle_loop_uses_no_time() -> None:
         threading.Event().wait(0.3)
         assert len(lead.reports) == reports
         assert time.process_time() - used < 0.1
+
+
+def kill(rank: int) -> chaos_pb2.Fault:
+    return chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, rank=rank)
+
+
+def test_a_fault_goes_to_the_rank_that_it_names_whatever_else_there_is_to_do() -> None:
+    with Lead() as lead:
+        lead.inbox.inject(kill(2))
+        lead.inbox.inject(kill(1))
+        lead.inbox.inject(kill(2))
+        lead.inbox.start(sequence(LIMITS, 1, prompt(3), max_tokens=3))
+        lead.until_ended(1)
+    struck: dict[int, list[int]] = {1: [], 2: []}
+    for rank, faults in struck.items():
+        follow(
+            engine(LIMITS, MODEL), lead.log.entries, rank, lambda f, to=faults: to.append(f.rank)
+        )
+    assert struck == {1: [1], 2: [2, 2]}
+
+
+class Clock:
+    """Goes on while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.naps: list[float] = []
+
+    def read(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds
+
+
+def test_a_slow_engine_is_busy_for_longer() -> None:
+    clock, reports = Clock(), list[Report]()
+    model = FakeModel(step_time=0.25)
+    bounds = limits(model=model)
+    this = Engine(FakeRunner(bounds.num_blocks, model, sleep=clock.sleep), bounds)
+    loop = LeadingLoop(this, Inbox(), reports.append, None, clock.read, clock.sleep)
+    loop.turn(Orders(starts=[sequence(bounds, 1, prompt(3), max_tokens=9)]))
+    slow = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_SLOW, factor=4, seconds=1.0)
+    loop.turn(Orders(faults=[slow]))
+    loop.turn(Orders())
+    assert clock.naps == [0.25, 0.25, 0.75, 0.25], "when that is over, it is as quick as before"
+    assert [report.busy_s for report in reports] == [0.25, 1.25, 1.5]
 
 
 def test_a_follower_raises_what_its_log_raises() -> None:

@@ -5,7 +5,7 @@ from everlift.v1 import session_pb2
 from tests.worker_support import prompt
 from worker.load import Occupant
 from worker.outbox import _MAX_ACCEPTED, Outbox
-from worker.outcome import Outcome, SequenceKey, Stop
+from worker.outcome import News, Outcome, Residence, SequenceKey, Stop
 
 A, B = SequenceKey(1, 0), SequenceKey(1, 1)
 
@@ -41,6 +41,30 @@ def test_tokens_of_one_sequence_merge_until_the_frame_is_cut() -> None:
     assert not this
     this.push(Outcome(A, 9, (14,)))
     assert cut(this).progress[0].offset == 9
+
+
+def test_where_a_sequence_stands_merges_too() -> None:
+    """The last residence counts, and all that happened since the frame before."""
+    this = outbox()
+    this.push(Outcome(A, 5, num_computed=90, news=News(Residence.PREEMPTED, preemptions=1)))
+    this.push(Outcome(A, 5, num_computed=90, news=News(Residence.RESUMED, 0, 40)))
+    this.push(Outcome(A, 5, (7,), num_computed=91, news=News(None, 0, 3)))
+    this.push(Outcome(B, 0, news=News(Residence.RESUMED)))
+    this.push(Outcome(B, 0, news=News(Residence.PREEMPTED, preemptions=1)))
+    assert list(cut(this).progress) == [
+        session_pb2.Progress(
+            epoch=1,
+            offset=5,
+            token_ids=[7],
+            residence=session_pb2.RESIDENCE_RESUMED,
+            preemptions=1,
+            recomputed_tokens=43,
+            num_computed=91,
+        ),
+        session_pb2.Progress(
+            epoch=1, choice=1, residence=session_pb2.RESIDENCE_PREEMPTED, preemptions=1
+        ),
+    ]
 
 
 def test_every_frame_has_the_state() -> None:

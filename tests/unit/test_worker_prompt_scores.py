@@ -32,7 +32,9 @@ def test_a_prompt_that_is_scored_is_computed_and_told_chunk_by_chunk() -> None:
     row = plans[2].rows[0]
     scores = result(row).prompt_logprobs[: 89 - 80]
     outcomes = bench.scheduler.commit(plans[2], [RowResult((TOKEN,), prompt_logprobs=scores)])
-    assert outcomes == [Outcome(key, 0, (TOKEN,), prompt_offset=81, prompt_logprobs=scores)]
+    assert outcomes == [
+        Outcome(key, 0, (TOKEN,), prompt_offset=81, prompt_logprobs=scores, num_computed=90)
+    ]
     (row,) = bench.plan().rows
     assert not row.scores_prompt
 
@@ -51,13 +53,13 @@ def test_a_score_is_told_once_whatever_is_computed_again() -> None:
     bench = Bench(limits(num_blocks=4, watermark_blocks=0, max_num_batched_tokens=45))
     this = bench.add(1, 100, sampling=SCORED)
     assert told(bench.commit(bench.plan())) == [(1, 45, ())]
-    bench.scheduler._preempt(this)
+    bench.scheduler.preempt(this)
     bench.scheduler._batch._pool.forget(0)
     plan = bench.plan()
     assert (plan.rows[0].start, plan.rows[0].scores_prompt) == (0, False), "all of it was told"
-    assert bench.commit(plan) == []
+    assert told(bench.commit(plan)) == [(0, 0, ())], "that it goes on"
     assert told(bench.commit(bench.plan())) == [(46, 45, ())]
-    bench.scheduler._preempt(this)
+    bench.scheduler.preempt(this)
     plan = bench.plan()
     assert plan.rows[0].start == 64, "what has been told may be found in the cache"
     assert told(bench.commit(plan))[0][0] == 91

@@ -157,6 +157,39 @@ def test_what_a_row_that_failed_was_to_fill_is_found_by_nobody() -> None:
     assert bench.step() == [(0, 41, 1), (1, 0, 70)]
 
 
+def fail_last_row(bench: Bench) -> None:
+    """The step's last row fails, the others draw TOKEN."""
+    plan = bench.plan()
+    *others, _ = plan.rows
+    results = [*map(result, others), RowResult(error=EngineFailed("no number"))]
+    bench.scheduler.commit(plan, results)
+    bench.scheduler.check_integrity()
+
+
+def test_nor_is_what_its_sequence_computed_in_the_steps_before() -> None:
+    """Whatever made its logits no numbers may be in the cache since its first chunk."""
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=70))
+    bench.add(1, 130)
+    bench.step()
+    fail_last_row(bench)
+    bench.add(2, 130)
+    assert bench.step() == [(0, 0, 70)]
+
+
+def test_what_it_found_in_the_cache_is_distrusted_unless_others_use_it() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=200))
+    neighbour = bench.add(1, 70)
+    bench.step()
+    bench.add(2, 70)
+    fail_last_row(bench)
+    bench.add(3, 70)
+    assert bench.step() == [(0, 71, 1), (1, 64, 6)], "the neighbour is still well"
+    bench.scheduler.remove(neighbour)
+    fail_last_row(bench)
+    bench.add(4, 70)
+    assert bench.step() == [(0, 0, 70)]
+
+
 def fill(bench: Bench, *lengths: int) -> list[Sequence]:
     """Sequences without a common prefix, all of them prefilled."""
     sequences = [bench.add(i, n, first=100 * i) for i, n in enumerate(lengths, 1)]
@@ -214,8 +247,10 @@ def test_a_sequence_that_outgrows_the_pool_alone_fails_with_its_last_token() -> 
 def test_an_outcome_has_the_offset_of_its_token() -> None:
     bench = Bench(limits())
     bench.scheduler.add(sequence(bench.limits, 1, [1], max_tokens=4, output=[2, 3]))
-    assert bench.commit(bench.plan()) == [Outcome(SequenceKey(1, 0), 2, (TOKEN,))]
-    assert bench.commit(bench.plan()) == [Outcome(SequenceKey(1, 0), 3, (TOKEN,), Stop.LENGTH)]
+    assert bench.commit(bench.plan()) == [Outcome(SequenceKey(1, 0), 2, (TOKEN,), num_computed=3)]
+    assert bench.commit(bench.plan()) == [
+        Outcome(SequenceKey(1, 0), 3, (TOKEN,), Stop.LENGTH, num_computed=4)
+    ]
     assert len(bench.scheduler) == 0
 
 
@@ -226,7 +261,7 @@ def test_a_failed_plan_ends_its_sequences_and_no_others() -> None:
     bench.step()
     error = EngineFailed("why")
     assert bench.scheduler.fail(bench.plan(), error) == [
-        Outcome(SequenceKey(1, 0), 1, (), Stop.FAILED, error)
+        Outcome(SequenceKey(1, 0), 1, (), Stop.FAILED, error, num_computed=3)
     ]
     bench.scheduler.check_integrity()
     assert [s.key.epoch for s in bench.scheduler] == [2]
@@ -261,7 +296,22 @@ def test_the_load_counts_what_is_known_and_what_is_to_compute() -> None:
         output_tokens=2,
         preemptions=0,
         counters=Counters(prompt_tokens=60, slot_steps=3, unfilled_tokens=32 - 11 + 64 - 29),
+        computed_tokens=10 + 1 + 29,
+        released_blocks=0,
     )
+
+
+def test_blocks_that_others_still_use_are_not_released_by_who_leaves() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=200))
+    first, second = bench.add(1, 70), bench.add(2, 70)
+    bench.step()
+    bench.scheduler.remove(first)
+    assert bench.scheduler.load().released_blocks == 1
+    bench.scheduler.preempt(second)
+    assert bench.scheduler.load().released_blocks == 1, "it will come back"
+    bench.step()
+    bench.scheduler.remove(second)
+    assert bench.scheduler.load().released_blocks == 1 + 3
 
 
 def test_a_step_does_not_look_at_those_that_wait() -> None:

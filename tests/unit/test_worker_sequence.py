@@ -17,7 +17,14 @@ LIMITS = limits(num_blocks=4, max_model_len=100)
 def test_a_start_becomes_a_sequence() -> None:
     sampling = SamplingParams(temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=9)
     message = start(
-        7, [1, 2, 3], 10, output=[4, 5], choice=1, sampling=sampling, stop_token_ids=[8], salt=b"s"
+        *(7, [1, 2, 3], 10),
+        output=[4, 5],
+        choice=1,
+        sampling=sampling,
+        stop_token_ids=[8],
+        salt=b"s",
+        num_computed=4,
+        priority=-2,
     )
     this = Sequence.from_start(message, LIMITS)
     assert (this.key, this.request_id) == (SequenceKey(7, 1), "request-7")
@@ -25,7 +32,12 @@ def test_a_start_becomes_a_sequence() -> None:
     assert (this.max_tokens, this.sampling, this.salt) == (10, sampling, b"s")
     assert this.stop_token_ids == {8}
     assert (this.num_known, this.num_computed, this.remaining) == (5, 0, 5)
+    assert (this.num_computed_before, this.priority) == (4, -2)
     assert this.to_start() == message
+
+
+def test_no_more_can_have_been_computed_than_is_known() -> None:
+    assert sequence(LIMITS, 1, [1, 2, 3], num_computed=900).num_computed_before == 3
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, replace
 
-from everlift.v1 import session_pb2
+from everlift.v1 import chaos_pb2, session_pb2
 from tests.worker_support import limits, prompt, start
 from worker.counters import Counters
 from worker.grammar.absent import NoGrammars
@@ -24,6 +24,9 @@ class RecordingEngine:
 
     def abort(self, abort: Abort) -> None:
         self.orders.append(("abort", abort.epoch))
+
+    def inject(self, fault: chaos_pb2.Fault) -> None:
+        self.orders.append(("inject", fault.rank))
 
     def drain(self) -> None:
         self.orders.append("drain")
@@ -89,6 +92,15 @@ def test_a_start_counts_from_its_acknowledgement_on_and_once() -> None:
     state = desk.sessions.cut(a).state
     assert (state.num_running, state.num_waiting) == (1, 0)
     assert (state.pending_prefill_tokens, state.committed_tokens) == (0, 11)
+
+
+def test_what_the_engine_did_goes_with_the_state() -> None:
+    desk = Desk()
+    a = desk.join("a")
+    now = load(computed_tokens=70, released_blocks=3)
+    desk.sessions.deliver(replace(report(now=now), busy_s=0.5))
+    state = desk.sessions.cut(a).state
+    assert (state.computed_tokens, state.released_blocks, state.busy_s) == (70, 3, 0.5)
 
 
 def test_the_counters_go_with_the_state() -> None:

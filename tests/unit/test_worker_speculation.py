@@ -35,7 +35,7 @@ def test_drafts_that_are_right_are_as_many_tokens_in_one_outcome() -> None:
     plan = bench.plan()
     (row,) = plan.rows
     assert (row.start, row.tokens, row.num_drafts, row.samples) == (6, (TOKEN,) * 5, 4, True)
-    assert bench.commit(plan) == [Outcome(SequenceKey(1, 0), 4, (TOKEN,) * 5)]
+    assert bench.commit(plan) == [Outcome(SequenceKey(1, 0), 4, (TOKEN,) * 5, num_computed=11)]
     assert (this.num_computed, this.num_known) == (11, 12)
     load = bench.scheduler.load()
     assert (load.counters.draft_tokens, load.counters.accepted_tokens) == (4, 4)

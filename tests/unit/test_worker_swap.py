@@ -7,7 +7,7 @@ from typing import Any
 from everlift.errors import EngineFailed
 from tests.scheduler_bench import Bench
 from tests.worker_support import limits
-from worker.plan import BlockCopy
+from worker.plan import BlockCopy, RowResult
 from worker.sequence import NO_SLOT, Sequence
 
 
@@ -96,3 +96,18 @@ def test_a_load_of_a_failed_step_is_made_again() -> None:
         BlockCopy(block, place)
         for block, place in zip(bench.scheduler.of_epoch(3)[0].block_table, places, strict=False)
     )
+
+
+def test_a_copy_of_what_may_be_wrong_is_not_loaded_again() -> None:
+    bench = swapping(num_blocks=6, max_num_batched_tokens=200)
+    long, short = preempted(bench)
+    while bench.is_on_device(short.block_hash(0)):
+        bench.step()
+    bench.scheduler.remove(long)
+    plan = bench.plan()
+    assert plan.loads
+    bench.scheduler.commit(plan, [RowResult(error=EngineFailed("no number"))])
+    bench.scheduler.check_integrity()
+    bench.add(3, 70, first=500)
+    plan = bench.plan()
+    assert (plan.loads, plan.rows[0].start) == ((), 0)

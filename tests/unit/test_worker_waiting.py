@@ -7,8 +7,8 @@ from worker.waiting import WaitingLine
 LIMITS = limits()
 
 
-def member(order: int) -> Sequence:
-    this = sequence(LIMITS, order + 1, prompt(order + 1))
+def member(order: int, priority: int = 0) -> Sequence:
+    this = sequence(LIMITS, order + 1, prompt(order + 1), priority=priority)
     this.order = order
     return this
 
@@ -24,6 +24,20 @@ def test_who_comes_back_stands_in_its_old_place() -> None:
         served.append(head)
     assert served == members
     assert (len(line), line.num_tokens) == (0, 0)
+
+
+def test_a_higher_class_stands_before_all_that_came_earlier() -> None:
+    line = WaitingLine()
+    members = [member(order, priority=order % 3) for order in range(60)]
+    for this in members:
+        line.push(this)
+    for this in members[5:45]:
+        line.remove(this)
+    served = []
+    while (head := line.head()) is not None:
+        line.remove(head)
+        served.append((-head.priority, head.order))
+    assert served == sorted(served) and len(served) == 20
 
 
 def test_who_leaves_from_the_middle_is_gone() -> None:

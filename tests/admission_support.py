@@ -1,0 +1,104 @@
+"""Workers as a leader sees them, for tests: views with made-up loads and paces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+
+from everlift.v1 import session_pb2 as pb
+from router.admission.pace import Pace, Work
+from router.admission.placement import Placement
+from router.admission.policy import Fifo, Waiting
+from router.admission.running import Running
+from router.admission.tenure import Placed, Tenure
+from router.admission.worker_view import Capacity, Load
+from router.config import RouterConfig
+
+CONFIG = RouterConfig(
+    local_depth=2, max_pending_prefill=100_000, max_queued=3, beat=0.5, lease=1.5, move_reserve=0.05
+)
+CAPACITY = Capacity(max_num_seqs=4, num_blocks=100)
+
+
+def waiting(request_id: str, arrived: float = 0.0, **fields: object) -> Waiting:
+    made = Waiting(request_id, "g", arrived, prefill_tokens=32, max_tokens=10)
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+def running(request_id: str, worker_id: str = "home", **fields: object) -> Running:
+    made = Running(
+        request_id, "g", worker_id, epoch=1, priority=0, known_tokens=310, arrived=0.0, moves_left=3
+    )
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+def paced(*, tokens_per_s: float = 1000.0, blocks_per_s: float = 0.0, step_s: float = 0.01) -> Pace:
+    """Of a worker that has been watched for two seconds."""
+    pace = Pace()
+    for second in range(3):
+        steps = round(second / step_s)
+        work = Work(
+            step=steps,
+            computed_tokens=round(steps * step_s * tokens_per_s),
+            released_blocks=round(second * blocks_per_s),
+            busy_s=steps * step_s,
+        )
+        pace.measure(work, float(second))
+    return pace
+
+
+class Cluster:
+    """A leader's whole knowledge: its tenure, the workers' views, and who has their slots."""
+
+    def __init__(self, config: RouterConfig = CONFIG) -> None:
+        self.placement = Placement(config)
+        self.slots: dict[str, list[str]] = {}
+        self.tenure = Tenure(
+            config, Fifo(), self.placement, lambda worker: self.slots.get(worker, []), "", now=0.0
+        )
+        self.tenure.roll_call.living(())
+        self._epochs = count(1)
+
+    def add_worker(
+        self, worker_id: str, load: Load, pace: Pace | None = None, capacity: Capacity = CAPACITY
+    ) -> None:
+        self.placement.join(worker_id, capacity)
+        self.placement.report(worker_id, load, now=0.0)
+        self.placement.workers[worker_id].pace = pace or paced()
+
+    def connect(self, gateway: str = "g", now: float = 0.0) -> None:
+        """Of a gateway with nothing to tell."""
+        self.tenure.connect(gateway, now)
+        self.hear(pb.GatewayMessage(is_complete=True), gateway, now)
+
+    def hear(
+        self, message: pb.GatewayMessage, gateway: str = "g", now: float = 0.0
+    ) -> tuple[list[str], list[str]]:
+        heard = self.tenure.hear(gateway, message, now)
+        return heard.refused, [taken.gateway for taken in heard.taken]
+
+    def enqueue(self, request_id: str, gateway: str = "g", **fields: object) -> None:
+        told = pb.Waiting(**{"request_id": request_id, "prompt_tokens": 32, "choices": 1} | fields)
+        self.hear(pb.GatewayMessage(enqueue=[told]), gateway)
+
+    def runs(self, request_id: str, worker_id: str, gateway: str = "g", **fields: object) -> None:
+        told = pb.Running(
+            **{
+                "request_id": request_id,
+                "worker_id": worker_id,
+                "epoch": 1,
+                "known_tokens": 310,
+                "moves_left": 3,
+            }
+            | fields
+        )
+        self.hear(pb.GatewayMessage(running=[told]), gateway)
+
+    def place(self, now: float = 0.0, ledger_now: float = 0.0) -> list[Placed]:
+        placed = self.tenure.place(now, ledger_now, 100, lambda: next(self._epochs))
+        for one in placed:
+            self.tenure.begun(one, one.waiting.gateway)
+        return placed
+
+    def moves(self, now: float = 0.0) -> list[tuple[str, str]]:
+        return [(move.running.request_id, move.worker_id) for move in self.tenure.moves(now)]

@@ -1,0 +1,354 @@
+"""What the chaos tests are made of: a cluster in real processes, clients under whose eyes a part of
+it fails, and what the routers' logs say of it.
+
+    async with running(config(tmp_path)) as cluster, Load(cluster.addresses, 24) as load:
+        await load.until(20)
+        since = time.time()
+        await cluster.kill_worker(0)
+        await load.finish()
+    load.check()
+    report("worker killed", cluster, load, since)
+
+Moments are ``time.time()``: the logs have no other clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc
+
+from cluster.config import Config
+from cluster.processes import ProcessCluster
+from cluster.replica import RouterReplica, WorkerReplica
+from everlift import wire
+from everlift.client import AsyncClient, submission_message
+from everlift.errors import EverliftError
+from everlift.stream import Chunk
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
+from router.config import RouterConfig
+from router.ledger.config import LedgerConfig
+from worker.config import FakeModel, WorkerConfig
+from worker.fake_runner import expected_tokens
+
+FAKE = FakeModel(step_time=0.004)
+COUNT = 150
+#: A busy machine may keep a worker silent for a second. Where that is the fault, tests say how long
+#: it may be.
+ROUTER: dict[str, Any] = {"port": 0, "grace": 20.0, "worker_silence": 5.0}
+#: Whatever has not come by then does not come.
+PATIENCE_S = 60.0
+
+
+def config(
+    state_dir: Path,
+    *,
+    routers: int = 1,
+    workers: int = 2,
+    ledger: LedgerConfig | None = None,
+    router: dict[str, Any] | None = None,
+    **worker: Any,
+) -> Config:
+    """A cluster of fake workers; ``router`` and ``worker`` are settings of theirs."""
+    return Config(
+        model="fake",
+        num_routers=routers,
+        num_workers=workers,
+        state_dir=state_dir,
+        router=RouterConfig(**ROUTER | (router or {})),
+        worker=WorkerConfig(**{"model": "fake", "num_blocks": 1024, "fake": FAKE} | worker),
+        ledger=ledger or LedgerConfig(),
+    )
+
+
+class Cluster(ProcessCluster):
+    """Its parts may differ: ``differing`` has settings of workers by their numbers, ``ledgers``
+    another way to the ledger by a router's number, and ``announce_to`` says to whom workers
+    announce themselves, given the routers."""
+
+    def __init__(self, config: Config, differing: dict[int, dict[str, Any]] | None = None) -> None:
+        super().__init__(config)
+        self.announce_to: Callable[[Sequence[str]], tuple[str, ...]] = tuple
+        self.ledgers: dict[int, LedgerConfig] = {}
+        self._differing = differing or {}
+
+    def _router(self, index: int, ledger: LedgerConfig) -> RouterReplica:
+        return super()._router(index, self.ledgers.get(index, ledger))
+
+    def _worker(self, index: int) -> WorkerReplica:
+        replica = super()._worker(index)
+        launch = replica._launch
+        worker = replace(launch.worker, **self._differing.get(index, {}))
+        replica._launch = replace(launch, worker=worker, routers=self.announce_to(launch.routers))
+        return replica
+
+    @property
+    def ledger_pid(self) -> int:
+        """Of the server that the cluster runs itself; 0 while there is none."""
+        return self._ledger.pid
+
+    @property
+    def leader(self) -> int:
+        """The router that said last that it leads."""
+        said = [
+            (event["ts"], index)
+            for index in range(len(self.routers))
+            for event in self.events(f"router-{index}")
+            if event["event"] == "leading"
+        ]
+        return max(said)[1]
+
+    def events(self, name: str = "router-*", since: float = 0.0) -> list[dict[str, Any]]:
+        """What the processes of this name have logged, oldest first."""
+        logs = sorted(self._log_dir.glob(f"{name}.log"))
+        events = [json.loads(line) for log in logs for line in _lines(log)]
+        return sorted((e for e in events if moment(e) >= since), key=moment)
+
+    async def status(self, router: int = 0) -> pb.GetStatusResponse:
+        async with AsyncClient(self.routers[router].address) as client:
+            return await client.status()
+
+    async def restarted(self, router: int) -> None:
+        """Told to stop, in good order, and started again at the same address."""
+        await self.routers[router].stop()
+        await self.restart_router(router)
+
+    async def idle(self) -> None:
+        """Until no worker holds a block or a sequence: nothing was forgotten anywhere."""
+
+        async def is_idle() -> bool:
+            workers = [w for w in (await self.status()).workers if w.alive]
+            return not any(w.num_running or w.num_waiting or w.blocks_used for w in workers)
+
+        await until(is_idle)
+
+
+def _lines(log: Path) -> Iterator[str]:
+    """Without the last one, which may be half written, and without what others print there."""
+    *whole, _ = log.read_text(errors="replace").split("\n")
+    yield from (line for line in whole if line.startswith("{"))
+
+
+def moment(event: dict[str, Any]) -> float:
+    return datetime.fromisoformat(event["ts"]).timestamp()
+
+
+@asynccontextmanager
+async def running(
+    config: Config, differing: dict[int, dict[str, Any]] | None = None
+) -> AsyncIterator[Cluster]:
+    async with Cluster(config, differing) as cluster:
+        yield cluster
+
+
+@contextmanager
+def paused(pids: Iterable[int]) -> Iterator[None]:
+    """SIGSTOP, and SIGCONT at the end."""
+    pids = list(pids)
+    _signal(pids, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(pids, signal.SIGCONT)
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+async def until(
+    holds: Callable[[], Awaitable[object]] | Callable[[], object], seconds: float = PATIENCE_S
+) -> None:
+    """Waits for a condition; a timeout is a failure, an unreachable router a no."""
+    async with asyncio.timeout(seconds):
+        while not await _now(holds):
+            await asyncio.sleep(0.01)
+
+
+async def _now(holds: Callable[[], Any]) -> object:
+    with suppress(EverliftError):
+        answer = holds()
+        return await answer if isinstance(answer, Awaitable) else answer
+    return False
+
+
+@dataclass
+class Following:
+    """One client: what it asked for, and all that came, in the order in which it came."""
+
+    request_id: str
+    prompt: list[int]
+    count: int
+    tokens: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    #: of each piece with tokens: when it came, and from which attempt
+    pieces: list[tuple[float, int]] = field(default_factory=list)
+    unledgered: int = 0
+    timing: pb.Timing | None = None
+    error: EverliftError | None = None
+
+    def take(self, piece: pb.GenerateResponse | Chunk) -> None:
+        if piece.token_ids:
+            self.tokens.extend(piece.token_ids)
+            self.offsets.extend(range(piece.offset, piece.offset + len(piece.token_ids)))
+            self.pieces.append((time.time(), piece.epoch))
+            self.unledgered += len(piece.token_ids) if piece.unledgered else 0
+
+    def next_token(self, since: float) -> float | None:
+        """Seconds from a moment to the first token of another attempt than that of before."""
+        before = {epoch for when, epoch in self.pieces if when <= since}
+        later = [when for when, epoch in self.pieces if when > since and epoch not in before]
+        return later[0] - since if before and later else None
+
+    def silence(self, since: float) -> float:
+        """The longest time without a token that lasted beyond a moment, in seconds."""
+        moments = [when for when, _ in self.pieces]
+        gaps = pairwise(moments)
+        return max((later - when for when, later in gaps if later > since), default=0.0)
+
+    def check(self, fake: FakeModel) -> None:
+        """It has what the undisturbed stream has, every offset once."""
+        assert self.error is None, f"{self.request_id}: {self.error!r}"
+        assert self.offsets == list(range(self.count)), self.request_id
+        assert self.tokens == expected_tokens(self.prompt, self.count, fake), self.request_id
+
+
+class Load:
+    """So many clients at the same time, each with a request of its own, spread over the routers.
+
+    All of them begin at once, but without ``addresses`` each when ``follow`` says so. They use the
+    client library, or speak plain gRPC with one router (``plain``): then nothing is
+    dropped on the way that came twice, and nothing tried again.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        count: int,
+        *,
+        seed: int = 0,
+        max_tokens: int = COUNT,
+        fake: FakeModel = FAKE,
+        plain: bool = False,
+        **options: Any,
+    ) -> None:
+        rng = Random(seed)
+        self._fake = fake
+        self._plain = plain
+        self._options = {"max_tokens": max_tokens, "temperature": 0.0} | options
+        self._addresses = addresses
+        self._tasks: list[asyncio.Task[None]] = []
+        self.streams = [
+            Following(f"load{seed}.{n}", _prompt(rng), max_tokens) for n in range(count)
+        ]
+
+    async def __aenter__(self) -> Load:
+        if self._addresses:
+            for at, stream in enumerate(self.streams):
+                self.follow(stream, self._ordered(at))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ordered(self, at: int) -> list[str]:
+        """All routers, another one first for each client."""
+        addresses = deque(self._addresses)
+        addresses.rotate(-at)
+        return list(addresses)
+
+    def follow(self, stream: Following, addresses: Sequence[str]) -> None:
+        """This client asks now; the first address is its router."""
+        self._tasks.append(asyncio.create_task(self._follow(stream, addresses)))
+
+    async def _follow(self, stream: Following, addresses: Sequence[str]) -> None:
+        try:
+            await (self._by_wire if self._plain else self._by_client)(stream, addresses)
+        except EverliftError as error:
+            stream.error = error
+
+    async def _by_client(self, stream: Following, addresses: Sequence[str]) -> None:
+        async with AsyncClient(addresses) as client:
+            pieces = client.generate(stream.prompt, request_id=stream.request_id, **self._options)
+            async for chunk in pieces:
+                stream.take(chunk)
+            stream.timing = pieces.timing
+
+    async def _by_wire(self, stream: Following, addresses: Sequence[str]) -> None:
+        message = submission_message(
+            stream.prompt, {"request_id": stream.request_id, **self._options}
+        )
+        async with grpc.aio.insecure_channel(addresses[0]) as channel:
+            stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+            call = stub.Generate(message)
+            while (piece := await wire.read(call)) is not None:
+                stream.take(piece)
+                stream.timing = piece.timing
+
+    async def until(self, tokens: int, part: float = 0.5) -> None:
+        """Until so large a part of the clients has so many tokens."""
+        enough = max(1.0, part * len(self.streams))
+        await until(lambda: sum(len(s.tokens) >= tokens for s in self.streams) >= enough)
+
+    async def finish(self) -> None:
+        """Until every client has come to an end, good or bad."""
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*self._tasks)
+
+    def check(self) -> None:
+        for stream in self.streams:
+            stream.check(self._fake)
+
+    @property
+    def moved(self) -> list[Following]:
+        """Whose tokens were made in more than one attempt."""
+        return [s for s in self.streams if s.timing is not None and s.timing.attempts > 1]
+
+
+def _prompt(rng: Random) -> list[int]:
+    return [rng.randrange(256) for _ in range(rng.randint(1, 100))]
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def report(title: str, cluster: Cluster, load: Load, since: float) -> None:
+    """What the fault cost, for people to read (pytest -rP or -s)."""
+    lost = [
+        moment(event) - since
+        for event in cluster.events(since=since - 0.05)
+        if event["event"] in ("worker lost", "leading")
+    ]
+    again = [seconds for s in load.streams if (seconds := s.next_token(since)) is not None]
+    silence = max((s.silence(since) for s in load.streams), default=0.0)
+    print(
+        f"{title}: noticed after {_seconds(lost[:1])}, "
+        f"next token {_seconds(again)} ({len(again)} of {len(load.streams)} streams moved), "
+        f"longest silence {silence:.2f} s"
+    )
+
+
+def _seconds(values: Sequence[float]) -> str:
+    return f"{max(values):.2f} s" if values else "-"

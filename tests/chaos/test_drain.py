@@ -1,0 +1,131 @@
+"""Workers that are told to go, and whole clusters that are gone at once and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE
+from pathlib import Path
+
+import pytest
+
+from everlift.client import AsyncClient
+from everlift.messages import OnDisconnect
+from everlift.v1 import inference_pb2 as pb
+from tests.chaos.support import Cluster, Load, config, report, running, until
+from worker.config import FakeModel
+from worker.fake_runner import expected_tokens
+
+SLOW = FakeModel(step_time=0.01)
+
+
+@pytest.mark.parametrize("way", ["SIGTERM", "SIGUSR1", "everlift drain"])
+async def test_a_worker_that_is_told_to_go_hands_everything_back(tmp_path: Path, way: str) -> None:
+    """At once, with its tokens; it is no loss to anybody."""
+    async with running(config(tmp_path, fake=SLOW)) as cluster:
+        leaving = cluster.workers[0].worker_id
+        async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=250, plain=True) as load:
+            await load.until(40)
+            since = time.time()
+            await tell(cluster, way)
+            await until(lambda: has_nothing(cluster, leaving))
+            handed_back = time.time() - since
+            await load.finish()
+        load.check()
+        assert len(load.moved) > 8
+        async with AsyncClient(cluster.address) as client:
+            for stream in load.moved:
+                known = await client.get_request(stream.request_id)
+                assert (known.attempts, known.losses) == (2, 0)
+        report(f"{way}: all handed back in {handed_back:.2f} s", cluster, load, since)
+        await cluster.idle()
+
+
+async def tell(cluster: Cluster, way: str) -> None:
+    """The first worker."""
+    if way == "everlift drain":
+        await drain(cluster, cluster.workers[0].worker_id)
+    else:
+        os.kill(cluster.workers[0].pids[0], getattr(signal, way))
+
+
+async def drain(cluster: Cluster, worker_id: str) -> None:
+    command = ("-m", "cluster.cli", "drain", worker_id, "--address", cluster.address)
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, stderr=PIPE)
+    _, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+
+
+async def has_nothing(cluster: Cluster, worker_id: str) -> bool:
+    workers = {w.worker_id: w for w in (await cluster.status()).workers}
+    known = workers.get(worker_id)
+    return known is None or not known.alive or not (known.num_running or known.num_waiting)
+
+
+async def test_all_workers_are_replaced_one_by_one_and_no_request_fails(tmp_path: Path) -> None:
+    async with running(config(tmp_path, fake=SLOW)) as cluster:
+        async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=500, plain=True) as load:
+            await load.until(20)
+            since = time.time()
+            for index, worker in enumerate(cluster.workers):
+                await worker.stop()
+                await cluster.restart_worker(index)
+            await load.finish()
+        load.check()
+        assert load.moved
+        report("all workers replaced", cluster, load, since)
+        async with AsyncClient(cluster.address) as client:
+            known = await asyncio.gather(
+                *(client.get_request(stream.request_id) for stream in load.streams)
+            )
+        assert sum(k.losses for k in known) == 0
+        await cluster.idle()
+
+
+@pytest.mark.long
+async def test_everything_is_killed_at_once_and_what_was_to_go_on_goes_on(tmp_path: Path) -> None:
+    """Routers, workers and ledger. Clients that stay find everything, each token once; so does who
+    attaches later."""
+    settings = config(tmp_path, routers=2, fake=SLOW)
+    async with running(settings) as cluster:
+        going_on = {"fake": SLOW, "max_tokens": 400, "on_disconnect": OnDisconnect.CONTINUE}
+        async with Load(cluster.addresses, 12, seed=1, **going_on) as load:
+            await load.until(60, part=1.0)
+            left = await left_alone(cluster)
+            # The ledger is everysec: what is older than its last second is on disk.
+            await asyncio.sleep(1.5)
+            since = time.time()
+            await kill_everything(cluster)
+            await asyncio.gather(*(cluster.restart_router(index) for index in (0, 1)))
+            await asyncio.gather(*(cluster.restart_worker(index) for index in (0, 1)))
+            await load.finish()
+            load.check()
+        report("everything killed", cluster, load, since)
+        async with AsyncClient(cluster.addresses) as client:
+            stream = client.attach(left)
+            tokens = [token async for chunk in stream for token in chunk.token_ids]
+            assert tokens == expected_tokens([7], 400, SLOW)
+            assert (await client.get_request(left)).state == pb.REQUEST_STATE_FINISHED
+        await cluster.idle()
+
+
+async def left_alone(cluster: Cluster) -> str:
+    """The id of a request whose client has gone."""
+    async with AsyncClient(cluster.addresses) as client:
+        stream = client.generate(
+            [7], max_tokens=400, temperature=0.0, on_disconnect=OnDisconnect.CONTINUE
+        )
+        await anext(stream)
+        return stream.request_id
+
+
+async def kill_everything(cluster: Cluster) -> None:
+    replicas = (*cluster.routers, *cluster.workers)
+    pids = [cluster.ledger_pid, *(pid for replica in replicas for pid in replica.pids)]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    await asyncio.gather(*(replica.kill() for replica in replicas))
+    await until(lambda: cluster.ledger_pid not in (0, pids[0]))

@@ -1,0 +1,405 @@
+"""The ledger's server dies, forgets, freezes, fills up or is talked to badly, under load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import ResponseError
+
+from cluster.errors import ClusterFailed
+from everlift.client import AsyncClient
+from everlift.errors import DataLoss, EverliftError, LedgerFull
+from everlift.v1 import inference_pb2 as pb
+from router.ledger.config import LedgerConfig
+from router.ledger.embedded import EmbeddedLedger
+from tests.chaos.support import Cluster, Load, config, paused, report, running, until
+from tests.ledgers import redis_server
+from tests.proxy import Proxy, proxy
+from worker.config import FakeModel
+from worker.fake_runner import expected_tokens
+
+#: Slow enough that much can go wrong before the last token.
+SLOW = FakeModel(step_time=0.01)
+
+
+class Server:
+    """A Valkey server that a test may kill, and start again with what it knew earlier."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._server = EmbeddedLedger()
+        self.url = self._server.start(home)
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid
+
+    @property
+    def config(self) -> LedgerConfig:
+        return LedgerConfig(url=self.url)
+
+    @property
+    def _data(self) -> Path:
+        return self._home / "ledger" / "appendonlydir"
+
+    def copy(self) -> Path:
+        """What is on disk now."""
+        return Path(shutil.copytree(self._data, self._home / f"copy-{time.monotonic_ns()}"))
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self._server.stop()
+
+    def start(self, data: Path | None = None) -> None:
+        if data is not None:
+            shutil.rmtree(self._data)
+            shutil.copytree(data, self._data)
+        self._server.start(self._home)
+
+    def stop(self) -> None:
+        self._server.stop()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "server")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_url() -> Iterator[str]:
+    with redis_server() as url:
+        yield url
+
+
+async def check_all(cluster: Cluster, load: Load) -> None:
+    """What clients have is right, and the ledger has it too."""
+    load.check()
+    async with AsyncClient(cluster.addresses) as client:
+        for stream in load.streams:
+            known = await client.get_request(stream.request_id)
+            assert known.state == pb.REQUEST_STATE_FINISHED
+            assert known.output_tokens == stream.count
+    await cluster.idle()
+
+
+async def test_streams_go_on_while_a_killed_server_comes_back(
+    server: Server, tmp_path: Path
+) -> None:
+    settings = config(tmp_path, routers=2, fake=SLOW, ledger=server.config)
+    async with running(settings) as cluster:
+        async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=250) as load:
+            await load.until(40)
+            since = time.time()
+            server.kill()
+            await until(lambda: any(stream.unledgered for stream in load.streams))
+            await asyncio.to_thread(server.start)
+            await load.finish()
+        await check_all(cluster, load)
+        report("ledger killed", cluster, load, since)
+
+
+async def test_strict_streams_pause_until_the_server_is_back(
+    server: Server, tmp_path: Path
+) -> None:
+    settings = config(
+        tmp_path, fake=SLOW, ledger=server.config, router={"on_ledger_loss": "strict"}
+    )
+    async with running(settings) as cluster:
+        async with Load(cluster.addresses, 12, fake=SLOW, plain=True) as load:
+            await load.until(40)
+            server.kill()
+            paused_at = await quiet(load)
+            await asyncio.to_thread(server.start)
+            await load.finish()
+            assert sum(paused_at) < 12 * load.streams[0].count
+        await check_all(cluster, load)
+        assert not any(stream.unledgered for stream in load.streams)
+
+
+async def quiet(load: Load) -> list[int]:
+    """How many tokens the streams have when none has come for a second."""
+    while True:
+        before = [len(stream.tokens) for stream in load.streams]
+        await asyncio.sleep(1)
+        if before == [len(stream.tokens) for stream in load.streams]:
+            return before
+
+
+async def test_a_server_that_forgot_is_told_again(server: Server, tmp_path: Path) -> None:
+    """It comes back as it was some time ago: it does not know of the newest requests, of what has
+    finished since, of dispatches and of tokens. Nothing of it is lost or made again."""
+    settings = config(tmp_path, routers=2, fake=SLOW, ledger=server.config)
+    async with running(settings) as cluster:
+        addresses = cluster.addresses
+        async with Load(addresses, 16, seed=1, fake=SLOW, max_tokens=400, plain=True) as old:
+            await old.until(40)
+            earlier = server.copy()
+            async with (
+                Load(addresses, 8, seed=2, fake=SLOW, max_tokens=10, plain=True) as done,
+                Load(addresses, 8, seed=3, fake=SLOW, max_tokens=250, plain=True) as new,
+            ):
+                await done.finish()
+                await new.until(30, part=1.0)
+                since = time.time()
+                server.kill()
+                await asyncio.to_thread(server.start, earlier)
+                await old.finish()
+                await new.finish()
+        for load in (old, done, new):
+            await check_all(cluster, load)
+            assert not load.moved
+        report("ledger rolled back", cluster, old, since)
+        assert all([(await cluster.status(router)).ledger.rollbacks for router in (0, 1)])
+
+
+async def test_tokens_that_only_clients_still_have_are_made_again_or_missed_aloud(
+    server: Server, tmp_path: Path
+) -> None:
+    """Ledger and routers are gone at once, and the ledger comes back without its last second."""
+    settings = config(tmp_path, fake=SLOW, ledger=server.config)
+    async with running(settings) as cluster:
+        async with Load(cluster.addresses, 12, seed=1, fake=SLOW, max_tokens=250) as old:
+            await old.until(30, part=1.0)
+            earlier = server.copy()
+            async with Load(cluster.addresses, 4, seed=2, fake=SLOW, max_tokens=250) as new:
+                await old.until(60, part=1.0)
+                since = time.time()
+                server.kill()
+                await cluster.kill_router(0)
+                await asyncio.to_thread(server.start, earlier)
+                await cluster.restart_router(0)
+                await old.finish()
+                await new.finish()
+        old.check()
+        report("ledger rolled back, router killed", cluster, old, since)
+        for stream in new.streams:
+            assert isinstance(stream.error, DataLoss)
+            right = expected_tokens(stream.prompt, len(stream.tokens), SLOW)
+            assert stream.tokens == right
+        await cluster.idle()
+
+
+async def test_a_server_that_answers_late_holds_up_no_step(server: Server, tmp_path: Path) -> None:
+    socket = Path(server.url.rpartition("@")[2])
+    async with way_to(socket) as (way, url_of):
+        ledger = LedgerConfig(url=server.url.replace(str(socket), url_of))
+        async with running(config(tmp_path, ledger=ledger)) as cluster:
+            way.delay_s = 0.2
+            async with Load(cluster.addresses, 24) as load:
+                await load.finish()
+            load.check()
+            assert not load.moved
+            way.delay_s = 0.0
+            await check_all(cluster, load)
+
+
+@asynccontextmanager
+async def way_to(socket: Path) -> AsyncIterator[tuple[Proxy, str]]:
+    """A proxy before the server, and the path of its socket."""
+    with tempfile.TemporaryDirectory() as directory:
+        async with proxy(str(socket), Path(directory) / "way") as way:
+            yield way, way.address
+
+
+async def test_connections_that_break_in_the_middle_of_an_answer_lose_nothing(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with way_to(Path(redis_url.removeprefix("unix://"))) as (way, path):
+        settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=f"unix://{path}"))
+        async with running(settings) as cluster:
+            async with Load(cluster.addresses, 24, fake=SLOW, plain=True) as load:
+                await load.until(5)
+                for _ in range(20):
+                    before = way.resets
+                    way.reset_after = 5
+                    await until(lambda before=before: way.resets > before)
+                with way.deaf():
+                    await asyncio.sleep(0.5)
+                await load.finish()
+            await check_all(cluster, load)
+            assert not load.moved
+
+
+async def test_a_frozen_server_is_waited_for(server: Server, tmp_path: Path) -> None:
+    settings = config(tmp_path, routers=2, fake=SLOW, ledger=server.config)
+    async with running(settings) as cluster:
+        async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=450) as load:
+            await load.until(40)
+            since = time.time()
+            with paused([server.pid]):
+                await asyncio.sleep(3)
+            await load.finish()
+        await check_all(cluster, load)
+        assert any(stream.unledgered for stream in load.streams)
+        report("ledger frozen for 3 s", cluster, load, since)
+
+
+async def test_a_nearly_full_server_gets_no_new_requests_and_finishes_what_it_has(
+    redis_url: str, tmp_path: Path
+) -> None:
+    settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
+    with Redis.from_url(redis_url) as admin:
+        async with running(settings) as cluster, impatient(cluster) as client:
+            async with Load(cluster.addresses, 12, fake=SLOW, max_tokens=250) as load:
+                await load.until(20)
+                used = int(admin.info("memory")["used_memory"])  # type: ignore[index]
+                admin.config_set("maxmemory", round(used / 0.9))
+                await until(lambda: is_refused(client))
+                await load.finish()
+            await check_all(cluster, load)
+            admin.config_set("maxmemory", 0)
+            await until(lambda: is_taken(client))
+
+
+def impatient(cluster: Cluster) -> AsyncClient:
+    """It asks once."""
+    return AsyncClient(cluster.addresses, reconnect_s=0.1)
+
+
+async def is_refused(client: AsyncClient) -> bool:
+    try:
+        await client.generate([1], max_tokens=1).text()
+    except LedgerFull:
+        return True
+    return False
+
+
+async def is_taken(client: AsyncClient) -> bool:
+    try:
+        await client.generate([1], max_tokens=1).text()
+    except EverliftError:
+        return False
+    return True
+
+
+async def test_streams_go_on_unledgered_while_a_server_is_full(
+    redis_url: str, tmp_path: Path
+) -> None:
+    settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
+    with Redis.from_url(redis_url) as admin:
+        async with running(settings) as cluster, impatient(cluster) as client:
+            async with Load(cluster.addresses, 12, fake=SLOW, max_tokens=300) as load:
+                await load.until(20)
+                admin.config_set("maxmemory", 1)
+                await until(lambda: all(stream.unledgered > 20 for stream in load.streams))
+                assert not await is_taken(client)
+                admin.config_set("maxmemory", 0)
+                await load.finish()
+            await check_all(cluster, load)
+
+
+async def test_a_server_that_only_reads_for_a_while_is_waited_for(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """As after a failover of which the routers do not know yet."""
+    settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
+    with Redis.from_url(redis_url) as admin:
+        async with running(settings) as cluster:
+            async with Load(cluster.addresses, 12, fake=SLOW, max_tokens=300) as load:
+                await load.until(20)
+                admin.replicaof("127.0.0.1", "1")
+                await until(lambda: all(stream.unledgered > 20 for stream in load.streams))
+                admin.replicaof("NO", "ONE")
+                await load.finish()
+            await check_all(cluster, load)
+
+
+async def test_scripts_are_flushed_and_a_script_hangs(redis_url: str, tmp_path: Path) -> None:
+    settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=redis_url))
+    with Redis.from_url(redis_url) as admin:
+        async with running(settings) as cluster:
+            async with Load(cluster.addresses, 12, fake=SLOW, max_tokens=300) as load:
+                await load.until(20)
+                for _ in range(5):
+                    admin.script_flush()
+                    await asyncio.sleep(0.05)
+                admin.config_set("busy-reply-threshold", 50)
+                hanging = asyncio.create_task(asyncio.to_thread(hang, redis_url))
+                await asyncio.sleep(0.5)
+                admin.script_kill()
+                await hanging
+                await load.finish()
+            await check_all(cluster, load)
+
+
+def hang(url: str) -> None:
+    with Redis.from_url(url) as client, pytest.raises(ResponseError, match="killed"):
+        client.eval("while true do end", 0)
+
+
+async def test_everything_in_the_ledger_is_deleted_and_nothing_hangs(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """An operator's FLUSHALL: what the gateways have goes on."""
+    settings = config(tmp_path, routers=2, fake=SLOW, ledger=LedgerConfig(url=redis_url))
+    with Redis.from_url(redis_url) as admin:
+        async with running(settings) as cluster, impatient(cluster) as client:
+            async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=300) as load:
+                await load.until(20)
+                since = time.time()
+                admin.flushall()
+                await load.finish()
+            load.check()
+            report("FLUSHALL", cluster, load, since)
+            await until(lambda: is_taken(client))
+            await cluster.idle()
+
+
+async def test_a_disk_that_is_full_is_waited_for(tmp_path: Path) -> None:
+    with redis_that_can_be_full() as (url, disk_is_full), Redis.from_url(url) as admin:
+        settings = config(tmp_path, fake=SLOW, ledger=LedgerConfig(url=url))
+        async with running(settings) as cluster:
+            async with Load(cluster.addresses, 12, fake=SLOW, max_tokens=300) as load:
+                await load.until(20)
+                with disk_is_full():
+                    await until(lambda: "MISCONF" in said_of_a_write(admin))
+                    await until(lambda: any(stream.unledgered > 20 for stream in load.streams))
+                await load.finish()
+            await check_all(cluster, load)
+
+
+def said_of_a_write(admin: Redis) -> str:
+    try:
+        admin.set("probe", 1)
+    except ResponseError as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def redis_that_can_be_full() -> Iterator[tuple[str, object]]:
+    """Its files may not grow inside ``disk_is_full``."""
+    with redis_server() as url:
+        with Redis.from_url(url) as client:
+            pid = int(client.info("server")["process_id"])  # type: ignore[index]
+
+        @contextmanager
+        def disk_is_full() -> Iterator[None]:
+            before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+            try:
+                yield
+            finally:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+        yield url, disk_is_full
+
+
+async def test_a_wrong_password_is_told_at_the_start(server: Server, tmp_path: Path) -> None:
+    user, socket = server.url.removeprefix("unix://").split(":")[0], server.url.split("@")[1]
+    ledger = LedgerConfig(url=f"unix://{user}:wrong@{socket}")
+    with pytest.raises(ClusterFailed, match=r"router-0: .*(password|AuthenticationError)") as error:
+        await Cluster(config(tmp_path, ledger=ledger)).start()
+    assert "wrong@" not in str(error.value)

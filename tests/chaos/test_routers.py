@@ -1,0 +1,148 @@
+"""Routers that die, freeze or are replaced, as real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from everlift.client import AsyncClient
+from everlift.v1 import inference_pb2 as pb
+from tests.chaos.support import Cluster, Load, config, paused, report, running, until
+from worker.config import FakeModel
+
+
+async def test_clients_of_a_killed_gateway_go_on_at_another_one(tmp_path: Path) -> None:
+    async with (
+        running(config(tmp_path, routers=3)) as cluster,
+        Load(cluster.addresses, 24, max_tokens=300) as load,
+    ):
+        await load.until(20)
+        gateway = others(cluster)[0]
+        since = time.time()
+        await cluster.kill_router(gateway)
+        await load.finish()
+        load.check()
+        assert load.moved
+        report("gateway killed", cluster, load, since)
+
+
+def others(cluster: Cluster) -> list[int]:
+    """Routers that do not lead."""
+    return [index for index in range(len(cluster.routers)) if index != cluster.leader]
+
+
+async def test_a_killed_leader_costs_no_place_in_the_queue_and_disturbs_no_stream(
+    tmp_path: Path,
+) -> None:
+    """One slot: requests come first that were asked first, also those asked under nobody's lead."""
+    fake = FakeModel(step_time=0.01)
+    settings = config(
+        tmp_path, routers=3, workers=1, fake=fake, max_num_seqs=1, router={"local_depth": 0}
+    )
+    async with running(settings) as cluster:
+        leader = cluster.leader
+        addresses = [cluster.addresses[index] for index in others(cluster)]
+        async with Load(addresses, 1, seed=1, fake=fake, max_tokens=300, plain=True) as first:
+            await first.until(5)
+            async with Load([], 10, seed=2, fake=fake, max_tokens=10, plain=True) as queue:
+                await ask_in_turn(cluster, queue, addresses, range(6))
+                since = time.time()
+                await cluster.kill_router(leader)
+                await ask_in_turn(cluster, queue, addresses, range(6, 10), counted=False)
+                await queue.finish()
+            await first.finish()
+        for load in (first, queue):
+            load.check()
+            assert not load.moved
+        starts = [stream.pieces[0][0] for stream in queue.streams]
+        assert starts == sorted(starts)
+        report("leader killed", cluster, queue, since)
+        assert cluster.leader != leader
+
+
+async def ask_in_turn(
+    cluster: Cluster, load: Load, addresses: list[str], numbers: range, counted: bool = True
+) -> None:
+    """One after the other is in the ledger before the next one comes, by turns at each router."""
+    for number in numbers:
+        stream = load.streams[number]
+        load.follow(stream, [addresses[number % len(addresses)]])
+        async with AsyncClient(addresses) as client:
+
+            async def is_known(client: AsyncClient = client, id_: str = stream.request_id) -> bool:
+                return (await client.get_request(id_)).state == pb.REQUEST_STATE_QUEUED
+
+            await until(is_known)
+
+
+async def test_a_leader_that_froze_is_fenced_off_when_it_wakes(tmp_path: Path) -> None:
+    """Two lead for a moment; nothing runs twice."""
+    settings = config(tmp_path, routers=3, max_num_seqs=4)
+    async with running(settings) as cluster:
+        leader = cluster.leader
+        addresses = [cluster.addresses[index] for index in others(cluster)]
+        async with Load(addresses, 24, max_tokens=300, plain=True) as load:
+            await load.until(20, part=0.1)
+            since = time.time()
+            with paused(cluster.routers[leader].pids):
+                await until(lambda: cluster.leader != leader)
+                await load.until(300, part=0.4)
+            await load.finish()
+        load.check()
+        assert not load.moved
+        report("leader frozen", cluster, load, since)
+        await until(lambda: has_stepped_down(cluster, leader, since))
+        statuses = await asyncio.gather(*(cluster.status(index) for index in range(3)))
+        assert len({status.leader for status in statuses}) == 1
+
+
+def has_stepped_down(cluster: Cluster, router: int, since: float) -> bool:
+    events = cluster.events(f"router-{router}", since)
+    return "no longer leading" in {event["event"] for event in events}
+
+
+@pytest.mark.long
+async def test_clients_of_a_frozen_router_find_their_requests_elsewhere(tmp_path: Path) -> None:
+    """It holds clients and a third of the requests, and leads; when it wakes it lets them go."""
+    async with (
+        running(config(tmp_path, routers=3)) as cluster,
+        Load(cluster.addresses, 24, max_tokens=600) as load,
+    ):
+        await load.until(20)
+        since = time.time()
+        leader = cluster.leader
+        with paused(cluster.routers[leader].pids):
+            await until(lambda: cluster.leader != leader)
+            await until(lambda: len(adopted(cluster, since)) >= 8)
+        await load.finish()
+        load.check()
+        report("router frozen with its clients", cluster, load, since)
+        await cluster.idle()
+
+
+def adopted(cluster: Cluster, since: float) -> list[str]:
+    events = cluster.events(since=since)
+    return [e["request_id"] for e in events if e["event"] == "request adopted"]
+
+
+async def test_all_routers_are_restarted_one_by_one_and_no_request_fails(tmp_path: Path) -> None:
+    fake = FakeModel(step_time=0.01)
+    settings = config(tmp_path, routers=2, fake=fake, router={"drain": 0.2})
+    async with running(settings) as cluster:
+        async with (
+            Load(cluster.addresses, 12, seed=1, fake=fake, max_tokens=450) as long,
+            Load(cluster.addresses, 12, seed=2, fake=fake, max_tokens=450) as others_,
+        ):
+            await long.until(20)
+            since = time.time()
+            for router in range(2):
+                await cluster.restarted(router)
+            await long.finish()
+            await others_.finish()
+        for load in (long, others_):
+            load.check()
+        report("all routers restarted", cluster, long, since)
+        await cluster.idle()

@@ -1,0 +1,272 @@
+"""Workers that die, freeze, come back or are slow, as real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from cluster.config import DEMO_MODEL, Config
+from everlift.client import AsyncClient
+from everlift.errors import AttemptsExhausted, EverliftError, InvalidRequest
+from everlift.v1 import inference_pb2 as pb
+from router.config import RouterConfig
+from tests import in_process
+from tests.chaos.support import Cluster, Load, config, paused, report, running, until
+from worker.config import FakeModel, WorkerConfig
+from worker.fake_runner import FakeRunner
+from worker.plan import Plan, RowResult
+from worker.rank import Rank
+
+
+@pytest.mark.parametrize("tokens_before", [0, 30, 200])
+async def test_streams_of_a_killed_worker_go_on_elsewhere(
+    tmp_path: Path, tokens_before: int
+) -> None:
+    """Whether it was computing the prompts (0), in the middle, or near the end."""
+    fake = FakeModel(step_time=0.008, token_time=0.0 if tokens_before else 0.0003)
+    async with (
+        running(config(tmp_path, fake=fake)) as cluster,
+        Load(
+            cluster.addresses, 24, seed=tokens_before, fake=fake, max_tokens=300, plain=True
+        ) as load,
+    ):
+        await started(cluster, load, tokens_before)
+        since = time.time()
+        await cluster.kill_worker(0)
+        await load.finish()
+        load.check()
+        assert load.moved
+        report(f"worker killed after {tokens_before} tokens", cluster, load, since)
+        await cluster.idle()
+
+
+async def started(cluster: Cluster, load: Load, tokens: int) -> None:
+    """Worker 0 has something to do, or half of all streams so many tokens."""
+    if tokens:
+        await load.until(tokens)
+    else:
+        victim = cluster.workers[0].worker_id
+        await until(lambda: victim in {event.get("worker_id") for event in dispatches(cluster)})
+
+
+def dispatches(cluster: Cluster) -> list[dict[str, Any]]:
+    return [event for event in cluster.events() if event["event"] == "dispatched"]
+
+
+async def test_a_worker_that_froze_and_wakes_is_fenced_off(tmp_path: Path) -> None:
+    """Late frames of what goes on elsewhere by then change nothing; its blocks become free."""
+    fake = FakeModel(step_time=0.01)
+    async with (
+        running(config(tmp_path, fake=fake, router={"worker_silence": 1.0})) as cluster,
+        Load(cluster.addresses, 24, fake=fake, max_tokens=300, plain=True) as load,
+    ):
+        await load.until(20)
+        frozen = cluster.workers[0].worker_id
+        on_it = {s.request_id for s in load.streams} & await requests_at(cluster, frozen, load)
+        since = time.time()
+        with paused(cluster.workers[0].pids):
+            await until(lambda: len(gone_on(load, since)) >= len(on_it))
+        await load.finish()
+        load.check()
+        report("worker frozen", cluster, load, since)
+        await until(lambda: is_alive(cluster, frozen))
+        await cluster.idle()
+        async with AsyncClient(cluster.address) as client:
+            for stream in load.moved:
+                known = await client.get_request(stream.request_id)
+                assert (known.state, known.attempts) == (pb.REQUEST_STATE_FINISHED, 2)
+                assert known.output_tokens == 300
+        assert (await cluster.status()).false_alarms == 1
+
+
+def gone_on(load: Load, since: float) -> list[str]:
+    return [s.request_id for s in load.streams if s.next_token(since) is not None]
+
+
+async def requests_at(cluster: Cluster, worker_id: str, load: Load) -> set[str]:
+    async with AsyncClient(cluster.address) as client:
+        known = await asyncio.gather(*(client.get_request(s.request_id) for s in load.streams))
+    return {k.request_id for k in known if k.worker_id == worker_id}
+
+
+async def is_alive(cluster: Cluster, worker_id: str) -> bool:
+    workers = (await cluster.status()).workers
+    return any(w.worker_id == worker_id and w.alive for w in workers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_worker_whose_rank_1_is_gone_ends_and_another_goes_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    fake = FakeModel(step_time=0.01)
+    settings = config(tmp_path, tensor_parallel=2, step_timeout=0.8, fake=fake)
+    async with (
+        running(settings) as cluster,
+        Load(cluster.addresses, 16, fake=fake, max_tokens=500, plain=True) as load,
+    ):
+        await load.until(20)
+        since = time.time()
+        first, second = cluster.workers[0].pids
+        os.kill(second, number)
+        await load.finish()
+        load.check()
+        assert load.moved
+        await until(lambda: not is_running(first))
+        report(f"rank 1 got {number.name}", cluster, load, since)
+        # A stopped process hears of no end.
+        await cluster.kill_worker(0)
+        await cluster.idle()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_a_slow_worker_gets_nothing_while_others_have_room(tmp_path: Path) -> None:
+    slow = {1: {"fake": FakeModel(step_time=0.04)}}
+    async with running(config(tmp_path), slow) as cluster:
+        async with Load(cluster.addresses, 8, seed=1, max_tokens=60) as load:
+            await load.finish()
+        load.check()
+        sluggard = cluster.workers[1].worker_id
+        await until(lambda: is_slow(cluster, sluggard))
+        before = await tokens_of(cluster, sluggard)
+        async with Load(cluster.addresses, 16, seed=2, max_tokens=60) as load:
+            await load.finish()
+        load.check()
+        assert await tokens_of(cluster, sluggard) == before
+
+
+async def is_slow(cluster: Cluster, worker_id: str) -> bool:
+    workers = (await cluster.status()).workers
+    return any(w.worker_id == worker_id and w.slow for w in workers)
+
+
+async def tokens_of(cluster: Cluster, worker_id: str) -> int:
+    workers = (await cluster.status()).workers
+    return next(w.output_tokens for w in workers if w.worker_id == worker_id)
+
+
+async def test_a_request_that_kills_its_workers_fails_and_takes_no_other_along(
+    tmp_path: Path,
+) -> None:
+    """Whoever runs it is killed before it has a token: it is given up, its neighbours are not."""
+    fake = FakeModel(step_time=0.004, token_time=0.0005)
+    settings = config(tmp_path, workers=2, fake=fake)
+    async with running(settings) as cluster, AsyncClient(cluster.address) as client:
+        async with Load(cluster.addresses, 12, fake=fake, max_tokens=300) as load:
+            await load.until(5, part=1.0)
+            # Two seconds long it computes its prompt.
+            poison = client.generate([6] * 4000, request_id="poison", max_tokens=1)
+            eaten = asyncio.create_task(poison.text())
+            for _ in range(settings.router.max_losses):
+                await kill_who_runs(cluster, client, "poison")
+            with pytest.raises(AttemptsExhausted):
+                await eaten
+            await load.finish()
+        load.check()
+        known = await client.get_request("poison")
+        assert (known.state, known.losses) == (pb.REQUEST_STATE_FAILED, 3)
+        await cluster.idle()
+
+
+async def kill_who_runs(cluster: Cluster, client: AsyncClient, request_id: str) -> None:
+    async def has_worker() -> bool:
+        known = await client.get_request(request_id)
+        return known.worker_id in alive_ids(cluster)
+
+    await until(has_worker)
+    worker_id = (await client.get_request(request_id)).worker_id
+    index = next(i for i, w in enumerate(cluster.workers) if w.worker_id == worker_id)
+    await cluster.restart_worker(index)
+
+
+def alive_ids(cluster: Cluster) -> set[str]:
+    return {w.worker_id for w in cluster.workers if w.is_running}
+
+
+async def test_steps_that_lack_memory_cost_their_requests_time_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of more than three sequences: some of them give way, and the worker lives on."""
+    compute = FakeRunner.execute
+
+    def execute(runner: FakeRunner, plan: Plan) -> list[RowResult]:
+        if len(plan.rows) > 3:
+            raise MemoryError("no room for this step")
+        return compute(runner, plan)
+
+    monkeypatch.setattr(FakeRunner, "execute", execute)
+    async with in_process.cluster(workers=1) as parts:
+        async with Load([parts.address], 12, max_tokens=60, plain=True) as load:
+            await load.finish()
+        load.check()
+        assert not load.moved
+        preemptions = [stream.timing.preemptions for stream in load.streams if stream.timing]
+        assert sum(preemptions) > 0
+
+
+async def test_a_prompt_that_the_model_makes_no_numbers_of_fails_alone(tmp_path: Path) -> None:
+    """The torch engine, and a checkpoint in which one token's embedding is not a number."""
+    poison = 300
+    settings = Config(
+        model=str(with_broken_token(tmp_path / "model", poison)),
+        state_dir=tmp_path / "state",
+        router=RouterConfig(port=0),
+        worker=WorkerConfig(num_blocks=256, dtype="float32", num_threads=1),
+    )
+    prompts = [[n + 10, 20, 30] for n in range(4)]
+    async with running(settings) as cluster, AsyncClient(cluster.address) as client:
+        alone = [await greedy(client, prompt) for prompt in prompts]
+        neighbours = [asyncio.create_task(greedy(client, prompt)) for prompt in prompts]
+        with pytest.raises(EverliftError, match="not finite") as caught:
+            await greedy(client, [10, poison, 30])
+        assert caught.value.grpc_status == "INTERNAL"
+        assert [await task for task in neighbours] == alone
+        # What it left in the blocks of the cache spoils nobody who gets them.
+        assert [await greedy(client, prompt) for prompt in prompts] == alone
+        await cluster.idle()
+
+
+def with_broken_token(directory: Path, token: int) -> Path:
+    """The demo's model; its output layer is one of its own, and in order."""
+    shutil.copytree(DEMO_MODEL, directory)
+    weights = load_file(directory / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embeddings.clone()
+    embeddings[token] = math.nan
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    config_file = directory / "config.json"
+    facts = json.loads(config_file.read_text()) | {"tie_word_embeddings": False}
+    config_file.write_text(json.dumps(facts))
+    return directory
+
+
+async def greedy(client: AsyncClient, prompt: list[int]) -> list[int]:
+    stream = client.generate(prompt, max_tokens=40, temperature=0.0, ignore_eos=True)
+    return [token async for chunk in stream for token in chunk.token_ids]
+
+
+async def test_a_worker_with_another_model_is_refused() -> None:
+    async with in_process.cluster(workers=1) as parts, AsyncClient(parts.address) as client:
+        other = Rank(replace(in_process.WORKER, fake=FakeModel(eos_one_in=7)))
+        try:
+            with pytest.raises(InvalidRequest, match="fingerprint"):
+                await parts.routers[0].announce(await other.start())
+        finally:
+            await other.stop()
+        assert len((await client.status()).workers) == 1

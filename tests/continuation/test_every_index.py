@@ -1,0 +1,127 @@
+"""Broken at every token and gone on with elsewhere, a request gives what it gives undisturbed:
+tokens, text, log probabilities, ends and usage, each of them once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from cluster.sim.asked import Asked, undisturbed
+from cluster.sim.judgement import listening
+from everlift.v1 import session_pb2
+from router.gateway import told
+from router.gateway.choice import Choice
+from router.gateway.live import LiveRequest
+from tests.continuation_support import BREAKS, Bench, Break, kill, kinds
+
+KINDS = kinds()
+Loss = Callable[[session_pb2.Start], None]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with listening() as complaints, Bench() as it:
+        yield it
+        assert not complaints
+        assert not it.clock.uncaught
+
+
+@pytest.mark.parametrize("break_it", BREAKS, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_every_index(bench: Bench, kind: str, break_it: Break) -> None:
+    asked = KINDS[kind]
+    for index in range(undisturbed(asked).num_tokens + 1):
+        check(bench, asked, index, break_it)
+
+
+def check(bench: Bench, asked: Asked, index: int, break_it: Break) -> None:
+    transcript = bench.broken(asked, index, break_it)
+    assert transcript.error is None
+    assert transcript.result() == undisturbed(asked).result(), f"broken after {index} tokens"
+
+
+def on_start(monkeypatch: pytest.MonkeyPatch, see: Loss) -> None:
+    """``see`` sees, and may change, all that workers are told to start."""
+    start_of = told.start
+
+    def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
+        message = start_of(live, choice)
+        see(message)
+        return message
+
+    monkeypatch.setattr(told, "start", start)
+
+
+def test_the_salt_goes_along(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    salts: list[bytes] = []
+    on_start(monkeypatch, lambda start: salts.append(start.salt))
+    check(bench, KINDS["cache_salt"], 5, kill)
+    check(bench, KINDS["max_tokens"], 5, kill)
+    mine, mine_again, nobodys, nobodys_again = salts
+    assert mine == mine_again != nobodys == nobodys_again
+
+
+# Each thing that a continuation has to carry on is missed when it is left behind.
+
+
+def all_prompt(start: session_pb2.Start) -> None:
+    start.max_tokens -= len(start.output_ids)
+    start.prompt_ids.extend(start.output_ids)
+    del start.output_ids[:]
+
+
+def more_tokens(start: session_pb2.Start) -> None:
+    start.max_tokens += len(start.output_ids)
+
+
+def other_seed(start: session_pb2.Start) -> None:
+    start.sampling.seed += 1
+
+
+def no_penalties(start: session_pb2.Start) -> None:
+    start.sampling.presence_penalty = start.sampling.frequency_penalty = 0.0
+    start.sampling.repetition_penalty = 1.0
+
+
+def no_filters(start: session_pb2.Start) -> None:
+    start.sampling.top_k, start.sampling.top_p, start.sampling.min_p = 0, 1.0, 0.0
+
+
+def no_bias(start: session_pb2.Start) -> None:
+    start.sampling.logit_bias.clear()
+
+
+def no_end(start: session_pb2.Start) -> None:
+    del start.stop_token_ids[:]
+
+
+def no_minimum(start: session_pb2.Start) -> None:
+    start.sampling.min_tokens = 0
+
+
+def no_grammar(start: session_pb2.Start) -> None:
+    start.sampling.ClearField("grammar")
+
+
+LOSSES: dict[Loss, str] = {
+    all_prompt: "presence",
+    more_tokens: "max_tokens",
+    other_seed: "seed",
+    no_penalties: "repetition",
+    no_filters: "filters",
+    no_bias: "bias",
+    no_end: "eos",
+    no_minimum: "min_tokens",
+    no_grammar: "grammar and characters of several bytes",
+}
+
+
+@pytest.mark.parametrize("lose", LOSSES, ids=lambda it: it.__name__)
+def test_what_is_left_behind_is_missed(
+    bench: Bench, lose: Loss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_start(monkeypatch, lambda start: lose(start) if start.output_ids else None)
+    asked = KINDS[LOSSES[lose]]
+    results = [bench.broken(asked, index, kill).result() for index in (1, 3, 7)]
+    assert any(result != undisturbed(asked).result() for result in results)

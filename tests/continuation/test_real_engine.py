@@ -1,0 +1,185 @@
+"""The same with the real engine: the demo model in fp32 on torch, its tokenizer, and grammars that
+are compiled. Routers, ledger, network and time are the simulated cluster's.
+
+Log probabilities agree within 1e-4: a continuation computes in one piece what was computed token by
+token. Tokens are the same: on this model nothing is so close to a tie that rounding decides it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from cluster.sim.asked import ROUTERS, Asked
+from cluster.sim.client import Transcript
+from cluster.sim.judgement import listening
+from everlift.errors import EverliftError
+from everlift.sampling import Grammar, TokenLogprobs
+from tests.continuation_support import BREAKS, Bench, Break, attach, kill, kill_gateway
+from tests.grammar_support import CHOICE, DEMO_MODEL, Service, grammar_service
+from worker.build import build_runner
+from worker.config import WorkerConfig
+from worker.parallel import Group
+from worker.plan import Plan, RowResult
+from worker.runner import TorchRunner
+from worker.sessions import Compiled, Grammars
+
+_STEP_S = 0.01
+_TOLERANCE = 1e-4
+_NAME = "count from 17 to 40:"
+_EOS = 0
+
+WORKERS = WorkerConfig(
+    model=str(DEMO_MODEL),
+    device="cpu",
+    dtype="float32",
+    num_threads=1,
+    num_blocks=64,
+    max_num_seqs=8,
+    max_num_batched_tokens=48,
+)
+HOT = {"temperature": 1.5, "seed": 4, "max_tokens": 24}
+KINDS = {
+    "greedy to its end": Asked.of(_NAME, temperature=0),
+    "seed": Asked.of(_NAME, **HOT),
+    "filters": Asked.of(_NAME, **HOT, top_k=20, top_p=0.9),
+    "penalties": Asked.of(
+        _NAME, **HOT, presence_penalty=0.8, frequency_penalty=0.4, repetition_penalty=1.2
+    ),
+    "min_tokens": Asked.of("12 + 30 =", temperature=0, min_tokens=12, max_tokens=16),
+    "stop string": Asked.of(_NAME, temperature=0, stop=" 27 2"),
+    "include_stop": Asked.of(_NAME, temperature=0, stop=" 27 2", include_stop=True),
+    "logprobs": Asked.of(_NAME, **HOT, logprobs=3, prompt_logprobs=2),
+    "n": Asked.of(_NAME, **{**HOT, "max_tokens": 8}, n=3),
+    "regex": Asked.of(_NAME, **HOT, regex=r"[0-9]{2}(, [0-9]{2}){5}"),
+    "schema": Asked.of(
+        "json name=ann age=31 city=rome:",
+        temperature=0,
+        max_tokens=60,
+        json_schema='{"type": "object", "properties": {"age": {"type": "integer"}}}',
+    ),
+    "characters of several bytes": Asked.of("repeat 🚀 5 times:", temperature=0),
+    "cache_salt": Asked.of(_NAME, temperature=0, max_tokens=12, cache_salt="mine"),
+}
+
+
+class Timed:
+    """A Runner whose steps take virtual time."""
+
+    def __init__(self, runner: TorchRunner, spend: Callable[[float], None]) -> None:
+        self._spend = spend
+        self._runner = runner
+        self.num_blocks, self.num_host_blocks = runner.num_blocks, runner.num_host_blocks
+        self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
+        self.unready_slots, self.release, self.close = (
+            runner.unready_slots,
+            runner.release,
+            runner.close,
+        )
+
+    def execute(self, plan: Plan) -> list[RowResult]:
+        self._spend(_STEP_S)
+        return self._runner.execute(plan)
+
+
+class AtOnce:
+    """Compiles in no virtual time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def compile(self, grammar: Grammar, done: Callable[[Compiled | EverliftError], None]) -> None:
+        done(self._service.order(grammar.kind, *grammar.texts).result(60))
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with grammar_service() as service:
+        service.compile(CHOICE, "the process starts here, and ends with the module")
+        yield service
+
+
+@pytest.fixture(scope="module")
+def runners() -> dict[str, TorchRunner]:
+    """By the worker's host: what one life of it wrote is rubbish in the next one's blocks."""
+    return {}
+
+
+@pytest.fixture
+def bench(service: Service, runners: dict[str, TorchRunner]) -> Iterator[Bench]:
+    def build(config: WorkerConfig, spend: Callable[[float], None]) -> tuple[Timed, Grammars]:
+        if config.host not in runners:
+            runners[config.host] = build_runner(WORKERS, Group.single())
+        return Timed(runners[config.host], spend), AtOnce(service)
+
+    routers = replace(ROUTERS, model=str(DEMO_MODEL))
+    with listening() as complaints, Bench(routers, WORKERS, build) as it:
+        yield it
+        assert not complaints
+        assert not it.clock.uncaught
+    for runner in runners.values():
+        # Lives that were killed have left their grammars, each of which has a process.
+        runner.release(range(WORKERS.max_num_seqs))
+    gc.collect()
+
+
+UNDISTURBED: dict[str, Transcript] = {}
+
+
+def undisturbed(bench: Bench, kind: str) -> Transcript:
+    if kind not in UNDISTURBED:
+        asked = KINDS[kind]
+        UNDISTURBED[kind] = bench.submit(
+            f"calm-{len(UNDISTURBED)}", asked.prompt, asked.arguments()
+        )
+        bench.settle(600)
+    return UNDISTURBED[kind]
+
+
+def spread(count: int, parts: int) -> list[int]:
+    """Indices from the first token to the last but one."""
+    return sorted({1, *(1 + part * (count - 2) // parts for part in range(parts + 1))})
+
+
+@pytest.mark.parametrize("break_it", [kill, kill_gateway, attach], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_spread_of_indices(bench: Bench, kind: str, break_it: Break) -> None:
+    for index in spread(undisturbed(bench, kind).num_tokens, parts=2):
+        check(bench, kind, index, break_it)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("break_it", BREAKS, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_index(bench: Bench, kind: str, break_it: Break) -> None:
+    for index in range(undisturbed(bench, kind).num_tokens + 1):
+        check(bench, kind, index, break_it)
+
+
+def check(bench: Bench, kind: str, index: int, break_it: Break) -> None:
+    calm = undisturbed(bench, kind)
+    got = bench.broken(KINDS[kind], index, break_it)
+    assert got.error is None
+    assert said(got) == said(calm), f"broken after {index} tokens"
+    for mine, theirs in zip(scores(got), scores(calm), strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=_TOLERANCE)
+        assert [p for _, p in mine.top] == pytest.approx([p for _, p in theirs.top], abs=_TOLERANCE)
+
+
+def said(transcript: Transcript) -> object:
+    """All but the log probabilities."""
+    choices = [
+        (tuple(it.tokens), it.text, it.finish_reason, len(it.logprobs))
+        for _, it in sorted(transcript.choices.items())
+    ]
+    return choices, transcript.usage
+
+
+def scores(transcript: Transcript) -> list[TokenLogprobs]:
+    choices = [it.logprobs for _, it in sorted(transcript.choices.items())]
+    return [*transcript.prompt_logprobs, *chain.from_iterable(choices)]

@@ -1,0 +1,270 @@
+"""The keys that a ledger's moves leave on a server, and how long they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from everlift.messages import FinishReason
+from everlift.v1.session_pb2 import WorkerInfo
+from router.ledger import scripts
+from router.ledger.base import Ledger, StaleTerm
+from router.ledger.config import DEFAULTS
+from router.ledger.entry import Append, Appended, Reasserted, State
+from router.ledger.redis_ledger import RedisLedger
+from tests.ledgers import connected, make_request, scored, valkey_server
+
+TERM = 1
+EPOCH = 5
+AGES_S = 3600.0
+RETENTION_MS = DEFAULTS.retention * 1000
+WEEK_MS = 7 * 24 * 3600 * 1000
+#: Of a request of two choices with log probabilities.
+OF_REQUEST = {"r:r", "e:r", "t:r:0", "t:r:1", "l:r:0", "l:r:1", "p:r"}
+#: Of who leads.
+ALWAYS = {"term", "leader"}
+
+
+class Keys:
+    """Those of one ledger."""
+
+    def __init__(self, client: Redis, ledger: RedisLedger) -> None:
+        self._client = client
+        self._root = ledger._shards.key("")
+
+    async def names(self) -> set[str]:
+        found = self._client.scan_iter(f"{self._root}*", count=1000)
+        return {key[len(self._root) :] async for key in found}
+
+    async def left_ms(self) -> dict[str, int]:
+        """Of each key, the time that is left to it; -1 is all time."""
+        names = await self.names() - ALWAYS
+        return {name: await self._client.pttl(self._root + name) for name in names}
+
+    async def left_ms_of_request(self) -> list[int]:
+        left = await self.left_ms()
+        return [left[name] for name in OF_REQUEST]
+
+    async def age(self) -> None:
+        """Lets little time be left to the request's keys."""
+        for name in OF_REQUEST:
+            assert await self._client.pexpire(self._root + name, 60_000)
+
+    async def put(self, name: str, field: str, value: int) -> None:
+        await self._client.hset(self._root + name, field, str(value))
+
+    async def drop(self, *names: str) -> None:
+        await self._client.delete(*(self._root + name for name in names))
+
+    async def members(self, name: str) -> set[str]:
+        return set(await self._client.smembers(self._root + name))
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with valkey_server() as url:
+        yield url
+
+
+@pytest.fixture
+async def ledger(url: str) -> AsyncIterator[RedisLedger]:
+    async with connected(url) as ledger:
+        yield ledger
+
+
+@pytest.fixture
+async def keys(url: str, ledger: RedisLedger) -> AsyncIterator[Keys]:
+    async with Redis.from_url(url, decode_responses=True) as client:
+        yield Keys(client, ledger)
+
+
+async def run(ledger: Ledger) -> None:
+    request = make_request(n=2, logprobs=0, prompt_logprobs=0)
+    await ledger.open(request, "gateway")
+    assert await ledger.lead("router", "address", TERM, AGES_S)
+    await ledger.dispatch("r", "worker", EPOCH, TERM)
+
+
+async def release(ledger: Ledger) -> None:
+    await ledger.release("r", EPOCH, loss="why", max_losses=3)
+
+
+async def take_over(ledger: Ledger) -> None:
+    await ledger.take_over("r", "heir", "gateway")
+
+
+async def follow(ledger: Ledger) -> None:
+    told = await ledger.read("r")
+    told = replace(told, entry=replace(told.entry, moves=told.entry.moves + 1))
+    assert (await ledger.reassert(told))[0] is Reasserted.OK
+
+
+Move = Callable[[Ledger], Awaitable[None]]
+
+
+async def test_a_request_has_these_keys_and_its_gateway_two(
+    ledger: RedisLedger, keys: Keys
+) -> None:
+    await ledger.open(make_request(n=2, logprobs=0), "gateway")
+    assert await keys.names() == OF_REQUEST | {"owned:gateway", "owners"}
+    assert min(await keys.left_ms_of_request()) > WEEK_MS
+    assert await keys.members("owners") == {"gateway"}
+    assert await keys.members("owned:gateway") == {"r"}
+
+
+@pytest.mark.parametrize("move", [release, take_over, follow])
+async def test_what_moves_has_all_its_time_again(
+    ledger: RedisLedger, keys: Keys, move: Move
+) -> None:
+    await run(ledger)
+    await keys.age()
+    await move(ledger)
+    assert min(await keys.left_ms_of_request()) > WEEK_MS
+
+
+async def test_a_dispatch_gives_all_time_again(ledger: RedisLedger, keys: Keys) -> None:
+    await run(ledger)
+    await ledger.release("r", EPOCH, loss=None, max_losses=3)
+    await keys.age()
+    await ledger.dispatch("r", "worker", EPOCH + 1, TERM)
+    assert min(await keys.left_ms_of_request()) > WEEK_MS
+
+
+async def cancel(ledger: Ledger) -> None:
+    await ledger.end("r", State.CANCELLED, "slug", "")
+
+
+async def lose(ledger: Ledger) -> None:
+    await ledger.release("r", EPOCH, loss="why", max_losses=1)
+
+
+async def finish(ledger: Ledger) -> None:
+    ends = [
+        Append("r", EPOCH, 0, (1,), choice, FinishReason.STOP, scored(-1.0)) for choice in (0, 1)
+    ]
+    assert (await ledger.append(ends))[-1] is Appended.FINISHED
+
+
+async def hear_of_its_end(ledger: Ledger) -> None:
+    told = await ledger.read("r")
+    ended = {"state": State.EXPIRED, "worker": "", "epoch": 0, "moves": told.entry.moves + 1}
+    await ledger.reassert(replace(told, entry=replace(told.entry, **ended)))
+
+
+async def hear_of_its_last_tokens(ledger: Ledger) -> None:
+    told = await ledger.read("r")
+    reasons = (FinishReason.STOP,) * 2
+    await ledger.reassert(replace(told, entry=replace(told.entry, finish_reasons=reasons)))
+
+
+ENDS = [cancel, lose, finish, hear_of_its_end, hear_of_its_last_tokens]
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_what_ended_is_kept_for_its_retention_and_is_nobodys(
+    ledger: RedisLedger, keys: Keys, end: Move
+) -> None:
+    await run(ledger)
+    await end(ledger)
+    assert await keys.names() == OF_REQUEST | ALWAYS
+    left = await keys.left_ms_of_request()
+    assert 0 < min(left) <= max(left) <= RETENTION_MS
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_what_is_told_again_of_an_end_is_kept_for_its_retention(
+    ledger: RedisLedger, keys: Keys, end: Move
+) -> None:
+    await run(ledger)
+    await end(ledger)
+    told = await ledger.read("r")
+    await ledger.forget("r")
+    assert (await ledger.reassert(told))[0] is Reasserted.OK
+    left = await keys.left_ms_of_request()
+    assert 0 < min(left) <= max(left) <= RETENTION_MS
+
+
+async def test_nothing_is_left_of_what_is_discarded(ledger: RedisLedger, keys: Keys) -> None:
+    await run(ledger)
+    await release(ledger)
+    await ledger.discard("r")
+    assert await keys.names() == ALWAYS
+
+
+async def test_of_what_is_forgotten_that_it_was_is_left_for_a_moment(
+    ledger: RedisLedger, keys: Keys
+) -> None:
+    await run(ledger)
+    await cancel(ledger)
+    await ledger.forget("r")
+    [(call, left)] = (await keys.left_ms()).items()
+    assert call.startswith("f:")
+    assert 0 < left <= 2000 * DEFAULTS.timeout
+
+
+async def test_whose_last_request_went_is_no_owner_any_more(
+    ledger: RedisLedger, keys: Keys
+) -> None:
+    await ledger.open(make_request("other"), "gateway")
+    await run(ledger)
+    await take_over(ledger)
+    assert await keys.members("owners") == {"gateway", "heir"}
+    await cancel(ledger)
+    assert await keys.members("owners") == {"gateway"}
+    assert await keys.members("owned:gateway") == {"other"}
+
+
+# leaders
+
+
+async def test_a_slow_leader_does_not_write_its_term_over_its_successors(
+    ledger: RedisLedger,
+) -> None:
+    await ledger.open(make_request(), "gateway")
+    assert await ledger.lead("router", "address", TERM, AGES_S)
+    assert await ledger._shards.run(scripts.FENCE, 0, TERM + 1, 1) == 0
+    with pytest.raises(StaleTerm):
+        await ledger.dispatch("r", "worker", EPOCH, TERM + 1)
+    assert (await ledger.dispatch("r", "worker", EPOCH, TERM)).state is State.RUNNING
+
+
+async def test_nobody_leads_whose_lease_is_over(ledger: RedisLedger, keys: Keys) -> None:
+    assert await ledger.lead("router", "address", TERM, AGES_S)
+    assert (await ledger.beat("gateway", "address", AGES_S)).term == TERM
+    await keys.put("leader", "ends", 1)
+    assert (await ledger.beat("gateway", "address", AGES_S)).term == 0
+
+
+async def test_a_leader_comes_after_the_one_before_it_though_the_clock_went_back(
+    ledger: RedisLedger, keys: Keys
+) -> None:
+    await ledger.open(make_request(), "gateway")
+    assert await ledger.lead("router", "address", TERM, AGES_S)
+    for name in ("leader", "term"):
+        await keys.put(name, "since", 2**52)
+    await ledger.resign(TERM)
+    assert await ledger.lead("other", "address", TERM + 1, AGES_S)
+    assert (await ledger.dispatch("r", "worker", EPOCH, TERM + 1)).state is State.RUNNING
+
+
+# what is left of what is gone
+
+
+async def test_what_expired_is_owned_until_somebody_looks(ledger: RedisLedger, keys: Keys) -> None:
+    await run(ledger)
+    await keys.drop(*OF_REQUEST)
+    assert await keys.members("owned:gateway") == {"r"}
+    assert await ledger.orphans(10) == []
+    assert await keys.names() == ALWAYS
+
+
+async def test_a_worker_that_went_leaves_nothing_but_that_something_changed(
+    ledger: RedisLedger, keys: Keys
+) -> None:
+    await ledger.put_worker(WorkerInfo(worker_id="w", address="127.0.0.1:1"))
+    assert await keys.names() == {"workers", "worker_addresses", "workers_version"}
+    await ledger.drop_worker("w")
+    assert await keys.names() == {"workers_version"}

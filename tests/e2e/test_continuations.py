@@ -1,0 +1,128 @@
+"""Real processes, the demo model and SIGKILL: whatever a request asks for, a continuation is what
+an undisturbed run gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import DEMO_MODEL, Config
+from cluster.processes import ProcessCluster
+from everlift.client import AsyncClient
+from everlift.sampling import TokenLogprobs
+from everlift.stream import Stream
+from router.config import RouterConfig
+from worker.config import WorkerConfig
+
+COUNT = 160
+HOT = {"temperature": 1.5, "seed": 4, "max_tokens": COUNT, "ignore_eos": True}
+ASKED: dict[str, dict[str, Any]] = {
+    "seed": HOT,
+    "penalties": HOT | {"presence_penalty": 0.8, "frequency_penalty": 0.4},
+    "repetition": HOT | {"repetition_penalty": 1.2},
+    "logprobs": HOT | {"logprobs": 2, "prompt_logprobs": 1},
+    "n": HOT | {"n": 3, "max_tokens": COUNT // 2},
+    "grammar": {
+        "temperature": 1.5,
+        "seed": 4,
+        "max_tokens": 3 * COUNT,
+        "regex": r"[0-9]{3}(, [0-9]{3}){30}",
+    },
+    "greedy": {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True},
+}
+
+
+class Said:
+    """All that a client was given, each token once."""
+
+    def __init__(self) -> None:
+        self.tokens: defaultdict[int, list[int]] = defaultdict(list)
+        self.texts: defaultdict[int, str] = defaultdict(str)
+        self.logprobs: list[TokenLogprobs] = []
+        self.rest: object = None
+        self.migrations = 0
+
+    async def read(self, stream: Stream) -> None:
+        async for chunk in stream:
+            assert chunk.offset == len(self.tokens[chunk.choice])
+            self.tokens[chunk.choice] += chunk.token_ids
+            self.texts[chunk.choice] += chunk.text
+            self.logprobs += chunk.logprobs
+        self.logprobs += stream.prompt_logprobs
+        assert stream.usage is not None
+        assert stream.timing is not None
+        self.migrations = stream.timing.migrations
+        usage = (stream.usage.prompt_tokens, stream.usage.output_tokens)
+        self.rest = (stream.finish_reasons, usage)
+
+    def check(self, calm: Said) -> None:
+        assert self.tokens == calm.tokens
+        assert self.texts == calm.texts
+        assert self.rest == calm.rest
+        mine, theirs = ([it.logprob for it in said.logprobs] for said in (self, calm))
+        assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[ProcessCluster]:
+    config = Config(
+        model=str(DEMO_MODEL),
+        num_workers=2,
+        state_dir=tmp_path,
+        router=RouterConfig(port=0, grace=20.0),
+        worker=WorkerConfig(num_blocks=256, num_threads=1, dtype="float32"),
+    )
+    async with ProcessCluster(config) as cluster:
+        yield cluster
+
+
+async def everything(client: AsyncClient, name: str, stop: str) -> dict[str, Said]:
+    """All requests at once, each read to its end."""
+    said = {kind: Said() for kind in [*ASKED, "stop string"]}
+    await asyncio.gather(*readers(client, name, stop, said))
+    return said
+
+
+def readers(
+    client: AsyncClient, name: str, stop: str, said: dict[str, Said]
+) -> list[asyncio.Task[None]]:
+    asked = ASKED | ({"stop string": HOT | {"stop": stop}} if stop else {})
+    return [
+        asyncio.create_task(
+            said[kind].read(
+                client.generate(
+                    "count from 17 to 99:",
+                    request_id=f"{name}-{kind.replace(' ', '-')}",
+                    **options,
+                )
+            )
+        )
+        for kind, options in asked.items()
+    ]
+
+
+async def test_a_killed_worker_changes_nothing_that_was_asked_for(cluster: ProcessCluster) -> None:
+    async with AsyncClient(cluster.address) as client:
+        first = await everything(client, "first", stop="")
+        stop = first["seed"].texts[0][-40:-34]
+        calm = await everything(client, "calm", stop)
+        for victim, tokens in ((0, 1), (1, 30), (0, 100)):
+            said = {kind: Said() for kind in calm}
+            reading = readers(client, f"broken-{tokens}", stop, said)
+            await until(lambda said=said, tokens=tokens: len(said["seed"].tokens[0]) >= tokens)
+            await cluster.restart_worker(victim)
+            await asyncio.gather(*reading)
+            for kind, one in said.items():
+                one.check(calm[kind])
+            assert any(one.migrations for one in said.values())
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)

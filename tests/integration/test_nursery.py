@@ -1,0 +1,121 @@
+"""Ranks out of a nursery: they start, end and are told about like others, and end with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from cluster.child import Child
+from cluster.errors import ClusterFailed
+from cluster.launch import RankLaunch
+from cluster.nursery import Nursery
+from worker.config import WorkerConfig
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+
+FAKE = WorkerConfig(model="fake")
+#: Its rank 0 reports its rendezvous, and then waits for the other one.
+HALF = RankLaunch("worker-0", "info", WorkerConfig(model="fake", tensor_parallel=2))
+
+
+@pytest.fixture
+async def nursery(tmp_path: Path) -> AsyncIterator[Nursery]:
+    nursery = Nursery(FAKE, {"OMP_NUM_THREADS": "1"}, tmp_path / "nursery.log")
+    yield nursery
+    nursery.close()
+
+
+async def rank(nursery: Nursery, tmp_path: Path) -> Child:
+    """One that runs."""
+    child = Child(HALF, nursery, tmp_path / "rank.log")
+    await child.start()
+    assert "rendezvous" in await child.report()
+    return child
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def test_ranks_are_told_apart_and_have_one_nursery(nursery: Nursery, tmp_path: Path) -> None:
+    first, second = await rank(nursery, tmp_path), await rank(nursery, tmp_path)
+    assert first.pid != second.pid
+    assert parent(first.pid) == parent(second.pid)
+    await first.kill()
+    assert (first.is_running, second.is_running) == (False, True)
+    await second.kill()
+
+
+async def test_a_rank_has_its_own_log_and_session(nursery: Nursery, tmp_path: Path) -> None:
+    child = await rank(nursery, tmp_path)
+    assert os.getsid(child.pid) == child.pid
+    assert os.readlink(f"/proc/{child.pid}/fd/2") == str(tmp_path / "rank.log")
+    descriptors = {os.readlink(each) for each in Path(f"/proc/{child.pid}/fd").iterdir()}
+    assert not any("nursery.log" in each for each in descriptors)
+    await child.kill()
+
+
+async def test_the_cause_of_an_end_is_told(nursery: Nursery, tmp_path: Path) -> None:
+    launch = RankLaunch("worker-0", "info", WorkerConfig(model="/nowhere"))
+    child = Child(launch, nursery, tmp_path / "rank.log")
+    await child.start()
+    with pytest.raises(ClusterFailed, match="worker-0: no model at '/nowhere'"):
+        await child.report()
+    await child.wait()
+
+
+async def test_a_killed_rank_is_known_to_be(nursery: Nursery, tmp_path: Path) -> None:
+    child = await rank(nursery, tmp_path)
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(ClusterFailed, match="ended with status -9"):
+        await child.report()
+    await child.stop(1.0)
+
+
+async def test_a_rank_ends_in_good_order_when_it_is_asked_to(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    child = await rank(nursery, tmp_path)
+    await child.stop(10.0)
+    with pytest.raises(ClusterFailed, match="ended with status 0"):
+        await child.report()
+
+
+async def test_ranks_end_with_the_nursery_and_the_next_one_has_another(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    child = await rank(nursery, tmp_path)
+    first = parent(child.pid)
+    os.kill(first, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        await child.wait()
+    other = await rank(nursery, tmp_path)
+    assert parent(other.pid) != first
+    await other.kill()
+
+
+async def test_who_stops_waiting_for_a_rank_leaves_none(nursery: Nursery, tmp_path: Path) -> None:
+    await nursery.load()
+    abandoned = asyncio.create_task(nursery.start(HALF, tmp_path / "rank.log"))
+    await asyncio.sleep(0)
+    abandoned.cancel()
+    with suppress(asyncio.CancelledError):
+        await abandoned
+    child = await rank(nursery, tmp_path)
+    await child.kill()
+
+
+async def test_a_nursery_that_cannot_start_says_where_its_log_is(tmp_path: Path) -> None:
+    (tmp_path / "grpc.py").write_text("raise RuntimeError('broken')")
+    nursery = Nursery(FAKE, {"PYTHONPATH": str(tmp_path)}, tmp_path / "nursery.log")
+    child = Child(HALF, nursery, tmp_path / "rank.log")
+    with pytest.raises(ClusterFailed, match=r"nursery\.log"):
+        await child.start()
+    assert "broken" in (tmp_path / "nursery.log").read_text()

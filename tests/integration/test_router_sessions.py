@@ -1,0 +1,176 @@
+"""A router's links to workers, over real gRPC: who is up, who is lost, and false alarms."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from everlift.blockhash import BLOCK_SIZE
+from everlift.errors import UnknownWorker
+from everlift.transport import GRPC
+from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
+from router import sessions as module
+from router.config import RouterConfig
+from router.sessions import Sessions
+from tests.in_process import until
+
+CONFIG = RouterConfig(model="fake", worker_silence=0.5)
+HELLO = session_pb2.RouterHello(router_id="router", cluster_id="here")
+
+
+class Worker(session_pb2_grpc.WorkerSessionServicer):
+    """Says something every 20 ms, unless it is frozen."""
+
+    def __init__(self, worker_id: str = "w", address: str = "127.0.0.1:0") -> None:
+        self.info = session_pb2.WorkerInfo(worker_id=worker_id, block_size=BLOCK_SIZE)
+        self.state = session_pb2.WorkerState(num_running=3, num_waiting=1)
+        self.frames: list[session_pb2.RouterFrame] = []
+        self.num_streams = 0
+        self.num_left = 0
+        self.moving = asyncio.Event()
+        self.moving.set()
+        self._server = grpc.aio.server()
+        session_pb2_grpc.add_WorkerSessionServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(address)
+        self.info.address = f"127.0.0.1:{port}"
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[session_pb2.RouterFrame], context: Any
+    ) -> AsyncIterator[session_pb2.WorkerFrame]:
+        reader = asyncio.create_task(self._read(request_iterator))
+        self.num_streams += 1
+        try:
+            yield session_pb2.WorkerFrame(hello=self.info, state=self.state)
+            while True:
+                await asyncio.sleep(0.02)
+                await self.moving.wait()
+                yield session_pb2.WorkerFrame(state=self.state)
+        finally:
+            self.num_left += 1
+            reader.cancel()
+
+    async def _read(self, frames: AsyncIterator[session_pb2.RouterFrame]) -> None:
+        async for frame in frames:
+            self.frames.append(frame)
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+
+@dataclass
+class Heard:
+    """A listener."""
+
+    words: list[str] = field(default_factory=list)
+
+    def worker_up(self, info: session_pb2.WorkerInfo) -> None:
+        self.words.append(f"up {info.worker_id}")
+
+    def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
+        pass
+
+    def worker_lost(self, worker_id: str) -> None:
+        self.words.append(f"lost {worker_id}")
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[Worker]:
+    worker = Worker()
+    await worker.start()
+    yield worker
+    await worker.stop()
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+async def sessions(worker: Worker, heard: Heard) -> AsyncIterator[Sessions]:
+    sessions = Sessions(CONFIG, HELLO, heard, GRPC)
+    await sessions.reconcile([worker.info])
+    await until(lambda: heard.words == ["up w"])
+    yield sessions
+    await sessions.close()
+
+
+async def test_a_silent_worker_is_lost_and_what_it_runs_of_ours_ends(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    worker.moving.clear()
+    await until(lambda: heard.words == ["up w", "lost w"])
+    # Its stream is given up: for the worker that is the end of what this router started.
+    await until(lambda: worker.num_left == 1)
+    assert sessions.false_alarms == 0
+
+
+async def test_a_worker_that_speaks_again_was_a_false_alarm(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    worker.moving.clear()
+    await until(lambda: heard.words == ["up w", "lost w"])
+    worker.moving.set()
+    await until(lambda: heard.words == ["up w", "lost w", "up w"])
+    assert sessions.false_alarms == 1
+    await sessions.reconcile([])
+    assert sessions.false_alarms == 1
+
+
+async def test_another_worker_at_the_same_address_is_not_the_one_that_was_lost(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    await worker.stop()
+    await until(lambda: heard.words == ["up w", "lost w"])
+    other = Worker("next", worker.info.address)
+    await other.start()
+    await until(lambda: other.num_left == 1)
+    await other.stop()
+    assert heard.words == ["up w", "lost w"] and sessions.false_alarms == 0
+
+
+async def test_a_router_that_was_held_up_itself_takes_nobody_for_lost(
+    sessions: Sessions, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wakes late, and has not read yet what came meanwhile."""
+    link = sessions.links[0]
+    checks: list[float] = []
+    check = link._check_silence
+    monkeypatch.setattr(link, "_check_silence", lambda: (checks.append(0.0), check()))
+    link.last_heard -= 10.0
+    monkeypatch.setattr(module, "_STALL_S", -1.0)
+    await asyncio.sleep(CONFIG.worker_silence / 4)
+    assert not checks and heard.words == ["up w"]
+
+
+async def test_a_held_line_brings_nothing_and_heals(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    sessions.links[0].hold(1.0)
+    await until(lambda: heard.words == ["up w", "lost w"])
+    assert worker.num_left == 0
+    await until(lambda: heard.words == ["up w", "lost w", "up w"])
+    assert sessions.false_alarms == 1
+
+
+async def test_a_worker_is_told_to_drain_and_of_faults(sessions: Sessions, worker: Worker) -> None:
+    await until(lambda: sessions.links[0].state.num_running)
+    assert sessions.drain("w") == 4
+    sessions.inject("w", chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_SLOW, factor=9.0))
+    await until(lambda: any(frame.drain for frame in worker.frames))
+    await until(lambda: any(frame.fault.factor == 9.0 for frame in worker.frames))
+
+
+async def test_nobody_else_can_be_told_anything(sessions: Sessions) -> None:
+    with pytest.raises(UnknownWorker):
+        sessions.drain("stranger")
+    with pytest.raises(UnknownWorker):
+        sessions.inject("stranger", chaos_pb2.Fault())

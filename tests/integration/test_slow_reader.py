@@ -1,0 +1,94 @@
+"""A client that does not read, over real gRPC: what it has not read waits in one place, not two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import grpc
+
+from everlift.transport import GRPC
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc, session_pb2
+from router.gateway.grpc_server import InferenceServer
+from router.gateway.requests import Requests
+from router.gateway.status import Status
+from tests.gateway_support import Gateway, started_gateway, until
+from tests.ledgers import scored
+from tests.session_support import OPTIONS
+
+NUM_TOKENS = 10_000
+AT_ONCE = 100
+#: What gRPC holds of a stream whose client does not read: the window of a connection, and some.
+MOST_BYTES = 1 << 18
+
+
+class Counting:
+    """The gateway's requests, with a count of the bytes that left each stream."""
+
+    def __init__(self, requests: Requests) -> None:
+        self.left: list[int] = []
+        self._requests = requests
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._requests, name)
+
+    async def stream(self, *args: Any, **options: Any) -> AsyncIterator[pb.GenerateResponse]:
+        number = len(self.left)
+        self.left.append(0)
+        async for piece in self._requests.stream(*args, **options):
+            self.left[number] += piece.ByteSize()
+            yield piece
+
+
+async def make_all(gateway: Gateway, epoch: int) -> None:
+    """Tokens of about 200 bytes each, with their log probabilities."""
+    scores = [it.to_proto() for it in scored(*[-1.0] * AT_ONCE, num_top=20)]
+    for offset in range(0, NUM_TOKENS, AT_ONCE):
+        stop = session_pb2.STOP_CAUSE_LENGTH if offset + AT_ONCE == NUM_TOKENS else 0
+        gateway.make(epoch, offset, "x" * AT_ONCE, stop, logprobs=scores)
+        await asyncio.sleep(0)
+
+
+async def test_what_is_not_read_does_not_pile_up_and_holds_nobody_up() -> None:
+    async with started_gateway() as gateway:
+        gateway.requests._model.max_model_len = NUM_TOKENS + 2
+        requests = Counting(gateway.requests)
+        server = grpc.aio.server()
+        inference = InferenceServer(cast("Requests", requests), cast("Status", None), GRPC)
+        server.add_generic_rpc_handlers((inference.handlers(),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        live = await gateway.submit(
+            max_tokens=NUM_TOKENS,
+            sampling=pb.Sampling(logprobs=20),
+            on_disconnect=pb.ON_DISCONNECT_CONTINUE,
+        )
+        async with (
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as another,
+        ):
+            attach = pb.AttachRequest(request_id="r")
+            slow = inference_pb2_grpc.InferenceStub(channel).Attach(attach)
+            await slow.read()
+            quick = inference_pb2_grpc.InferenceStub(another).Attach(attach)
+            reading = asyncio.create_task(read(quick))
+            await make_all(gateway, await gateway.dispatch())
+            assert await reading == NUM_TOKENS
+            await until(lambda: live.is_over)
+            # It ended, and is held by nobody but its reader.
+            assert not len(gateway.requests)
+            first, second = requests.left
+            assert first < MOST_BYTES < second
+            assert await read(slow) == NUM_TOKENS
+        await server.stop(None)
+
+
+async def read(call: Any) -> int:
+    """To the end; answers how many tokens there were."""
+    count = 0
+    while (piece := await call.read()) is not grpc.aio.EOF:
+        assert piece.offset == count or not piece.token_ids
+        count += len(piece.token_ids)
+    return count

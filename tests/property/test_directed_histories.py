@@ -1,0 +1,438 @@
+"""Histories of a simulated cluster that chance would seldom find: faults at their worst moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, repeat
+
+import pytest
+
+from cluster.sim.asked import ASKED, ROUTERS, WORKERS, Asked, undisturbed
+from cluster.sim.client import Manners
+from cluster.sim.cluster import SimCluster
+from cluster.sim.judgement import finish, listening
+from cluster.sim.ledger import Trouble
+from everlift.errors import AttemptsExhausted, DeadlineExceeded, EverliftError
+from everlift.v1 import session_pb2
+from router.gateway import told
+from router.gateway.attempts import Attempts
+from router.gateway.choice import Choice
+from router.gateway.live import LiveRequest
+from router.gateway.reassertion import Reassertion
+from router.ledger.entry import Entry, State
+from worker.sessions import Sessions
+
+LONG = Asked.of(range(1, 12), temperature=1, seed=5, max_tokens=60)
+SHORT = Asked.of(range(1, 9), temperature=0, max_tokens=8)
+#: More than a gateway, a leader or a worker may be silent.
+TOO_LONG_S = 3.0
+READS = Manners()
+
+
+class Played(SimCluster):
+    """What its clients asked for is remembered, to be judged."""
+
+    def __init__(self, routers: int, workers: int, **changes: object) -> None:
+        super().__init__(replace(ROUTERS, **changes), WORKERS)  # type: ignore[arg-type]
+        self.asked: dict[str, tuple[Asked, Manners]] = {}
+        self.may_fail: set[str] = set()
+        self.may_lose = False
+        for index in range(routers):
+            self.start_router(index)
+        for index in range(workers):
+            self.start_worker(index)
+        self.run_for(1.0)
+
+    def ask(self, asked: Asked = LONG, router: int = 0, manners: Manners = READS) -> str:
+        request_id = f"r{len(self.asked)}"
+        self.asked[request_id] = asked, manners
+        self.submit(request_id, asked.prompt, asked.arguments(), manners, router)
+        return request_id
+
+    def entry(self, request_id: str) -> Entry:
+        entry = self.ledger.peek(request_id)
+        assert entry is not None
+        return entry
+
+    def home(self, request_id: str) -> int:
+        """The worker that has it by the ledger's word."""
+        self.run_until(lambda: self.ledger.peek(request_id) is not None)
+        self.run_until(lambda: self.entry(request_id).state is State.RUNNING)
+        worker = self.entry(request_id).worker
+        return next(i for i, it in self.workers.items() if it.worker_id == worker)
+
+    def until_has(self, request_id: str, tokens: int) -> None:
+        self.run_until(lambda: self.transcripts[request_id].num_tokens >= tokens)
+
+    def error(self, request_id: str) -> EverliftError | None:
+        return self.transcripts[request_id].error
+
+    def false_alarms(self) -> int:
+        return sum(router._sessions.false_alarms for _, router in self.ready_routers())
+
+
+@contextmanager
+def cluster(routers: int = 2, workers: int = 2, **changes: object) -> Iterator[Played]:
+    """Judged at its end."""
+    with Played(routers, workers, **changes) as played, listening() as complaints:
+        yield played
+        finish(
+            played,
+            played.asked,
+            complaints,
+            may_lose=played.may_lose,
+            may_fail=[*played.may_fail],
+        )
+
+
+# workers
+
+
+def test_a_worker_that_was_frozen_and_taken_for_lost_changes_nothing_when_it_thaws() -> None:
+    with cluster() as it:
+        request_id = it.ask()
+        it.until_has(request_id, 20)
+        it.freeze_worker(it.home(request_id), TOO_LONG_S)
+        it.settle(60)
+        assert it.transcripts[request_id].migrations == 1
+        it.run_for(TOO_LONG_S)
+        assert it.false_alarms() > 0
+
+
+def test_the_same_after_the_ledger_has_lost_its_last_second() -> None:
+    with cluster() as it:
+        request_id = it.ask()
+        it.until_has(request_id, 10)
+        before = it.ledger.snapshot()
+        it.freeze_worker(it.home(request_id), TOO_LONG_S)
+        it.until_has(request_id, 15)
+        it.ledger.restart(before)
+        it.run_for(2 * TOO_LONG_S)
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 58, 59, 60])
+def test_a_worker_dies_in_the_tick_in_which_tokens_arrive(tokens: int) -> None:
+    with cluster() as it:
+        request_id = it.ask()
+        home = it.home(request_id)
+        it.run_until(lambda: sum(it.entry(request_id).num_tokens) >= tokens)
+        it.kill_worker(home)
+
+
+def test_a_worker_is_killed_while_it_hands_back() -> None:
+    for delay in (0.0, 0.0003, 0.0007, 0.005, 0.1):
+        with cluster() as it:
+            ids = [it.ask(asked) for asked in ASKED[:4]]
+            it.until_has(ids[1], 5)
+            home = it.home(ids[1])
+            it.drain_worker(home)
+            it.run_for(delay)
+            it.kill_worker(home)
+
+
+def test_what_a_drained_worker_hands_back_counts_as_no_loss() -> None:
+    with cluster() as it:
+        request_id = it.ask()
+        it.until_has(request_id, 20)
+        it.drain_worker(it.home(request_id))
+        it.settle(60)
+        assert it.entry(request_id).attempts == 2
+        assert it.entry(request_id).losses == 0
+
+
+def test_poison_is_given_up_and_its_neighbours_survive() -> None:
+    with cluster(max_losses=3) as it:
+        others = [it.ask(asked) for asked in ASKED[:5]]
+        poison = it.ask()
+        it.poison.add(poison)
+        it.may_fail.add(poison)
+        it.settle(60)
+        assert isinstance(it.error(poison), AttemptsExhausted)
+        assert [it.error(other) for other in others] == [None] * 5
+
+
+def test_two_poisonous_requests_harm_nobody_else() -> None:
+    with cluster(max_losses=3) as it:
+        others = [it.ask(asked, router=1) for asked in ASKED[:4]]
+        for _ in range(2):
+            poison = it.ask(SHORT)
+            it.poison.add(poison)
+            it.may_fail.add(poison)
+        later = [it.ask(asked) for asked in ASKED[4:8]]
+        it.settle(120)
+        assert [it.error(other) for other in others + later] == [None] * 8
+
+
+def test_a_request_outlives_more_workers_than_it_may_lose_in_a_row() -> None:
+    with cluster(max_losses=2) as it:
+        request_id = it.ask()
+        for tokens in (5, 15, 25, 35, 45):
+            it.until_has(request_id, tokens)
+            home = it.home(request_id)
+            it.kill_worker(home)
+            it.start_worker(home)
+
+
+def test_of_a_starved_worker_what_it_preempts_goes_on_where_there_is_room() -> None:
+    long = [Asked.of(range(n + 1, n + 30), temperature=0, max_tokens=200) for n in range(6)]
+    with cluster(workers=1) as it:
+        ids = [it.ask(asked) for asked in long]
+        it.run_until(lambda: it.workers[0].engine.load().preemptions > 0)
+        it.start_worker(1)
+        it.settle(120)
+        moved = [it.transcripts[request_id] for request_id in ids]
+        assert sum(transcript.migrations for transcript in moved) > 0
+        assert sum(it.entry(request_id).losses for request_id in ids) == 0
+
+
+# lost calls of the ledger
+
+
+@pytest.mark.parametrize("trouble", [*Trouble])
+@pytest.mark.parametrize("name", ["open", "dispatch", "append", "release", "beat", "lead"])
+def test_a_call_of_the_ledger_goes_wrong(name: str, trouble: Trouble) -> None:
+    with cluster() as it:
+        left = chain([trouble], repeat(None))
+        it.ledger.trouble = lambda called: next(left) if called == name else None
+        request_id = it.ask()
+        it.until_has(request_id, 20)
+        home = it.home(request_id)
+        it.kill_worker(home)
+        it.start_worker(home)
+        it.settle(60)
+        assert next(left) is None
+
+
+@pytest.mark.parametrize("trouble", [*Trouble])
+@pytest.mark.parametrize("name", ["take_over", "read", "get", "gateways", "orphans"])
+def test_a_call_goes_wrong_while_another_gateway_takes_over(name: str, trouble: Trouble) -> None:
+    with cluster(lease=0.8) as it:
+        left = chain([trouble], repeat(None))
+        it.ledger.trouble = lambda called: next(left) if called == name else None
+        request_id = it.ask(router=1)
+        it.until_has(request_id, 20)
+        it.kill_router(1)
+
+
+def test_the_last_append_is_stored_and_its_answer_lost() -> None:
+    with cluster() as it:
+        request_id = it.ask(SHORT)
+        it.until_has(request_id, 7)
+        left = chain([Trouble.ANSWER_LOST], repeat(None))
+        it.ledger.trouble = lambda called: next(left) if called == "append" else None
+        it.settle(60)
+        assert it.entry(request_id).state is State.FINISHED
+
+
+# rollbacks
+
+
+@pytest.mark.parametrize("lag", [0.05, 0.3, 0.9])
+@pytest.mark.parametrize("tokens", [0, 1, 10, 50])
+def test_the_ledger_loses_its_last_moves_and_is_told_again(lag: float, tokens: int) -> None:
+    with cluster() as it:
+        early = it.ask()
+        it.until_has(early, tokens)
+        before = it.ledger.snapshot()
+        late = it.ask(SHORT, router=1)
+        it.run_for(lag)
+        it.ledger.leave(0.1)
+        it.ledger.restart(before)
+        it.settle(60)
+        it.run_for(1.0)
+        assert it.entry(early).num_tokens == (60,)
+        assert it.entry(late).state is State.FINISHED
+
+
+def test_the_ledger_loses_all_that_it_ever_had() -> None:
+    with cluster() as it:
+        empty = it.ledger.snapshot()
+        ids = [it.ask(asked, router=n) for n, asked in enumerate(ASKED[:6])]
+        it.run_for(0.3)
+        it.ledger.restart(empty)
+        it.settle(60)
+        assert all(it.error(request_id) is None for request_id in ids)
+
+
+def test_a_rollback_takes_back_a_dispatch_elsewhere() -> None:
+    """The worker that was given up is again the one that the ledger knows of."""
+    with cluster() as it:
+        request_id = it.ask()
+        it.until_has(request_id, 10)
+        before, first = it.ledger.snapshot(), it.home(request_id)
+        it.kill_worker(first)
+        it.run_until(lambda: it.entry(request_id).attempts == 2)
+        it.ledger.restart(before)
+        it.settle(60)
+        assert it.entry(request_id).num_tokens == (60,)
+
+
+# gateways and leaders
+
+
+def test_a_gateway_dies_between_dispatch_and_start() -> None:
+    with cluster() as it:
+        request_id = it.ask(router=1)
+        it.home(request_id)
+        it.kill_router(1)
+        it.settle(60)
+        assert it.entry(request_id).attempts == 2
+
+
+def test_a_gateway_dies_when_the_ledger_has_tokens_that_nobody_saw() -> None:
+    with cluster() as it:
+        request_id = it.ask(router=1)
+        it.home(request_id)
+        it.run_until(lambda: sum(it.entry(request_id).num_tokens) > 20)
+        it.kill_router(1)
+
+
+def test_a_gateway_is_frozen_and_finds_its_requests_taken() -> None:
+    with cluster() as it:
+        request_id = it.ask(router=1)
+        it.until_has(request_id, 5)
+        it.freeze_router(1, 2 * TOO_LONG_S)
+        it.run_for(3 * TOO_LONG_S)
+
+
+def test_of_two_leaders_the_one_that_was_frozen_steps_down() -> None:
+    with cluster(routers=3) as it:
+        ids = [it.ask(asked, router=n) for n, asked in enumerate(ASKED[:6])]
+        it.run_for(0.05)
+        [old] = it.leaders()
+        it.freeze_router(old, TOO_LONG_S)
+        it.run_until(lambda: len(it.leaders()) == 2)
+        more = [it.ask(asked, router=n) for n, asked in enumerate(ASKED[:6])]
+        it.settle(60)
+        it.run_for(TOO_LONG_S)
+        assert len(it.leaders()) == 1
+        assert old not in it.leaders()
+        assert all(it.entry(request_id).losses == 0 for request_id in ids + more)
+
+
+def test_the_leader_dies_with_requests_in_its_queue() -> None:
+    with cluster(routers=3, workers=1) as it:
+        for n in range(24):
+            it.ask(ASKED[n % 6], router=n)
+        it.run_for(0.02)
+        it.kill_router(it.leaders()[0])
+
+
+def test_all_routers_die_at_once() -> None:
+    with cluster() as it:
+        for n in range(6):
+            it.ask(ASKED[n], router=n)
+        it.run_for(0.2)
+        for index in (0, 1):
+            it.kill_router(index)
+            it.start_router(index)
+
+
+# clients
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8])
+def test_a_cancel_meets_the_finish(tokens: int) -> None:
+    with cluster() as it:
+        request_id = it.ask(SHORT, manners=Manners(cancels_after=tokens))
+        it.settle(60)
+        is_whole = it.error(request_id) is None
+        assert it.entry(request_id).state is (State.FINISHED if is_whole else State.CANCELLED)
+
+
+def test_a_deadline_in_the_queue_costs_no_worker_a_token() -> None:
+    with cluster(workers=0) as it:
+        request_id = it.ask(Asked(LONG.prompt, (*LONG.options, ("timeout_s", 0.5))))
+        it.may_fail.add(request_id)
+        it.settle(60)
+        assert isinstance(it.error(request_id), DeadlineExceeded)
+        it.start_worker(0)
+        it.run_for(2.0)
+        assert it.workers[0].engine.load().counters.prompt_tokens == 0
+
+
+def test_a_deadline_ends_what_runs() -> None:
+    with cluster() as it:
+        request_id = it.ask(Asked(LONG.prompt, (*LONG.options, ("timeout_s", 0.3))))
+        it.may_fail.add(request_id)
+        it.settle(60)
+        assert isinstance(it.error(request_id), DeadlineExceeded)
+        assert 5 < it.transcripts[request_id].num_tokens < 60
+        assert it.entry(request_id).state is State.EXPIRED
+
+
+def test_a_slow_reader_gets_everything() -> None:
+    with cluster() as it:
+        it.ask(manners=Manners(pause=0.3))
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 59, 60])
+def test_a_client_vanishes_and_comes_back(tokens: int) -> None:
+    with cluster() as it:
+        it.ask(manners=Manners(leaves_after=tokens, away=0.2))
+
+
+# whoever is judged by this must be able to fail
+
+
+def nobody_hears_of_a_lost_worker(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Attempts, "worker_lost", lambda self, worker_id: None)
+
+
+def a_worker_keeps_what_a_dead_gateway_started(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sessions, "leave", lambda self, session: None)
+
+
+def a_continuation_forgets_a_token(patch: pytest.MonkeyPatch) -> None:
+    whole = told.start
+
+    def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
+        message = whole(live, choice)
+        if message.output_ids:
+            message.output_ids[-1] += 1
+        return message
+
+    patch.setattr(told, "start", start)
+
+
+def a_rollback_is_told_nothing(patch: pytest.MonkeyPatch) -> None:
+    async def tell(self: Reassertion) -> None:
+        pass
+
+    patch.setattr(Reassertion, "_tell", tell)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        nobody_hears_of_a_lost_worker,
+        a_worker_keeps_what_a_dead_gateway_started,
+        a_continuation_forgets_a_token,
+        a_rollback_is_told_nothing,
+    ],
+)
+def test_a_mutant_is_caught(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed(LONG), undisturbed(SHORT)
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, TimeoutError)), cluster() as it:
+        ended = it.ask(SHORT)
+        before = it.ledger.snapshot()
+        it.settle(60)
+        it.ledger.restart(before)
+        it.run_for(0.5)
+        request_id = it.ask(router=1)
+        it.until_has(request_id, 20)
+        it.kill_worker(it.home(request_id))
+        it.until_has(request_id, 30)
+        it.kill_router(1)
+        it.settle(60)
+        assert it.entry(ended).state is State.FINISHED
+
+
+def test_without_a_mutant_the_same_history_is_right() -> None:
+    with pytest.raises(pytest.fail.Exception):
+        test_a_mutant_is_caught(lambda patch: None, pytest.MonkeyPatch())

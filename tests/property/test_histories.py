@@ -1,0 +1,110 @@
+"""Random histories of a simulated cluster: whatever happens, each client gets what is right, once.
+
+Hypothesis makes them, and shrinks one that fails to a few events. In make test they are always the
+same; in make test-long as many others are played as HISTORIES_MINUTES allow.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from cluster.sim.client import Manners
+from cluster.sim.history import Event, History, Kind, Played, play
+
+_BATCH = 25
+_BATCHES = 40
+
+#: Shorter and longer than what may be silent for how long.
+_DURATIONS = st.sampled_from([0.05, 0.3, 0.8, 1.2, 2.5])
+_MANNERS = st.one_of(
+    st.just(Manners()),
+    st.builds(Manners, pause=st.just(0.05)),
+    st.builds(
+        Manners, leaves_after=st.integers(1, 30), away=st.sampled_from([0.05, 0.5, 1.5, 8.0])
+    ),
+    st.builds(Manners, cancels_after=st.integers(1, 30)),
+)
+_FAULTS = [kind for kind in Kind if kind is not Kind.SUBMIT]
+_EVENTS = st.builds(
+    Event,
+    after=st.sampled_from([0.0, 0.003, 0.02, 0.1, 0.4]),
+    kind=st.one_of(st.just(Kind.SUBMIT), st.just(Kind.SUBMIT), st.sampled_from(_FAULTS)),
+    which=st.integers(0, 9),
+    other=st.integers(0, 3),
+    seconds=_DURATIONS,
+    manners=_MANNERS,
+)
+_HISTORIES = st.builds(
+    History,
+    events=st.lists(_EVENTS, min_size=2, max_size=18).map(tuple),
+    num_routers=st.integers(1, 3),
+    num_workers=st.integers(1, 3),
+    num_blocks=st.sampled_from([6, 8, 24]),
+    seed=st.integers(0, 99),
+)
+
+
+def play_all(numbers: Iterable[int]) -> tuple[int, Counter[str]]:
+    """How many, and what they added up to."""
+    sums: Counter[str] = Counter()
+
+    def add(played: Played) -> None:
+        sums.update(requests=played.requests, tokens=played.tokens)
+        sums.update(migrations=played.migrations, preemptions=played.preemptions)
+        sums.update(played.errors)
+
+    batches = 0
+    for number in numbers:
+        batches += 1
+        _batch(number, add)
+    return batches * _BATCH, sums
+
+
+def _until(end: float, first_seed: int) -> Iterator[int]:
+    for number in count(first_seed):
+        yield number
+        if time.monotonic() > end:
+            return
+
+
+def _batch(number: int, add) -> None:  # type: ignore[no-untyped-def]
+    @seed(number)
+    @settings(
+        max_examples=_BATCH,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+    @given(_HISTORIES)
+    def batch(history: History) -> None:
+        add(play(history))
+
+    batch()
+
+
+def test_histories(capsys: pytest.CaptureFixture[str]) -> None:
+    told(capsys, *play_all(range(_BATCHES)))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_many_histories(capsys: pytest.CaptureFixture[str]) -> None:
+    minutes = float(os.environ.get("HISTORIES_MINUTES", "20"))
+    numbers = _until(time.monotonic() + minutes * 60, first_seed=int(time.time()))
+    told(capsys, *play_all(numbers))
+
+
+def told(capsys: pytest.CaptureFixture[str], number: int, sums: Counter[str]) -> None:
+    assert sums["requests"] > number
+    assert sums["migrations"] > 0
+    with capsys.disabled():
+        print(f"\n{number} histories: {dict(sums)}")

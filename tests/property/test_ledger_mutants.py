@@ -1,0 +1,162 @@
+"""Every check in the ledger's scripts is one that a test would miss.
+
+Each paragraph of tests/ledger_mutants.txt takes one away, or turns it round; the test of the
+contract that it names must fail then. A longer search lets the model's random histories find them
+(``make test-long``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
+from itertools import product
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from router.ledger import scripts
+from router.ledger.scripts import Script
+from tests.contract import test_ledger, test_ledger_keys
+from tests.ledger_backends import OnServer
+from tests.ledger_machine import check
+from tests.ledger_mutants import MUTANTS, Mutant
+from tests.ledgers import connected, valkey_server
+
+History = Callable[..., Coroutine[Any, Any, None]]
+
+#: Random histories that are given to find a mutant.
+_PATIENCE = 600
+
+
+def histories(module: object) -> dict[str, History]:
+    """The tests of a module that are coroutines, by their names."""
+    return {
+        name: it
+        for name, it in vars(module).items()
+        if name.startswith("test_") and inspect.iscoroutinefunction(it)
+    }
+
+
+HISTORIES = histories(test_ledger) | histories(test_ledger_keys)
+NAMED = sorted({mutant.caught_by for mutant in MUTANTS})
+SCRIPTS = sorted({mutant.script for mutant in MUTANTS})
+
+
+def cases(history: History) -> Iterator[dict[str, Any]]:
+    """The arguments of each run of a parametrized test."""
+    marks = getattr(history, "pytestmark", [])
+    axes = [list(_axis(mark)) for mark in marks if mark.name == "parametrize"]
+    for combination in product(*axes):
+        yield {name: value for values in combination for name, value in values.items()}
+
+
+def _axis(mark: pytest.Mark) -> Iterator[dict[str, Any]]:
+    names, rows = mark.args
+    for row in rows:
+        if isinstance(row, type(pytest.param())):
+            row = row.values
+        elif isinstance(names, str):
+            row = (row,)
+        yield dict(zip([names] if isinstance(names, str) else names, row, strict=True))
+
+
+async def live(url: str, history: History) -> None:
+    """Runs a test of the contract with everything that it asks for."""
+    for arguments in cases(history):
+        async with AsyncExitStack() as stack:
+            for name in inspect.signature(history).parameters:
+                if name not in arguments:
+                    arguments[name] = await _provided(stack, url, name, arguments)
+            await history(**arguments)
+
+
+async def _provided(stack: AsyncExitStack, url: str, name: str, others: dict[str, Any]) -> object:
+    match name:
+        case "ledger":
+            return await stack.enter_async_context(connected(url))
+        case "forgetful":
+            retention = test_ledger.RETENTION_S
+            return await stack.enter_async_context(connected(url, retention=retention))
+        case "tick":
+            return lambda: asyncio.sleep(0.01)
+        case "keys":
+            client = await stack.enter_async_context(Redis.from_url(url, decode_responses=True))
+            return test_ledger_keys.Keys(client, others["ledger"])
+        case _:
+            raise AssertionError(f"who provides {name}?")
+
+
+async def survives(url: str, history: History) -> bool:
+    """Nothing fails, not even pytest's own expectations, which are no Exceptions."""
+    try:
+        await live(url, history)
+    except (Exception, pytest.fail.Exception):
+        return False
+    return True
+
+
+def mutate(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
+    """Every script has the mutant in it that its text is part of."""
+    for name, script in vars(scripts).copy().items():
+        if isinstance(script, Script):
+            texts = [mutant.applied("common"), mutant.applied(script.name)]
+            monkeypatch.setattr(scripts, name, scripts.script(script.name, *texts))
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with valkey_server() as url:
+        yield url
+
+
+def test_what_is_mutated_is_there_once() -> None:
+    elsewhere = [str(it) for it in MUTANTS if scripts.text(it.script).count(it.find) != 1]
+    same = [str(it) for it in MUTANTS if it.applied(it.script) == scripts.text(it.script)]
+    assert (elsewhere, same) == ([], [])
+
+
+def test_every_script_that_decides_anything_has_mutants() -> None:
+    known = {script.name for script in vars(scripts).values() if isinstance(script, Script)}
+    assert {"common", *known} - {"audit", "leases"} == set(SCRIPTS)
+
+
+async def test_every_mutant_is_a_script(url: str) -> None:
+    """One that a server refuses would fail every history."""
+    async with Redis.from_url(url) as client:
+        for mutant in MUTANTS:
+            name = "append" if mutant.script == "common" else mutant.script
+            texts = [mutant.applied("common"), mutant.applied(name)]
+            assert await client.script_load(scripts.script(name, *texts).source)
+
+
+async def test_without_a_mutant_every_history_passes(url: str) -> None:
+    for name in NAMED:
+        await live(url, HISTORIES[name])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+async def test_every_mutant_is_caught(
+    url: str, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    survivors = []
+    for mutant in MUTANTS:
+        if mutant.script == script:
+            with monkeypatch.context() as patch:
+                mutate(patch, mutant)
+                if await survives(url, HISTORIES[mutant.caught_by]):
+                    survivors.append(mutant.why)
+    assert not survivors
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("mutant", [it for it in MUTANTS if not it.is_beyond_chance], ids=str)
+def test_random_histories_find_a_mutant(
+    url: str, mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch, mutant)
+    with asyncio.Runner() as runner, pytest.raises(BaseException):  # noqa: B017
+        check(runner.get_loop().run_until_complete, OnServer(url), _PATIENCE, shrinks=False)

@@ -1,0 +1,86 @@
+"""What the clients of a soak ask: greedy and sampled requests of every kind, each with one right
+answer, which the undisturbed cluster says first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from cluster.completion import Completion, gather
+from cluster.demo import tasks
+from everlift import AsyncClient
+from everlift.client import GenerateOptions
+
+#: Short and long answers, and such that have characters of several tokens.
+_KINDS = ("count", "json", "repeat", "alphabet", "days", "count_by", "months", "repeat")
+
+
+@dataclass(frozen=True)
+class Task:
+    prompt: str
+    options: GenerateOptions = field(default_factory=GenerateOptions)
+
+    async def ask(self, client: AsyncClient) -> Completion:
+        return await gather(client.generate(self.prompt, **self.options))
+
+
+def make_pool(size: int, seed: int) -> list[Task]:
+    rng = Random(seed)
+    return [_task(number, rng) for number in range(size)]
+
+
+def _task(number: int, rng: Random) -> Task:
+    example = next(tasks.stream(_KINDS[number % len(_KINDS)], rng))
+    lines = [next(tasks.stream("days", rng)) for _ in range(rng.randrange(4))]
+    prompt = tasks.after_lines(lines, example).prompt
+    return Task(prompt, _OPTIONS[number % len(_OPTIONS)](rng))
+
+
+def _greedy(rng: Random) -> GenerateOptions:
+    return {"temperature": 0.0, "max_tokens": rng.choice([16, 48, 200])}
+
+
+def _sampled(rng: Random) -> GenerateOptions:
+    """Seeds, penalties, several choices, stops, and log probabilities, all at once or alone."""
+    options: GenerateOptions = {
+        "temperature": rng.choice([0.7, 1.0, 1.5]),
+        "seed": rng.getrandbits(60),
+        "max_tokens": rng.choice([12, 32, 80]),
+    }
+    if rng.random() < 0.3:
+        options |= {"n": 2}
+    if rng.random() < 0.3:
+        options |= {"top_k": 20, "top_p": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+    if rng.random() < 0.3:
+        options |= {"stop": [" 7", "e", "99"], "min_tokens": 3}
+    if rng.random() < 0.2:
+        options |= {"ignore_eos": True}
+    return options
+
+
+_OPTIONS = (_greedy, _sampled)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """By choice: its tokens, its text, and how it ended."""
+
+    choices: tuple[tuple[tuple[int, ...], str, str], ...]
+
+    @classmethod
+    def of(cls, completion: Completion) -> Answer:
+        return cls(
+            tuple(
+                (choice.token_ids, choice.text, choice.finish_reason.name)
+                for choice in completion.choices
+                if choice.finish_reason is not None
+            )
+        )
+
+    @property
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tokens for tokens, _, _ in self.choices)
+
+
+Pool = Sequence[tuple[Task, Answer]]

@@ -1,0 +1,44 @@
+"""The ledger's model, with as many histories as there is time for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ledger_backends import InMemory, OnServer
+from tests.ledger_machine import Run, check
+from tests.ledgers import valkey_server
+from tests.soak.patience import rounds
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+_HISTORIES = 100
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with asyncio.Runner() as runner:
+        yield runner.get_loop().run_until_complete
+
+
+def search(run: Run, backend: InMemory | OnServer, tries: int = 1) -> None:
+    lived = 0
+    for _ in rounds():
+        check(run, backend, _HISTORIES, tries=tries)
+        lived += _HISTORIES
+    print(f"\n{lived} histories")
+
+
+def test_many_histories_in_memory(run: Run) -> None:
+    search(run, InMemory())
+
+
+def test_many_histories_on_a_server(run: Run) -> None:
+    with valkey_server() as url:
+        search(run, OnServer(url))
+
+
+def test_many_histories_though_every_answer_is_lost(run: Run) -> None:
+    with valkey_server() as url:
+        search(run, OnServer(url, loses_answers=True), tries=2)

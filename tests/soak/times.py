@@ -1,0 +1,125 @@
+"""How soon a soak's faults were noticed, and how soon the streams that they struck went on.
+
+Seconds since 1970 throughout: ledger, routers, clients and faults are on one machine.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import quantiles
+
+from cluster.chaos.run import Happened
+from router.ledger.entry import Event
+from tests.soak.clients import Seen
+
+#: After these the worker says nothing any more, or nothing that arrives.
+SILENCING = frozenset({"kill worker", "pause worker", "partition worker"})
+#: After this one another router leads.
+LEADERS = "pause leader"
+#: What a router notices later than this was lost by another fault.
+_LATEST_S = 5.0
+_CLOCK_S = 0.002
+
+
+@dataclass(frozen=True)
+class Line:
+    time: float
+    component: str
+    event: str
+    worker_id: str
+
+
+def router_lines(log_dir: Path) -> list[Line]:
+    """What the routers wrote, in its order."""
+    lines = (
+        json.loads(line)
+        for path in log_dir.glob("router-*.log")
+        for line in path.read_text(errors="replace").splitlines()
+        if line.startswith("{") and line.endswith("}")
+    )
+    return sorted(
+        (
+            Line(
+                datetime.fromisoformat(line["ts"]).timestamp(),
+                line["component"],
+                line["event"],
+                line.get("worker_id", ""),
+            )
+            for line in lines
+        ),
+        key=lambda line: line.time,
+    )
+
+
+def detections(log: Sequence[Happened], lines: Sequence[Line]) -> dict[str, list[float]]:
+    """By fault, from each silenced worker's fault to each router's word that it is lost; and from a
+    router's fault to the next leader, if it was the leader's."""
+    found: dict[str, list[float]] = {}
+    for fault in log:
+        if fault.error:
+            continue
+        for line in _noticed(fault, lines):
+            found.setdefault(fault.name, []).append(max(0.0, line.time - fault.at))
+    return found
+
+
+def _noticed(fault: Happened, lines: Sequence[Line]) -> Iterable[Line]:
+    """The first line of each router about it."""
+    begin = bisect_left(lines, fault.at - _CLOCK_S, key=lambda line: line.time)
+    end = bisect_right(lines, fault.at + _LATEST_S, key=lambda line: line.time)
+    about = [line for line in lines[begin:end] if _is_about(line, fault)]
+    if fault.name == LEADERS:
+        return about[:1]
+    return {line.component: line for line in reversed(about)}.values()
+
+
+def _is_about(line: Line, fault: Happened) -> bool:
+    if fault.name == LEADERS:
+        return line.event == "leading"
+    return (
+        fault.name in SILENCING and line.event == "worker lost" and line.worker_id == fault.struck
+    )
+
+
+def next_tokens(
+    log: Sequence[Happened], seen: Iterable[Seen], events: Mapping[str, Sequence[Event]]
+) -> list[float]:
+    """From the fault of a worker to the next token of each stream that it had."""
+    faults = [each for each in log if each.name in SILENCING and not each.error]
+    return [
+        gap
+        for stream in seen
+        for worker_id, began, ended in _stays(events.get(stream.request_id, ()))
+        for fault in faults
+        if fault.struck == worker_id and began < fault.at < ended
+        if (gap := _gap(stream, fault.at)) is not None
+    ]
+
+
+def _stays(events: Sequence[Event]) -> Iterator[tuple[str, float, float]]:
+    """Where a request was, from when, to when."""
+    for index, event in enumerate(events):
+        if event.move == "dispatch":
+            later = [each.time for each in events[index + 1 :]]
+            yield event.detail, event.time, later[0] if later else float("inf")
+
+
+def _gap(stream: Seen, moment: float) -> float | None:
+    """To the first token of another attempt; None where the stream had had its last one, or went on
+    as it was."""
+    times = [time for time, _ in stream.arrivals]
+    at = bisect_right(times, moment)
+    before = stream.arrivals[at - 1][1] if at else 0
+    return next((time - moment for time, epoch in stream.arrivals[at:] if epoch != before), None)
+
+
+def p(cut: int, seconds: Sequence[float]) -> float:
+    """A percentile, 0 of nothing."""
+    if len(seconds) < 2:
+        return round(sum(seconds), 3)
+    return round(quantiles(seconds, n=100, method="inclusive")[cut - 1], 3)

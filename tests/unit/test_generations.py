@@ -1,0 +1,53 @@
+"""Nothing is decided until all gateways have told a ledger that came back what it may have lost."""
+
+from __future__ import annotations
+
+from router.admission.generation import Generations
+
+
+def generations(*gateways: str, current: str = "one") -> Generations:
+    made = Generations(current, now=0.0, patience_s=1.0)
+    for gateway in gateways:
+        made.connect(gateway, 0.0)
+    return made
+
+
+def test_a_ledger_that_has_no_generations_holds_up_nobody() -> None:
+    assert generations("a", current="").agree(0.0)
+
+
+def test_all_must_have_said_the_current_one() -> None:
+    made = generations("a", "b")
+    made.said("a", "one", 0.0)
+    assert not made.agree(0.5)
+    made.said("b", "one", 0.5)
+    assert made.agree(0.5)
+    made.change("two", 0.6)
+    assert not made.agree(0.6)
+    made.said("a", "two", 0.7)
+    made.said("b", "two", 0.8)
+    assert made.agree(0.8)
+
+
+def test_who_says_nothing_is_not_waited_for_for_long() -> None:
+    made = generations("a")
+    assert not made.agree(0.9)
+    assert made.agree(1.0)
+    made.change("two", 5.0)
+    assert not made.agree(5.9)
+    assert made.agree(6.0)
+
+
+def test_a_gateway_that_is_ahead_of_the_leader_holds_it_up_until_it_has_caught_up() -> None:
+    made = generations("a")
+    made.said("a", "two", 3.0)
+    assert not made.agree(3.9)
+    made.change("two", 3.5)
+    assert made.agree(3.5)
+
+
+def test_who_has_gone_is_not_waited_for() -> None:
+    made = generations("a")
+    made.disconnect("a")
+    made.said("a", "old", 0.0)
+    assert made.agree(0.0)

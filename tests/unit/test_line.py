@@ -1,0 +1,161 @@
+"""A gateway's line to a leader in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from everlift.transport import GRPC
+from everlift.v1 import session_pb2 as pb
+from router.clock import now
+from router.config import RouterConfig
+from router.leader import Leader
+from router.ledger.entry import Entry, State
+from router.ledger.memory import MemoryLedger
+from router.line import AdmissionLine
+from tests.in_process import until
+
+CONFIG = RouterConfig(model="fake", lease=0.5, beat=0.05)
+INFO = pb.WorkerInfo(worker_id="w", max_num_seqs=8, num_blocks=100)
+
+
+class WillingLedger(MemoryLedger):
+    """Lets everything be dispatched."""
+
+    async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
+        return Entry(request_id, State.RUNNING, request_id.partition("-")[0], 0.0, attempts=1)
+
+
+class Gateway:
+    """Makes what it tells as it tells it."""
+
+    def __init__(self, name: str, leader: Leader, total: int) -> None:
+        self.name = name
+        self.total = total
+        self.made = 0
+        self.heard: list[str] = []
+        self.line = AdmissionLine(name, leader, GRPC)
+        self.line.serve(self)
+
+    def waiting(self) -> Iterator[pb.Waiting]:
+        for number in range(self.total):
+            self.made += 1
+            yield pb.Waiting(
+                request_id=f"{self.name}-{number}", arrived=number, choices=1, accepted=True
+            )
+
+    def running(self) -> Iterator[pb.Running]:
+        yield pb.Running(request_id=f"{self.name}-runs", worker_id="w", epoch=1)
+
+    def dispatched(self, message: pb.Dispatched) -> None:
+        self.heard.append(f"dispatched {message.request_id}")
+
+    def refused(self, request_id: str) -> None:
+        self.heard.append(f"refused {request_id}")
+
+    def adopt_soon(self, request_id: str) -> None:
+        self.heard.append(f"adopt {request_id}")
+
+    def stale(self, request_id: str) -> None:
+        self.heard.append(f"stale {request_id}")
+
+    def move(self, request_id: str) -> None:
+        self.heard.append(f"move {request_id}")
+
+
+@asynccontextmanager
+async def leading(name: str) -> AsyncIterator[Leader]:
+    leader = Leader(CONFIG, name, "here:1", WillingLedger(now))
+    run = asyncio.create_task(leader.run())
+    await until(lambda: leader.is_leading)
+    try:
+        yield leader
+    finally:
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+
+@pytest.fixture
+async def leader() -> AsyncIterator[Leader]:
+    async with leading("g") as leader:
+        yield leader
+
+
+@pytest.fixture
+async def gateway(leader: Leader) -> AsyncIterator[Gateway]:
+    gateway = Gateway("g", leader, total=3)
+    await gateway.line.follow("g", "here:1")
+    yield gateway
+    await gateway.line.close()
+
+
+def tenure(leader: Leader) -> tuple[int, int]:
+    """What waits and what runs, as the leader knows."""
+    assert leader._tenure is not None
+    return leader._tenure.queued, leader._tenure.running
+
+
+async def test_a_new_leader_is_told_all_that_waits_and_runs(
+    leader: Leader, gateway: Gateway
+) -> None:
+    await until(lambda: tenure(leader) == (3, 1))
+    await until(lambda: gateway.line.queued == 3)
+
+
+async def test_what_changes_is_told_after_it(leader: Leader, gateway: Gateway) -> None:
+    await until(lambda: tenure(leader) == (3, 1))
+    gateway.line.enqueue(pb.Waiting(request_id="g-new", arrived=9.0, choices=1))
+    gateway.line.withdraw("g-runs")
+    await until(lambda: tenure(leader) == (4, 0))
+    gateway.line.running(pb.Running(request_id="g-new", worker_id="w", preempted=True))
+    await until(lambda: tenure(leader) == (3, 1))
+
+
+async def test_the_leader_hears_which_ledger_has_been_told(
+    leader: Leader, gateway: Gateway
+) -> None:
+    assert leader._tenure is not None
+    generations = leader._tenure.generations
+    await until(lambda: tenure(leader) == (3, 1))
+    generations.change("two", now() + 1000.0)
+    gateway.line.asserted("two")
+    await until(lambda: generations.agree(now()))
+    await gateway.line.close()
+    await gateway.line.follow("g", "here:1")
+    await until(lambda: "g" in generations._said)
+    assert generations._said["g"].generation == "two"
+
+
+async def test_every_word_of_the_leader_finds_its_way(leader: Leader, gateway: Gateway) -> None:
+    await until(lambda: tenure(leader) == (3, 1))
+    send = leader._lines._sends["g"]
+    send(pb.LeaderMessage(refused=["a"], adopt=["b"], stale=["c"], move=["d"]))
+    await until(lambda: gateway.heard == ["refused a", "adopt b", "stale c", "move d"])
+
+
+async def test_a_line_whose_leader_resigns_is_over(leader: Leader, gateway: Gateway) -> None:
+    await until(lambda: tenure(leader) == (3, 1))
+    leader._lease.lose()
+    await until(lambda: not gateway.line.is_open)
+    gateway.line.enqueue(pb.Waiting(request_id="g-new"))
+    assert gateway.line._telling is None
+
+
+async def test_the_first_dispatch_does_not_wait_for_all_that_is_told(leader: Leader) -> None:
+    """Counted in entries, not seconds: however much waits, little of it is told by then."""
+    gateways = [Gateway(f"g{number}", leader, total=20_000) for number in range(20)]
+    leader.worker_up(INFO)
+    state = pb.WorkerState(sequence_number=1)
+    leader.worker_frame("w", pb.WorkerFrame(state=state))
+    for gateway in gateways:
+        # Each has this leader's process for its own.
+        gateway.line._router_id = "g"
+        await gateway.line.follow("g", "here:1")
+        gateway.line._router_id = gateway.name
+    await until(lambda: any(gateway.heard for gateway in gateways))
+    assert sum(gateway.made for gateway in gateways) < 40_000
+    for gateway in gateways:
+        await gateway.line.close()

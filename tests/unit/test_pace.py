@@ -1,0 +1,123 @@
+"""How fast workers are, from what they say, with made-up clocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from everlift.blockhash import BLOCK_SIZE
+from router.admission.pace import Pace, Work, slow
+
+
+class Worker:
+    """Says something every ``beat`` seconds."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self.now = 0.0
+        self.work = Work()
+        self.pace.measure(self.work, self.now)
+
+    def run(
+        self,
+        seconds: float,
+        step_s: float,
+        tokens: int,
+        *,
+        released_per_s: float = 0.0,
+        beat: float = 0.25,
+    ) -> Worker:
+        """Steps of so many tokens, each of which takes so long."""
+        busy = 0.0
+        for _ in range(round(seconds / beat)):
+            busy += beat
+            steps, before = int(busy / step_s), self.work
+            busy -= steps * step_s
+            self.now += beat
+            self.work = Work(
+                before.step + steps,
+                before.computed_tokens + steps * tokens,
+                before.output_tokens + steps,
+                before.released_blocks + round(released_per_s * beat),
+                before.busy_s + steps * step_s,
+            )
+            self.pace.measure(self.work, self.now)
+        return self
+
+
+def are_slow(*workers: Worker, now: float) -> set[str]:
+    paces = {f"w{number}": worker.pace for number, worker in enumerate(workers)}
+    return set(slow(paces, 5.0, now))
+
+
+def test_nothing_is_known_of_who_has_done_nothing() -> None:
+    pace = Pace()
+    assert (pace.step_s, pace.prefill_rate, pace.free_rate) == (0.0, None, None)
+    assert pace.most_step_s(1) == float("inf")
+
+
+def test_a_step_takes_what_it_took_in_the_last_second() -> None:
+    worker = Worker().run(5.0, step_s=0.01, tokens=8)
+    assert worker.pace.step_s == pytest.approx(0.01)
+    worker.run(3.0, step_s=0.1, tokens=8)
+    assert worker.pace.step_s == pytest.approx(0.1, rel=0.1)
+
+
+def test_prefill_is_as_fast_as_the_best_steps() -> None:
+    worker = Worker().run(3.0, step_s=0.05, tokens=500).run(3.0, step_s=0.01, tokens=4)
+    assert worker.pace.prefill_rate == pytest.approx(10_000)
+
+
+def test_a_step_takes_at_most_what_larger_ones_and_as_many_smaller_ones_take() -> None:
+    pace = Worker().run(3.0, step_s=0.05, tokens=500).run(3.0, step_s=0.01, tokens=4).pace
+    assert pace.most_step_s(2) == pytest.approx(0.01)
+    assert pace.most_step_s(8) == pytest.approx(0.02)
+    assert pace.most_step_s(100) == pytest.approx(0.05)
+    assert pace.most_step_s(1000) == pytest.approx(0.1)
+
+
+def test_blocks_come_free_as_sequences_end_less_what_the_others_grow() -> None:
+    worker = Worker()
+    assert worker.run(0.5, step_s=0.01, tokens=1, released_per_s=20).pace.free_rate is None
+    worker.run(60.0, step_s=0.01, tokens=1, released_per_s=20)
+    assert worker.pace.free_rate == pytest.approx(20 - 100 / BLOCK_SIZE, rel=0.01)
+    worker.run(60.0, step_s=0.01, tokens=1)
+    assert worker.pace.free_rate == pytest.approx(-100 / BLOCK_SIZE, rel=0.01)
+
+
+def test_a_worker_ten_times_as_slow_as_the_others_is_slow() -> None:
+    workers = [Worker().run(5.0, s, tokens=8) for s in (0.03, 0.3, 0.03)]
+    assert are_slow(*workers, now=5.0) == {"w1"}
+    assert are_slow(*workers[:2], now=5.0) == {"w1"}
+    assert not are_slow(workers[1], now=5.0)
+
+
+def test_twice_as_slow_is_not_slow() -> None:
+    assert not are_slow(*(Worker().run(5.0, s, tokens=8) for s in (0.03, 0.06)), now=5.0)
+
+
+def test_a_worker_that_prefills_is_not_slow_beside_one_that_decodes() -> None:
+    prefills = Worker().run(5.0, step_s=0.25, tokens=512)
+    decodes = Worker().run(5.0, step_s=0.025, tokens=8)
+    assert not are_slow(prefills, decodes, now=5.0)
+
+
+def test_a_slow_worker_is_slow_also_with_more_to_do_than_the_others() -> None:
+    busy = Worker().run(5.0, step_s=0.3, tokens=8)
+    nearly_idle = Worker().run(5.0, step_s=0.03, tokens=8).run(2.0, step_s=0.03, tokens=1)
+    assert are_slow(busy, nearly_idle, now=5.0) == {"w0"}
+
+
+def test_the_noise_of_very_short_steps_makes_nobody_slow() -> None:
+    assert not are_slow(*(Worker().run(5.0, s, tokens=8) for s in (0.001, 0.019)), now=5.0)
+
+
+def test_a_worker_that_does_nothing_for_a_while_is_tried_again() -> None:
+    workers = [Worker().run(5.0, s, tokens=8) for s in (0.03, 0.3)]
+    assert are_slow(*workers, now=14.0) == {"w1"}
+    assert not are_slow(*workers, now=16.0)
+
+
+def test_a_worker_that_has_recovered_is_not_slow_any_more() -> None:
+    workers = [Worker().run(5.0, s, tokens=8) for s in (0.03, 0.3)]
+    workers[1].run(5.0, step_s=0.03, tokens=8)
+    assert not are_slow(*workers, now=10.0)

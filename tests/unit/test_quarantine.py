@@ -1,0 +1,61 @@
+"""A request that its last workers died of is tried where it can harm nobody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from router.admission.placement import Placement
+from router.admission.policy import Waiting
+from router.admission.worker_view import Capacity, Load
+from router.config import RouterConfig
+
+SUSPECT = Waiting("suspect", "g", 0.0, prefill_tokens=10, max_tokens=10, is_suspect=True)
+OTHER = replace(SUSPECT, request_id="other", is_suspect=False)
+
+
+def placement_of(**loads: Load) -> Placement:
+    placement = Placement(RouterConfig())
+    for worker_id, load in loads.items():
+        placement.join(worker_id, Capacity(max_num_seqs=8, num_blocks=100))
+        placement.report(worker_id, load, now=0.0)
+    return placement
+
+
+def test_nothing_joins_a_suspect_before_its_first_token() -> None:
+    placement = placement_of(a=Load(1))
+    placement.reserve("a", 7, SUSPECT, now=0.0)
+    assert placement.choose(OTHER) is None
+    placement.acknowledge("a", 7)
+    placement.report("a", Load(2, num_running=1, pending_prefill_tokens=10), now=0.0)
+    assert placement.choose(OTHER) is None
+    placement.report("a", Load(3, num_running=1), now=0.0)
+    assert placement.choose(OTHER) == "a"
+
+
+def test_a_state_from_before_the_dispatch_acquits_nobody() -> None:
+    placement = placement_of(a=Load(1))
+    placement.reserve("a", 7, SUSPECT, now=0.0)
+    placement.report("a", Load(2), now=0.0)
+    assert placement.choose(OTHER) is None
+
+
+def test_a_suspect_that_its_worker_never_got_holds_up_nobody_for_ever() -> None:
+    placement = placement_of(a=Load(1))
+    placement.reserve("a", 7, SUSPECT, now=0.0)
+    placement.expire(now=1.5)
+    placement.report("a", Load(2), now=1.5)
+    assert placement.choose(OTHER) == "a"
+
+
+def test_a_suspect_goes_where_everybody_else_makes_tokens() -> None:
+    placement = placement_of(
+        a=Load(1, num_running=2, committed_tokens=10, pending_prefill_tokens=5),
+        b=Load(1, num_running=2, committed_tokens=50),
+    )
+    assert placement.choose(OTHER) == "a"
+    assert placement.choose(SUSPECT) == "b"
+
+
+def test_a_suspect_does_not_wait_for_such_a_worker() -> None:
+    placement = placement_of(a=Load(1, num_running=2, pending_prefill_tokens=5))
+    assert placement.choose(SUSPECT) == "a"

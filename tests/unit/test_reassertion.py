@@ -1,0 +1,380 @@
+"""A ledger that came back with less is told again what it had: no stream is lost, none repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from everlift.errors import DataLoss, LedgerUnavailable, Moved, UnknownRequest
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.gateway.live import LiveRequest
+from router.ledger.base import Membership, NotQueued
+from router.ledger.entry import Entry, Reasserted, State, Stored
+from router.ledger.memory import MemoryLedger
+from tests.gateway_support import (
+    CONFIG,
+    TERM,
+    Gateway,
+    gateway_ledger,
+    roll_back,
+    saved,
+    started_gateway,
+    texts,
+    until,
+)
+
+EOS, LENGTH = session_pb2.STOP_CAUSE_EOS, session_pb2.STOP_CAUSE_LENGTH
+
+
+class ForgetfulLedger(MemoryLedger):
+    """Its server comes back as it was at some moment. Notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(time.monotonic)
+        self.told: list[str] = []
+        self.telling = self.most_at_once = 0
+        self.is_away = False
+
+    async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
+        self.telling += 1
+        self.most_at_once = max(self.most_at_once, self.telling)
+        await asyncio.sleep(0)
+        self.telling -= 1
+        if self.is_away:
+            raise LedgerUnavailable("away")
+        self.told.append(stored.entry.request_id)
+        return await super().reassert(stored)
+
+
+@pytest.fixture
+async def ledger() -> ForgetfulLedger:
+    return await gateway_ledger(ForgetfulLedger())
+
+
+@pytest.fixture
+async def nothing(ledger: ForgetfulLedger) -> dict[str, object]:
+    return saved(ledger)
+
+
+@pytest.fixture
+async def gateway(ledger: ForgetfulLedger) -> AsyncIterator[Gateway]:
+    async with started_gateway(ledger) as gateway:
+        await gateway.requests.generation_changed("first")
+        yield gateway
+
+
+class History:
+    """One request of two choices, from its submission to its end, with a lost worker in between. A
+    leader that is not let dispatch tells the gateway so."""
+
+    def __init__(self, gateway: Gateway, ledger: ForgetfulLedger) -> None:
+        self.gateway = gateway
+        self.ledger = ledger
+        self.live: LiveRequest
+        self.steps: list[Callable[[], Awaitable[None]]] = [
+            self.submit,
+            self.dispatch,
+            self.begin,
+            self.end_a_choice,
+            self.lose,
+            self.dispatch,
+            self.go_on,
+            self.finish,
+        ]
+        self.saved = [saved(ledger)]
+
+    async def run(self, steps: slice) -> None:
+        for step in self.steps[steps]:
+            await step()
+            self.saved.append(saved(self.ledger))
+
+    async def submit(self) -> None:
+        self.live = await self.gateway.submit(n=2)
+
+    async def dispatch(self) -> None:
+        for _ in range(3):
+            num_enqueued = len(self.gateway.line.enqueued)
+            try:
+                self.epoch = await self.gateway.dispatch()
+                return
+            except NotQueued:
+                self.gateway.requests.stale("r")
+                await until(lambda n=num_enqueued: len(self.gateway.line.enqueued) > n)
+        raise AssertionError("never dispatched")
+
+    async def begin(self) -> None:
+        self.gateway.make(self.epoch, 0, "ab")
+        await until(lambda: self.live.choices[0].stored == 2)
+
+    async def end_a_choice(self) -> None:
+        self.gateway.make(self.epoch, 0, "xyz", EOS, choice=1)
+        await until(lambda: self.live.choices[1].is_complete)
+
+    async def lose(self) -> None:
+        num_enqueued = len(self.gateway.line.enqueued)
+        self.gateway.requests.attempts.worker_lost("w")
+        await until(lambda: len(self.gateway.line.enqueued) > num_enqueued)
+
+    async def go_on(self) -> None:
+        self.gateway.make(self.epoch, 2, "cd")
+        await until(lambda: self.live.choices[0].stored == 4)
+
+    async def finish(self) -> None:
+        self.gateway.make(self.epoch, 4, "e", LENGTH)
+        await until(lambda: self.live.is_over)
+
+
+NUM_STEPS = 8
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+@pytest.mark.parametrize("kept", range(NUM_STEPS))
+async def test_whatever_the_ledger_forgets_the_stream_is_whole(
+    ledger: ForgetfulLedger, gateway: Gateway, kept: int, is_noticed: bool
+) -> None:
+    """Rolled back to after its first ``kept`` steps, from after any later one."""
+    for done in range(kept + 1, NUM_STEPS + is_noticed):
+        history = History(gateway, ledger)
+        await history.run(slice(done))
+        roll_back(ledger, history.saved[kept])
+        if is_noticed:
+            await gateway.requests.generation_changed(f"{kept} {done}")
+        await history.run(slice(done, None))
+        pieces = await gateway.read(history.live)
+        by_choice = [texts([piece for piece in pieces if piece.choice == c]) for c in range(2)]
+        assert by_choice == ["abcde", "xyz"]
+        offsets = [(piece.choice, piece.offset) for piece in pieces if piece.token_ids]
+        assert len(set(offsets)) == len(offsets)
+        stored = await ledger.read("r")
+        assert stored.entry.state is State.FINISHED
+        assert [bytes(choice.tokens) for choice in stored.choices] == [b"abcde", b"xyz"]
+        assert not ledger._owned
+        await gateway.requests.forget("r")
+        assert gateway.requests.counters.failed == 0
+
+
+async def test_a_ledger_that_lost_nothing_is_told_nothing(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(3))
+    await gateway.submit(request_id="waits")
+    await gateway.requests.generation_changed("second")
+    assert gateway.line.generations == ["first", "second"]
+    assert not ledger.told
+    assert len(gateway.line.enqueued) == 2
+    assert gateway.requests.ledger_status().rollbacks == 0
+
+
+async def test_what_the_leader_is_told_comes_after_what_the_ledger_is_told(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    for number in range(20):
+        await gateway.submit(request_id=f"r{number}")
+    roll_back(ledger, nothing)
+    ledger.is_away = True
+    telling = asyncio.create_task(gateway.requests.generation_changed("second"))
+    await until(lambda: ledger.telling == 0 and ledger.most_at_once > 1)
+    assert gateway.line.generations == ["first"]
+    ledger.is_away = False
+    await telling
+    assert gateway.line.generations == ["first", "second"]
+    assert sorted(ledger.told) == sorted(f"r{number}" for number in range(20))
+    assert ledger.most_at_once < 20
+    arrivals = [waiting.arrived for waiting in gateway.line.enqueued]
+    assert [(await ledger.get(f"r{n}")).arrived for n in range(20)] == arrivals
+
+
+async def test_what_clients_read_is_told_before_what_waits(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    await gateway.submit(request_id="waits")
+    await gateway.submit(request_id="runs")
+    await gateway.dispatch("runs")
+    roll_back(ledger, nothing)
+    await gateway.requests.generation_changed("second")
+    assert ledger.told == ["runs", "waits"]
+
+
+async def test_a_rollback_is_counted_once_a_generation(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    membership = Membership(0.0, "", "", 0, 0, generation="first")
+    gateway.requests.ledger_answered(membership)
+    for number in range(3):
+        await gateway.submit(request_id=f"r{number}")
+    for generation in ("second", "third"):
+        roll_back(ledger, nothing)
+        gateway.requests.ledger_answered(replace(membership, generation=generation))
+        await gateway.requests.generation_changed(generation)
+    assert gateway.requests.ledger_status().rollbacks == 2
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "refused"])
+async def test_ends_of_a_moment_ago_are_told_again(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object], ending: str
+) -> None:
+    await gateway.submit()
+    epoch = await gateway.dispatch()
+    if ending == "cancelled":
+        await gateway.requests.cancel("r")
+    else:
+        gateway.make(epoch, 0, "", session_pb2.STOP_CAUSE_REFUSED, error="no")
+        await until(lambda: not len(gateway.requests))
+    entry = await ledger.get("r")
+    assert entry.state.is_final
+    roll_back(ledger, nothing)
+    await gateway.requests.generation_changed("second")
+    assert await ledger.get("r") == entry
+    assert not ledger._owned
+
+
+async def test_what_ended_long_ago_is_not_kept(
+    ledger: ForgetfulLedger, nothing: dict[str, object]
+) -> None:
+    gateway = Gateway(ledger, config=replace(CONFIG, reassert=0.0))
+    await gateway.requests.generation_changed("first")
+    await gateway.submit()
+    await gateway.requests.cancel("r")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    roll_back(ledger, nothing)
+    await gateway.requests.generation_changed("second")
+    with pytest.raises(UnknownRequest):
+        await ledger.get("r")
+
+
+async def test_what_was_forgotten_stays_so(ledger: ForgetfulLedger, gateway: Gateway) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(NUM_STEPS))
+    before = saved(ledger)
+    await gateway.requests.forget("r")
+    for generation in ("second", "third"):
+        await gateway.requests.generation_changed(generation)
+        with pytest.raises(UnknownRequest):
+            await ledger.get("r")
+        roll_back(ledger, before)
+    await gateway.requests.generation_changed("fourth")
+    assert not ledger._records
+    # A request that comes under its id is another one.
+    again = await gateway.submit()
+    assert not again.is_over
+
+
+async def test_other_tokens_than_were_streamed_are_data_loss(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(3))
+    ledger._records["r"].choices[0].tokens[:] = b"a?"
+    ledger._records["r"].entry = replace(ledger._records["r"].entry, moves=1)
+    await gateway.requests.generation_changed("second")
+    with pytest.raises(DataLoss, match="other tokens"):
+        await gateway.read(history.live)
+    assert gateway.workers.aborted == [(history.epoch, ())]
+    entry = await ledger.get("r")
+    assert (entry.state, entry.error_slug) == (State.FAILED, DataLoss.slug)
+    assert gateway.requests.counters.failed == 1
+
+
+async def test_what_another_gateway_has_by_now_is_its_own(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(3))
+    await ledger.take_over("r", "other", "gateway")
+    await gateway.requests.generation_changed("second")
+    with pytest.raises(Moved):
+        await gateway.read(history.live)
+    assert (await ledger.get("r")).gateway == "other"
+    assert gateway.workers.aborted == [(history.epoch, ())]
+
+
+async def test_a_dispatch_that_is_on_its_way_is_waited_for(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    live = await gateway.submit()
+    entry = await ledger.dispatch("r", "w", 7, TERM)
+    await gateway.requests.generation_changed("second")
+    assert await ledger.get("r") == entry
+    gateway.requests.dispatched(
+        session_pb2.Dispatched(request_id="r", worker_id="w", epoch=7, attempt=1, moves=entry.moves)
+    )
+    gateway.make(7, 0, "a", EOS)
+    assert texts(await gateway.read(live)) == "a"
+
+
+async def test_a_dispatch_that_the_ledger_made_twice_runs_once(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    """It forgot the first one, and a leader that did not know yet was quick."""
+    history = History(gateway, ledger)
+    await history.run(slice(3))
+    roll_back(ledger, history.saved[1])
+    second = await gateway.dispatch()
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    third = await gateway.dispatch()
+    assert len({history.epoch, second, third}) == 3
+    gateway.make(history.epoch, 2, "LATE")
+    assert (await ledger.get("r")).epoch == third
+    started = [(start.epoch, bytes(start.output_ids)) for start in gateway.workers.started]
+    assert started[2:] == [(third, b"ab"), (third, b"")]
+    gateway.make(third, 2, "c", EOS)
+    gateway.make(third, 0, "x", EOS, choice=1)
+    pieces = await gateway.read(history.live)
+    assert [texts([p for p in pieces if p.choice == c]) for c in range(2)] == ["abc", "x"]
+
+
+async def test_what_is_cancelled_while_the_ledger_has_forgotten_it_is_cancelled(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(3))
+    roll_back(ledger, nothing)
+    assert (await gateway.requests.cancel("r")).state is State.CANCELLED
+    stored = await ledger.read("r")
+    assert stored.entry.state is State.CANCELLED
+    assert bytes(stored.choices[0].tokens) == b"ab"
+    assert not ledger._owned
+
+
+async def test_deadline_class_and_logprobs_are_told_again_too(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    scores = [pb.TokenLogprobs(logprob=-1.0)]
+    live = await gateway.submit(
+        timeout_s=60.0,
+        priority=3,
+        ttft_target_ms=500,
+        sampling=pb.Sampling(logprobs=0, prompt_logprobs=0),
+    )
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "a", logprobs=scores, prompt_offset=1, prompt_logprobs=scores)
+    await until(lambda: live.choices[0].stored == 1)
+    before = await ledger.read("r")
+    roll_back(ledger, nothing)
+    await gateway.requests.generation_changed("second")
+    assert replace(await ledger.read("r"), now=before.now) == before
+
+
+async def test_what_comes_while_it_is_told_is_not_left_out(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    live = await gateway.submit(max_tokens=64)
+    epoch = await gateway.dispatch()
+    roll_back(ledger, nothing)
+    telling = asyncio.create_task(gateway.requests.generation_changed("second"))
+    for offset in count():
+        gateway.make(epoch, offset, "x")
+        await asyncio.sleep(0)
+        if telling.done():
+            break
+    gateway.make(epoch, offset + 1, "y", EOS)
+    assert texts(await gateway.read(live)) == "x" * (offset + 1) + "y"
+    assert await gateway.stored() == (State.FINISHED, b"x" * (offset + 1) + b"y")

@@ -1,0 +1,91 @@
+"""The head of the queue waits for gateways that may have something older, and not for ever."""
+
+from __future__ import annotations
+
+from router.admission.policy import Key
+from router.admission.roll_call import RollCall
+
+
+def key(arrived: float, priority: int = 0) -> Key:
+    return (-priority, arrived, "r")
+
+
+def roll_call(*living: str) -> RollCall:
+    call = RollCall(now=0.0, patience_s=1.0)
+    call.living(living)
+    return call
+
+
+def test_nothing_leaves_before_one_knows_who_is_alive() -> None:
+    call = RollCall(now=0.0, patience_s=1.0)
+    call.connect("a", 0.0)
+    call.complete("a")
+    assert not call.allows(key(1.0), 0.9)
+    call.living(["a"])
+    assert call.allows(key(1.0), 0.9)
+
+
+def test_the_head_leaves_when_every_gateway_has_come_as_far() -> None:
+    call = roll_call("a", "b")
+    for gateway, arrived in (("a", 3.0), ("b", 2.0)):
+        call.connect(gateway, 0.0)
+        assert not call.allows(key(1.0), 0.0)
+        call.told(gateway, key(arrived), 0.0)
+    assert call.allows(key(2.0), 0.0)
+    assert not call.allows(key(2.5), 0.0)
+    call.complete("b")
+    assert call.allows(key(2.5), 0.0)
+    assert not call.allows(key(4.0), 0.0)
+
+
+def test_a_higher_class_that_came_later_is_still_before_a_lower_one() -> None:
+    call = roll_call("a")
+    call.connect("a", 0.0)
+    call.told("a", key(9.0, priority=1), 0.0)
+    assert call.allows(key(5.0, priority=1), 0.0)
+    assert not call.allows(key(5.0), 0.0)
+
+
+def test_news_of_something_old_does_not_set_the_mark_back() -> None:
+    call = roll_call("a")
+    call.connect("a", 0.0)
+    call.told("a", key(5.0), 0.0)
+    call.told("a", key(1.0), 0.0)
+    assert call.allows(key(4.0), 0.0)
+
+
+def test_a_living_gateway_that_does_not_come_is_waited_for_and_no_longer() -> None:
+    call = roll_call("a", "dead")
+    call.connect("a", 0.0)
+    call.complete("a")
+    assert call.is_gathering(0.9) and not call.allows(key(1.0), 0.9)
+    assert not call.is_gathering(1.0) and call.allows(key(1.0), 1.0)
+
+
+def test_a_gateway_whose_lease_is_over_is_waited_for_no_more() -> None:
+    call = roll_call("a", "dying")
+    call.connect("a", 0.0)
+    call.complete("a")
+    assert not call.allows(key(1.0), 0.1)
+    call.living(["a"])
+    assert call.allows(key(1.0), 0.1)
+
+
+def test_a_gateway_that_falls_silent_while_it_tells_holds_up_nobody_for_long() -> None:
+    call = roll_call("a")
+    call.connect("a", 0.0)
+    call.told("a", key(1.0), 0.5)
+    assert not call.allows(key(2.0), 1.4)
+    assert call.allows(key(2.0), 1.5)
+    call.told("a", key(1.5), 1.6)
+    assert not call.allows(key(2.0), 1.6)
+
+
+def test_a_gateway_that_comes_again_tells_from_the_beginning() -> None:
+    call = roll_call("a")
+    call.connect("a", 0.0)
+    call.complete("a")
+    call.disconnect("a")
+    assert call.allows(key(1.0), 0.0)
+    call.connect("a", 0.1)
+    assert not call.allows(key(1.0), 0.1)

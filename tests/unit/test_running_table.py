@@ -1,0 +1,71 @@
+"""What runs, found by who would make room first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from router.admission.policy import Waiting
+from router.admission.running import Running, RunningTable
+
+
+def running(request_id: str, **fields: object) -> Running:
+    made = Running(
+        request_id, "g", "w", epoch=1, priority=0, known_tokens=10, arrived=0.0, moves_left=1
+    )
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+def table_of(*entries: Running) -> RunningTable:
+    table = RunningTable()
+    for entry in entries:
+        table.put(entry)
+    return table
+
+
+def names(entries: object) -> list[str]:
+    return [entry.request_id for entry in entries]  # type: ignore[attr-defined]
+
+
+def test_the_lowest_class_makes_room_first_and_there_who_knows_least() -> None:
+    table = table_of(
+        running("long", known_tokens=50),
+        running("high", priority=2),
+        running("short", known_tokens=5),
+        running("low", priority=-1, known_tokens=99),
+        running("elsewhere", worker_id="other"),
+    )
+    assert names(table.below(1, "w")) == ["low", "short", "long"]
+    assert names(table.below(0, "w")) == ["low"]
+    assert names(table.from_class(0, "w")) == ["short", "long", "high"]
+    assert not list(table.below(5, "unknown"))
+
+
+def test_what_is_told_again_replaces_what_was_known() -> None:
+    table = table_of(running("r", choices=3), running("r", known_tokens=40, is_preempted=True))
+    assert table.preempted() == [running("r", known_tokens=40, choices=3, is_preempted=True)]
+    table.put(running("r", epoch=2, worker_id="other"))
+    assert table.get("r") == running("r", epoch=2, worker_id="other")
+    assert not table.has_preempted and not list(table.below(1, "w"))
+
+
+def test_what_ends_leaves_no_trace() -> None:
+    table = table_of(running("a", is_preempted=True), running("b", gateway="other"))
+    assert table.remove("a") is not None
+    assert table.remove("a") is None
+    table.remove_gateway("other")
+    table.remove_gateway("other")
+    assert len(table) == 0
+    assert not table._of_gateway and not table._ranks and not table._preempted
+
+
+def test_a_gateway_takes_only_its_own_along() -> None:
+    table = table_of(running("a"), running("b", gateway="dead"), running("c", gateway="dead"))
+    table.remove_gateway("dead")
+    assert names(table.below(1, "w")) == ["a"]
+
+
+def test_a_dispatch_is_known_as_what_waited() -> None:
+    waiting = Waiting("r", "g", 3.0, 20, 5, choices=2, priority=1, moves_left=4)
+    assert Running.dispatched(waiting, "owner", "w", 7) == Running(
+        "r", "owner", "w", 7, 1, 20, 3.0, 4, choices=2
+    )

@@ -1,0 +1,154 @@
+"""Virtual time: what waits is there at once, in order, and nothing happens by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from cluster.sim.clock import Clock, Endless, NothingHappens
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    yield clock
+    clock.close()
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_an_hour_is_over_at_once(clock: Clock) -> None:
+    began = time.monotonic()
+    process = clock.process("p")
+    clock.run(process.create_task(asyncio.sleep(3600)), limit=4000)
+    assert clock.elapsed == 3600
+    assert time.monotonic() - began < 60
+
+
+def test_what_is_due_first_happens_first_and_equals_in_their_order(clock: Clock) -> None:
+    process, seen = clock.process("p"), list[str]()
+    for name, delay in (("b", 2.0), ("a", 1.0), ("c", 2.0)):
+        process.call_later(delay, seen.append, name)
+    clock.run_for(2.0)
+    assert seen == ["a", "b", "c"]
+
+
+def test_a_cancelled_timer_does_not_fire(clock: Clock) -> None:
+    process, seen = clock.process("p"), list[str]()
+    process.call_later(1.0, seen.append, "x").cancel()
+    clock.run_for(2.0)
+    assert not seen
+
+
+def test_a_timeout_ends_a_wait(clock: Clock) -> None:
+    async def wait() -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await asyncio.Event().wait()
+        return now()
+
+    process = clock.process("p")
+    began = clock.now
+    assert clock.run(process.create_task(wait()), limit=10) == began + 5
+
+
+def test_a_thread_of_simulated_code_runs_in_place(clock: Clock) -> None:
+    process = clock.process("p")
+    work = asyncio.to_thread(lambda: 7)
+    assert clock.run(process.create_task(work), limit=1) == 7
+
+
+def test_a_frozen_process_does_everything_late_and_others_go_on(clock: Clock) -> None:
+    frozen, other, seen = clock.process("frozen"), clock.process("other"), list[object]()
+
+    async def tick(name: str) -> None:
+        for _ in range(3):
+            await asyncio.sleep(1.0)
+            seen.append((name, round(clock.elapsed, 3)))
+
+    frozen.create_task(tick("frozen"))
+    other.create_task(tick("other"))
+    clock.run_for(0.5)
+    frozen.freeze(5.0)
+    clock.run_for(10.0)
+    assert seen == [
+        *[("other", 1.0), ("other", 2.0), ("other", 3.0)],
+        *[("frozen", 5.5), ("frozen", 6.5), ("frozen", 7.5)],
+    ]
+
+
+def test_what_a_killed_process_had_is_taken_apart_unseen(clock: Clock) -> None:
+    process, seen = clock.process("p"), list[str]()
+
+    async def live() -> None:
+        try:
+            await asyncio.sleep(10)
+            seen.append("slept")
+        finally:
+            seen.append("taken apart")
+            raise RuntimeError("of no interest any more")
+
+    task = process.create_task(live())
+    clock.run_for(1.0)
+    process.kill()
+    clock.run_for(20.0)
+    assert seen == ["taken apart"]
+    assert task.done()
+    del task
+    assert not clock.uncaught
+
+
+def test_an_error_that_nobody_catches_is_kept(clock: Clock) -> None:
+    async def fail() -> None:
+        raise ValueError("seven")
+
+    process = clock.process("p")
+    process.create_task(fail())
+    clock.run_for(1.0)
+    [(name, error)] = clock.uncaught
+    assert (name, str(error)) == ("p", "seven")
+
+
+def test_an_abandoned_generator_is_closed_in_its_process(clock: Clock) -> None:
+    seen = list[bool]()
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            await asyncio.sleep(1.0)
+            seen.append(asyncio.get_running_loop() is process)
+
+    async def read_one() -> int:
+        async for number in numbers():
+            return number
+        return 0
+
+    process = clock.process("p")
+    assert clock.run(process.create_task(read_one()), limit=5) == 1
+    clock.run_for(2.0)
+    assert seen == [True]
+
+
+def test_waiting_for_nothing_is_an_error(clock: Clock) -> None:
+    process = clock.process("p")
+    with pytest.raises(NothingHappens):
+        clock.run(process.create_task(asyncio.Event().wait()), limit=5)
+    with pytest.raises(TimeoutError):
+        clock.run(process.create_task(asyncio.sleep(9)), limit=5)
+
+
+def test_time_that_stands_still_is_an_error(clock: Clock) -> None:
+    async def spin() -> None:
+        while True:
+            await asyncio.sleep(0)
+
+    clock.process("p").create_task(spin())
+    with pytest.raises(Endless):
+        clock.run_for(1.0)

@@ -1,0 +1,117 @@
+"""What a soak counts is what happened: its own figures, on small stories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from cluster.chaos.run import Happened
+from everlift.stream import Chunk
+from router.ledger.entry import Event
+from tests.soak.clients import Seen
+from tests.soak.pool import Answer, make_pool
+from tests.soak.times import Line, detections, next_tokens, p, router_lines
+
+RIGHT = Answer((((1, 2), "ab", "STOP"),))
+KILL = Happened("kill worker", 10.0, "w")
+
+
+def seen(*chunks: tuple[int, int]) -> Seen:
+    """Of chunks by offset and number of tokens."""
+    seen = Seen("r", RIGHT)
+    for offset, count in chunks:
+        seen.add(Chunk(offset, tuple(range(count)), "", epoch=1, unledgered=False))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("chunks", "repeated", "missing", "offsets"),
+    [
+        ([(0, 1), (1, 2)], 0, 0, [3]),
+        ([(0, 2), (1, 2)], 1, 0, [3]),
+        ([(0, 1), (3, 1)], 0, 2, [4]),
+        ([], 0, 0, []),
+    ],
+)
+def test_tokens_that_come_twice_or_not_are_counted(
+    chunks: list[tuple[int, int]], repeated: int, missing: int, offsets: list[int]
+) -> None:
+    noted = seen(*chunks)
+    assert (noted.repeated, noted.missing, noted.offsets) == (repeated, missing, offsets)
+
+
+def test_a_request_is_lost_without_an_answer_and_wrong_with_another_one() -> None:
+    noted = seen((0, 2))
+    assert (noted.is_lost, noted.is_wrong) == (True, False)
+    noted.answer = RIGHT
+    assert (noted.is_lost, noted.is_wrong) == (False, False)
+    noted.answer = Answer((((1, 3), "ab", "STOP"),))
+    assert (noted.is_lost, noted.is_wrong) == (False, True)
+
+
+def lines(*events: tuple[float, str, str, str]) -> list[Line]:
+    return [Line(*event) for event in events]
+
+
+def test_each_routers_first_word_about_a_worker_counts() -> None:
+    written = lines(
+        (9.0, "router-0", "worker lost", "w"),
+        (10.1, "router-0", "worker lost", "other"),
+        (10.2, "router-0", "worker lost", "w"),
+        (10.5, "router-1", "worker lost", "w"),
+        (10.6, "router-0", "worker lost", "w"),
+        (99.0, "router-2", "worker lost", "w"),
+    )
+    found = detections([KILL], written)
+    assert found == {"kill worker": pytest.approx([0.2, 0.5])}
+    assert detections([Happened("kill worker", 10.0, "", "refused")], written) == {}
+
+
+def test_one_new_leader_is_enough() -> None:
+    written = lines((11.5, "router-1", "leading", ""), (14.0, "router-0", "leading", ""))
+    assert detections([Happened("pause leader", 10.0, "l")], written) == {"pause leader": [1.5]}
+
+
+def gaps(arrivals: Sequence[tuple[float, int]], *events: Event) -> list[float]:
+    stream = Seen("r", RIGHT, arrivals=[*arrivals])
+    return next_tokens([KILL], [stream], {"r": events})
+
+
+def test_the_next_token_is_the_first_of_another_attempt() -> None:
+    on_w = (Event(9.0, "dispatch", "w"), Event(11.0, "release", "lost"))
+    assert gaps([(9.5, 1), (10.01, 1), (12.0, 2)], *on_w) == [2.0]
+    assert gaps([(12.0, 2)], *on_w) == [2.0]
+    assert gaps([(9.5, 1), (10.01, 1)], *on_w) == []
+
+
+def test_a_stream_that_was_elsewhere_was_not_struck() -> None:
+    arrivals = [(9.5, 1), (12.0, 2)]
+    assert gaps(arrivals, Event(9.0, "dispatch", "v")) == []
+    assert gaps(arrivals, Event(9.0, "dispatch", "w"), Event(9.9, "release", "lost")) == []
+    assert gaps(arrivals, Event(10.1, "dispatch", "w")) == []
+
+
+def test_routers_logs_are_read_together(tmp_path: Path) -> None:
+    for name, second in (("router-1", 2), ("router-0", 1)):
+        line = {
+            "ts": datetime.fromtimestamp(second, UTC).isoformat(timespec="milliseconds"),
+            "component": name,
+            "event": "worker lost",
+            "worker_id": "w",
+        }
+        (tmp_path / f"{name}.log").write_text(f"warning: no JSON\n{json.dumps(line)}\n")
+    assert router_lines(tmp_path) == lines(
+        (1.0, "router-0", "worker lost", "w"), (2.0, "router-1", "worker lost", "w")
+    )
+
+
+def test_a_percentile_of_few_is_one_of_them() -> None:
+    assert (p(99, []), p(99, [2.5]), p(50, [1.0, 2.0, 4.0])) == (0.0, 2.5, 2.0)
+
+
+def test_the_same_seed_asks_the_same() -> None:
+    assert make_pool(20, 1) == make_pool(20, 1) != make_pool(20, 2)

@@ -1,0 +1,139 @@
+"""What a gateway tells a new leader: everything once, in order, and always the newest word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from everlift.v1 import session_pb2 as pb
+from router.admission import telling as module
+from router.admission.policy import Fifo
+from router.admission.telling import Telling
+
+
+def waits(request_id: str, arrived: float, **fields: object) -> pb.Waiting:
+    return pb.Waiting(request_id=request_id, arrived=arrived, **fields)  # type: ignore[arg-type]
+
+
+def runs(request_id: str, **fields: object) -> pb.Running:
+    return pb.Running(request_id=request_id, **fields)  # type: ignore[arg-type]
+
+
+def telling(
+    waiting: Iterable[pb.Waiting] = (), running: Iterable[pb.Running] = (), generation: str = ""
+) -> Telling:
+    return Telling("router", waiting, running, generation, Fifo())
+
+
+def told(parts: Iterable[pb.GatewayMessage]) -> list[str]:
+    """Everything that was told; of one message what waits, has gone, runs, in this order."""
+    words: list[str] = []
+    for part in parts:
+        words.extend(f"waits {it.request_id}" for it in part.enqueue)
+        words.extend(f"gone {request_id}" for request_id in part.withdraw)
+        words.extend(f"runs {it.request_id}" for it in part.running)
+        words.extend(["complete"] if part.is_complete else [])
+    return words
+
+
+def rest(this: Telling) -> Iterator[pb.GatewayMessage]:
+    while this:
+        yield this.part()
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST", 1)
+    monkeypatch.setattr(module, "_MOST", 2)
+
+
+def test_the_first_message_says_who_speaks_and_which_ledger_it_knows() -> None:
+    first, *others = rest(telling([waits("a", 1.0)], generation="one"))
+    assert (first.router_id, first.generation) == ("router", "one")
+    assert not any(part.router_id or part.generation for part in others)
+
+
+def test_everything_is_told_in_parts_and_once() -> None:
+    this = telling([waits("a", 1.0), waits("b", 2.0), waits("c", 3.0)], [runs("x"), runs("y")])
+    parts = list(rest(this))
+    assert told(parts) == ["waits a", "waits b", "waits c", "complete", "runs x", "runs y"]
+    assert max(len(part.enqueue) + len(part.running) for part in parts) == 2
+
+
+def test_nothing_is_made_before_it_is_told() -> None:
+    made: list[int] = []
+
+    def waiting() -> Iterator[pb.Waiting]:
+        for number in range(1000):
+            made.append(number)
+            yield waits(f"r{number}", number)
+
+    this = telling(waiting())
+    this.part()
+    assert len(made) <= 2
+
+
+def test_what_comes_meanwhile_behind_the_mark_is_told_in_its_turn() -> None:
+    this = telling([waits("a", 1.0), waits("c", 3.0)])
+    first = this.part()
+    this.enqueue(waits("d", 4.0))
+    this.enqueue(waits("b", 2.0))
+    assert told([first, *rest(this)]) == ["waits a", "waits b", "waits c", "waits d", "complete"]
+
+
+def test_what_comes_back_before_the_mark_is_told_at_once() -> None:
+    this = telling([waits("b", 2.0), waits("c", 3.0), waits("d", 4.0), waits("e", 5.0)])
+    first = this.part()
+    this.enqueue(waits("a", 1.0))
+    assert told([first, this.part()]) == ["waits b", "waits a", "waits c", "waits d"]
+
+
+def test_the_roll_says_nothing_of_what_has_changed_since() -> None:
+    this = telling([waits(name, float(n)) for n, name in enumerate("abcd")], [runs("x"), runs("y")])
+    first = this.part()
+    this.withdraw("b")
+    this.dispatched("c")
+    this.withdraw("x")
+    words = told([first, *rest(this)])
+    assert words == ["waits a", "waits d", "gone b", "gone x", "complete", "runs y"]
+
+
+def test_of_each_request_only_the_newest_word_is_told() -> None:
+    this = telling()
+    list(rest(this))
+    this.enqueue(waits("a", 1.0))
+    this.withdraw("a")
+    this.withdraw("b")
+    this.enqueue(waits("b", 2.0))
+    assert told(rest(this)) == ["waits b", "gone a"]
+    this.run(runs("b", preempted=True))
+    this.run(runs("b", preempted=False))
+    assert told(rest(this)) == ["runs b"]
+
+
+def test_who_came_late_and_went_again_is_not_told() -> None:
+    this = telling([waits("a", 1.0)])
+    this.enqueue(waits("late", 5.0))
+    this.withdraw("late")
+    this.enqueue(waits("twice", 6.0))
+    this.enqueue(waits("twice", 6.0))
+    assert told(rest(this)) == ["waits a", "gone late", "waits twice", "complete"]
+
+
+def test_a_dispatch_overtakes_that_it_waits_but_not_that_it_has_gone() -> None:
+    this = telling()
+    list(rest(this))
+    this.enqueue(waits("a", 1.0))
+    this.dispatched("a")
+    this.withdraw("b")
+    this.dispatched("b")
+    assert told(rest(this)) == ["gone b"]
+
+
+def test_a_generation_is_told_when_it_comes() -> None:
+    this = telling(generation="one")
+    list(rest(this))
+    assert not this
+    this.assert_generation("two")
+    assert [part.generation for part in rest(this)] == ["two"]

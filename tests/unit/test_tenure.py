@@ -1,0 +1,150 @@
+"""What a leader knows and decides, from its election on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from unittest.mock import patch
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everlift.v1 import session_pb2 as pb
+from router.admission.policy import Fifo
+from router.admission.telling import Telling
+from router.admission.worker_view import Capacity, Load
+from tests.admission_support import Cluster
+
+HUGE = Capacity(max_num_seqs=100_000, num_blocks=10_000_000)
+
+
+def names(cluster: Cluster) -> list[str]:
+    return [placed.waiting.request_id for placed in cluster.place()]
+
+
+def test_a_higher_class_leaves_first_and_within_a_class_who_came_first() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    for name, priority, arrived in (("c", 0, 1.0), ("a", 1, 3.0), ("d", -1, 0.0), ("b", 1, 4.0)):
+        cluster.enqueue(name, priority=priority, arrived=arrived, accepted=True)
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    assert names(cluster) == ["a", "b", "c", "d"]
+
+
+def test_a_full_queue_refuses_what_is_new_and_nothing_else() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    entries = [pb.Waiting(request_id=name) for name in ("a", "b", "c", "d", "a")]
+    entries.append(pb.Waiting(request_id="adopted", accepted=True))
+    assert cluster.hear(pb.GatewayMessage(enqueue=entries)) == (["d"], [])
+    assert cluster.tenure.queued == 4
+
+
+def test_what_waits_again_or_has_gone_does_not_run_any_more() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    for name in ("a", "b", "c"):
+        cluster.runs(name, "w")
+    cluster.enqueue("a")
+    cluster.hear(pb.GatewayMessage(withdraw=["b"]))
+    cluster.hear(pb.GatewayMessage(withdraw=["c"]), gateway="stranger")
+    assert (cluster.tenure.running, cluster.tenure.queued) == (1, 1)
+    cluster.runs("a", "w")
+    assert (cluster.tenure.running, cluster.tenure.queued) == (2, 0)
+    cluster.tenure.disconnect("g")
+    assert cluster.tenure.running == 0
+
+
+def test_what_is_dispatched_runs_for_the_gateway_that_the_ledger_names() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.enqueue("r")
+    cluster.add_worker("w", Load(1))
+    (placed,) = cluster.tenure.place(0.0, 0.0, 1, lambda: 7)
+    cluster.tenure.begun(placed, "owner")
+    cluster.tenure.disconnect("g")
+    assert cluster.tenure.running == 1
+    cluster.tenure.disconnect("owner")
+    assert cluster.tenure.running == 0
+
+
+def test_nothing_leaves_before_its_turn_is_known() -> None:
+    cluster = Cluster()
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    cluster.tenure.connect("g", 0.0)
+    cluster.enqueue("b", arrived=2.0, accepted=True)
+    cluster.connect("other")
+    cluster.enqueue("c", gateway="other", arrived=3.0)
+    assert names(cluster) == ["b"]
+    assert names(cluster) == []
+    cluster.hear(pb.GatewayMessage(is_complete=True))
+    assert names(cluster) == ["c"]
+
+
+class Teller:
+    """A gateway with requests of its own, some of which it gets while it tells of the others."""
+
+    def __init__(self, name: str, waiting: list[tuple[int, float]], late: int) -> None:
+        self.name = name
+        self.waiting: dict[str, pb.Waiting] = {}
+        for priority, arrived in waiting:
+            request_id = f"{name}{len(self.waiting)}"
+            self.waiting[request_id] = pb.Waiting(
+                request_id=request_id,
+                arrived=arrived,
+                priority=priority,
+                accepted=True,
+                choices=1,
+            )
+        self.late = [self.waiting[name] for name in list(self.waiting)[:late]]
+        early = [it for it in self.waiting.values() if it not in self.late]
+        self.telling = Telling(name, sorted(early, key=Fifo().key), (), "", Fifo())
+
+    def parts(self) -> Iterator[pb.GatewayMessage]:
+        while self.telling:
+            yield self.telling.part()
+            if self.late:
+                self.telling.enqueue(self.late.pop())
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(-1, 1), st.floats(0, 100)), max_size=40),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 5),
+    st.randoms(use_true_random=False),
+)
+def test_however_gateways_take_turns_nothing_leaves_before_what_it_knew_to_be_older(
+    gateways: list[list[tuple[int, float]]], late: int, dice: random.Random
+) -> None:
+    """What comes late may come too late; all else leaves in one order, from the first part on."""
+    with patch.multiple("router.admission.telling", _FIRST=1, _MOST=3):
+        _call_the_roll(gateways, late, dice)
+
+
+def _call_the_roll(gateways: list[list[tuple[int, float]]], late: int, dice: random.Random) -> None:
+    cluster = Cluster()
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    tellers = [Teller(f"g{n}-", waiting, late) for n, waiting in enumerate(gateways)]
+    cluster.tenure.roll_call.living([teller.name for teller in tellers])
+    late_ones = {it.request_id for teller in tellers for it in teller.late}
+    speaking = {teller.name: teller.parts() for teller in tellers}
+    told: list[str] = []
+    left: list[str] = []
+    while speaking:
+        name = dice.choice(sorted(speaking))
+        part = next(speaking[name], None)
+        if part is None:
+            del speaking[name]
+        elif part.router_id:
+            cluster.tenure.connect(name, 0.0)
+        if part is not None:
+            told.extend(it.request_id for it in part.enqueue)
+            cluster.hear(part, name)
+        left.extend(names(cluster))
+    everything = {k: v for teller in tellers for k, v in teller.waiting.items()}
+    assert sorted(told) == sorted(left) == sorted(everything)
+    in_time = [name for name in left if name not in late_ones]
+    assert in_time == sorted(in_time, key=lambda name: Fifo().key(everything[name]))

@@ -1,0 +1,103 @@
+"""When a step is taken for one that will not end."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker.watchdog import StepTimes, WakingTime, Watchdog
+
+TIMEOUT_S = 5.0
+
+
+def known(*steps: tuple[int, float]) -> StepTimes:
+    """After eight steps of one token and no time, and these: tokens, seconds."""
+    times = StepTimes(TIMEOUT_S)
+    for num_tokens, seconds in [*[(1, 0.0)] * 8, *steps]:
+        times.took(num_tokens, seconds)
+    return times
+
+
+def test_a_quick_engine_has_the_timeout() -> None:
+    assert known((1, 0.02), (512, 0.3)).limit_s(1) == TIMEOUT_S
+
+
+def test_a_slow_engine_has_ten_times_its_slowest_step() -> None:
+    assert known((1, 0.7), (1, 0.6)).limit_s(1) == pytest.approx(7.0)
+
+
+def test_the_slowest_step_is_forgotten_after_64() -> None:
+    times = known((1, 2.0), *[(1, 0.1)] * 63)
+    assert times.limit_s(1) == pytest.approx(20.0)
+    times.took(1, 0.1)
+    assert times.limit_s(1) == TIMEOUT_S
+
+
+def test_a_chunk_that_is_larger_than_any_before_has_time_in_proportion() -> None:
+    assert known((100, 1.0)).limit_s(800) == pytest.approx(10 * 8.0)
+
+
+def test_what_a_large_chunk_took_is_remembered_while_small_steps_follow() -> None:
+    times = known((800, 4.0), *[(1, 0.02)] * 64)
+    assert times.limit_s(800) == pytest.approx(40.0)
+    assert times.limit_s(8) == TIMEOUT_S
+
+
+def test_of_steps_as_large_the_last_one_counts() -> None:
+    times = known((800, 40.0), (800, 4.0), *[(1, 0.02)] * 64)
+    assert times.limit_s(800) == pytest.approx(40.0)
+
+
+def test_first_steps_have_more_time_and_large_ones_more_still() -> None:
+    times = StepTimes(TIMEOUT_S)
+    for _ in range(8):
+        assert times.limit_s(0) == pytest.approx(50.0)
+        assert times.limit_s(500) == pytest.approx(50.0 + 50.0)
+        times.took(1, 0.01)
+    assert times.limit_s(1) == TIMEOUT_S
+
+
+def watchdog() -> Watchdog:
+    this = Watchdog(TIMEOUT_S)
+    for step in range(8):
+        this.begin(step, 1, now=100.0)
+        this.end(now=100.0)
+    return this
+
+
+def test_a_step_is_overdue_when_its_limit_is_over() -> None:
+    this = watchdog()
+    this.begin(9, 3, now=200.0)
+    assert [this.overdue(now) for now in (1.0, 3.0, 6.0)] == [None] * 3
+    assert this.overdue(6.1) == "step 9, of 3 tokens, takes longer than 5.0 s"
+
+
+def test_each_step_has_a_limit_of_its_own() -> None:
+    this = watchdog()
+    for step in range(9, 30):
+        this.begin(step, 1, now=0.0)
+        assert this.overdue(float(step)) is None
+        this.end(now=1.0)
+        assert this.overdue(step + 0.5) is None
+    assert this.overdue(1000.0) is None, "an idle engine is not late"
+
+
+def test_steps_that_take_long_make_later_ones_less_suspect() -> None:
+    this = watchdog()
+    this.begin(9, 1, now=0.0)
+    this.end(now=2.0)
+    this.begin(10, 1, now=2.0)
+    assert [this.overdue(now) for now in (0.0, 20.0)] == [None, None]
+    assert this.overdue(20.1) == "step 10, of 1 tokens, takes longer than 20.0 s"
+
+
+def test_time_counts_as_far_as_somebody_looked() -> None:
+    time = WakingTime(most_s=0.5)
+    assert [time.look(now) for now in (70.0, 70.25, 70.75)] == [0.0, 0.25, 0.75]
+    assert time.look(370.75) == 1.25, "who was stopped for five minutes saw half a second pass"
+
+
+def test_a_step_that_was_stopped_with_its_whole_process_is_not_overdue() -> None:
+    this, time = watchdog(), WakingTime(most_s=0.5)
+    this.begin(9, 1, now=0.0)
+    assert this.overdue(time.look(0.0)) is None
+    assert this.overdue(time.look(3600.0)) is None
