@@ -68,9 +68,10 @@ class Child:
             await self.kill()
 
     async def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """SIGKILL; returns when it is gone. May not have been started."""
         self._signal(signal.SIGKILL)
-        await self.wait()
+        if self._process is not None:
+            await self.wait()
 
     def _signal(self, number: signal.Signals) -> None:
         if self.is_running:

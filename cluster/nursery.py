@@ -30,7 +30,9 @@ from worker.config import WorkerConfig
 log = logs.get(__name__)
 
 _LOAD_S = 120.0
-_ANSWER_BYTES = 64
+_ANSWER_BYTES = 256
+#: Nurseries that are asked for a rank.
+_TRIES = 2
 
 
 def is_possible() -> bool:
@@ -50,7 +52,9 @@ class Nursery:
         self._log_path = log_path
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._readable = asyncio.Event()
         self._turn = asyncio.Lock()
+        self._is_closed = False
 
     async def load(self) -> None:
         """Returns when it is ready to make ranks. Raises ClusterFailed."""
@@ -69,12 +73,26 @@ class Nursery:
 
     async def _start(self, launch: Launch, log_path: Path) -> Forked:
         async with self._turn:
-            await self._load()
-            return await self._fork(launch, log_path)
+            # It may be about to end, whatever is known of it: what it forks ends with it, so
+            # that another one may be asked.
+            for _ in range(_TRIES):
+                await self._load()
+                if (forked := await self._fork(launch, log_path)) is not None:
+                    return forked
+                self._end()
+        raise ClusterFailed(f"the nursery of workers has ended (log: {self._log_path})")
 
     def close(self) -> None:
-        """The process is gone when it returns, and with it every rank that is left."""
+        """The process is gone when it returns, and with it every rank that is left. There will be
+        no other."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
         if self._control is not None:
+            # Who waits for an answer gets none.
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._readable.set()
             self._control.close()
             self._control = None
         if self._process is not None:
@@ -83,12 +101,14 @@ class Nursery:
             self._process = None
 
     async def _load(self) -> None:
+        if self._is_closed:
+            raise ClusterFailed("the nursery of workers is closed")
         if self._process is not None and self._process.poll() is None:
             return
-        self.close()
+        self._end()
         self._spawn()
         if await self._answer() != (b"ready", []):
-            self.close()
+            self._end()
             raise ClusterFailed(f"the nursery of workers does not start (log: {self._log_path})")
         assert self._process is not None
         log.info("nursery ready", child_pid=self._process.pid)
@@ -110,21 +130,24 @@ class Nursery:
             )
 
     async def _answer(self) -> tuple[bytes, list[int]]:
-        """With descriptors; nothing where the process has ended."""
-        assert self._control is not None
-        loop, readable = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._control, readable.set)
+        """With descriptors; nothing where the process has ended, or is ended meanwhile."""
+        loop, control = asyncio.get_running_loop(), self._control
+        assert control is not None
+        self._readable.clear()
+        loop.add_reader(control, self._readable.set)
         try:
             async with asyncio.timeout(_LOAD_S):
-                await readable.wait()
-            message, descriptors, _, _ = socket.recv_fds(self._control, _ANSWER_BYTES, 1)
+                await self._readable.wait()
+            message, descriptors, _, _ = socket.recv_fds(control, _ANSWER_BYTES, 1)
             return message, list(descriptors)
         except (OSError, TimeoutError):
             return b"", []
         finally:
-            loop.remove_reader(self._control)
+            if control is self._control:
+                loop.remove_reader(control)
 
-    async def _fork(self, launch: Launch, log_path: Path) -> Forked:
+    async def _fork(self, launch: Launch, log_path: Path) -> Forked | None:
+        """None where the process has ended. Raises ClusterFailed when it cannot fork."""
         assert self._process is not None and self._control is not None
         pipes = _Pipes.opened(told(self._process.pid, launch), log_path)
         try:
@@ -132,11 +155,13 @@ class Nursery:
                 socket.send_fds(self._control, [launch.role.encode()], pipes.theirs)
         finally:
             _close(pipes.theirs)
-        pid, descriptors = await self._answer()
-        if not pid:
-            _close([pipes.reports, pipes.status])
-            raise ClusterFailed(f"the nursery of workers has ended (log: {self._log_path})")
-        return await Forked.of(int(pid), descriptors[0], pipes)
+        answer, descriptors = await self._answer()
+        if descriptors:
+            return await Forked.of(int(answer), descriptors[0], pipes)
+        _close([pipes.reports, pipes.status])
+        if answer:
+            raise ClusterFailed(f"{launch.name} cannot be forked: {answer.decode()}")
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +222,20 @@ class Forked:
         signal.pidfd_send_signal(self._descriptor, number)
 
     def _end(self) -> None:
+        loop = asyncio.get_running_loop()
         status = os.read(self._status, _ANSWER_BYTES)
-        # Without a word the nursery itself has been killed, and this process with it.
-        self.returncode = int(status) if status else -signal.SIGKILL
-        asyncio.get_running_loop().remove_reader(self._status)
-        _close([self._status, self._descriptor])
+        loop.remove_reader(self._status)
+        os.close(self._status)
+        if status:
+            self._gone(int(status))
+        else:
+            # Without a word the nursery itself is being killed, and then this process.
+            loop.add_reader(self._descriptor, self._gone, -signal.SIGKILL)
+
+    def _gone(self, returncode: int) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self.returncode = returncode
         self._ended.set()
 
 

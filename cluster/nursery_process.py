@@ -2,7 +2,8 @@
 
 It has imported the modules, once. A message on its control socket is a process's role and brings
 four descriptors: standard input, output and error, and a pipe for the exit status. It answers with
-the process id and the process's descriptor. When the socket ends, it ends, and all that it forked.
+the process id and the process's descriptor, or with why it cannot fork. When the socket ends, it
+ends, and all that it forked.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 
 from cluster import process
@@ -77,14 +79,19 @@ class Nursery:
                     return role.decode()
 
     def _fork(self, descriptors: list[int]) -> int:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            # The others go on.
+            _close(descriptors)
+            self._control.send(str(error).encode())
+            return -1
         if pid == 0:
             self._become(descriptors)
             return 0
         *others, status = descriptors
         self._statuses[pid] = status
-        for descriptor in others:
-            os.close(descriptor)
+        _close(others)
         handle = os.pidfd_open(pid)
         socket.send_fds(self._control, [b"%d" % pid], [handle])
         os.close(handle)
@@ -98,8 +105,7 @@ class Nursery:
         os.setsid()
         for place, descriptor in enumerate(descriptors[:3]):
             os.dup2(descriptor, place)
-        for descriptor in (*descriptors, *self._own, *self._statuses.values()):
-            os.close(descriptor)
+        _close((*descriptors, *self._own, *self._statuses.values()))
 
     def _reap(self) -> None:
         while self._statuses:
@@ -110,6 +116,11 @@ class Nursery:
             with suppress(BrokenPipeError):
                 os.write(end, b"%d" % os.waitstatus_to_exitcode(status))
             os.close(end)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,6 @@ class OwnLedger:
             log.error("the ledger's server has ended: starting it again")
             try:
                 await self._start()
-            except LedgerSetupError as error:
+            except (LedgerSetupError, OSError) as error:
                 log.error("the ledger's server could not be started again", cause=str(error))
                 await asyncio.sleep(_RESTART_S)

@@ -50,7 +50,7 @@ class ProcessCluster:
         """With ``revive`` whatever ends by itself is started again."""
         self.config = config
         self._revive = revive
-        self._reviving: asyncio.Task[None] | None = None
+        self._reviving: asyncio.Future[list[None]] | None = None
         self.routers: list[RouterReplica] = []
         self.workers: list[WorkerReplica] = []
         self._log_dir = config.state_dir / "logs"
@@ -96,7 +96,7 @@ class ProcessCluster:
         await _start_all(self.workers)
         await self._settle()
         if self._revive:
-            self._reviving = asyncio.create_task(_revive_all((*self.routers, *self.workers)))
+            self._reviving = asyncio.gather(*map(_keep_alive, (*self.routers, *self.workers)))
 
     async def stop(self) -> None:
         """Ends everything: routers finish or hand on what they have, then workers, then ledger."""
@@ -205,11 +205,12 @@ async def _start_all(replicas: Sequence[Replica]) -> None:
             raise result
 
 
-async def _revive_all(replicas: Sequence[Replica]) -> None:
-    """Until cancelled."""
+async def _keep_alive(replica: Replica) -> None:
+    """Until cancelled. No other replica waits while this one starts."""
     while True:
         await asyncio.sleep(_RESTART_S)
-        await asyncio.gather(*(_revive(r) for r in replicas if not r.is_running))
+        if not replica.is_running:
+            await _revive(replica)
 
 
 async def _revive(replica: Replica) -> None:
@@ -219,3 +220,6 @@ async def _revive(replica: Replica) -> None:
         await replica.start()
     except ClusterFailed as error:
         log.error("could not be started again", replica=replica.name, cause=str(error))
+    except Exception:
+        # A machine that lacks processes or descriptors for a while is tried again, too.
+        log.exception("could not be started again", replica=replica.name)

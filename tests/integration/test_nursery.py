@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster import nursery_process
 from cluster.child import Child
 from cluster.errors import ClusterFailed
 from cluster.launch import RankLaunch
@@ -110,6 +113,52 @@ async def test_who_stops_waiting_for_a_rank_leaves_none(nursery: Nursery, tmp_pa
         await abandoned
     child = await rank(nursery, tmp_path)
     await child.kill()
+
+
+async def test_a_nursery_that_is_closed_starts_no_more(nursery: Nursery, tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    starting = [asyncio.create_task(nursery.start(HALF, tmp_path / "rank.log")) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    for each in starting:
+        each.cancel()
+    nursery.close()
+    async with asyncio.timeout(5):
+        # Whoever still waits for it there would start another one.
+        while asyncio.all_tasks() - before:
+            await asyncio.sleep(0.01)
+    assert nursery._process is None
+
+
+async def test_a_rank_that_cannot_be_forked_takes_no_other_along() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fork", no_fork)
+        read, write = os.pipe()
+        assert nursery_process.Nursery(theirs)._fork([write]) == -1
+        assert b"unavailable" in ours.recv(256)
+        assert os.read(read, 1) == b""  # nobody holds what it was sent
+        os.close(read)
+
+
+def no_fork() -> int:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+async def test_a_rank_is_gone_when_the_end_of_its_nursery_is_noticed(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    children = [await rank(nursery, tmp_path) for _ in range(3)]
+    os.kill(parent(children[0].pid), signal.SIGKILL)
+    for child in children:
+        await child.wait()
+        assert not is_alive(child.pid)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 async def test_a_nursery_that_cannot_start_says_where_its_log_is(tmp_path: Path) -> None:

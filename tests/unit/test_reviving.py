@@ -1,0 +1,77 @@
+"""What ends by itself is started again, however often and for whatever reason it cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster import own_ledger, processes
+from cluster.config import Config
+from cluster.errors import ClusterFailed
+from cluster.launch import Launch, RankLaunch
+from cluster.own_ledger import OwnLedger
+from cluster.replica import WorkerReplica
+from worker.config import WorkerConfig
+
+LAUNCH = RankLaunch("worker-0", "info", WorkerConfig(model="fake"))
+
+
+class FailingStarter:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        self.tries = 0
+
+    async def start(self, launch: Launch, log_path: Path) -> None:
+        self.tries += 1
+        raise self._error
+
+
+async def test_the_cause_is_told_when_no_process_can_be_started(tmp_path: Path) -> None:
+    replica = WorkerReplica(LAUNCH, FailingStarter(ClusterFailed("no nursery")), tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ClusterFailed, match="no nursery"):
+        await replica.start()
+
+
+@pytest.mark.parametrize("error", [ClusterFailed("no nursery"), BlockingIOError("no process")])
+async def test_a_replica_that_cannot_be_started_is_tried_again(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_RESTART_S", 0.001)
+    starter = FailingStarter(error)
+    replica = WorkerReplica(LAUNCH, starter, tmp_path)  # type: ignore[arg-type]
+    keeping = asyncio.create_task(processes._keep_alive(replica))
+    await _until(lambda: starter.tries >= 3)
+    await _cancel(keeping)
+
+
+async def test_the_ledger_is_tried_again_when_its_server_cannot_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_ledger, "_LOOK_S", 0.001)
+    monkeypatch.setattr(own_ledger, "_RESTART_S", 0.001)
+    ledger, tries = OwnLedger(Config(model="fake", state_dir=tmp_path)), 0
+
+    def start(state_dir: Path) -> str:
+        nonlocal tries
+        tries += 1
+        raise BlockingIOError("no process")
+
+    monkeypatch.setattr(ledger._server, "start", start)
+    watching = asyncio.create_task(ledger._watch())
+    await _until(lambda: tries >= 3)
+    await _cancel(watching)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
