@@ -21,8 +21,6 @@ log = logs.get(__name__)
 
 _POLL_S = 2.0
 _ANSWER_S = 1.0
-#: What a proxy says is not what the machine's own cloud says.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 async def notice_at(url: str) -> None:
@@ -38,6 +36,23 @@ def _is_there(url: str) -> bool:
             return bool(answer.status == HTTPStatus.OK)
     except (OSError, HTTPException):
         return False
+
+
+def _direct() -> urllib.request.OpenerDirector:
+    """Asks nobody but the address itself: what a proxy says is not what the machine's own cloud
+    says, and where a redirect leads another's 200 would be no notice."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.HTTPHandler(),
+        urllib.request.HTTPSHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.HTTPDefaultErrorHandler(),
+    ):
+        opener.add_handler(handler)
+    return opener
+
+
+_DIRECT = _direct()
 
 
 def on_signal(notice: Callable[[], None]) -> None:

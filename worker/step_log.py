@@ -85,7 +85,8 @@ class StepLogListener:
         except Exception as error:  # whatever a stranger may send
             log.warning("a stranger at the step log", error=type(error).__name__)
             return None
-        if not hmac.compare_digest(hello.token, self._token) or not 0 < hello.rank < ranks:
+        knows = hmac.compare_digest(hello.token.encode(), self._token.encode())
+        if not knows or not 0 < hello.rank < ranks:
             log.warning("a stranger at the step log", rank=hello.rank)
             return None
         if hello.fingerprint != self._fingerprint:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 _FIRST_S = 0.05
 _LONGEST_S = 1.0
+#: After so many failures a delay has been the longest for some time.
+_MANY = 32
 
 
 @dataclass(slots=True)
@@ -29,7 +31,7 @@ class Backoff:
         """Seconds to wait after a failure at ``now``; None when it was the last that counts."""
         if not self._failures:
             self._since = now
-        longest = min(_LONGEST_S, _FIRST_S * 2**self._failures)
+        longest = min(_LONGEST_S, _FIRST_S * 2 ** min(self._failures, _MANY))
         delay = max(at_least, longest * (0.5 + self.random() / 2))
         self._failures += 1
         return delay if now + delay <= self._since + self.limit_s else None

@@ -33,6 +33,8 @@ Prompt = str | Sequence[int]
 _Method = Callable[["InferenceAsyncStub"], grpc.aio.UnaryUnaryMultiCallable[Q, A]]
 
 _ASK_TIMEOUT_S = 10.0
+#: The router is gone, or frozen.
+_NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -172,7 +174,7 @@ class AsyncClient:
             try:
                 return await wire.answer(call, call)
             except EverliftError as error:
-                if error.grpc_status != "UNAVAILABLE":
+                if error.grpc_status not in _NO_ANSWER:
                     raise
                 self._routers.failed(router)
                 last = error

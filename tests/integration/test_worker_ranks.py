@@ -241,16 +241,17 @@ async def test_strangers_do_not_become_ranks() -> None:
     with socket.create_connection((host, int(port))) as stranger:
         await asyncio.to_thread(stranger.sendall, b"\xff\xff\xff\xffGET / HTTP/1.1\r\n\r\n")
     wrong_token = StepLogReader.connect(f"{host}:{port}/0000", 1, "model")
+    odd_token = StepLogReader.connect(f"{host}:{port}/\u00fc", 1, "model")
     wrong_rank = StepLogReader.connect(listener.address, 2, "model")
     right = StepLogReader.connect(listener.address, 1, "model")
     writer = await accepting
     entry = session_pb2.StepLog(aborts=[session_pb2.Abort(epoch=7)])
     writer.write(entry)
     assert next(iter(right)) == entry
-    for reader in (wrong_token, wrong_rank):
+    for reader in (wrong_token, odd_token, wrong_rank):
         with pytest.raises(ChannelBroken):
             await asyncio.to_thread(next, iter(reader))
-    for end in (wrong_token, wrong_rank, right, writer, listener):
+    for end in (wrong_token, odd_token, wrong_rank, right, writer, listener):
         end.close()
 
 

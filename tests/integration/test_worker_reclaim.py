@@ -69,6 +69,8 @@ async def test_anything_but_200_is_no_notice(quick: None) -> None:
     answers = [
         http("404 Not Found"),
         http("500 No"),
+        http("302 Found\r\nLocation: /somewhere"),
+        http("302 Found\r\nLocation: http://["),
         b"no http at all\r\n\r\n",
         b"",
         http("200 OK"),

@@ -31,3 +31,10 @@ def test_success_begins_anew() -> None:
 
 def test_a_longer_wait_can_be_asked_for() -> None:
     assert Backoff(10.0, lambda: 1.0).delay(0.0, at_least=3.0) == pytest.approx(3.0)
+
+
+def test_it_may_go_on_for_hours() -> None:
+    backoff, now = Backoff(7200.0, lambda: 0.5), 0.0
+    while (delay := backoff.delay(now)) is not None:
+        now += delay
+    assert 7198.0 < now <= 7200.0

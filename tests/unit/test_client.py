@@ -219,6 +219,21 @@ async def test_the_next_router_is_asked_when_one_is_gone() -> None:
             assert (await client.status()).completed == 1
 
 
+async def test_the_next_router_is_asked_when_one_is_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernel still takes connections."""
+    monkeypatch.setattr(everlift.client, "_ASK_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        async with FakeRouter() as router:
+            targets = [f"127.0.0.1:{frozen.getsockname()[1]}", router.address]
+            async with AsyncClient(targets) as client:
+                assert (await client.status()).completed == 0
+            async with AsyncClient(targets[0]) as client:
+                with pytest.raises(DeadlineExceeded):
+                    await client.status()
+
+
 async def test_closing_a_stream_cancels_its_request() -> None:
     async with FakeRouter(faults=[Hold(2)]) as router, AsyncClient(router.address) as client:
         async with client.generate(PROMPT) as stream:
