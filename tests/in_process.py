@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -30,6 +31,37 @@ class KeptLedger(MemoryLedger):
         pass
 
 
+class Held:
+    """A fake worker whose steps wait to be let: on a busy machine requests may otherwise begin and
+    end between two looks of a test."""
+
+    def __init__(self, rank: Rank) -> None:
+        """Before it has work."""
+        assert rank._thread is not None
+        self._rank = rank
+        self._steps = threading.Semaphore(0)
+        self._is_released = False
+        rank._thread.ready.result()._runner._sleep = self._sleep
+
+    @property
+    def num_requests(self) -> int:
+        assert self._rank._sessions is not None
+        return len(self._rank._sessions._claims)
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if not self._is_released:
+            self._steps.acquire()
+
+    def let(self, steps: int) -> None:
+        for _ in range(steps):
+            self._steps.release()
+
+    def release(self) -> None:
+        self._is_released = True
+        self._steps.release()
+
+
 @dataclass
 class Cluster:
     """Parts are started and ended by name; what is left at the end is ended."""
@@ -40,6 +72,7 @@ class Cluster:
     routers: list[Router] = field(default_factory=list)
     workers: list[Rank] = field(default_factory=list)
     infos: dict[str, str] = field(default_factory=dict)
+    held: list[Held] = field(default_factory=list)
 
     @property
     def address(self) -> str:
@@ -64,6 +97,11 @@ class Cluster:
             for router in self.routers
         )
 
+    def hold(self) -> list[Held]:
+        """The workers, none of which takes a step that it is not let take."""
+        self.held = [Held(rank) for rank in self.workers]
+        return self.held
+
     async def kill_worker(self, rank: Rank) -> None:
         """Without handing anything back."""
         self.workers.remove(rank)
@@ -87,6 +125,8 @@ class Cluster:
 
     async def stop(self) -> None:
         """Ends what is left; by then no worker may hold a KV block."""
+        for held in self.held:
+            held.release()
         for router in self.routers:
             await router.stop()
         for rank in self.workers:

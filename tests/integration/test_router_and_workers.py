@@ -13,7 +13,17 @@ from everlift.client import AsyncClient
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from tests.in_process import WORKER, Received, cluster, receive, right_tokens, until
+from router.sessions import WorkerLink
+from tests.in_process import (
+    WORKER,
+    Cluster,
+    Held,
+    Received,
+    cluster,
+    receive,
+    right_tokens,
+    until,
+)
 from worker.config import FakeModel
 
 
@@ -43,33 +53,53 @@ async def test_many_requests_at_once_are_complete_and_right() -> None:
 async def test_a_killed_workers_streams_go_on_elsewhere(tokens_before: int) -> None:
     asked = prompts(24, seed=tokens_before)
     async with cluster() as parts, AsyncClient(parts.address) as client:
+        held, other = parts.hold()
         work = [asyncio.create_task(receive(client, p, 120)) for p in asked]
-        victim = parts.workers[0]
-        link = parts.routers[0]._sessions._links[victim.worker_id]
-        await until(lambda: link.state.num_running > 8)
-        await until(lambda: link.state.output_tokens >= 8 * tokens_before)
-        await parts.kill_worker(victim)
+        await until(lambda: held.num_requests + other.num_requests == 24)
+        at_victim = held.num_requests
+        other.release()
+        link = await take_steps(parts, held, tokens_before)
+        killing = asyncio.create_task(parts.kill_worker(parts.workers[0]))
+        await until(lambda: not link.is_up)
+        held.release()
         received = await asyncio.gather(*work)
+        await killing
         status = await client.status()
+        entries = [await parts.ledger.get(one.request_id) for one in received]
     check(received, asked, 120)
     assert status.failed == 0
-    assert sum(one.migrations for one in received) == status.migrated
-    if tokens_before:
-        assert status.migrated > 0
+    assert sum(entry.attempts - 1 for entry in entries) == at_victim > 8
+    # Who had no token yet has not migrated: in the first step there was one request.
+    migrated = (0, 1, at_victim)[min(tokens_before, 2)]
+    assert sum(one.migrations for one in received) == status.migrated == migrated
+
+
+async def take_steps(parts: Cluster, held: Held, steps: int) -> WorkerLink:
+    """Of the first worker, as a router has heard."""
+    link = parts.routers[0]._sessions._links[parts.workers[0].worker_id]
+    held.let(steps)
+    await until(lambda: link.state.step >= steps)
+    return link
 
 
 async def test_a_drained_worker_hands_everything_back() -> None:
     asked = prompts(24)
     async with cluster() as parts, AsyncClient(parts.address) as client:
-        work = [asyncio.create_task(receive(client, p, 150)) for p in asked]
         leaving = parts.workers[0]
-        link = parts.routers[0]._sessions._links[leaving.worker_id]
-        await until(lambda: link.state.output_tokens > 100)
-        await parts.drain_worker(leaving)
+        held, other = parts.hold()
+        work = [asyncio.create_task(receive(client, p, 150)) for p in asked]
+        await until(lambda: held.num_requests + other.num_requests == 24)
+        at_leaving = held.num_requests
+        other.release()
+        await take_steps(parts, held, 10)
+        draining = asyncio.create_task(parts.drain_worker(leaving))
+        await until(lambda: leaving._sessions is not None and leaving._sessions.is_draining)
+        held.release()
+        await draining
         received = await asyncio.gather(*work)
         entries = [await parts.ledger.get(one.request_id) for one in received]
     check(received, asked, 150)
-    assert sum(one.migrations for one in received) > 0
+    assert sum(one.migrations for one in received) == at_leaving > 8
     assert sum(entry.losses for entry in entries) == 0
 
 
