@@ -40,7 +40,7 @@ class Agreement:
             entry = await self._custody.move(live, lambda: ledger.get(live.request_id))
             if live.is_over:
                 self._attempts.drop(live)
-            elif not live.is_ending and entry.moves >= live.entry.moves:
+            elif not live.is_ending and (entry.state.is_final or entry.moves >= live.entry.moves):
                 await self._take_up(live, entry, is_queued)
 
     async def _take_up(self, live: LiveRequest, entry: Entry, is_queued: bool) -> None:
@@ -49,8 +49,9 @@ class Agreement:
             self._custody.settle_as(live, entry)
         elif entry.epoch == live.epoch:
             self._keeping.mark_as(live, entry)
-            self._keeping.put_rest(live)
-            if live.phase is Phase.WAITING and not is_queued:
+            if live.phase is not Phase.WAITING:
+                self._keeping.put_rest(live)
+            elif not is_queued:
                 self._attempts.enqueue(live)
         elif live.phase is not Phase.WAITING or not is_queued:
             await self._begin_anew(live)

@@ -130,7 +130,8 @@ class Custody:
                 if _has_all(entry, had):
                     return entry
             answer, entry = await self._restore(live)
-            if answer is not Reasserted.OK:
+            # An end stays, also one that contradicts ours: it cannot be told twice.
+            if answer is not Reasserted.OK or entry.state.is_final:
                 return entry
 
     async def _restore(self, live: LiveRequest) -> tuple[Reasserted, Entry]:
@@ -197,7 +198,10 @@ class Custody:
             return
         try:
             task.result()
-        except (EverliftError, Elsewhere) as error:
+        except Elsewhere:
+            # Who asked is told where; and what nobody asked for is in good hands.
+            pass
+        except EverliftError as error:
             log.info("not done", cause=str(error))
         except Exception:
             log.exception("request work failed")

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from everlift.errors import UnknownRequest
 from everlift.messages import Submission, check_request_id
 from everlift.transport import Transport
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.custody import Elsewhere
 from router.gateway.handlers import Context, parse, streaming, unary
 from router.gateway.relay import Relay, is_relayed
-from router.gateway.requests import Requests, new_request_id
+from router.gateway.requests import Requests, given_up, new_request_id
 from router.gateway.status import Status
 from router.ledger.entry import Entry, Event, State
 
@@ -37,8 +38,11 @@ class InferenceServer:
             live = await self._requests.submit(submission, timeout_s)
         except Elsewhere as elsewhere:
             attach = pb.AttachRequest(request_id=submission.request_id)
-            async for piece in self._relay.attach(elsewhere.address, attach):
-                yield piece
+            try:
+                async for piece in self._relay.attach(elsewhere.address, attach):
+                    yield piece
+            except UnknownRequest:
+                raise given_up() from None
             return
         async for piece in self._requests.stream(live):
             yield piece

@@ -132,6 +132,11 @@ class LiveRequest:
         return bool(self.at_worker) and all(self.choices[i].is_preempted for i in self.at_worker)
 
     @property
+    def is_ahead(self) -> bool:
+        """Clients may have seen tokens that the ledger does not have."""
+        return any(choice.readable > choice.stored for choice in self.choices)
+
+    @property
     def has_readers(self) -> bool:
         return self._num_readers > 0
 

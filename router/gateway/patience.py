@@ -23,12 +23,12 @@ class Patience:
             live.deadline = loop.call_later(max(0.0, timeout_s), self._expire, live)
 
     def _expire(self, live: LiveRequest) -> None:
-        if not live.is_over:
+        if not live.is_ending:
             self._attempts.end(live, State.EXPIRED, DeadlineExceeded("the deadline passed"))
 
     def reader_left(self, live: LiveRequest, *, has_grace: bool) -> None:
         """Maybe its last one. Who ``has_grace`` has it although its request says otherwise."""
-        if live.is_over or live.has_readers:
+        if live.is_ending or live.has_readers:
             return
         if live.on_disconnect is OnDisconnect.CANCEL and not has_grace:
             self._give_up(live, "its client disconnected")
@@ -44,5 +44,5 @@ class Patience:
             live.grace = loop.call_later(self._grace_s, self._give_up, live, cause)
 
     def _give_up(self, live: LiveRequest, cause: str) -> None:
-        if not live.has_readers:
+        if not (live.is_ending or live.has_readers):
             self._attempts.end(live, State.CANCELLED, Cancelled(cause))

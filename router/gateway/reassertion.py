@@ -47,7 +47,7 @@ class Reassertion:
         for each in sorted(live, key=lambda each: each.phase is Phase.WAITING):
             yield self._agree_on(each)
         for ended in self._custody.recent.ended:
-            yield self._tell_end(ended)
+            yield self.tell_end(ended)
         for request_id in self._custody.recent.forgotten:
             yield self._forget_again(request_id)
 
@@ -55,7 +55,8 @@ class Reassertion:
         if self._custody.has(live):
             await self._agree(live)
 
-    async def _tell_end(self, live: LiveRequest) -> None:
+    async def tell_end(self, live: LiveRequest) -> None:
+        """Of one that ended a moment ago, if the ledger does not have it."""
         async with self._custody.moving.hold(live.request_id):
             if self._custody.recent.has(live):
                 ledger = self._custody.ledger
@@ -63,13 +64,16 @@ class Reassertion:
 
     async def _forget_again(self, request_id: str) -> None:
         async with self._custody.moving.hold(request_id):
-            if self._custody.recent.is_forgotten(request_id):
+            arrived = self._custody.recent.arrival_of_forgotten(request_id)
+            if arrived is not None:
                 with suppress(UnknownRequest):
-                    await self._custody.persist(lambda: self._erase(request_id))
+                    await self._custody.persist(lambda: self._erase(request_id, arrived))
 
-    async def _erase(self, request_id: str) -> None:
+    async def _erase(self, request_id: str, arrived: float) -> None:
         """As it was before it was forgotten it may be unfinished, and then it is ours."""
         ledger, me = self._custody.ledger, self._custody.router_id
+        if (await ledger.get(request_id)).arrived != arrived:
+            return
         error = Cancelled("it was forgotten")
         await ledger.end(request_id, State.CANCELLED, error.slug, str(error), me)
         await ledger.forget(request_id)

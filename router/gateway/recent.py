@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any
 
 from router.gateway.live import LiveRequest
 
@@ -14,12 +13,13 @@ _MAX_ENDED = 10_000
 
 
 class Recent:
-    """Each for so many seconds."""
+    """Each for so many seconds. An id is one request's: of what ended, or of what was forgotten."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._ended: dict[str, LiveRequest] = {}
-        self._forgotten: dict[str, object] = {}
+        self._forgotten: dict[str, float] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
 
     @property
     def ended(self) -> Iterable[LiveRequest]:
@@ -34,8 +34,9 @@ class Recent:
         """One that ended."""
         return self._ended.get(request_id)
 
-    def is_forgotten(self, request_id: str) -> bool:
-        return request_id in self._forgotten
+    def arrival_of_forgotten(self, request_id: str) -> float | None:
+        """When it had come, in ledger time: whoever has its id and came later is another one."""
+        return self._forgotten.get(request_id)
 
     def has(self, live: LiveRequest) -> bool:
         """It ended, and was not forgotten."""
@@ -43,23 +44,24 @@ class Recent:
 
     def end(self, live: LiveRequest) -> None:
         if len(self._ended) == _MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
+            self.begin(next(iter(self._ended)))
+        self.begin(live.request_id)
         self._ended[live.request_id] = live
-        self._later(self._ended, live.request_id, live)
+        self._let_go_later(live.request_id)
 
-    def forget(self, request_id: str) -> None:
-        self._ended.pop(request_id, None)
-        self._forgotten[request_id] = mark = object()
-        self._later(self._forgotten, request_id, mark)
+    def forget(self, request_id: str, arrived: float) -> None:
+        self.begin(request_id)
+        self._forgotten[request_id] = arrived
+        self._let_go_later(request_id)
 
     def begin(self, request_id: str) -> None:
         """The id is another request's from now on."""
         self._ended.pop(request_id, None)
         self._forgotten.pop(request_id, None)
+        if (timer := self._timers.pop(request_id, None)) is not None:
+            timer.cancel()
 
-    def _later(self, kept: dict[str, Any], request_id: str, value: object) -> None:
-        def let_go() -> None:
-            if kept.get(request_id) is value:
-                del kept[request_id]
-
-        asyncio.get_running_loop().call_later(self._seconds, let_go)
+    def _let_go_later(self, request_id: str) -> None:
+        # A timer that held the request would keep its tokens for so long, however many there are.
+        loop = asyncio.get_running_loop()
+        self._timers[request_id] = loop.call_later(self._seconds, self.begin, request_id)

@@ -99,7 +99,7 @@ class Requests:
 
     async def _open(self, request: Request, timeout_s: float | None) -> LiveRequest:
         async with self._custody.moving.hold(request.request_id):
-            if (known := self._custody.get(request.request_id)) is not None:
+            if (known := self._known(request.request_id)) is not None:
                 return _same(known, request)
             self._check_room()
             try:
@@ -109,7 +109,10 @@ class Requests:
                 raise
             if opened.created:
                 return self._begin(request, opened.entry, timeout_s)
-        return await self.attach(request.request_id)
+        try:
+            return await self.attach(request.request_id)
+        except UnknownRequest:
+            raise given_up() from None
 
     def _begin(self, request: Request, entry: Entry, timeout_s: float | None) -> LiveRequest:
         if timeout_s is not None:
@@ -140,9 +143,13 @@ class Requests:
 
         Raises UnknownRequest, UnknownModel, Elsewhere, LedgerUnavailable.
         """
-        # A ledger that lost its last second may take for unfinished what has ended here.
-        live = self._custody.get(request_id) or self._recent.get(request_id)
+        live = self._known(request_id)
         return live if live is not None else await self._adoption.find(request_id)
+
+    def _known(self, request_id: str) -> LiveRequest | None:
+        """A ledger that lost its last second may not know, or may take for unfinished, what has
+        ended here."""
+        return self._custody.get(request_id) or self._recent.get(request_id)
 
     # a client reads, and goes
 
@@ -180,30 +187,39 @@ class Requests:
 
     async def cancel(self, request_id: str) -> Entry:
         """Ends a request; a final one stays as it is. Raises UnknownRequest, Elsewhere."""
-        live = self._custody.get(request_id)
-        if live is None:
-            entry = await self._ledger.get(request_id)
-            if entry.state.is_final:
-                return entry
-            await self._adoption.check_ownerless(entry.gateway)
-            return await self._ledger.end(
-                request_id, State.CANCELLED, Cancelled.slug, "cancelled by a client", entry.gateway
-            )
         error = Cancelled("cancelled by a client")
-        return await asyncio.shield(self.attempts.end(live, State.CANCELLED, error))
+        if (live := self._custody.get(request_id)) is not None:
+            return await asyncio.shield(self.attempts.end(live, State.CANCELLED, error))
+        if (ended := self._recent.get(request_id)) is not None:
+            await self._reassertion.tell_end(ended)
+        return await self._cancel_ownerless(request_id, error)
+
+    async def _cancel_ownerless(self, request_id: str, error: Cancelled) -> Entry:
+        entry = await self._ledger.get(request_id)
+        while not entry.state.is_final:
+            await self._adoption.check_ownerless(entry.gateway)
+            # It stays as it is where an heir was quicker, who is asked then.
+            entry = await self._ledger.end(
+                request_id, State.CANCELLED, error.slug, str(error), entry.gateway
+            )
+        return entry
 
     async def forget(self, request_id: str) -> None:
         """Erases a request; one that is unfinished is cancelled first. What ended a moment ago is
         still in the hands of the gateway where it ended. Raises UnknownRequest, Elsewhere,
         LedgerUnavailable."""
-        if self._recent.is_forgotten(request_id):
+        try:
+            entry = await self.cancel(request_id)
+        except UnknownRequest:
+            if self._recent.arrival_of_forgotten(request_id) is None:
+                raise
+            # It is asked for again.
             return
-        entry = await self.cancel(request_id)
         await self._adoption.check_ownerless(entry.gateway)
         async with self._custody.moving.hold(request_id):
             if await self._ledger.forget(request_id) is not None:
                 raise Moved("another router goes on with this request: forget it again")
-            self._recent.forget(request_id)
+            self._recent.forget(request_id, entry.arrived)
         log.info("forgotten", request_id=request_id)
 
     async def get(self, request_id: str) -> tuple[Stored, tuple[Event, ...]]:
@@ -265,6 +281,8 @@ class Requests:
             self._custody.spawn_for(live, self._discard(live))
 
     async def _discard(self, live: LiveRequest) -> None:
+        if live.is_ending:
+            return
         live.phase = Phase.ENDING
         async with self._custody.moving.hold(live.request_id):
             self._custody.let_go(live)
@@ -299,8 +317,22 @@ class Requests:
             await asyncio.sleep(0.02)
         for live in self._custody:
             self.attempts.drop(live)
+        await self._keep_what_was_seen()
+        for live in self._custody:
             live.settle(now(), RouterStopping("this router stops: attach through another one"))
         await self._custody.cancel_work()
+
+    async def _keep_what_was_seen(self) -> None:
+        """What clients have and the ledger has not would be lost with this router. A ledger that
+        is there has it after a call or never."""
+        deadline = now() + DEFAULTS.timeout
+        while any(live.is_ahead for live in self._custody) and now() < deadline:
+            await asyncio.sleep(0.02)
+
+
+def given_up() -> Moved:
+    """To who submits what was known by its id, and was refused or forgotten elsewhere since."""
+    return Moved("another router gave this request up meanwhile: send it again")
 
 
 def new_request_id() -> str:

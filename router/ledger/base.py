@@ -48,7 +48,8 @@ class Membership:
     ``leader`` and ``leader_address`` are empty while nobody leads. ``workers_version`` changes with
     every change of the worker table. ``generation`` is another one after each restart or failover
     of a server, which may have lost what it had acknowledged. ``memory_used`` is the part of its
-    bound that the fullest server uses, 0 where there is none.
+    bound that the fullest server uses, 0 where there is none. ``unfit`` is why it could not be
+    connected to now, as a server that took over may promise less; empty if it could.
     """
 
     now: float
@@ -58,6 +59,7 @@ class Membership:
     workers_version: int
     generation: str = ""
     memory_used: float = 0.0
+    unfit: str = ""
 
 
 class StaleTerm(Exception):

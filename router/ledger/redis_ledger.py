@@ -37,7 +37,7 @@ from router.ledger.base import (
     check_nonce,
     check_told,
 )
-from router.ledger.config import EMBEDDED, LedgerConfig
+from router.ledger.config import EMBEDDED, LedgerConfig, LedgerSetupError
 from router.ledger.connections import Argument, Command
 from router.ledger.entry import (
     Append,
@@ -53,7 +53,7 @@ from router.ledger.entry import (
 from router.ledger.redis_audit import RedisAudit
 from router.ledger.scripts import Script
 from router.ledger.server import generation, memory_used
-from router.ledger.setup import look
+from router.ledger.setup import check_servers, look
 from router.ledger.shards import Call, Shards
 
 log = logs.get(__name__)
@@ -102,6 +102,8 @@ class RedisLedger:
         #: longer than any call is tried again
         self._call_ms = round(2000 * config.timeout)
         self._cluster_id = cluster_id
+        self._config = config
+        self._generation = self._unfit = ""
         self._is_local = bool(parse(config.url).path)
 
     async def _move(self, script: Script, request_id: str, *arguments: Argument) -> tuple[str, Any]:
@@ -262,11 +264,26 @@ class RedisLedger:
         answer, infos = await self._shards.run_with_info(
             Call(scripts.BEAT, _CONTROL, arguments), *_LIFE
         )
+        await self._check_again(generation(infos))
         return replace(
             codec.membership(answer),
-            generation=generation(infos),
+            generation=self._generation,
             memory_used=memory_used(infos),
+            unfit=self._unfit,
         )
+
+    async def _check_again(self, generation: str) -> None:
+        """Whoever took over, or began anew, may have other settings; until they are right again."""
+        if generation == self._generation and not self._unfit:
+            return
+        try:
+            await check_servers(self._shards, self._config)
+            unfit = ""
+        except LedgerSetupError as error:
+            unfit = str(error)
+        if unfit and unfit != self._unfit:
+            log.error("ledger unfit", cause=unfit)
+        self._generation, self._unfit = generation, unfit
 
     async def leave(self, gateway: str) -> None:
         await self._shards.run(scripts.LEAVE, _CONTROL, gateway)

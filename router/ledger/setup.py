@@ -34,7 +34,7 @@ async def look(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
     """
     _check_files(config)
     try:
-        server = await _check_servers(shards, config)
+        server = await check_servers(shards, config)
         return server, await _cluster_id(shards, config)
     except LedgerUnavailable as error:
         if reason := _refusal(error):
@@ -49,7 +49,8 @@ def _check_files(config: LedgerConfig) -> None:
             raise LedgerSetupError(f"the ledger's {name} cannot be read: {path}")
 
 
-async def _check_servers(shards: Shards, config: LedgerConfig) -> str:
+async def check_servers(shards: Shards, config: LedgerConfig) -> str:
+    """Name and version of the first one. Raises LedgerSetupError, LedgerUnavailable."""
     is_cluster = parse(config.url).kind is Kind.CLUSTER
     infos: list[Info | None] = await shards.ask_each_server("connect", "INFO")
     settings = await shards.ask_each_server("connect", "CONFIG GET", "appendfsync")

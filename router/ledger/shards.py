@@ -86,7 +86,7 @@ class Shards:
         # Each call has one connection to each server that it speaks with.
         self._slots = asyncio.Semaphore(config.max_connections)
         self._is_replicated = config.durability_class == "replicated"
-        #: set by the first look at the servers
+        #: set by each look at the servers
         self.knows_waitaof = False
         self._disturbed_until = 0.0
         self._disturbance_s = 0.0
@@ -192,6 +192,7 @@ class Shards:
         """What the scripts answer, then what ``more`` does."""
         commands = [self._command(call) for call in calls]
         settling = self._settling(calls)
+        per_shard = 4 if self.knows_waitaof else 3
         answers = await self._send([*commands, *more, *settling])
         missing = [
             call
@@ -203,7 +204,7 @@ class Shards:
             answers = await self._send([*commands, *more, *settling])
         kept = len(commands) + len(more)
         _raise_first(answers[:kept])
-        _check_settled(answers[kept:], 4 if self.knows_waitaof else 3)
+        _check_settled(answers[kept:], per_shard)
         return answers[:kept]
 
     def _command(self, call: Call) -> Command:

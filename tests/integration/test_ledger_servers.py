@@ -154,6 +154,25 @@ async def test_a_primary_that_is_killed_is_followed_by_its_replica(
         assert ledger.server.startswith("Redis 7")
 
 
+async def test_whoever_took_over_is_looked_at_again_until_it_keeps_what_is_demanded(
+    watched: tuple[list[Server], list[Server]],
+) -> None:
+    servers, three = watched
+    async with connected(sentinel_url(three[:2], LOGIN)) as ledger:
+        membership = await ledger.beat("gateway", "address", 60.0)
+        assert membership.unfit == ""
+        first = primary_of(servers)
+        [heir] = [one for one in servers if one is not first]
+        heir.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+        three[0].ask("SENTINEL", "FAILOVER", SERVICE)
+        before = membership.generation
+        while await generation_or(ledger, before) == before:
+            await asyncio.sleep(0.05)
+        assert "allkeys-lru" in (await ledger.beat("gateway", "address", 60.0)).unfit
+        heir.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        assert (await ledger.beat("gateway", "address", 60.0)).unfit == ""
+
+
 # a cluster
 
 

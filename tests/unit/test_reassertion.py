@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
 import pytest
 
-from everlift.errors import DataLoss, LedgerUnavailable, Moved, UnknownRequest
+from everlift.errors import (
+    Cancelled,
+    DataLoss,
+    LedgerUnavailable,
+    Moved,
+    RequestConflict,
+    UnknownRequest,
+)
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway.live import LiveRequest
 from router.ledger.base import Membership, NotQueued
-from router.ledger.entry import Entry, Reasserted, State, Stored
+from router.ledger.entry import Append, Appended, Entry, Reasserted, State, Stored
 from router.ledger.memory import MemoryLedger
 from tests.gateway_support import (
     CONFIG,
@@ -213,6 +220,38 @@ async def test_a_rollback_is_counted_once_a_generation(
         roll_back(ledger, nothing)
         gateway.requests.ledger_answered(replace(membership, generation=generation))
         await gateway.requests.generation_changed(generation)
+        gateway.requests.ledger_answered(replace(membership, generation=generation))
+    assert gateway.requests.ledger_status().rollbacks == 2
+
+
+async def test_a_rollback_that_is_noticed_before_the_next_beat_is_counted_once(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    first = Membership(0.0, "", "", 0, 0, generation="first")
+    gateway.requests.ledger_answered(first)
+    for number in range(2):
+        await gateway.submit(request_id=f"r{number}")
+    roll_back(ledger, nothing)
+    await gateway.requests.cancel("r0")
+    gateway.requests.ledger_answered(replace(first, generation="second"))
+    await gateway.requests.generation_changed("second")
+    assert gateway.requests.ledger_status().rollbacks == 1
+
+
+async def test_a_loss_before_a_restart_and_one_by_it_are_two(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    """The first one without another generation: FLUSHALL."""
+    first = Membership(0.0, "", "", 0, 0, generation="first")
+    gateway.requests.ledger_answered(first)
+    for number in range(2):
+        await gateway.submit(request_id=f"r{number}")
+    roll_back(ledger, nothing)
+    await gateway.requests.cancel("r0")
+    gateway.requests.ledger_answered(first)
+    roll_back(ledger, nothing)
+    gateway.requests.ledger_answered(replace(first, generation="second"))
+    await gateway.requests.generation_changed("second")
     assert gateway.requests.ledger_status().rollbacks == 2
 
 
@@ -248,6 +287,99 @@ async def test_what_ended_long_ago_is_not_kept(
     await gateway.requests.generation_changed("second")
     with pytest.raises(UnknownRequest):
         await ledger.get("r")
+
+
+@pytest.mark.parametrize("phase", ["running", "finishing", "over"])
+async def test_an_end_that_contradicts_ours_stays(
+    ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """Somebody found it without a living gateway, as far as the ledger knew it, and ended it."""
+    history = History(gateway, ledger)
+    await history.run(slice(NUM_STEPS if phase == "over" else NUM_STEPS - 1))
+    roll_back(ledger, history.saved[3])
+    await ledger.end("r", State.CANCELLED, Cancelled.slug, "gone")
+    if phase == "finishing":
+        monkeypatch.setattr(ledger, "append", never)
+        gateway.make(history.epoch, 4, "e", LENGTH)
+    async with asyncio.timeout(1):
+        await gateway.requests.generation_changed("second")
+        if phase != "over":
+            with pytest.raises(Cancelled, match="gone"):
+                await gateway.read(history.live)
+    assert (await ledger.get("r")).state is State.CANCELLED
+    assert ledger.told == ["r"]
+
+
+async def never(appends: object) -> list[Appended]:
+    raise LedgerUnavailable("away")
+
+
+async def test_what_ended_here_cannot_be_cancelled_where_the_ledger_forgot_its_end(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(NUM_STEPS))
+    roll_back(ledger, history.saved[3])
+    assert (await gateway.requests.cancel("r")).state is State.FINISHED
+    await gateway.requests.generation_changed("second")
+    assert (await ledger.get("r")).state is State.FINISHED
+    roll_back(ledger, history.saved[3])
+    await gateway.requests.forget("r")
+    assert not ledger._records
+
+
+async def test_what_ended_here_is_not_run_again_for_its_key(
+    ledger: ForgetfulLedger, gateway: Gateway, nothing: dict[str, object]
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(NUM_STEPS))
+    roll_back(ledger, nothing)
+    assert await gateway.submit(n=2) is history.live
+    with pytest.raises(RequestConflict):
+        await gateway.submit(n=3)
+
+
+async def test_an_id_that_another_gateways_request_has_by_now_is_not_forgotten_again(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(NUM_STEPS))
+    await gateway.requests.forget("r")
+    other = Gateway(ledger, "other")
+    await other.submit()
+    entry = await other.requests.cancel("r")
+    await gateway.requests.generation_changed("second")
+    assert await ledger.get("r") == entry
+    # Who asks to forget the id means what has it now.
+    await gateway.requests.forget("r")
+    assert not ledger._records
+
+
+async def test_what_waits_with_tokens_that_the_ledger_lacks_keeps_them_until_it_runs(
+    ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queued request takes no tokens: to offer them would be refused for ever."""
+    history = History(gateway, ledger)
+    await history.run(slice(2))
+    await ledger.take_over("r", "gateway", "gateway")
+    gateway.make(history.epoch, 0, "ab")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    offered: list[Append] = []
+    append = ledger.append
+
+    async def noted(appends: Sequence[Append]) -> list[Appended]:
+        offered.extend(appends)
+        return await append(appends)
+
+    monkeypatch.setattr(ledger, "append", noted)
+    await gateway.requests.generation_changed("second")
+    await asyncio.sleep(0.02)
+    assert not offered
+    third = await gateway.dispatch()
+    gateway.make(third, 2, "c", EOS)
+    gateway.make(third, 0, "x", EOS, choice=1)
+    pieces = await gateway.read(history.live)
+    assert texts([piece for piece in pieces if piece.choice == 0]) == "abc"
 
 
 async def test_what_was_forgotten_stays_so(ledger: ForgetfulLedger, gateway: Gateway) -> None:

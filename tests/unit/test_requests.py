@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import time
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +18,7 @@ from everlift.errors import (
     Cancelled,
     DeadlineExceeded,
     EverliftError,
+    LedgerUnavailable,
     Moved,
     OffsetOutOfRange,
     QueueFull,
@@ -25,9 +29,12 @@ from everlift.errors import (
 )
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.gateway import recent
 from router.gateway.custody import Elsewhere
+from router.gateway.grpc_server import InferenceServer
 from router.gateway.live import LiveRequest, Phase
-from router.ledger.entry import Entry, State
+from router.ledger.base import Membership, Opened
+from router.ledger.entry import Append, Appended, Entry, State
 from router.ledger.memory import MemoryLedger
 from tests.gateway_support import CONFIG, TERM, Gateway, texts, until
 
@@ -312,6 +319,28 @@ async def test_a_stopping_router_sends_its_clients_elsewhere(gateway: Gateway) -
     assert (await gateway.stored())[0] is State.QUEUED
 
 
+async def test_a_stopping_router_waits_for_a_ledger_that_lacks_what_clients_have(
+    gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, let = ledger.append, asyncio.Event()
+
+    async def late_append(appends: Sequence[Append]) -> list[Appended]:
+        await let.wait()
+        return await append(appends)
+
+    monkeypatch.setattr(ledger, "append", late_append)
+    live = await gateway.submit()
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "abc")
+    await until(lambda: live.choices[0].readable == 3)
+    stopping = asyncio.create_task(gateway.requests.stop(0.0))
+    await until(lambda: gateway.workers.aborted == [(epoch, ())])
+    assert not live.is_over
+    let.set()
+    await stopping
+    assert await gateway.stored() == (State.RUNNING, b"abc")
+
+
 async def test_what_finished_elsewhere_is_not_passed_off_as_complete(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
@@ -360,6 +389,116 @@ async def test_a_request_ends_although_who_asked_for_it_is_gone() -> None:
     ledger.let.set()
     await until(lambda: live.is_over)
     assert (await gateway.stored())[0] is State.CANCELLED
+
+
+async def test_a_client_that_leaves_what_was_refused_brings_nothing_back(
+    gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = await gateway.submit()
+    discard, let = ledger.discard, asyncio.Event()
+
+    async def slow_discard(request_id: str) -> None:
+        await let.wait()
+        await discard(request_id)
+
+    monkeypatch.setattr(ledger, "discard", slow_discard)
+    gateway.requests.refused("r")
+    await until(lambda: live.phase is Phase.ENDING)
+    await _leave(gateway, live)
+    let.set()
+    await until(lambda: live.is_over)
+    await asyncio.sleep(0.01)
+    assert not ledger._records
+    assert gateway.requests.ledger_status().rollbacks == 0
+
+
+async def test_what_another_gateway_gave_up_meanwhile_is_to_be_sent_again(
+    gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its queue was full; here the same id is known for a moment."""
+    await Gateway(ledger, "other").submit()
+    opening = ledger.open
+
+    async def open_and_discard(*args: Any) -> Opened:
+        opened = await opening(*args)
+        await ledger.discard("r")
+        return opened
+
+    monkeypatch.setattr(ledger, "open", open_and_discard)
+    with pytest.raises(Moved, match="send it again"):
+        await gateway.submit()
+
+
+async def test_the_same_of_what_the_other_gateway_does_not_know_any_more(
+    ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await Gateway(ledger).submit()
+
+    async def unknown(*args: Any) -> AsyncIterator[pb.GenerateResponse]:
+        raise UnknownRequest("no request r")
+        yield
+
+    server = InferenceServer(Gateway(ledger, "other").requests, None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(server._relay, "attach", unknown)
+    message = pb.GenerateRequest(text="hi", request_id="r", max_tokens=8)
+    with pytest.raises(Moved, match="send it again"):
+        await anext(server.generate(message.SerializeToString(), _Call()))  # type: ignore[arg-type]
+
+
+class _Call:
+    async def send_initial_metadata(self, metadata: object) -> None: ...
+
+    def time_remaining(self) -> None: ...
+
+
+async def test_what_is_cancelled_while_an_heir_takes_it_is_cancelled_by_the_heir(
+    gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await Gateway(ledger, "gone").submit()
+    await ledger.beat("heir", "there:1", 1000.0)
+    end = ledger.end
+
+    async def late_end(*args: Any) -> Entry:
+        await ledger.take_over("r", "heir", "gone")
+        return await end(*args)
+
+    monkeypatch.setattr(ledger, "end", late_end)
+    with pytest.raises(Elsewhere) as elsewhere:
+        await gateway.requests.cancel("r")
+    assert elsewhere.value.address == "there:1"
+
+
+async def test_where_a_request_is_is_no_news(
+    gateway: Gateway, ledger: MemoryLedger, caplog: pytest.LogCaptureFixture
+) -> None:
+    await gateway.submit()
+    with caplog.at_level(logging.INFO), pytest.raises(Elsewhere):
+        await Gateway(ledger, "other").requests.attach("r")
+    assert "not done" not in caplog.messages
+
+
+async def test_nothing_begins_while_the_ledger_is_not_what_was_demanded(gateway: Gateway) -> None:
+    membership = Membership(0.0, "", "", 0, 0, unfit="appendonly no")
+    gateway.requests.ledger_answered(membership)
+    with pytest.raises(LedgerUnavailable, match="appendonly no"):
+        await gateway.submit()
+    gateway.requests.ledger_answered(replace(membership, unfit=""))
+    await gateway.submit()
+
+
+async def test_no_more_than_so_many_ended_requests_are_kept(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recent, "_MAX_ENDED", 2)
+    ended = []
+    for number in range(4):
+        live = await gateway.submit(request_id=f"r{number}")
+        await gateway.requests.cancel(live.request_id)
+        ended.append(weakref.ref(live))
+    del live
+    await asyncio.sleep(CONFIG.grace)
+    gc.collect()
+    assert [each() is not None for each in ended] == [False, False, True, True]
 
 
 async def test_a_dispatch_that_meets_an_end_starts_nothing() -> None:
@@ -423,8 +562,10 @@ async def test_the_tokens_of_another_model_are_not_read_as_this_ones_text(
     gateway.make(await gateway.dispatch(), 0, "ab", session_pb2.STOP_CAUSE_EOS)
     await until(lambda: live.is_over)
     ledger._records["r"].request = replace(live.request, model="another")
+    # Here it is still at hand as this model made it.
+    assert await gateway.requests.attach("r") is live
     with pytest.raises(UnknownModel):
-        await gateway.requests.attach("r")
+        await Gateway(ledger, "other").requests.attach("r")
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
