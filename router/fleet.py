@@ -18,7 +18,8 @@ from router.sessions import Sessions
 log = logs.get(__name__)
 
 
-#: While nobody leads, who leads next is found out sooner than at the next beat.
+#: While nobody leads, or the leader is silent, who leads next is found out sooner than at the next
+#: beat.
 _ANXIETY = 3
 
 
@@ -77,7 +78,7 @@ class Fleet:
 
     async def _rest(self) -> None:
         """Until the next beat, or until it may be another one who leads."""
-        rest = self._config.beat if self._line.is_open else self._config.beat / _ANXIETY
+        rest = self._config.beat / _ANXIETY if self._line.is_quiet else self._config.beat
         with suppress(TimeoutError):
             async with asyncio.timeout(rest):
                 await self._leader.changed.wait()

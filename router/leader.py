@@ -50,7 +50,7 @@ class Leader:
         self._placement = Placement(config)
         self._tenure: Tenure | None = None
         self._lines = Lines(self)
-        self._sweep = Sweep(config, ledger, self._heirs, self._tell)
+        self._sweep = Sweep(config, ledger, self._heirs, self._tell, self._lines.end)
         self._slots: dict[str, Sequence[inference_pb2.RunningSequence]] = {}
         self._generation = ""
         #: ledger time less the router's clock

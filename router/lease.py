@@ -40,7 +40,7 @@ class Lease:
         self._ended = ended
         self._ends = 0.0
         self._hurry = asyncio.Event()
-        self.term = 0
+        self.term = _fresh_term()
         self.is_held = False
         #: False while the ledger may have forgotten the term
         self.is_confirmed = False
@@ -64,18 +64,15 @@ class Lease:
         self._hurry.set()
 
     async def _renew(self, moment: float) -> None:
-        if not self.is_held:
-            self.term = secrets.randbits(64) or 1
+        term = self.term
         try:
-            held = await self._ledger.lead(
-                self._router_id, self._address, self.term, self._config.lease
-            )
+            held = await self._ledger.lead(self._router_id, self._address, term, self._config.lease)
         except LedgerUnavailable:
             held = self.is_held and moment < self._ends
         else:
             self._ends, self.is_confirmed = moment + self._config.lease, held
         if held and not self.is_held:
-            self.is_held = True
+            self.is_held, self.term = True, term
             log.info("leading", router_id=self._router_id)
             self._began()
         elif not held:
@@ -86,13 +83,21 @@ class Lease:
         if self.is_held:
             log.warning("no longer leading", router_id=self._router_id)
             self.is_held = self.is_confirmed = False
+            self.term = _fresh_term()
             self._ended()
 
     async def resign(self) -> None:
         """Gives it back, if it is held."""
         if self.is_held:
+            term = self.term
             self.lose()
             try:
-                await self._ledger.resign(self.term)
+                await self._ledger.resign(term)
             except LedgerUnavailable:
                 log.info("lease left to run out", router_id=self._router_id)
+
+
+def _fresh_term() -> int:
+    """For one leadership. It is asked for under the same term until it is had: where the answer was
+    lost, another one would be refused for as long as the lease."""
+    return secrets.randbits(64) or 1

@@ -18,9 +18,15 @@ from everlift.transport import Transport
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router.admission.policy import Fifo
 from router.admission.telling import Telling
+from router.clock import now
 from router.leader import Leader
 
 log = logs.get(__name__)
+
+#: A leader speaks five times a second. Who is silent for so long may lead no more;
+_QUIET_S = 0.6
+#: and whatever leads to one that is silent for so long leads nowhere.
+_DEAD_S = 2.0
 
 
 class Gateway(Protocol):
@@ -57,6 +63,7 @@ class AdmissionLine:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._followed = ("", "")
+        self._heard_at = 0.0
         self._generation = ""
         self.queued = 0
 
@@ -67,7 +74,16 @@ class AdmissionLine:
     @property
     def is_open(self) -> bool:
         """Whether there is somebody at the other end, as far as one knows."""
-        return self._task is not None and not self._task.done()
+        return self._task is not None and not self._task.done() and self._silence_s < _DEAD_S
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it may be another one who leads by now."""
+        return not self.is_open or self._silence_s > _QUIET_S
+
+    @property
+    def _silence_s(self) -> float:
+        return now() - self._heard_at
 
     # what the leader is told
 
@@ -102,17 +118,25 @@ class AdmissionLine:
         if (leader, address) == self._followed and self.is_open:
             return
         await self.close()
-        self._followed = (leader, address)
+        self._followed, self._heard_at = (leader, address), now()
         if leader == self._router_id and self._local.is_leading:
-            self._task = asyncio.create_task(self._speak_locally())
+            self._task = asyncio.create_task(self._speak(""))
         elif leader and leader != self._router_id:
-            self._task = asyncio.create_task(self._speak_to(address))
+            self._task = asyncio.create_task(self._speak(address))
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+
+    async def _speak(self, address: str) -> None:
+        """With this very replica, if there is no address. What fails in between ends the line; the
+        next one is opened at the next beat."""
+        try:
+            await (self._speak_to(address) if address else self._speak_locally())
+        except Exception:
+            log.exception("the line to the leader failed")
 
     async def _speak_locally(self) -> None:
         with self._told() as messages:
@@ -172,6 +196,7 @@ class AdmissionLine:
 
     def _heard(self, message: session_pb2.LeaderMessage) -> None:
         assert self._gateway is not None
+        self._heard_at = now()
         self.queued = message.queued
         for dispatched in message.dispatched:
             if self._telling is not None:

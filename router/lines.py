@@ -42,7 +42,7 @@ class Lines:
     def hang_up(self) -> None:
         """Every gateway is told to look for another leader."""
         for gateway in self.gateways:
-            self._end(gateway)
+            self.end(gateway)
 
     async def converse(
         self, messages: AsyncIterator[session_pb2.GatewayMessage]
@@ -89,7 +89,7 @@ class Lines:
 
     def connect(self, gateway: str, send: Send) -> None:
         """A gateway's line is open, in place of an older one; ``send`` must not block."""
-        self._end(gateway)
+        self.end(gateway)
         self._sends[gateway] = send
         self._listener.connected(gateway)
 
@@ -97,7 +97,8 @@ class Lines:
         if self._sends.get(gateway) is send:
             self._forget(gateway)
 
-    def _end(self, gateway: str) -> None:
+    def end(self, gateway: str) -> None:
+        """It is told to look for a leader again, which may be this one."""
         self.tell(gateway, session_pb2.LeaderMessage(resigned=True))
         self._forget(gateway)
 

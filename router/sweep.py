@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TypeAlias
 
 from everlift.errors import LedgerUnavailable
@@ -20,16 +20,22 @@ _ADOPTION_S = 5.0
 
 
 class Sweep:
-    """``heirs`` answers the living gateways, none while nothing may be given away; ``tell`` reaches
-    them."""
+    """``heirs`` answers the gateways with a line, none while nothing may be given away; ``tell``
+    reaches them. ``bury`` is told of one whose lease is over although it has a line."""
 
     def __init__(
-        self, config: RouterConfig, ledger: Ledger, heirs: Callable[[], list[str]], tell: Tell
+        self,
+        config: RouterConfig,
+        ledger: Ledger,
+        heirs: Callable[[], list[str]],
+        tell: Tell,
+        bury: Callable[[str], None],
     ) -> None:
         self._config = config
         self._ledger = ledger
         self._heirs = heirs
         self._tell = tell
+        self._bury = bury
         self._adopting: dict[str, float] = {}
         self._next_heir = 0
         self._after = 0.0
@@ -49,10 +55,20 @@ class Sweep:
     async def _sweep(self) -> None:
         try:
             orphans = await self._ledger.orphans(_AT_ONCE)
+            living = await self._ledger.gateways() if orphans else {}
         except LedgerUnavailable:
             self.hold_off()
-        else:
-            self._give_away(orphans, now())
+            return
+        if orphans:
+            self._bury_all_but(living)
+        self._give_away(orphans, now())
+
+    def _bury_all_but(self, living: Container[str]) -> None:
+        """A gateway that is frozen has a line still: it would inherit what was its own, and what
+        waits there would take room at workers that nobody uses."""
+        for gateway in self._heirs():
+            if gateway not in living:
+                self._bury(gateway)
 
     def _give_away(self, orphans: list[str], moment: float) -> None:
         heirs = self._heirs()

@@ -7,6 +7,7 @@ a worker holds little that another one could have begun sooner.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 from router.admission.pace import slow
 from router.admission.policy import Waiting
@@ -34,7 +35,9 @@ class Placement:
         self._workers.setdefault(worker_id, WorkerView(capacity))
 
     def leave(self, worker_id: str) -> None:
-        self._workers.pop(worker_id, None)
+        worker = self._workers.pop(worker_id, None)
+        for request_id in worker.held.expire(inf) if worker else ():
+            self._holds.pop(str(request_id), None)
 
     def report(self, worker_id: str, load: Load, now: float) -> None:
         worker = self._workers.get(worker_id)

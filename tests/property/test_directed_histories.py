@@ -15,6 +15,7 @@ from cluster.sim.cluster import SimCluster
 from cluster.sim.judgement import finish, listening
 from cluster.sim.ledger import Trouble
 from everlift.errors import AttemptsExhausted, DeadlineExceeded, EverliftError
+from everlift.messages import OnDisconnect
 from everlift.v1 import session_pb2
 from router.gateway import told
 from router.gateway.attempts import Attempts
@@ -320,6 +321,41 @@ def test_the_leader_dies_with_requests_in_its_queue() -> None:
         it.kill_router(it.leaders()[0])
 
 
+def test_a_leader_dies_before_it_can_say_what_it_has_dispatched() -> None:
+    with cluster(routers=3) as it:
+        [leader] = it.leaders()
+        left = chain([Trouble.ANSWER_LOST], repeat(None))
+        it.ledger.trouble = lambda called: next(left) if called == "dispatch" else None
+        request_id = it.ask(router=leader + 1)
+        it.home(request_id)
+        it.kill_router(leader)
+        it.settle(60)
+        assert it.entry(request_id).attempts == 2
+
+
+def test_what_a_killed_gateway_leaves_without_a_client_is_found_and_finished() -> None:
+    with cluster(lease=0.8) as it:
+        asked = Asked(LONG.prompt, (*LONG.options, ("on_disconnect", OnDisconnect.CONTINUE)))
+        request_id = it.ask(asked, router=1, manners=Manners(leaves_after=5, away=20.0))
+        it.until_has(request_id, 5)
+        it.kill_router(1)
+        it.run_until(lambda: it.entry(request_id).state is State.FINISHED, limit=10.0)
+
+
+def test_what_a_frozen_gateway_has_goes_on_elsewhere_and_takes_no_room_from_others() -> None:
+    with cluster(routers=3, workers=1) as it:
+        [leader] = it.leaders()
+        asked = Asked(SHORT.prompt, (*SHORT.options, ("on_disconnect", OnDisconnect.CONTINUE)))
+        its_own = [it.ask(asked, router=leader + 1) for _ in range(60)]
+        it.run_for(0.05)
+        it.freeze_router((leader + 1) % 3, 20.0)
+        others = [it.ask(SHORT, router=leader + 2) for _ in range(5)]
+        it.run_until(
+            lambda: all(it.entry(each).state is State.FINISHED for each in its_own + others),
+            limit=8.0,
+        )
+
+
 def test_all_routers_die_at_once() -> None:
     with cluster() as it:
         for n in range(6):
@@ -429,6 +465,8 @@ def test_a_mutant_is_caught(
         it.kill_worker(it.home(request_id))
         it.until_has(request_id, 30)
         it.kill_router(1)
+        it.run_for(0.1)
+        assert all(worker.sessions.is_idle for worker in it.workers.values())
         it.settle(60)
         assert it.entry(ended).state is State.FINISHED
 

@@ -64,7 +64,7 @@ class Leader:
 
 class Line:
     def __init__(self) -> None:
-        self.is_open = True
+        self.is_quiet = False
         self.followed: list[tuple[str, str]] = []
 
     async def follow(self, leader: str, address: str) -> None:
@@ -130,7 +130,7 @@ async def test_a_beat_that_failed_is_told_and_tried_again(replica: Replica) -> N
     await until(lambda: len(replica.leader.heard_of) > heard)
 
 
-async def test_without_a_line_one_looks_three_times_as_often_who_leads(
+async def test_where_the_leader_is_silent_one_looks_three_times_as_often_who_leads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replica, rests = Replica(), []
@@ -141,7 +141,7 @@ async def test_without_a_line_one_looks_three_times_as_often_who_leads(
         return timeout(0.0)
 
     monkeypatch.setattr(asyncio, "timeout", recorded)
-    for is_open in (True, False):
-        replica.line.is_open = is_open
+    for is_quiet in (False, True):
+        replica.line.is_quiet = is_quiet
         await replica.fleet._rest()
     assert rests == pytest.approx([CONFIG.beat, CONFIG.beat / 3])

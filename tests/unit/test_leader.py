@@ -32,6 +32,7 @@ class FlakyLedger(MemoryLedger):
     is_away = False
     ahead = 0.0
     paused = ""
+    loses_answers = 0
 
     def __init__(self) -> None:
         super().__init__(lambda: now() + self.ahead)
@@ -45,7 +46,11 @@ class FlakyLedger(MemoryLedger):
     async def lead(self, router: str, address: str, term: int, lease_s: float) -> bool:
         self.terms.append(term)
         await until(lambda: self.paused != router, seconds=1000.0)
-        return await super().lead(router, address, term, lease_s)
+        held = await super().lead(router, address, term, lease_s)
+        if self.loses_answers:
+            self.loses_answers -= 1
+            raise LedgerUnavailable("the answer was lost")
+        return held
 
 
 @pytest.fixture
@@ -222,6 +227,19 @@ async def test_who_sees_that_nobody_leads_does_not_wait_for_its_next_beat(
         await until(lambda: leader.is_leading)
 
 
+async def test_who_did_not_hear_that_it_leads_asks_again_under_the_same_term(
+    ledger: FlakyLedger,
+) -> None:
+    """Under another one it would be refused until its own lease is over."""
+    ledger.loses_answers = 2
+    async with running(ledger) as leader:
+        await until(lambda: leader.is_leading)
+        assert len(set(ledger.terms)) == 1
+        leader._lease.lose()
+        await until(lambda: leader.is_leading)
+        assert len(set(ledger.terms)) == 2
+
+
 # a ledger that came back without its last second
 
 
@@ -312,6 +330,7 @@ async def test_after_an_outage_the_living_may_renew_before_orphans_are_given_awa
     leader: Leader, ledger: FlakyLedger
 ) -> None:
     gateway, sweep = Gateway(leader, "g"), leader._sweep
+    await ledger.beat("g", "there:1", lease_s=1000.0)
     await opened(ledger, "r", "dead")
     await until(lambda: gateway.told("adopt") == ["r"])
     sweep._adopting.clear()
@@ -328,5 +347,21 @@ async def test_orphans_without_a_gateway_wait_for_one(leader: Leader, ledger: Fl
     await opened(ledger, "r", "dead")
     await until(lambda: now() > leader._sweep._after)
     await asyncio.sleep(3 * CONFIG.beat)
+    await ledger.beat("g", "there:1", lease_s=1000.0)
     gateway = Gateway(leader, "g")
     await until(lambda: gateway.told("adopt") == ["r"])
+
+
+async def test_a_frozen_gateway_inherits_nothing_and_has_no_place_in_the_queue(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    """Its line is open, but its lease is over: what it has is given to others, not to itself."""
+    living, frozen = Gateway(leader, "living"), Gateway(leader, "frozen")
+    await ledger.beat("living", "there:1", lease_s=1000.0)
+    for request_id in ("a", "b"):
+        await opened(ledger, request_id, "frozen")
+        frozen.enqueue(request_id)
+    await until(lambda: len(living.told("adopt")) == 2)
+    assert any(message.resigned for message in frozen.heard)
+    assert not frozen.told("adopt")
+    assert leader.queued == 0

@@ -144,6 +144,38 @@ async def test_a_line_whose_leader_resigns_is_over(leader: Leader, gateway: Gate
     assert gateway.line._telling is None
 
 
+async def test_a_line_on_which_nobody_speaks_is_opened_again(
+    leader: Leader, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until(lambda: tenure(leader) == (3, 1))
+    assert not gateway.line.is_quiet
+    tell = leader._lines.tell
+    monkeypatch.setattr(leader._lines, "tell", lambda *_: None)
+    monkeypatch.setattr("router.line._QUIET_S", 0.3)
+    monkeypatch.setattr("router.line._DEAD_S", 0.5)
+    await until(lambda: gateway.line.is_quiet)
+    assert gateway.line.is_open
+    await until(lambda: not gateway.line.is_open)
+    monkeypatch.setattr(leader._lines, "tell", tell)
+    await gateway.line.follow("g", "here:1")
+    assert gateway.line.is_open
+    await until(lambda: gateway.made == 6)
+
+
+async def test_what_fails_on_a_line_is_logged(
+    leader: Leader, gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    await until(lambda: tenure(leader) == (3, 1))
+
+    def fail(request_id: str) -> None:
+        raise ZeroDivisionError
+
+    gateway.stale = fail  # type: ignore[method-assign]
+    leader._lines._sends["g"](pb.LeaderMessage(stale=["c"]))
+    await until(lambda: not gateway.line.is_open)
+    assert "ZeroDivisionError" in caplog.text
+
+
 async def test_the_first_dispatch_does_not_wait_for_all_that_is_told(leader: Leader) -> None:
     """Counted in entries, not seconds: however much waits, little of it is told by then."""
     gateways = [Gateway(f"g{number}", leader, total=20_000) for number in range(20)]

@@ -174,3 +174,11 @@ def test_who_kept_room_may_leave_and_come_back() -> None:
     placement.report("a", Load(1), now=0.0)
     assert placement.choose(replace(waiting(), request_id="coming")) == "a"
     assert placement.workers["a"].held.tokens == 0
+
+
+def test_a_lost_worker_keeps_no_room() -> None:
+    placement = placement_of(a=Load(1), b=Load(1, num_running=1))
+    placement.hold("a", "r", tokens=30, choices=1, now=0.0)
+    placement.leave("a")
+    assert not placement._holds
+    assert placement.choose(waiting()) == "b"
