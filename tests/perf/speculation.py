@@ -9,9 +9,6 @@ Seconds are those of the CPU, of which one thread makes use. Medians over the ro
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -19,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-import torch
 from tokenizers import Tokenizer
 
 from cluster.config import DEMO_MODEL
 from cluster.demo import tasks
 from everlift.sampling import SamplingParams
+from tests.perf import report
 from tests.torch_engine import Job, TorchEngine
 from worker.config import Speculation
 
@@ -152,14 +149,10 @@ def main() -> None:
         for one_by_one, suffix in ((True, ", alone"), (False, ", together"))
         for name, modes in measure(options.rounds, one_by_one).items()
     }
-    result = {
-        "machine": {
-            "cpu": platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-        },
-        "versions": {"torch": torch.__version__},
-        "settings": {
+    report.write(
+        options.out,
+        packages=["torch"],
+        settings={
             "model": "demo",
             "rounds": options.rounds,
             "prompts": PROMPTS,
@@ -167,12 +160,9 @@ def main() -> None:
             "dtype": "float32",
             "threads": 1,
         },
-        "raw": raw,
-        "ratios": ratios(raw),
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result["ratios"], indent=2))
+        raw=raw,
+        ratios=ratios(raw),
+    )
 
 
 if __name__ == "__main__":

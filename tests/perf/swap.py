@@ -11,9 +11,6 @@ depend on the machine least.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -22,9 +19,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-
 from tests.llama_support import save_llama
+from tests.perf import report
 from tests.torch_engine import TorchEngine, greedy_jobs
 
 #: About 5 million parameters.
@@ -115,14 +111,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         served = measure(save_llama(Path(directory), **SHAPE), options.rounds)
     raw = {mode: medians(rounds) for mode, rounds in served.items()}
-    result = {
-        "machine": {
-            "cpu": platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-        },
-        "versions": {"torch": torch.__version__},
-        "settings": {
+    report.write(
+        options.out,
+        packages=["torch"],
+        settings={
             "rounds": options.rounds,
             "sequences": SEQUENCES,
             "prompt_tokens": PROMPT_TOKENS,
@@ -131,12 +123,9 @@ def main() -> None:
             "dtype": "float32",
             "threads": 1,
         },
-        "raw": raw,
-        "ratios": ratios(raw),
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(options.out.read_text(), end="")
+        raw=raw,
+        ratios=ratios(raw),
+    )
 
 
 if __name__ == "__main__":

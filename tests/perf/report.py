@@ -1,0 +1,47 @@
+"""What each benchmark leaves in build/bench: machine, versions, settings, raw figures, ratios."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def write(
+    out: Path,
+    *,
+    packages: Sequence[str],
+    settings: Mapping[str, Any],
+    raw: Mapping[str, Any],
+    ratios: Mapping[str, float],
+) -> None:
+    """Also prints it. ``packages`` are those on whose versions the figures depend."""
+    report = {
+        "machine": machine(),
+        "versions": {name: version(name) for name in packages},
+        "settings": settings,
+        "raw": raw,
+        "ratios": ratios,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=2) + "\n")
+    print(out.read_text(), end="")
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
