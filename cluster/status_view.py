@@ -9,6 +9,7 @@ from rich.text import Text
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import inference_pb2 as pb
+from router.ledger.config import PROMISES
 
 #: Shorter than this, a rate would jump.
 _INTERVAL_S = 1.0
@@ -117,4 +118,6 @@ def _ledger(ledger: pb.LedgerStatus) -> str:
         facts.append(f"rollbacks {ledger.rollbacks}")
     if ledger.away:
         facts.append("away")
-    return "   ".join(filter(None, facts))
+    facts_line = "   ".join(filter(None, facts))
+    promise = PROMISES.get(ledger.durability_class)
+    return f"{facts_line}\n{ledger.durability_class} {promise}" if promise else facts_line

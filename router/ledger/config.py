@@ -12,8 +12,15 @@ from router.ledger import address
 EMBEDDED = "embedded"
 MAX_SHARDS = 1024
 
-#: README.md has what each of them promises.
+#: README.md has what each of them promises at length.
 DurabilityClass = Literal["memory", "everysec", "always", "replicated"]
+#: What an acknowledged move survives.
+PROMISES: dict[str, str] = {
+    "memory": "survives routers and workers, not the server's end",
+    "everysec": "survives the server's restart but for its last second, which routers tell again",
+    "always": "survives the server's restart, not the loss of its disk",
+    "replicated": "begins and ends of requests survive the loss of the server",
+}
 
 
 class LedgerSetupError(Exception):

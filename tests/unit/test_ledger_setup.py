@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from router.ledger import scripts
 from router.ledger.address import Address, Kind, parse
-from router.ledger.config import DurabilityClass, LedgerConfig, LedgerSetupError
+from router.ledger.config import PROMISES, DurabilityClass, LedgerConfig, LedgerSetupError
 from router.ledger.server import (
     SCHEMA,
     check_durability,
@@ -254,3 +255,7 @@ def test_a_setting_that_cannot_be_is_named(settings: dict[str, object], key: str
     with pytest.raises(ValueError, match=f"^{key} must") as error:
         LedgerConfig(**settings)  # type: ignore[arg-type]
     assert "secret" not in str(error.value)
+
+
+def test_each_durability_class_says_what_it_promises() -> None:
+    assert PROMISES.keys() == set(get_args(DurabilityClass))

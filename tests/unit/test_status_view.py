@@ -90,6 +90,7 @@ def test_the_counters_stand_below() -> None:
 def test_the_ledger_stands_below_with_what_is_wrong_with_it() -> None:
     shown = text(show(STATUS))
     assert "ledger valkey 9.1.2   everysec   before_delivery   memory 25%\n" in shown
+    assert "everysec survives the server's restart but for its last second" in shown
     trouble = pb.LedgerStatus(server="valkey 9.1.2", rollbacks=2, away=True)
     shown = text(show(pb.GetStatusResponse(ledger=trouble)))
     assert "ledger valkey 9.1.2   rollbacks 2   away\n" in shown
