@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from everlift import logs
 from everlift.errors import InvalidRequest, LedgerUnavailable
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
+from router.insistence import first_answer
 from router.leader import Leader
 from router.ledger.base import Ledger, Membership
 from router.line import AdmissionLine
@@ -94,7 +96,7 @@ class Fleet:
         await self._dial()
 
     async def _beat(self) -> None:
-        membership = await self._ledger.beat(self._router_id, self._address, self._config.lease)
+        membership = await first_answer(self._renewed, self._config.beat)
         self._leader.heard(membership)
         self._gateway.ledger_answered(membership)
         if membership.generation != self._generation:
@@ -106,6 +108,9 @@ class Fleet:
         await self._follow(membership)
         if self._leader.is_leading:
             await self._forget_unreachable()
+
+    def _renewed(self) -> Coroutine[Any, Any, Membership]:
+        return self._ledger.beat(self._router_id, self._address, self._config.lease)
 
     async def _put_workers_back(self) -> None:
         """A ledger that lost its last moves may not know who joined."""

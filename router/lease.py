@@ -1,20 +1,24 @@
 """The lease of whoever leads: taken when it is free, renewed while it is held, given back.
 
 Each leadership has a fresh random term, without which the ledger refuses to dispatch. A leader that
-was away for longer than its lease finds that out from the ledger, here or at its next dispatch.
+was away for longer than its lease finds that out from the ledger, here or at its next dispatch. If
+another one led meanwhile, even if nobody does now, it begins anew under a fresh term: what it knows
+of the queue is old.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from typing import Any
 
 from everlift import logs
 from everlift.errors import LedgerUnavailable
 from router.clock import now
 from router.config import RouterConfig
+from router.insistence import first_answer
 from router.ledger.base import Ledger
 
 log = logs.get(__name__)
@@ -66,7 +70,7 @@ class Lease:
     async def _renew(self, moment: float) -> None:
         term = self.term
         try:
-            held = await self._ledger.lead(self._router_id, self._address, term, self._config.lease)
+            held = await first_answer(lambda: self._lead(term), self._config.beat)
         except LedgerUnavailable:
             held = self.is_held and moment < self._ends
         else:
@@ -77,6 +81,11 @@ class Lease:
             self._began()
         elif not held:
             self.lose()
+
+    def _lead(self, term: int) -> Coroutine[Any, Any, bool]:
+        return self._ledger.lead(
+            self._router_id, self._address, term, self._config.lease, is_new=not self.is_held
+        )
 
     def lose(self) -> None:
         """Somebody else leads."""

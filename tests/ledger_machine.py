@@ -285,10 +285,15 @@ class LedgerMachine(RuleBasedStateMachine):
     async def _take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
         return replace(await self.ledger.take_over(request_id, gateway, owner), now=0.0)
 
-    @rule(request_id=mortals)
-    def discard(self, request_id: str) -> None:
-        assert self.ask(lambda: self.ledger.discard(request_id)) is None
-        if request_id in self.lives and self.lives[request_id].entry.state is State.QUEUED:
+    @rule(request_id=mortals, owner=gateways)
+    def discard(self, request_id: str, owner: str) -> None:
+        answer = self.ask(lambda: self.ledger.discard(request_id, owner))
+        life = self.lives.get(request_id)
+        if life and (life.entry.state, life.entry.gateway) != (State.QUEUED, owner):
+            assert answer == life.entry
+            return
+        assert answer is None
+        if life:
             self._lose(request_id)
 
     def _lose(self, request_id: str) -> None:
@@ -664,6 +669,16 @@ class LedgerMachine(RuleBasedStateMachine):
         if leads:
             self.leader = self.term = term
         # What was refused under one term may be refused for another reason under the next.
+        self.again = None
+
+    @rule(term=nonces, is_last=st.booleans())
+    def renew(self, term: int, is_last: bool) -> None:
+        """Who led last renews its lease, or somebody who led before."""
+        term = self.term if is_last else term
+        renewed = self.run(self.ledger.lead("router", "address", term, AGES_S, is_new=False))
+        assert renewed == (term == self.term)
+        if renewed:
+            self.leader = term
         self.again = None
 
     @rule()

@@ -2,6 +2,9 @@
 
 Each process has a view of its own, whose calls take time, and fail as calls of a server do: its
 answers may be late, be lost, or never come, and the server may restart without its last moves.
+
+It looks at every move that is fenced: whoever was fenced off makes the same tokens as its
+successor, so that nobody else would see that a fence is missing.
 """
 
 from __future__ import annotations
@@ -11,15 +14,17 @@ import copy
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from enum import Enum
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from cluster.sim.clock import Clock, VirtualLoop
 from everlift.errors import LedgerUnavailable, UnknownRequest
 from router.ledger.audit import Item
 from router.ledger.base import Ledger, Membership
 from router.ledger.config import DEFAULTS
-from router.ledger.entry import Entry
+from router.ledger.entry import Append, Appended, Entry, State
 from router.ledger.memory import MemoryLedger
+
+T = TypeVar("T")
 
 #: A call made again is not the call of somebody else: the product's client names each call.
 _NAMED = frozenset({"open", "take_over"})
@@ -49,6 +54,8 @@ class LedgerServer:
         self._away_until = 0.0
         #: says what becomes of a call of this name
         self.trouble: Callable[[str], Trouble | None] = lambda name: None
+        #: moves of those who were fenced off
+        self.breaches: list[str] = []
 
     def view(self, process: VirtualLoop) -> Ledger:
         """The ledger as this process sees it."""
@@ -104,10 +111,46 @@ class LedgerServer:
 
     async def _answer(self, name: str, args: Any, options: Any) -> Any:
         move: Callable[..., Awaitable[Any]] = getattr(self.memory, name)
+        match name, args:
+            case "append", (items,):
+                return [await self._append(item) for item in items]
+            case "release", (request_id, epoch):
+                return await self._under(epoch, request_id, name, move(*args, **options))
+            case "dispatch", (request_id, _, _, term):
+                making = move(*args, **options)
+                return await self._fenced(
+                    lambda entry: term == self.memory._term, request_id, name, making
+                )
         answer = await move(*args, **options)
         if isinstance(answer, Membership):
             return replace(answer, generation=str(self._generation))
         return answer
+
+    async def _append(self, item: Append) -> Appended:
+        making = self.memory.append([item])
+        [answer] = await self._under(item.epoch, item.request_id, "append", making)
+        return answer
+
+    async def _under(self, epoch: int, request_id: str, name: str, making: Awaitable[T]) -> T:
+        """A move that only the worker of this epoch may make."""
+
+        def may(entry: Entry) -> bool:
+            return entry.state is State.RUNNING and entry.epoch == epoch
+
+        return await self._fenced(may, request_id, name, making)
+
+    async def _fenced(
+        self, may: Callable[[Entry], bool], request_id: str, name: str, making: Awaitable[T]
+    ) -> T:
+        """A move that changes nothing unless it ``may``, by the entry before it. It is made in one
+        stroke: a ledger in memory waits for nothing."""
+        before = self.peek(request_id)
+        try:
+            return await making
+        finally:
+            after = self.peek(request_id)
+            if before != after and not (before and may(before)):
+                self.breaches.append(f"{name} of who was fenced off: {before} -> {after}")
 
     async def _travel(self, process: VirtualLoop) -> None:
         await asyncio.sleep(self._latency + self.delay)

@@ -122,11 +122,16 @@ class Custody:
     async def move(self, live: LiveRequest, move: Callable[[], Awaitable[Entry]]) -> Entry:
         """The ledger's answer to a move of a live request, or to a question about it. If it has
         lost something that it had acknowledged, it is told that first. The live request is over if
-        they contradict each other."""
+        they contradict each other. Raises UnknownRequest of what is in nobody's hands here."""
         while True:
             had = _acknowledged(live)
-            with suppress(UnknownRequest):
+            try:
                 entry = await self.persist(move)
+            except UnknownRequest:
+                if not (self.has(live) or self.recent.has(live)):
+                    # It was given up meanwhile, not lost.
+                    raise
+            else:
                 if _has_all(entry, had):
                     return entry
             answer, entry = await self._restore(live)
@@ -142,13 +147,19 @@ class Custody:
         answer, entry = await self.persist(lambda: self.ledger.reassert(live.held()))
         if answer is Reasserted.DIVERGED:
             error = DataLoss("the ledger came back with other tokens than were streamed")
-            entry = await self.persist(
+            entry = await self._end_as_failed(live, error) or entry
+            self.fail(live, error)
+        return answer, entry
+
+    async def _end_as_failed(self, live: LiveRequest, error: EverliftError) -> Entry | None:
+        """In the ledger. None where it was forgotten meanwhile."""
+        with suppress(UnknownRequest):
+            return await self.persist(
                 lambda: self.ledger.end(
                     live.request_id, State.FAILED, error.slug, str(error), self.router_id
                 )
             )
-            self.fail(live, error)
-        return answer, entry
+        return None
 
     def fail(self, live: LiveRequest, error: EverliftError) -> None:
         """Ends it here without the ledger."""
@@ -185,11 +196,7 @@ class Custody:
         except Exception:
             error = EverliftError("internal error; the router's log says more")
             self.fail(live, error)
-            await self.persist(
-                lambda: self.ledger.end(
-                    live.request_id, State.FAILED, error.slug, str(error), self.router_id
-                )
-            )
+            await self._end_as_failed(live, error)
             raise
 
     def _done(self, task: asyncio.Task[Any]) -> None:

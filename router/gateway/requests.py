@@ -189,10 +189,19 @@ class Requests:
         """Ends a request; a final one stays as it is. Raises UnknownRequest, Elsewhere."""
         error = Cancelled("cancelled by a client")
         if (live := self._custody.get(request_id)) is not None:
-            return await asyncio.shield(self.attempts.end(live, State.CANCELLED, error))
+            ending = self._custody.spawn(self._cancel_live(live, error))
+            if (entry := await asyncio.shield(ending)) is not None:
+                return entry
         if (ended := self._recent.get(request_id)) is not None:
             await self._reassertion.tell_end(ended)
         return await self._cancel_ownerless(request_id, error)
+
+    async def _cancel_live(self, live: LiveRequest, error: Cancelled) -> Entry | None:
+        """None if it ended meanwhile, or was refused and its id is free again."""
+        async with self._custody.moving.hold(live.request_id):
+            if not self._custody.has(live):
+                return None
+            return await self.attempts.end(live, State.CANCELLED, error)
 
     async def _cancel_ownerless(self, request_id: str, error: Cancelled) -> Entry:
         entry = await self._ledger.get(request_id)
@@ -268,8 +277,11 @@ class Requests:
                 return
         self.attempts.dispatched(message)
 
-    def move(self, request_id: str) -> None:
-        self.attempts.move(request_id)
+    def move(self, epoch: int) -> None:
+        self.attempts.move(epoch)
+
+    def evict(self, epoch: int) -> None:
+        self.attempts.evict(epoch)
 
     def stale(self, request_id: str) -> None:
         self.attempts.stale(request_id)
@@ -278,15 +290,20 @@ class Requests:
         """The queue is full: it is as if the request had never come."""
         live = self._custody.get(request_id)
         if live is not None and live.phase is Phase.WAITING:
+            live.phase = Phase.ENDING
             self._custody.spawn_for(live, self._discard(live))
 
     async def _discard(self, live: LiveRequest) -> None:
-        if live.is_ending:
-            return
-        live.phase = Phase.ENDING
         async with self._custody.moving.hold(live.request_id):
+            if live.is_over:
+                return
             self._custody.let_go(live)
-            await self._custody.persist(lambda: self._ledger.discard(live.request_id))
+            entry = await self._custody.persist(
+                lambda: self._ledger.discard(live.request_id, self._router_id)
+            )
+            if entry is not None:
+                # Another gateway went on with it meanwhile, or it has ended.
+                self._custody.settle_as(live, entry)
         live.settle(now(), QueueFull("too many requests wait", retry_after_s=1.0))
 
     def adopt_soon(self, request_id: str) -> None:

@@ -149,9 +149,9 @@ class Ledger(Protocol):
         the entry's gateway is ``gateway``. Raises UnknownRequest."""
         ...
 
-    async def discard(self, request_id: str) -> None:
-        """QUEUED -> gone: the id may be opened again. Any other state, or no request, stays as it
-        is."""
+    async def discard(self, request_id: str, owner: str) -> Entry | None:
+        """QUEUED -> gone: the id may be opened again. Answers None, also where there is no request,
+        or the entry of one that stays: it is not QUEUED, or not ``owner``'s."""
         ...
 
     async def end(
@@ -211,9 +211,13 @@ class Ledger(Protocol):
 
     # leadership
 
-    async def lead(self, router: str, address: str, term: int, lease_s: float) -> bool:
-        """Takes the leader's lease if it is free, or renews it if it is held under ``term``; False
-        if somebody else holds it. From then on dispatches of older terms are refused."""
+    async def lead(
+        self, router: str, address: str, term: int, lease_s: float, *, is_new: bool = True
+    ) -> bool:
+        """Takes the leader's lease if it is free, or renews it if ``term`` was the last to have it;
+        False if somebody else holds it. From then on dispatches of older terms are refused. A term
+        that has led, so that it is not ``is_new``, is only renewed: False if another one had the
+        lease since, whoever has it now. A ledger that knows of no term at all renews any."""
         ...
 
     async def resign(self, term: int) -> None:

@@ -1,11 +1,15 @@
--- queued -> gone.
--- ARGV: id
+-- queued -> gone, if `owner` owns it. Answers gone, also of what is unknown; ok and the entry of one that
+-- stays.
+-- ARGV: id, owner
 
-local id = ARGV[1]
+local id, owner = unpack(ARGV)
 
 local state, gateway = unpack(redis.call('HMGET', request_key(id), 'state', 'gateway'))
-if state == 'queued' then
-    disown(id, gateway)
-    redis.call('DEL', unpack(all_keys(id)))
+if not state then
+    return {'gone'}
+elseif state ~= 'queued' or gateway ~= owner then
+    return {'ok', entry(id)}
 end
-return {'ok'}
+disown(id, gateway)
+redis.call('DEL', unpack(all_keys(id)))
+return {'gone'}

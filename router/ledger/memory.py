@@ -187,11 +187,14 @@ class MemoryLedger:
             self._own(record.entry)
         return record.stored((), self._clock())
 
-    async def discard(self, request_id: str) -> None:
-        record = self._find(request_id)
-        if record and record.entry.state in Move.DISCARD.sources:
-            self._disown(record.entry)
-            del self._records[request_id]
+    async def discard(self, request_id: str, owner: str) -> Entry | None:
+        if (record := self._find(request_id)) is None:
+            return None
+        if record.entry.state not in Move.DISCARD.sources or record.entry.gateway != owner:
+            return record.entry
+        self._disown(record.entry)
+        del self._records[request_id]
+        return None
 
     async def end(
         self, request_id: str, state: State, slug: str, message: str, owner: str | None = None
@@ -298,9 +301,12 @@ class MemoryLedger:
 
     # leadership
 
-    async def lead(self, router: str, address: str, term: int, lease_s: float) -> bool:
-        now = self._clock()
-        if self._leader.term != check_nonce(term) and self._leader.ends > now:
+    async def lead(
+        self, router: str, address: str, term: int, lease_s: float, *, is_new: bool = True
+    ) -> bool:
+        now, known = self._clock(), self._leader
+        was_deposed = known.term and not is_new
+        if known.term != check_nonce(term) and (known.ends > now or was_deposed):
             return False
         self._leader = _Leader(router, address, term, now + lease_s)
         self._term = term
@@ -308,7 +314,7 @@ class MemoryLedger:
 
     async def resign(self, term: int) -> None:
         if self._leader.term == term:
-            self._leader = _NOBODY
+            self._leader = replace(self._leader, ends=_NOBODY.ends)
 
     # workers
 

@@ -53,7 +53,7 @@ from router.ledger.entry import (
 from router.ledger.redis_audit import RedisAudit
 from router.ledger.scripts import Script
 from router.ledger.server import generation, memory_used
-from router.ledger.setup import check_servers, look
+from router.ledger.setup import check_servers, layout, look
 from router.ledger.shards import Call, Shards
 
 log = logs.get(__name__)
@@ -102,6 +102,8 @@ class RedisLedger:
         #: longer than any call is tried again
         self._call_ms = round(2000 * config.timeout)
         self._cluster_id = cluster_id
+        #: a server that forgot everything (FLUSHALL) would give the next router another id
+        self._layout = layout(config, cluster_id)
         self._config = config
         self._generation = self._unfit = ""
         self._is_local = bool(parse(config.url).path)
@@ -207,8 +209,9 @@ class RedisLedger:
         )
         return await _stored(request_id, (), rest)
 
-    async def discard(self, request_id: str) -> None:
-        await self._move(scripts.DISCARD, request_id)
+    async def discard(self, request_id: str, owner: str) -> Entry | None:
+        word, rest = await self._move(scripts.DISCARD, request_id, owner)
+        return None if word == "gone" else codec.entry(request_id, rest[0])
 
     async def end(
         self, request_id: str, state: State, slug: str, message: str, owner: str | None = None
@@ -262,7 +265,7 @@ class RedisLedger:
     async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
         arguments = (gateway, address, codec.microseconds(lease_s))
         answer, infos = await self._shards.run_with_info(
-            Call(scripts.BEAT, _CONTROL, arguments), *_LIFE
+            Call(scripts.BEAT, _CONTROL, arguments), _LIFE, self._layout
         )
         await self._check_again(generation(infos))
         return replace(
@@ -310,9 +313,17 @@ class RedisLedger:
 
     # leadership
 
-    async def lead(self, router: str, address: str, term: int, lease_s: float) -> bool:
+    async def lead(
+        self, router: str, address: str, term: int, lease_s: float, *, is_new: bool = True
+    ) -> bool:
         since = await self._shards.run(
-            scripts.LEAD, _CONTROL, router, address, check_nonce(term), codec.microseconds(lease_s)
+            scripts.LEAD,
+            _CONTROL,
+            router,
+            address,
+            check_nonce(term),
+            codec.microseconds(lease_s),
+            int(is_new),
         )
         if since is None:
             return False

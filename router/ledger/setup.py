@@ -76,17 +76,27 @@ def _warn(config: LedgerConfig, infos: list[Info], *, are_asked: bool) -> None:
 
 async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
     """Checks the layout. The first router of a ledger writes it down, with the cluster's new id."""
-    key = f"{config.key_prefix}:layout"
-    fresh: dict[str, str | int] = {
-        "schema": SCHEMA,
-        "shards": config.shards,
-        "cluster_id": secrets.token_hex(8),
-    }
-    setting = [Command(key, ("HSETNX", key, name, value)) for name, value in fresh.items()]
-    *_, stored = await shards.ask("connect", *setting, Command(key, ("HMGET", key, *fresh)))
+    key = _layout_key(config)
+    asking = Command(key, ("HMGET", key, "schema", "shards", "cluster_id"))
+    *_, stored = await shards.ask("connect", *layout(config, secrets.token_hex(8)), asking)
     schema, num_shards, cluster_id = stored
     check_layout(config, int(schema), int(num_shards))
     return str(cluster_id.decode())
+
+
+def layout(config: LedgerConfig, cluster_id: str) -> list[Command]:
+    """Writes down what is not there."""
+    key = _layout_key(config)
+    fields: dict[str, str | int] = {
+        "schema": SCHEMA,
+        "shards": config.shards,
+        "cluster_id": cluster_id,
+    }
+    return [Command(key, ("HSETNX", key, name, value)) for name, value in fields.items()]
+
+
+def _layout_key(config: LedgerConfig) -> str:
+    return f"{config.key_prefix}:layout"
 
 
 def _refusal(error: BaseException) -> str:

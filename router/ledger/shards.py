@@ -112,16 +112,18 @@ class Shards:
             return []
         return await self.attempt(calls[0].script.name, lambda: self._run(calls))
 
-    async def run_with_info(self, call: Call, *sections: str) -> tuple[Any, list[Info]]:
-        """What the script answers, and these sections of INFO of every server that has a shard. In
-        one round trip, so that the answer and its server are of the same life. Raises
-        LedgerUnavailable."""
+    async def run_with_info(
+        self, call: Call, sections: Sequence[str], more: Sequence[Command]
+    ) -> tuple[Any, list[Info]]:
+        """What the script answers, and these sections of INFO of every server that has a shard;
+        ``more`` is done too. In one round trip, so that the answer and its server are of the same
+        life. Raises LedgerUnavailable."""
         info = ("INFO", *sections)
 
         async def run() -> tuple[Any, list[Info]]:
             asked = [Command(key, info) for key in await self._connections.servers(self._roots)]
-            answer, *infos = await self._run([call], asked)
-            return answer, infos
+            answer, *rest = await self._run([call], [*asked, *more])
+            return answer, rest[: len(asked)]
 
         return await self.attempt(call.script.name, run)
 

@@ -186,8 +186,7 @@ async def make(ledger: Ledger, move: Move) -> object:
         case Move.TAKE_OVER:
             return replace(await ledger.take_over("r", "heir", "gateway"), now=0.0)
         case Move.DISCARD:
-            await ledger.discard("r")
-            return None
+            return await ledger.discard("r", "gateway")
         case Move.END:
             return await ledger.end("r", State.CANCELLED, Cancelled.slug, "why")
         case Move.FORGET:
@@ -247,8 +246,6 @@ def refusal(move: Move, before: Stored) -> object:
             return Appended.ENDED if before.entry.state.is_final else Appended.FENCED
         case Move.TAKE_OVER:
             return before
-        case Move.DISCARD:
-            return None
         case _:
             return before.entry
 
@@ -361,10 +358,21 @@ async def test_a_life_from_open_to_finish_leaves_its_whole_entry(ledger: Ledger)
 
 async def test_a_discarded_id_is_free_again(ledger: Ledger) -> None:
     await ledger.open(make_request(), "gateway")
-    await ledger.discard("r")
+    assert await ledger.discard("r", "gateway") is None
     opened = await ledger.open(make_request(body=b"other"), "other gateway")
     assert (opened.created, opened.entry.gateway) == (True, "other gateway")
     assert await ledger.orphans(10) == ["r"]
+
+
+async def test_who_lost_a_request_does_not_discard_what_its_heir_has(ledger: Ledger) -> None:
+    """It was frozen, and hears late that the queue was full."""
+    await ledger.open(make_request(), "gateway")
+    taken = await ledger.take_over("r", "heir", "gateway")
+    assert await ledger.discard("r", "gateway") == taken.entry
+    assert await ledger.get("r") == taken.entry
+    assert await ledger.discard("r", "heir") is None
+    with pytest.raises(UnknownRequest):
+        await ledger.get("r")
 
 
 # what is stored
@@ -668,7 +676,7 @@ def test_tokens_have_their_log_probabilities_all_or_none() -> None:
 
 async def test_what_is_discarded_or_forgotten_leaves_no_choice_behind(ledger: Ledger) -> None:
     await ledger.open(make_request(n=3, logprobs=2), "gateway")
-    await ledger.discard("r")
+    await ledger.discard("r", "gateway")
     await ledger.open(make_request(body=b"other", n=2), "gateway")
     stored = await ledger.read("r")
     assert stored.choices == (StoredChoice(), StoredChoice())
@@ -1298,7 +1306,7 @@ async def test_an_orphan_is_one_until_it_is_taken_over_or_over(ledger: Ledger) -
     await run(ledger, "adopted")
     assert set(await ledger.orphans(10)) == {"adopted", "finished", "discarded"}
     await ledger.end("finished", State.EXPIRED, "", "")
-    await ledger.discard("discarded")
+    await ledger.discard("discarded", "dead")
     stored = await ledger.take_over("adopted", "heir", "dead")
     assert (stored.entry.gateway, stored.entry.epoch) == ("heir", 0)
     assert stored.choices == (StoredChoice((10, 11, 12)),)
@@ -1447,6 +1455,37 @@ async def test_a_lease_given_back_is_free_at_once(ledger: Ledger) -> None:
     await ledger.resign(1)
     assert (await ledger.beat("gateway", "address", AGES_S)).term == 0
     assert await ledger.lead("second", "address", 2, AGES_S)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_who_slept_through_another_term_renews_nothing(
+    ledger: Ledger, tick: Tick, is_over: bool
+) -> None:
+    """Even when nobody leads any more: what it knows is old. It may ask for the lease again."""
+    assert await ledger.lead("first", "address", 1, AGES_S)
+    await ledger.resign(1)
+    assert await ledger.lead("second", "address", 2, LEASE_S if is_over else AGES_S)
+    if is_over:
+
+        async def nobody_leads() -> bool:
+            return not (await ledger.beat("gateway", "address", AGES_S)).leader
+
+        await eventually(nobody_leads, tick)
+    else:
+        await ledger.resign(2)
+    assert not await ledger.lead("first", "address", 1, AGES_S, is_new=False)
+    assert await ledger.lead("second", "address", 2, AGES_S, is_new=False)
+    await ledger.resign(2)
+    assert await ledger.lead("first", "address", 1, AGES_S)
+    assert await ledger.lead("first", "address", 1, AGES_S, is_new=False)
+
+
+async def test_a_ledger_that_knows_of_no_term_renews_any(ledger: Ledger) -> None:
+    """It has lost everything, and the leader lives."""
+    await ledger.open(make_request(), "gateway")
+    assert await ledger.lead("router", "address", TERM, AGES_S, is_new=False)
+    assert (await ledger.beat("gateway", "address", AGES_S)).term == TERM
+    assert (await ledger.dispatch("r", "worker", EPOCH, TERM)).state is State.RUNNING
 
 
 async def test_leading_moves_from_one_to_the_other_and_back(ledger: Ledger) -> None:

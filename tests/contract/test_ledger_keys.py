@@ -190,7 +190,7 @@ async def test_what_is_told_again_of_an_end_is_kept_for_its_retention(
 async def test_nothing_is_left_of_what_is_discarded(ledger: RedisLedger, keys: Keys) -> None:
     await run(ledger)
     await release(ledger)
-    await ledger.discard("r")
+    await ledger.discard("r", "gateway")
     assert await keys.names() == ALWAYS
 
 

@@ -292,6 +292,20 @@ async def test_a_ledger_of_another_layout_is_refused(redis_url: str) -> None:
     await again.close()
 
 
+async def test_a_ledger_that_forgot_everything_keeps_its_cluster_id(redis_url: str) -> None:
+    """A worker of this cluster would refuse a router with another one."""
+    config = LedgerConfig(url=redis_url, key_prefix="forgetful", shards=2)
+    async with connected(redis_url, key_prefix="forgetful", shards=2) as ledger:
+        with Redis.from_url(redis_url) as client:
+            client.flushall()
+        await ledger.beat("gateway", "address", 60.0)
+        next_one = await connect(config)
+        assert await next_one.cluster_id() == await ledger.cluster_id()
+        await next_one.close()
+        with pytest.raises(LedgerSetupError, match="2 shards, not 1"):
+            await connect(LedgerConfig(url=redis_url, key_prefix="forgetful"))
+
+
 async def test_clusters_with_their_own_prefix_share_a_server(redis_url: str) -> None:
     async with connected(redis_url) as one, connected(redis_url) as other:
         await one.open(make_request(), "gateway")

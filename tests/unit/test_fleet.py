@@ -13,6 +13,7 @@ from everlift.v1 import session_pb2
 from router.clock import now
 from router.config import RouterConfig
 from router.fleet import Fleet
+from router.insistence import first_answer
 from router.ledger.base import Membership
 from router.ledger.memory import MemoryLedger
 from tests.in_process import until
@@ -23,12 +24,17 @@ CONFIG = RouterConfig(model="fake", beat=0.03, lease=1.0)
 class ScriptedLedger(MemoryLedger):
     generation = "one"
     is_away = False
+    #: of the next beats, so many get no answer
+    unanswered = 0
     beats = 0
 
     async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
         self.beats += 1
         if self.is_away:
             raise LedgerUnavailable("away")
+        if self.unanswered:
+            self.unanswered -= 1
+            await asyncio.Event().wait()
         membership = await super().beat(gateway, address, lease_s)
         return replace(membership, generation=self.generation)
 
@@ -128,6 +134,33 @@ async def test_a_beat_that_failed_is_told_and_tried_again(replica: Replica) -> N
     replica.ledger.is_away = False
     heard = len(replica.leader.heard_of)
     await until(lambda: len(replica.leader.heard_of) > heard)
+
+
+async def test_a_beat_without_an_answer_is_asked_again_before_the_lease_is_over(
+    replica: Replica,
+) -> None:
+    """Connections that lead nowhere are given up much later."""
+    await until(lambda: replica.ledger.beats > 1)
+    replica.ledger.unanswered = 3
+    await until(lambda: not replica.ledger.unanswered)
+    heard, since = len(replica.leader.heard_of), now()
+    await until(lambda: len(replica.leader.heard_of) > heard)
+    assert now() - since < CONFIG.lease
+    assert await replica.ledger.gateways() == {"router": "here:1"}
+    assert not replica.gateway.failures
+
+
+async def test_what_was_asked_in_vain_leaves_nothing_behind() -> None:
+    asked: list[int] = []
+
+    async def ask() -> int:
+        asked.append(len(asked))
+        await asyncio.sleep(0 if len(asked) > 2 else 3600)
+        return asked[-1]
+
+    before = asyncio.all_tasks()
+    assert await first_answer(ask, 0.01) == 2
+    assert asyncio.all_tasks() == before
 
 
 async def test_where_the_leader_is_silent_one_looks_three_times_as_often_who_leads(

@@ -415,6 +415,30 @@ async def test_other_tokens_than_were_streamed_are_data_loss(
     assert gateway.requests.counters.failed == 1
 
 
+async def test_the_same_of_what_was_forgotten_meanwhile(
+    ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History(gateway, ledger)
+    await history.run(slice(3))
+    reassert = ledger.reassert
+
+    async def diverged(stored: Stored) -> tuple[Reasserted, Entry]:
+        answer = await reassert(stored)
+        await ledger.end("r", State.CANCELLED, Cancelled.slug, "by its owner of that day")
+        await ledger.forget("r")
+        return answer
+
+    monkeypatch.setattr(ledger, "reassert", diverged)
+    ledger._records["r"].choices[0].tokens[:] = b"a?"
+    ledger._records["r"].entry = replace(ledger._records["r"].entry, moves=1)
+    await gateway.requests.generation_changed("second")
+    with pytest.raises(DataLoss, match="other tokens"):
+        async with asyncio.timeout(1):
+            await gateway.read(history.live)
+    assert gateway.workers.aborted == [(history.epoch, ())]
+    assert not ledger._records
+
+
 async def test_what_another_gateway_has_by_now_is_its_own(
     ledger: ForgetfulLedger, gateway: Gateway
 ) -> None:

@@ -124,6 +124,45 @@ async def test_a_request_fails_when_its_workers_were_lost_too_often(gateway: Gat
     with pytest.raises(AttemptsExhausted, match="worker w was lost"):
         await gateway.read(live)
     assert (await gateway.stored())[0] is State.FAILED
+    assert gateway.line.withdrawn == ["r"]
+
+
+async def test_what_somebody_else_has_is_withdrawn_here(
+    gateway: Gateway, ledger: MemoryLedger
+) -> None:
+    live = await gateway.submit()
+    await gateway.dispatch()
+    await ledger.beat("other", "there:1", 1000.0)
+    await ledger.take_over("r", "other", "gateway")
+    gateway.requests.attempts.worker_lost("w")
+    await until(lambda: live.is_over)
+    assert gateway.line.withdrawn == ["r"]
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+async def test_what_the_ledger_has_ended_or_given_away_is_withdrawn(
+    gateway: Gateway, ledger: MemoryLedger, has_ended: bool
+) -> None:
+    live = await gateway.submit()
+    if has_ended:
+        await ledger.end("r", State.CANCELLED, "cancelled", "elsewhere", "gateway")
+    else:
+        await ledger.beat("other", "there:1", 1000.0)
+        await ledger.take_over("r", "other", "gateway")
+    await gateway.requests.attempts.agree(live)
+    assert live.is_over
+    assert gateway.line.withdrawn == ["r"]
+
+
+async def test_what_was_dispatched_while_it_ended_is_withdrawn_again(gateway: Gateway) -> None:
+    """The leader may have heard of its end before the ledger's answer to the dispatch."""
+    await gateway.submit()
+    entry = await gateway.ledger.dispatch("r", "w", 7, TERM)
+    await gateway.requests.cancel("r")
+    gateway.requests.dispatched(
+        session_pb2.Dispatched(request_id="r", worker_id="w", epoch=7, attempt=entry.attempts)
+    )
+    await until(lambda: gateway.line.withdrawn == ["r", "r"])
 
 
 async def test_what_a_draining_worker_gives_back_is_not_a_loss(gateway: Gateway) -> None:
@@ -397,9 +436,9 @@ async def test_a_client_that_leaves_what_was_refused_brings_nothing_back(
     live = await gateway.submit()
     discard, let = ledger.discard, asyncio.Event()
 
-    async def slow_discard(request_id: str) -> None:
+    async def slow_discard(*args: str) -> Entry | None:
         await let.wait()
-        await discard(request_id)
+        return await discard(*args)
 
     monkeypatch.setattr(ledger, "discard", slow_discard)
     gateway.requests.refused("r")
@@ -412,6 +451,50 @@ async def test_a_client_that_leaves_what_was_refused_brings_nothing_back(
     assert gateway.requests.ledger_status().rollbacks == 0
 
 
+async def test_a_cancel_in_the_moment_of_a_refusal_brings_nothing_back(
+    gateway: Gateway, ledger: MemoryLedger
+) -> None:
+    live = await gateway.submit()
+    gateway.requests.refused("r")
+    with pytest.raises(UnknownRequest):
+        await gateway.requests.cancel("r")
+    assert isinstance(live.error, QueueFull)
+    assert not ledger._records
+    assert gateway.requests.ledger_status().rollbacks == 0
+
+
+async def test_a_deadline_in_the_moment_of_a_refusal_brings_nothing_back(
+    gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is on its way to the ledger when the request is discarded there."""
+    live = await gateway.submit(timeout_s=100.0)
+    end = ledger.end
+
+    async def late_end(*args: Any) -> Entry:
+        await until(lambda: not ledger._records)
+        return await end(*args)
+
+    monkeypatch.setattr(ledger, "end", late_end)
+    gateway.requests._patience._expire(live)
+    gateway.requests.refused("r")
+    await until(lambda: live.is_over)
+    await asyncio.sleep(0.01)
+    assert not ledger._records
+    assert gateway.requests.ledger_status().rollbacks == 0
+
+
+async def test_a_refusal_that_comes_late_leaves_the_heirs_request_alone(
+    gateway: Gateway, ledger: MemoryLedger
+) -> None:
+    """The gateway was frozen meanwhile."""
+    live = await gateway.submit()
+    taken = await ledger.take_over("r", "heir", "gateway")
+    gateway.requests.refused("r")
+    await until(lambda: live.is_over)
+    assert isinstance(live.error, Moved)
+    assert await ledger.get("r") == taken.entry
+
+
 async def test_what_another_gateway_gave_up_meanwhile_is_to_be_sent_again(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,7 +504,7 @@ async def test_what_another_gateway_gave_up_meanwhile_is_to_be_sent_again(
 
     async def open_and_discard(*args: Any) -> Opened:
         opened = await opening(*args)
-        await ledger.discard("r")
+        await ledger.discard("r", "other")
         return opened
 
     monkeypatch.setattr(ledger, "open", open_and_discard)
