@@ -35,6 +35,10 @@ from router.sweep import Sweep
 log = logs.get(__name__)
 
 _DISPATCHES_AT_ONCE = 64
+#: Of which the ledger does not answer, so many may be under way besides.
+_MOST_LATE = 512
+#: Until the ledger is asked again, at first and at most.
+_RETRY_S, _MOST_RETRY_S = 0.2, 2.0
 _TICK_S = 0.2
 _ROLL_CALL_S = 0.05
 #: Between two looks at who could move: workers say something far more often.
@@ -56,6 +60,8 @@ class Leader:
         #: ledger time less the router's clock
         self._ledger_ahead = 0.0
         self._move_after = 0.0
+        #: dispatches under way, and those of them that the ledger did not answer at once
+        self._asking = self._late = 0
         self._wake = asyncio.Event()
         self._began = asyncio.Event()
         #: set when this replica begins or ceases to lead, or its line to the leader is over
@@ -79,7 +85,7 @@ class Leader:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._lease.campaign())
                 tasks.create_task(self._call_roll())
-                tasks.create_task(self._dispatch_for_ever())
+                tasks.create_task(self._dispatch_for_ever(tasks))
                 tasks.create_task(self._tick())
                 tasks.create_task(self._sweep.run())
         finally:
@@ -190,14 +196,16 @@ class Leader:
 
     # dispatch
 
-    async def _dispatch_for_ever(self) -> None:
+    async def _dispatch_for_ever(self, tasks: asyncio.TaskGroup) -> None:
+        """Each in a task of its own: a shard of the ledger that hangs keeps nobody else waiting."""
         while True:
             await self._wake.wait()
             self._wake.clear()
             self._move()
-            while (tenure := self._tenure) is not None and (placed := self._place(tenure)):
-                term = self._lease.term
-                await asyncio.gather(*(self._dispatch(one, tenure, term) for one in placed))
+            if (tenure := self._tenure) is not None:
+                for placed in self._place(tenure):
+                    self._asking += 1
+                    tasks.create_task(self._dispatch(placed, tenure, self._lease.term))
 
     def _may_act(self) -> bool:
         """Whether the ledger knows all that it has to know."""
@@ -218,20 +226,30 @@ class Leader:
             log.info(
                 "moved", request_id=running.request_id, source=running.worker_id, to=move.worker_id
             )
-            self._tell(running.gateway, session_pb2.LeaderMessage(move=[running.request_id]))
+            self._tell(running.gateway, session_pb2.LeaderMessage(move=[running.epoch]))
 
     def _place(self, tenure: Tenure) -> list[Placed]:
         if not self._may_act():
             return []
         moment = now()
         return tenure.place(
-            moment,
-            moment + self._ledger_ahead,
-            _DISPATCHES_AT_ONCE,
-            lambda: secrets.randbits(64) or 1,
+            moment, moment + self._ledger_ahead, self._limit, lambda: secrets.randbits(64) or 1
         )
 
+    @property
+    def _limit(self) -> int:
+        """Dispatches that may begin now."""
+        at_once = _DISPATCHES_AT_ONCE - (self._asking - self._late)
+        return max(0, at_once) if self._late < _MOST_LATE else 0
+
     async def _dispatch(self, placed: Placed, tenure: Tenure, term: int) -> None:
+        try:
+            await self._try_dispatch(placed, tenure, term)
+        finally:
+            self._asking -= 1
+            self._wake.set()
+
+    async def _try_dispatch(self, placed: Placed, tenure: Tenure, term: int) -> None:
         waiting = placed.waiting
         try:
             entry = await self._ask(placed, term)
@@ -244,7 +262,9 @@ class Leader:
             if term == self._lease.term:
                 self._lease.lose()
             return
-        tenure.begun(placed, entry.gateway)
+        # A gateway that is gone says itself what it has when it comes again.
+        if entry.gateway in self._lines.gateways:
+            tenure.begun(placed, entry.gateway)
         self._tell(
             entry.gateway, session_pb2.LeaderMessage(dispatched=[_dispatched(placed, entry)])
         )
@@ -252,17 +272,33 @@ class Leader:
             self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
         for victim in placed.victims:
             log.info("makes room", request_id=victim.request_id, to=waiting.request_id)
-            self._tell(victim.gateway, session_pb2.LeaderMessage(move=[victim.request_id]))
+            self._tell(victim.gateway, session_pb2.LeaderMessage(evict=[victim.epoch]))
 
     async def _ask(self, placed: Placed, term: int) -> Entry:
         """The ledger's word. An answer that was lost is asked for again, under the same epoch."""
+        try:
+            return await self._ask_once(placed, term)
+        except LedgerUnavailable:
+            self._late += 1
+            self._wake.set()
+        try:
+            return await self._ask_again(placed, term)
+        finally:
+            self._late -= 1
+
+    async def _ask_again(self, placed: Placed, term: int) -> Entry:
+        pause_s = _RETRY_S
         while True:
+            await asyncio.sleep(pause_s)
             try:
-                return await self._ledger.dispatch(
-                    placed.waiting.request_id, placed.worker_id, placed.epoch, term
-                )
+                return await self._ask_once(placed, term)
             except LedgerUnavailable:
-                await asyncio.sleep(_TICK_S)
+                pause_s = min(2 * pause_s, _MOST_RETRY_S)
+
+    async def _ask_once(self, placed: Placed, term: int) -> Entry:
+        return await self._ledger.dispatch(
+            placed.waiting.request_id, placed.worker_id, placed.epoch, term
+        )
 
     async def _tick(self) -> None:
         """What time alone changes: credits that run out, and what gateways know of the queue."""

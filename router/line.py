@@ -49,7 +49,9 @@ class Gateway(Protocol):
 
     def stale(self, request_id: str) -> None: ...
 
-    def move(self, request_id: str) -> None: ...
+    def move(self, epoch: int) -> None: ...
+
+    def evict(self, epoch: int) -> None: ...
 
 
 class AdmissionLine:
@@ -208,5 +210,7 @@ class AdmissionLine:
             self._gateway.adopt_soon(request_id)
         for request_id in message.stale:
             self._gateway.stale(request_id)
-        for request_id in message.move:
-            self._gateway.move(request_id)
+        for epoch in message.move:
+            self._gateway.move(epoch)
+        for epoch in message.evict:
+            self._gateway.evict(epoch)

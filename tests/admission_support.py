@@ -89,6 +89,7 @@ class Cluster:
                 "epoch": 1,
                 "known_tokens": 310,
                 "moves_left": 3,
+                "choices": 1,
             }
             | fields
         )

@@ -140,7 +140,10 @@ def move(bench: Bench, request_id: str) -> None:
     preempt(bench, request_id)
     gateway = bench.routers[1]
     assert gateway.router is not None
-    gateway.process.call_soon(gateway.router._requests.move, request_id)
+    requests = gateway.router._requests
+    live = requests._custody.get(request_id)
+    if live is not None:
+        gateway.process.call_soon(requests.move, live.epoch)
 
 
 def kill_gateway(bench: Bench, request_id: str) -> None:

@@ -1,8 +1,9 @@
 """What must be true of a simulated cluster after all its faults.
 
 What a client has is what the same request gives in a cluster without faults, or the beginning of it
-with an error that has a reason; every request is final in the ledger; no worker has anything left;
-nothing went wrong that somebody should have foreseen.
+with an error that has a reason; every request is final in the ledger; nobody who was fenced off
+changed anything there; no worker has anything left; nothing went wrong that somebody should have
+foreseen.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def finish(
     ``may_fail`` may end with any error. Raises Wrong, TimeoutError."""
     cluster.settle(_PATIENCE_S)
     _wait_for_the_forgotten(cluster)
+    if cluster.ledger.breaches:
+        raise Wrong(f"no fence: {cluster.ledger.breaches}")
     if cluster.clock.uncaught:
         raise Wrong(f"nobody caught {cluster.clock.uncaught}")
     if complaints:
@@ -49,6 +52,7 @@ def finish(
             raise Wrong(f"{request_id} ended with {transcript.error!r}") from transcript.error
     _judge_ledger(cluster)
     _judge_credits(cluster)
+    _judge_leaders(cluster)
     _judge_workers(cluster)
 
 
@@ -99,6 +103,15 @@ def _judge_credits(cluster: SimCluster) -> None:
         for worker_id, view in router._leader._placement.workers.items():
             if view.unacknowledged.tokens or view.unacknowledged.choices:
                 raise Wrong(f"router {index} waits for {worker_id} to acknowledge something")
+
+
+def _judge_leaders(cluster: SimCluster) -> None:
+    """Whoever leads has forgotten what is over."""
+    for index, router in cluster.ready_routers():
+        tenure = router._leader._tenure
+        if tenure is not None and (tenure.queued or tenure.running):
+            has = f"{tenure.queued} waiting, {tenure.running} running"
+            raise Wrong(f"leader {index} still has {has}")
 
 
 def _judge_workers(cluster: SimCluster) -> None:

@@ -16,9 +16,11 @@ from router.admission.policy import Waiting
 from router.admission.running import Running, RunningTable
 from router.admission.worker_view import WorkerView, blocks_for, blocks_of
 
-#: So long before its last moment a request makes room for itself where nobody knows how long it
-#: would have to wait.
+#: So long before its last moment a request makes room for itself at the least: the leader looks
+#: again at every tick, and then the worker's step and its victims' way out take some steps.
 _MARGIN_S = 0.5
+_TICK_S = 0.2
+_STEPS = 3
 #: More are not sent away for one.
 _MAX_VICTIMS = 8
 
@@ -31,15 +33,9 @@ class Eviction:
     victims: tuple[Running, ...]
 
 
-def is_due(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: float) -> bool:
-    """Whether it would miss a deadline by waiting for a credit. One that is missed already is in
-    no hurry any more."""
-    slack = _slack(waiting, workers, ledger_now)
-    return slack < inf and slack <= max(_MARGIN_S, _wait(waiting, workers))
-
-
 def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: float) -> float:
-    """Seconds until it must run to meet its deadlines; infinite where it has none to meet."""
+    """Seconds until it must run to meet its deadlines; infinite where it has none to meet. One that
+    is missed already is in no hurry any more."""
     prefill_s = min((_prefill_s(waiting, it) for it in workers.values()), default=0.0)
     step_s = min((it.pace.step_s for it in workers.values() if it.pace.step_s), default=0.0)
     decode_s = step_s * waiting.max_tokens / max(1, waiting.choices)
@@ -54,6 +50,13 @@ def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: floa
 def _prefill_s(waiting: Waiting, worker: WorkerView) -> float:
     rate = worker.pace.prefill_rate
     return waiting.prefill_tokens / rate if rate else 0.0
+
+
+def _margin(worker: WorkerView, tokens_ahead: int) -> float:
+    """Seconds that go by at this worker before it is its turn to be computed."""
+    rate = worker.pace.prefill_rate
+    ahead_s = tokens_ahead / rate if rate else 0.0
+    return max(_MARGIN_S, _TICK_S + _STEPS * worker.pace.step_s) + ahead_s
 
 
 def _wait(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
@@ -74,6 +77,31 @@ class Evictions:
         self._occupants = occupants
 
     def choose(
+        self,
+        waiting: Waiting,
+        workers: Mapping[str, WorkerView],
+        spared: Collection[str],
+        ledger_now: float,
+    ) -> Eviction | None:
+        """None if it would not miss a deadline by waiting for a credit, or nobody can help."""
+        slack, wait = _slack(waiting, workers, ledger_now), _wait(waiting, workers)
+        most = max((_margin(it, it.pending_prefill) for it in workers.values()), default=0.0)
+        if slack == inf or slack > max(wait, most):
+            return None
+        eviction = self._cheapest(waiting, workers, spared)
+        if eviction is None:
+            return None
+        worker = workers[eviction.worker_id]
+        margin = _margin(worker, self._ahead(waiting, eviction.worker_id, worker))
+        return eviction if slack <= max(wait, margin) else None
+
+    def _ahead(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> int:
+        """Tokens that the worker computes before, at most: those that are pending of this class or
+        a higher one."""
+        others = self._running.from_class(waiting.priority, worker_id)
+        return min(worker.pending_prefill, sum(other.known_tokens for other in others))
+
+    def _cheapest(
         self, waiting: Waiting, workers: Mapping[str, WorkerView], spared: Collection[str]
     ) -> Eviction | None:
         """Where the victims' known tokens are the fewest, none of them among the ``spared``; None

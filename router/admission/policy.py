@@ -30,7 +30,7 @@ class Waiting:
     priority: int = 0
     deadline: float = inf
     ttft_deadline: float = inf
-    #: times that it may still be taken off a worker to go on elsewhere
+    #: times that it may still be moved when it is preempted
     moves_left: int = 0
     #: it may be what its last workers died of
     is_suspect: bool = False

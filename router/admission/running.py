@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self, TypeAlias
 
 from everlift.v1 import session_pb2
@@ -20,7 +20,7 @@ _Rank: TypeAlias = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A request that a worker has. ``known_tokens`` are of all its unfinished choices, when the
+    """A request that a worker has. ``known_tokens`` are of all its unfinished ``choices``, when the
     leader heard of it; ``arrived`` is ledger time in seconds."""
 
     request_id: str
@@ -60,6 +60,7 @@ class Running:
             message.known_tokens,
             message.arrived,
             message.moves_left,
+            message.choices,
             is_preempted=message.preempted,
         )
 
@@ -84,9 +85,7 @@ class RunningTable:
 
     def put(self, running: Running) -> None:
         """In place of what was known of it."""
-        known = self.remove(running.request_id)
-        if known is not None and known.epoch == running.epoch:
-            running = replace(running, choices=known.choices)
+        self.remove(running.request_id)
         self._running[running.request_id] = running
         self._of_gateway.setdefault(running.gateway, set()).add(running.request_id)
         insort(self._ranks.setdefault(running.worker_id, []), running.rank)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from everlift.v1 import session_pb2
-from router.admission.eviction import Evictions, is_due
+from router.admission.eviction import Evictions
 from router.admission.generation import Generations
-from router.admission.moving import Move, Moving
+from router.admission.growth import Growth
+from router.admission.moving import ROOM, Move, Moving
 from router.admission.placement import Placement
 from router.admission.policy import Policy, Waiting
 from router.admission.queue import AdmissionQueue
@@ -23,6 +24,9 @@ from router.config import RouterConfig
 
 #: A request that was told to leave its worker is not told again for so long.
 _SPARED_S = 5.0
+#: And one that made room for another not before it has had so many times the time that it takes to
+#: compute it again: it shall get on in between.
+_RESPITE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class Tenure:
         self._queue = AdmissionQueue(policy)
         self._running = RunningTable()
         self._moving = Moving(policy, config.move_reserve)
+        self._growth = Growth(self._running)
         self._evictions = Evictions(self._running, occupants)
         #: by request id, until when
         self._spared: dict[str, float] = {}
@@ -159,13 +164,16 @@ class Tenure:
         if worker_id is not None:
             return Placed(head, worker_id, make_epoch())
         workers = self._placement.workers
-        if not is_due(head, workers, ledger_now):
-            return None
-        eviction = self._evictions.choose(head, workers, self._spared)
+        eviction = self._evictions.choose(head, workers, self._spared, ledger_now)
         if eviction is None:
             return None
-        self._spare(eviction.victims, now)
+        for victim in eviction.victims:
+            self._spared[victim.request_id] = now + self._respite_s(victim)
         return Placed(head, eviction.worker_id, make_epoch(), eviction.victims)
+
+    def _respite_s(self, victim: Running) -> float:
+        rate = self._placement.workers[victim.worker_id].pace.prefill_rate
+        return max(_SPARED_S, _RESPITE * victim.known_tokens / rate) if rate else _SPARED_S
 
     def begun(self, placed: Placed, gateway: str) -> None:
         """The ledger has let it be dispatched; it names the gateway."""
@@ -180,28 +188,29 @@ class Tenure:
             self._running.preempted(), self._policy.key(head) if head else None
         )
         moves: list[Move] = []
+        workers = self._placement.workers
+        promised = self._growth.blocks(workers, now)
         for running, needed in candidates:
             if not self.roll_call.allows(self._policy.key(running), now):
                 break
             if running.request_id in self._spared:
                 continue
-            move = self._moving.choose(running, needed, self._placement.workers)
+            move = self._moving.choose(running, needed, workers, promised)
             if move is not None:
                 self._hold(move, now)
                 moves.append(move)
+                promised = self._growth.blocks(workers, now)
         return moves
 
     def _hold(self, move: Move, now: float) -> None:
         running = move.running
+        self._growth.promise(running, move.worker_id, round((ROOM - 1) * running.known_tokens), now)
         self._placement.hold(
             move.worker_id, running.request_id, running.known_tokens, running.choices, now
         )
-        self._spare((running,), now)
-
-    def _spare(self, told: Collection[Running], now: float) -> None:
-        for running in told:
-            self._spared[running.request_id] = now + _SPARED_S
+        self._spared[running.request_id] = now + _SPARED_S
 
     def forget(self, now: float) -> None:
         """What has been long ago."""
         self._spared = {r: until for r, until in self._spared.items() if until > now}
+        self._growth.forget(self._placement.workers, now)

@@ -38,14 +38,13 @@ class Agreement:
             if live.is_ending:
                 return
             entry = await self._custody.move(live, lambda: ledger.get(live.request_id))
+            if not live.is_ending and (entry.state.is_final or entry.moves >= live.entry.moves):
+                await self._take_up(live, entry, is_queued)
             if live.is_over:
                 self._attempts.drop(live)
-            elif not live.is_ending and (entry.state.is_final or entry.moves >= live.entry.moves):
-                await self._take_up(live, entry, is_queued)
 
     async def _take_up(self, live: LiveRequest, entry: Entry, is_queued: bool) -> None:
         if entry.state.is_final or not self._custody.is_ours(live, entry):
-            self._attempts.drop(live)
             self._custody.settle_as(live, entry)
         elif entry.epoch == live.epoch:
             self._keeping.mark_as(live, entry)

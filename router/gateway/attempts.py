@@ -162,9 +162,12 @@ class Attempts:
     async def _decline(self, message: session_pb2.Dispatched) -> None:
         """It is not waiting here: another leader was quicker, or the ledger lost a dispatch."""
         entry = await self._custody.persist(lambda: self._released(message))
+        live = self._custody.get(message.request_id)
         if entry.state is not State.QUEUED or entry.gateway != self._custody.router_id:
-            return
-        if (live := self._custody.get(message.request_id)) is not None:
+            if live is None or live.is_ending:
+                # What was withdrawn before may run since, as far as the leader knows.
+                self._line.withdraw(message.request_id)
+        elif live is not None:
             await self.agree(live)
         else:
             self._adopt(message.request_id)
@@ -186,16 +189,24 @@ class Attempts:
         if live is not None and live.phase is Phase.WAITING:
             self._custody.spawn_for(live, self._agreement.find(live, is_queued=False))
 
-    def move(self, request_id: str) -> None:
-        """It can go on sooner elsewhere, or has to make room."""
-        live = self._custody.get(request_id)
-        if live is None or live.epoch not in self._by_epoch:
-            return
-        log.info("moved", request_id=request_id, worker_id=live.worker_id, tokens=live.num_tokens)
-        live.num_moved += 1
-        self._custody.counters.moved += 1
-        self._workers.abort(live.worker_id, live.epoch)
-        self._custody.spawn_for(live, self._return(live))
+    def move(self, epoch: int) -> None:
+        """What runs under this epoch can go on sooner elsewhere."""
+        if (live := self._take_off(epoch, "moved")) is not None:
+            live.num_moved += 1
+            self._custody.counters.moved += 1
+
+    def evict(self, epoch: int) -> None:
+        """It has to make room, which is no move of its own."""
+        self._take_off(epoch, "evicted")
+
+    def _take_off(self, epoch: int, event: str) -> LiveRequest | None:
+        live = self._by_epoch.get(epoch)
+        if live is not None:
+            tokens = live.num_tokens
+            log.info(event, request_id=live.request_id, worker_id=live.worker_id, tokens=tokens)
+            self._workers.abort(live.worker_id, epoch)
+            self._custody.spawn_for(live, self._return(live))
+        return live
 
     # workers speak
 
@@ -286,8 +297,13 @@ class Attempts:
             return
         await asyncio.sleep(delay_s)
         await self.keeping.put_all(live)
-        if not live.runs_under(epoch):
-            return
+        if live.runs_under(epoch):
+            await self._release(live, loss)
+        if live.is_over:
+            self._line.withdraw(live.request_id)
+
+    async def _release(self, live: LiveRequest, loss: str | None) -> None:
+        epoch = live.epoch
         if loss is not None:
             live.lose()
         max_losses = self._max_losses(live)
@@ -313,7 +329,7 @@ class Attempts:
         return in_a_row > 0 and in_a_row + 1 >= self._config.max_losses
 
     def queue_again(self, live: LiveRequest, entry: Entry) -> None:
-        """If the ledger lets it."""
+        """If the ledger lets it. Otherwise it is over here."""
         if entry.state is State.QUEUED and entry.gateway == self._custody.router_id:
             live.wait_again(entry, now())
             self.enqueue(live)
@@ -339,7 +355,6 @@ class Attempts:
         return self._custody.spawn_for(live, self._ending(live, state, error))
 
     async def _ending(self, live: LiveRequest, state: State, error: EverliftError) -> Entry:
-        self._line.withdraw(live.request_id)
         self.drop(live)
         if not live.is_over:
             live.phase = Phase.ENDING
@@ -353,6 +368,7 @@ class Attempts:
         return entry
 
     def drop(self, live: LiveRequest) -> None:
-        """No worker shall have it any more."""
+        """No worker shall have it any more, nor the queue."""
+        self._line.withdraw(live.request_id)
         if self._by_epoch.pop(live.epoch, None) is not None:
             self._workers.abort(live.worker_id, live.epoch)

@@ -70,7 +70,7 @@ class LiveRequest:
         #: workers that it lost in a row, without a token in between
         self.losses_in_a_row = 0
         self._num_tokens_at_loss = -1
-        #: times that it was taken off a worker because the leader said so
+        #: times that it was moved because it was preempted
         self.num_moved = 0
         #: the leader has had it before
         self.accepted = False

@@ -72,6 +72,7 @@ def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
         moves_left=moves_left,
         preempted=live.is_preempted,
         arrived=live.arrived,
+        choices=len(live.unfinished),
     )
 
 

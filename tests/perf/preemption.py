@@ -1,6 +1,6 @@
 """Preempt here, resume there: two workers short of KV blocks under unequal load, in virtual time.
 
-    python tests/perf/preemption.py [--seconds 30] [--seeds 6] [--out FILE]
+    python tests/perf/preemption.py [--seconds 30] [--seeds 6] [--load NAME ...] [--out FILE]
 
 The routers and workers are the product's, on a simulated cluster (cluster/sim) whose steps take
 what those of a GPU would; the figures do not depend on the machine. Each load is played twice with
@@ -13,6 +13,7 @@ default), or wait where they are and recompute there (max_moves 0).
     overfull  as joining, with so many long ones that both workers together are short of blocks
 
 The normalised latency of a request is its time from submission to its last token, by output tokens.
+``ratios`` are moving by waiting: below 1 is better. Those at the top are medians over the loads.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -165,7 +168,7 @@ def compare(name: str, seeds: Sequence[int], seconds: float) -> dict[str, Any]:
             runs[way].append(play(load, config))
             print(name, seed, way, json.dumps(rounded(runs[way][-1].summary())), flush=True)
     sums = {way: pooled(measured).summary() for way, measured in runs.items()}
-    return {**{way: rounded(summary) for way, summary in sums.items()}, **ratios(sums)}
+    return {way: rounded(it) for way, it in sums.items()} | {"ratios": ratios(sums)}
 
 
 def pooled(runs: Sequence[Measured]) -> Measured:
@@ -180,7 +183,7 @@ def pooled(runs: Sequence[Measured]) -> Measured:
 
 
 def ratios(sums: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Of moving to waiting: below 1 is better."""
+    """Of moving to waiting."""
     moving, local = sums["moving"], sums["local"]
     return {
         "p99_normalised_latency_vs_local": round(
@@ -192,6 +195,10 @@ def ratios(sums: dict[str, dict[str, float]]) -> dict[str, float]:
     }
 
 
+def medians(ratios: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.median(it[name] for it in ratios), 3) for name in ratios[0]}
+
+
 def rounded(values: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 5) for name, value in values.items()}
 
@@ -200,21 +207,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--load", choices=LOADS, nargs="+", default=list(LOADS))
     parser.add_argument("--out", type=Path, default=Path("build/bench/preemption.json"))
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     seeds = range(arguments.seeds)
-    loads = {name: compare(name, seeds, arguments.seconds) for name in LOADS}
+    loads = {name: compare(name, seeds, arguments.seconds) for name in arguments.load}
     report = {
         "workers": len(Load(()).blocks),
         "blocks": NUM_BLOCKS,
         "seconds": arguments.seconds,
         "seeds": arguments.seeds,
+        "machine": {"cpu": platform.machine(), "python": platform.python_version()},
+        "versions": {"everlift": version("everlift")},
         "loads": loads,
-        **{
-            name: round(statistics.median(load[name] for load in loads.values()), 3)
-            for name in ("p99_normalised_latency_vs_local", "recomputed_tokens_vs_local")
-        },
+        "ratios": medians([load["ratios"] for load in loads.values()]),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n")

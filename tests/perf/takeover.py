@@ -5,8 +5,8 @@
 Processes: the old leader, which dies by SIGKILL; a standby with the real leader; the fleet, 20
 gateways with real lines that have the requests; an embedded ledger for leases and membership. Only
 the requests themselves are made up: gateways make what they tell as they tell it, and the ledger
-lets everything be dispatched. The times are those of the default lease (1.5 s) and beat (0.3 s), so
-they depend little on the machine; the stalls of the event loops do.
+lets everything be dispatched. The times are those of the default lease and beat, so they depend
+little on the machine; the stalls of the event loops do.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class Gateway:
 
     def stale(self, request_id: str) -> None: ...
 
-    def move(self, request_id: str) -> None: ...
+    def move(self, epoch: int) -> None: ...
+
+    def evict(self, epoch: int) -> None: ...
 
     def ledger_answered(self, membership: Membership) -> None: ...
 

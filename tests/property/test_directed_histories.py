@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, repeat
+from typing import Any
 
 import pytest
 
-from cluster.sim.asked import ASKED, ROUTERS, WORKERS, Asked, undisturbed
+from cluster.sim.asked import ASKED, ROUTERS, WORKERS, Asked, Wrong, undisturbed
 from cluster.sim.client import Manners
+from cluster.sim.clock import VirtualLoop
 from cluster.sim.cluster import SimCluster
 from cluster.sim.judgement import finish, listening
 from cluster.sim.ledger import Trouble
@@ -22,10 +25,13 @@ from router.gateway.attempts import Attempts
 from router.gateway.choice import Choice
 from router.gateway.live import LiveRequest
 from router.gateway.reassertion import Reassertion
-from router.ledger.entry import Entry, State
+from router.ledger.entry import Append, Appended, Entry, State
+from router.ledger.memory import MemoryLedger
 from worker.sessions import Sessions
 
 LONG = Asked.of(range(1, 12), temperature=1, seed=5, max_tokens=60)
+#: It takes longer than anybody may be silent.
+LONGER = Asked.of(range(1, 12), temperature=1, seed=5, min_tokens=200, max_tokens=200)
 SHORT = Asked.of(range(1, 9), temperature=0, max_tokens=8)
 #: More than a gateway, a leader or a worker may be silent.
 TOO_LONG_S = 3.0
@@ -313,6 +319,53 @@ def test_of_two_leaders_the_one_that_was_frozen_steps_down() -> None:
         assert all(it.entry(request_id).losses == 0 for request_id in ids + more)
 
 
+def until_asks(it: Played, name: str, router: int) -> None:
+    """Until a call of this router is on its way to the ledger."""
+    asking = it.ledger.call
+    asked = []
+
+    async def call(process: VirtualLoop, called: str, *args: Any, **options: Any) -> Any:
+        if (process, called) == (it.routers[router].process, name):
+            asked.append(called)
+        return await asking(process, called, *args, **options)
+
+    it.ledger.call = call  # type: ignore[method-assign]
+    it.run_until(lambda: bool(asked))
+    it.ledger.call = asking  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("name", ["append", "release"])
+def test_what_a_frozen_gateway_was_about_to_say_changes_nothing_when_it_thaws(name: str) -> None:
+    """An heir has the request on another worker by then."""
+    with cluster(lease=0.8) as it:
+        request_id = it.ask(LONGER, router=1)
+        it.until_has(request_id, 5)
+        before = it.entry(request_id)
+        if name == "release":
+            it.kill_worker(it.home(request_id))
+        until_asks(it, name, router=1)
+        it.freeze_router(1, TOO_LONG_S)
+        it.run_for(TOO_LONG_S - 0.01)
+        entry = it.entry(request_id)
+        assert entry.state is State.RUNNING
+        assert entry.gateway != before.gateway and entry.epoch != before.epoch
+
+
+def test_what_a_frozen_leader_was_about_to_dispatch_waits_for_its_successor() -> None:
+    with cluster() as it:
+        [leader] = it.leaders()
+        request_id = it.ask(router=1 - leader)
+        until_asks(it, "dispatch", leader)
+        it.freeze_router(leader, TOO_LONG_S)
+        for index in (0, 1):
+            it.kill_worker(index)
+        it.run_until(lambda: len(it.leaders()) == 2)
+        assert it.entry(request_id).state is State.QUEUED
+        it.run_for(TOO_LONG_S)
+        for index in (0, 1):
+            it.start_worker(index)
+
+
 def test_the_leader_dies_with_requests_in_its_queue() -> None:
     with cluster(routers=3, workers=1) as it:
         for n in range(24):
@@ -469,6 +522,61 @@ def test_a_mutant_is_caught(
         assert all(worker.sessions.is_idle for worker in it.workers.values())
         it.settle(60)
         assert it.entry(ended).state is State.FINISHED
+
+
+def a_stale_epoch_stores_tokens(patch: pytest.MonkeyPatch) -> None:
+    fenced = MemoryLedger._append
+
+    def append(self: MemoryLedger, item: Append) -> Appended:
+        record = self._find(item.request_id)
+        epoch = record.entry.epoch if record else 0
+        return fenced(self, replace(item, epoch=epoch or item.epoch))
+
+    patch.setattr(MemoryLedger, "_append", append)
+
+
+def a_stale_epoch_releases(patch: pytest.MonkeyPatch) -> None:
+    fenced = MemoryLedger.release
+
+    async def release(self: MemoryLedger, request_id: str, epoch: int, **options: Any) -> Entry:
+        epoch = (await self.get(request_id)).epoch or epoch
+        return await fenced(self, request_id, epoch, **options)
+
+    patch.setattr(MemoryLedger, "release", release)
+
+
+def a_stale_term_dispatches(patch: pytest.MonkeyPatch) -> None:
+    fenced = MemoryLedger.dispatch
+
+    async def dispatch(
+        self: MemoryLedger, request_id: str, worker: str, epoch: int, term: int
+    ) -> Entry:
+        return await fenced(self, request_id, worker, epoch, self._term)
+
+    patch.setattr(MemoryLedger, "dispatch", dispatch)
+
+
+_THAWED_GATEWAY = test_what_a_frozen_gateway_was_about_to_say_changes_nothing_when_it_thaws
+_THAWED_LEADER = test_what_a_frozen_leader_was_about_to_dispatch_waits_for_its_successor
+
+
+@pytest.mark.parametrize(
+    ("mutate", "history"),
+    [
+        (a_stale_epoch_stores_tokens, partial(_THAWED_GATEWAY, "append")),
+        (a_stale_epoch_releases, partial(_THAWED_GATEWAY, "release")),
+        (a_stale_term_dispatches, _THAWED_LEADER),
+    ],
+)
+def test_a_missing_fence_is_seen(
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    history: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever was fenced off makes the same tokens as its successor."""
+    mutate(monkeypatch)
+    with pytest.raises(Wrong, match="no fence"):
+        history()
 
 
 def test_without_a_mutant_the_same_history_is_right() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from router.admission.pace import Pace
 from router.admission.worker_view import Load
 from tests.admission_support import Cluster, paced
@@ -55,6 +57,28 @@ def test_time_to_decode_is_counted_for_the_deadline_of_the_whole() -> None:
     cluster.enqueue("high", priority=1, deadline=10.0, max_tokens=500)
     assert not cluster.place(ledger_now=4.4)
     assert victims(cluster, now=4.6)
+
+
+def test_where_steps_are_long_it_makes_room_some_steps_earlier() -> None:
+    cluster = full(pace=paced(step_s=0.5))
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert not cluster.place(ledger_now=8.2)
+    assert victims(cluster, now=8.4) == ["d"]
+
+
+def test_what_its_worker_computes_before_it_is_counted() -> None:
+    cluster = full(replace(FULL, pending_prefill_tokens=1500))
+    cluster.runs("e", "w", priority=1, known_tokens=1000)
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert not cluster.place(ledger_now=8.4)
+    assert victims(cluster, now=8.6) == ["d", "c"]
+
+
+def test_what_only_lower_classes_have_to_compute_is_not_counted() -> None:
+    cluster = full(replace(FULL, pending_prefill_tokens=1500))
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert not cluster.place(ledger_now=9.4)
+    assert victims(cluster, now=9.6) == ["d"]
 
 
 def test_without_a_deadline_or_after_it_nobody_makes_room() -> None:
@@ -114,6 +138,27 @@ def test_nobody_is_sent_away_twice_in_a_while() -> None:
     assert victims(cluster, now=9.9) == ["d"]
     cluster.enqueue("high", priority=1, ttft_deadline=10.0)
     assert victims(cluster, now=9.9) == ["c", "b"]
+
+
+def test_who_made_room_gets_on_before_it_has_to_again() -> None:
+    """Its 397 tokens take 4 s to be computed again."""
+    cluster = full(pace=paced(tokens_per_s=100))
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert victims(cluster, now=9.9) == ["d"]
+    cluster.tenure.forget(now=11.0)
+    assert "d" in cluster.tenure._spared
+    cluster.tenure.forget(now=12.0)
+    assert not cluster.tenure._spared
+
+
+def test_who_made_room_is_spared_for_some_seconds_at_least() -> None:
+    cluster = full()
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    assert victims(cluster, now=9.9) == ["d"]
+    cluster.tenure.forget(now=4.9)
+    assert "d" in cluster.tenure._spared
+    cluster.tenure.forget(now=5.0)
+    assert not cluster.tenure._spared
 
 
 def test_the_worker_is_chosen_where_the_least_has_to_be_computed_again() -> None:

@@ -17,7 +17,7 @@ from router.clock import now
 from router.config import RouterConfig
 from router.leader import Leader
 from router.ledger.base import Membership
-from router.ledger.entry import State
+from router.ledger.entry import Entry, State
 from router.ledger.memory import MemoryLedger
 from tests.admission_support import paced
 from tests.in_process import until
@@ -32,7 +32,9 @@ class FlakyLedger(MemoryLedger):
     is_away = False
     ahead = 0.0
     paused = ""
-    loses_answers = 0
+    loses_answers = loses_dispatches = 0
+    #: requests whose shard does not answer
+    hangs: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         super().__init__(lambda: now() + self.ahead)
@@ -43,10 +45,20 @@ class FlakyLedger(MemoryLedger):
             raise LedgerUnavailable("away")
         return await super().orphans(limit)
 
-    async def lead(self, router: str, address: str, term: int, lease_s: float) -> bool:
+    async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
+        await until(lambda: request_id not in self.hangs, seconds=1000.0)
+        entry = await super().dispatch(request_id, worker, epoch, term)
+        if self.loses_dispatches:
+            self.loses_dispatches -= 1
+            raise LedgerUnavailable("the answer was lost")
+        return entry
+
+    async def lead(
+        self, router: str, address: str, term: int, lease_s: float, *, is_new: bool = True
+    ) -> bool:
         self.terms.append(term)
         await until(lambda: self.paused != router, seconds=1000.0)
-        held = await super().lead(router, address, term, lease_s)
+        held = await super().lead(router, address, term, lease_s, is_new=is_new)
         if self.loses_answers:
             self.loses_answers -= 1
             raise LedgerUnavailable("the answer was lost")
@@ -105,9 +117,10 @@ class Gateway:
     def withdraw(self, request_id: str) -> None:
         self.say(withdraw=[request_id])
 
-    def told(self, field: str) -> list[str]:
-        names = [name for message in self.heard for name in getattr(message, field)]
-        return [getattr(name, "request_id", name) for name in names]
+    def told(self, field: str) -> list[str | int]:
+        """Request ids, or epochs."""
+        told = [it for message in self.heard for it in getattr(message, field)]
+        return [getattr(it, "request_id", it) for it in told]
 
 
 def say(leader: Leader, number: int = 1, running: tuple[str, ...] = (), **fields: object) -> None:
@@ -240,6 +253,31 @@ async def test_who_did_not_hear_that_it_leads_asks_again_under_the_same_term(
         assert len(set(ledger.terms)) == 2
 
 
+async def test_who_slept_through_another_term_begins_anew_though_nobody_leads(
+    ledger: FlakyLedger,
+) -> None:
+    """It would go on with the queue of before."""
+    async with running(ledger, "old") as old:
+        await until(lambda: old.is_leading)
+        term, tenure = old._lease.term, old._tenure
+        ledger.paused, ledger.ahead = "old", 10.0
+        assert await ledger.lead("new", "there:1", 7, lease_s=1000.0)
+        await ledger.resign(7)
+        ledger.paused = ""
+        await until(lambda: old._tenure not in (None, tenure))
+        assert old._lease.term not in (term, 7)
+        assert ledger._term == old._lease.term
+
+
+async def test_a_leader_goes_on_though_the_ledger_forgot_that_anybody_led(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    tenure, term = leader._tenure, leader._lease.term
+    ledger._leader, ledger._term = MemoryLedger(now)._leader, 0
+    await until(lambda: ledger._term == term)
+    assert leader._tenure is tenure
+
+
 # a ledger that came back without its last second
 
 
@@ -290,18 +328,100 @@ async def test_a_gateway_that_the_ledger_knows_is_waited_for_but_not_for_ever(
         await until(lambda: gateway.told("dispatched") == ["r"])
 
 
+async def test_a_shard_that_hangs_keeps_nobody_else_waiting(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateway = Gateway(leader, "g")
+    ledger.hangs = frozenset({"stuck"})
+    for number, name in enumerate(("stuck", "a", "b")):
+        await opened(ledger, name, "g")
+        gateway.enqueue(name, accepted=True, arrived=float(number))
+    give_it_a_worker(leader)
+    await until(lambda: gateway.told("dispatched") == ["a", "b"])
+    await opened(ledger, "c", "g")
+    gateway.enqueue("c", accepted=True, arrived=3.0)
+    await until(lambda: gateway.told("dispatched") == ["a", "b", "c"])
+    ledger.hangs = frozenset()
+    await until(lambda: gateway.told("dispatched") == ["a", "b", "c", "stuck"])
+
+
+async def test_only_so_many_dispatches_are_under_way_at_once(
+    leader: Leader, ledger: FlakyLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.leader._DISPATCHES_AT_ONCE", 2)
+    monkeypatch.setattr("router.leader._MOST_LATE", 1)
+    gateway = Gateway(leader, "g")
+    names = ["a", "b", "c", "d"]
+    for name in names:
+        await opened(ledger, name, "g")
+        gateway.enqueue(name, accepted=True)
+    ledger.hangs = frozenset(names)
+    give_it_a_worker(leader)
+    await until(lambda: leader.queued == 2)
+    await asyncio.sleep(2 * CONFIG.beat)
+    assert leader.queued == 2
+    ledger.hangs = frozenset()
+    await until(lambda: sorted(gateway.told("dispatched")) == names)
+    assert (leader._asking, leader._late) == (0, 0)
+
+
+async def test_a_dispatch_whose_answer_was_lost_is_asked_for_again(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateway = Gateway(leader, "g")
+    await opened(ledger, "r", "g")
+    ledger.loses_dispatches = 1
+    gateway.enqueue("r")
+    give_it_a_worker(leader)
+    await until(lambda: gateway.told("dispatched") == ["r"])
+    assert (leader._asking, leader._late) == (0, 0)
+
+
+async def test_what_goes_wrong_unforeseen_in_a_dispatch_ends_the_leader(
+    ledger: FlakyLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ledger, "dispatch", fail)
+    leader = Leader(CONFIG, "router", "here:1", ledger)
+    run = asyncio.create_task(leader.run())
+    await until(lambda: leader.is_leading)
+    Gateway(leader, "g").enqueue("r")
+    give_it_a_worker(leader)
+    with pytest.raises(ExceptionGroup) as raised:
+        await run
+    assert raised.group_contains(ZeroDivisionError)
+
+
+async def test_what_is_dispatched_for_a_gateway_that_is_gone_is_not_kept(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    gateway = Gateway(leader, "g")
+    await opened(ledger, "r", "g")
+    ledger.hangs = frozenset({"r"})
+    gateway.enqueue("r")
+    give_it_a_worker(leader)
+    await until(lambda: leader.queued == 0)
+    leader._lines.disconnect("g", gateway.send)
+    ledger.hangs = frozenset()
+    await until(lambda: not leader._asking)
+    assert (await ledger.get("r")).state is State.RUNNING
+    assert leader._tenure is not None and leader._tenure.running == 0
+
+
 async def test_who_makes_room_is_told_when_the_other_one_has_its_place(
     leader: Leader, ledger: FlakyLedger
 ) -> None:
     gateway, other = Gateway(leader, "g"), Gateway(leader, "other")
     leader.worker_up(session_pb2.WorkerInfo(worker_id="w", max_num_seqs=1, num_blocks=100))
     say(leader, running=("low",), num_running=1, num_waiting=2, blocks_used=9)
-    low = session_pb2.Running(request_id="low", worker_id="w", epoch=5, known_tokens=9)
+    low = session_pb2.Running(request_id="low", worker_id="w", epoch=5, known_tokens=9, choices=1)
     other.say(running=[low])
     await opened(ledger, "high", "g")
     gateway.enqueue("high", priority=1, ttft_deadline=ledger._clock() + 0.3)
     leader.heard(Membership(ledger._clock(), "router", "here:1", 1, 0))
-    await until(lambda: other.told("move") == ["low"])
+    await until(lambda: other.told("evict") == [5])
     assert (await ledger.get("high")).state is State.RUNNING
 
 
@@ -317,10 +437,16 @@ async def test_a_preempted_request_is_moved_where_there_is_room(leader: Leader) 
     state = session_pb2.WorkerState(sequence_number=1)
     leader.worker_frame("empty", session_pb2.WorkerFrame(state=state))
     preempted = session_pb2.Running(
-        request_id="r", worker_id="w", epoch=5, known_tokens=9, moves_left=1, preempted=True
+        request_id="r",
+        worker_id="w",
+        epoch=5,
+        known_tokens=9,
+        moves_left=1,
+        preempted=True,
+        choices=1,
     )
     gateway.say(running=[preempted])
-    await until(lambda: gateway.told("move") == ["r"])
+    await until(lambda: gateway.told("move") == [5])
 
 
 # orphans

@@ -62,8 +62,11 @@ class Gateway:
     def stale(self, request_id: str) -> None:
         self.heard.append(f"stale {request_id}")
 
-    def move(self, request_id: str) -> None:
-        self.heard.append(f"move {request_id}")
+    def move(self, epoch: int) -> None:
+        self.heard.append(f"move {epoch}")
+
+    def evict(self, epoch: int) -> None:
+        self.heard.append(f"evict {epoch}")
 
 
 @asynccontextmanager
@@ -132,8 +135,8 @@ async def test_the_leader_hears_which_ledger_has_been_told(
 async def test_every_word_of_the_leader_finds_its_way(leader: Leader, gateway: Gateway) -> None:
     await until(lambda: tenure(leader) == (3, 1))
     send = leader._lines._sends["g"]
-    send(pb.LeaderMessage(refused=["a"], adopt=["b"], stale=["c"], move=["d"]))
-    await until(lambda: gateway.heard == ["refused a", "adopt b", "stale c", "move d"])
+    send(pb.LeaderMessage(refused=["a"], adopt=["b"], stale=["c"], move=[4], evict=[5]))
+    await until(lambda: gateway.heard == ["refused a", "adopt b", "stale c", "move 4", "evict 5"])
 
 
 async def test_a_line_whose_leader_resigns_is_over(leader: Leader, gateway: Gateway) -> None:

@@ -30,7 +30,7 @@ async def test_a_moved_request_goes_on_elsewhere_with_what_it_has(gateway: Gatew
     live = await gateway.submit()
     first = await gateway.dispatch()
     gateway.make(first, 0, "abc")
-    gateway.requests.move("r")
+    gateway.requests.move(first)
     await until(lambda: len(gateway.line.enqueued) == 2)
     assert gateway.workers.aborted == [(first, ())]
     before, again = gateway.line.enqueued
@@ -48,21 +48,41 @@ async def test_a_moved_request_goes_on_elsewhere_with_what_it_has(gateway: Gatew
 
 async def test_what_no_worker_has_is_not_moved(gateway: Gateway) -> None:
     await gateway.submit()
-    gateway.requests.move("r")
-    gateway.requests.move("unknown")
+    gateway.requests.move(0)
+    gateway.requests.move(1)
     epoch = await gateway.dispatch()
     gateway.make(epoch, 0, "a", EOS)
-    gateway.requests.move("r")
+    gateway.requests.move(epoch)
     await until(lambda: not len(gateway.requests))
     assert (await gateway.stored())[0] is State.FINISHED
     assert gateway.requests.counters.moved == 0
 
 
-async def test_who_has_to_make_room_does_so_with_no_move_left(gateway: Gateway) -> None:
+async def test_a_late_word_does_not_take_the_next_attempt_off_its_worker(gateway: Gateway) -> None:
+    await gateway.submit()
+    first = await gateway.dispatch()
+    gateway.requests.attempts.worker_lost("w")
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    second = await gateway.dispatch()
+    gateway.requests.move(first)
+    gateway.requests.evict(first)
+    assert not gateway.workers.aborted
+    assert [running.epoch for running in gateway.requests.running()] == [second]
+
+
+async def test_to_make_room_costs_none_of_the_own_moves(gateway: Gateway) -> None:
     await gateway.submit()
     for number in range(3):
-        await gateway.dispatch()
-        gateway.requests.move("r")
+        gateway.requests.evict(await gateway.dispatch())
+        await until(lambda n=number: len(gateway.line.enqueued) == n + 2)
+    assert [waiting.moves_left for waiting in gateway.line.enqueued] == [2, 2, 2, 2]
+    assert gateway.requests.counters.moved == 0
+
+
+async def test_moves_are_counted_and_never_fewer_than_none_are_left(gateway: Gateway) -> None:
+    await gateway.submit()
+    for number in range(3):
+        gateway.requests.move(await gateway.dispatch())
         await until(lambda n=number: len(gateway.line.enqueued) == n + 2)
     assert [waiting.moves_left for waiting in gateway.line.enqueued] == [2, 1, 0, 0]
 
@@ -82,11 +102,19 @@ async def test_the_leader_hears_of_a_preemption_and_of_its_end_once(gateway: Gat
         moves_left=2,
         preempted=True,
         arrived=gateway.line.enqueued[0].arrived,
+        choices=1,
     )
     gateway.make(epoch, 3, "", residence=RESUMED)
     gateway.make(epoch, 3, "d")
     gateway.make(epoch, 4, "e", residence=RESUMED)
     assert residences(gateway) == [True, False]
+
+
+async def test_a_new_leader_is_told_how_many_choices_are_unfinished(gateway: Gateway) -> None:
+    await gateway.submit(n=3)
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "x", EOS, choice=1)
+    assert [running.choices for running in gateway.requests.running()] == [2]
 
 
 async def test_one_choice_that_still_runs_holds_the_request_where_it_is(gateway: Gateway) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from everlift.v1 import session_pb2 as pb
 from router.admission.pace import Pace
 from router.admission.worker_view import Load
 from tests.admission_support import Cluster, paced
@@ -11,6 +12,8 @@ from tests.admission_support import Cluster, paced
 #: The home lacks ten blocks for a request of 310 known tokens.
 STARVED = Load(1, num_running=3, num_waiting=1, blocks_used=100, pending_prefill_tokens=310)
 ROOMY = Load(1, num_running=1, blocks_used=20)
+#: Room for two of them as they are, and not for both to grow.
+TIGHT = Load(1, num_running=1, blocks_used=45)
 
 
 def starved(home: Pace, target: Load = ROOMY, pace: Pace | None = None) -> Cluster:
@@ -58,8 +61,8 @@ def test_a_target_that_has_computed_nothing_yet_is_taken_for_as_fast_as_the_home
         Load(1, num_running=1, blocks_used=20, draining=True),
         Load(1, num_running=4, blocks_used=20),
         Load(1, num_running=3, num_waiting=1, blocks_used=20),
-        Load(1, num_running=1, blocks_used=66),
-        Load(1, num_running=1, blocks_used=56, pending_prefill_tokens=320),
+        Load(1, num_running=1, blocks_used=56),
+        Load(1, num_running=1, blocks_used=46, pending_prefill_tokens=320),
         Load(),
     ],
     ids=["drains", "no slot", "no slot that is free soon", "no blocks to spare", "claimed", "mute"],
@@ -104,14 +107,62 @@ def test_the_queue_goes_first_if_it_is_older_and_not_if_it_is_younger() -> None:
     assert cluster.moves() == [("r", "other")]
 
 
-def test_it_takes_a_third_of_what_is_free_and_not_reserved() -> None:
-    assert starved(paced(), Load(1, num_running=1, blocks_used=65)).moves() == [("r", "other")]
+def test_it_takes_a_fourth_of_what_is_free_and_not_reserved() -> None:
+    assert starved(paced(), Load(1, num_running=1, blocks_used=55)).moves() == [("r", "other")]
 
 
 def test_the_room_of_one_move_is_not_promised_twice() -> None:
-    cluster = starved(paced(), Load(1, num_running=1, blocks_used=60))
+    cluster = starved(paced(), Load(1, num_running=1, blocks_used=50))
     cluster.runs("second", "home", preempted=True, arrived=1.0)
     assert cluster.moves() == [("r", "other")]
+
+
+def moved_in(cluster: Cluster, second_at: float) -> list[tuple[str, str]]:
+    """One has moved to a worker with steps of 10 ms, and runs there; then a second one may."""
+    assert cluster.moves() == [("r", "other")]
+    cluster.enqueue("r", prompt_tokens=310)
+    assert cluster.place()
+    cluster.placement.acknowledge("other", 1)
+    cluster.runs("second", "home", preempted=True, arrived=1.0)
+    cluster.tenure.forget(second_at)
+    return cluster.moves(second_at)
+
+
+def test_who_moved_has_room_to_grow_that_the_next_one_does_not_get() -> None:
+    cluster = starved(paced(), TIGHT)
+    assert not moved_in(cluster, second_at=1.0)
+
+
+def test_what_it_has_grown_since_is_promised_no_more() -> None:
+    """In 7 s it made 700 of the 930 tokens for which there was room."""
+    cluster = starved(paced(), TIGHT)
+    assert moved_in(cluster, second_at=7.1) == [("second", "other")]
+
+
+def test_a_promise_ends_with_the_stay() -> None:
+    for end in ("ends", "waits again", "runs elsewhere", "its gateway goes"):
+        cluster = starved(paced(), TIGHT)
+        assert not moved_in(cluster, second_at=2.1)
+        if end == "ends":
+            cluster.hear(pb.GatewayMessage(withdraw=["r"]))
+        elif end == "waits again":
+            cluster.enqueue("r")
+        elif end == "runs elsewhere":
+            cluster.runs("r", "home")
+        else:
+            cluster.tenure.disconnect("g")
+        cluster.tenure.forget(now=2.2)
+        assert not len(cluster.tenure._growth)
+
+
+def test_a_promise_to_who_does_not_come_is_forgotten() -> None:
+    cluster = starved(paced(), TIGHT)
+    assert cluster.moves()
+    cluster.tenure.disconnect("g")
+    cluster.tenure.forget(now=1.9)
+    assert len(cluster.tenure._growth)
+    cluster.tenure.forget(now=2.0)
+    assert not len(cluster.tenure._growth)
 
 
 def test_each_waits_for_the_blocks_of_those_before_it_too() -> None:
@@ -133,9 +184,9 @@ def test_what_is_told_to_move_is_not_told_again_for_a_while() -> None:
 
 
 def test_it_gets_the_room_that_was_kept_when_it_comes_back() -> None:
-    cluster = starved(paced(), Load(1, num_running=1, blocks_used=60))
+    cluster = starved(paced(), Load(1, num_running=1, blocks_used=55))
     cluster.moves()
-    cluster.enqueue("younger", arrived=9.0, prompt_tokens=1000)
+    cluster.enqueue("younger", arrived=9.0, prompt_tokens=1200)
     assert not cluster.place()
     cluster.enqueue("r", arrived=0.0, prompt_tokens=310)
     placed = cluster.place()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from everlift.v1 import session_pb2 as pb
 from router.admission.policy import Waiting
 from router.admission.running import Running, RunningTable
 
@@ -41,8 +42,8 @@ def test_the_lowest_class_makes_room_first_and_there_who_knows_least() -> None:
 
 
 def test_what_is_told_again_replaces_what_was_known() -> None:
-    table = table_of(running("r", choices=3), running("r", known_tokens=40, is_preempted=True))
-    assert table.preempted() == [running("r", known_tokens=40, choices=3, is_preempted=True)]
+    table = table_of(running("r", choices=3), running("r", choices=2, is_preempted=True))
+    assert table.preempted() == [running("r", choices=2, is_preempted=True)]
     table.put(running("r", epoch=2, worker_id="other"))
     assert table.get("r") == running("r", epoch=2, worker_id="other")
     assert not table.has_preempted and not list(table.below(1, "w"))
@@ -62,6 +63,23 @@ def test_a_gateway_takes_only_its_own_along() -> None:
     table = table_of(running("a"), running("b", gateway="dead"), running("c", gateway="dead"))
     table.remove_gateway("dead")
     assert names(table.below(1, "w")) == ["a"]
+
+
+def test_all_that_a_gateway_tells_is_known() -> None:
+    message = pb.Running(
+        request_id="r",
+        worker_id="w",
+        epoch=7,
+        priority=1,
+        known_tokens=20,
+        moves_left=4,
+        preempted=True,
+        arrived=3.0,
+        choices=2,
+    )
+    assert Running.told("owner", message) == Running(
+        "r", "owner", "w", 7, 1, 20, 3.0, 4, choices=2, is_preempted=True
+    )
 
 
 def test_a_dispatch_is_known_as_what_waited() -> None:

@@ -578,7 +578,7 @@ class Waiting(google.protobuf.message.Message):
     ttft_deadline: builtins.float
     """the same for the first token; 0: none, or it has come"""
     moves_left: builtins.int
-    """times that it may still be taken off a worker that could go on with it"""
+    """times that it may still be moved when it is preempted"""
     suspect: builtins.bool
     """it lost its last workers before they made a token, and may lose no other one so"""
     def __init__(
@@ -616,6 +616,7 @@ class Running(google.protobuf.message.Message):
     MOVES_LEFT_FIELD_NUMBER: builtins.int
     PREEMPTED_FIELD_NUMBER: builtins.int
     ARRIVED_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
@@ -626,6 +627,8 @@ class Running(google.protobuf.message.Message):
     preempted: builtins.bool
     """it waits at its worker, without blocks"""
     arrived: builtins.float
+    choices: builtins.int
+    """unfinished ones"""
     def __init__(
         self,
         *,
@@ -637,8 +640,9 @@ class Running(google.protobuf.message.Message):
         moves_left: builtins.int = ...,
         preempted: builtins.bool = ...,
         arrived: builtins.float = ...,
+        choices: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "epoch", b"epoch", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "choices", b"choices", "epoch", b"epoch", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Running: typing_extensions.TypeAlias = Running
 
@@ -721,6 +725,7 @@ class LeaderMessage(google.protobuf.message.Message):
     QUEUED_FIELD_NUMBER: builtins.int
     STALE_FIELD_NUMBER: builtins.int
     MOVE_FIELD_NUMBER: builtins.int
+    EVICT_FIELD_NUMBER: builtins.int
     resigned: builtins.bool
     """no longer the leader: look for the new one"""
     queued: builtins.int
@@ -739,8 +744,14 @@ class LeaderMessage(google.protobuf.message.Message):
         """the ledger did not let these be dispatched: look there"""
 
     @property
-    def move(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """take these off their workers and let them queue: they can go on sooner elsewhere,"""
+    def move(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Epochs: take what runs under them off its worker, and let it queue.
+        it can go on sooner elsewhere
+        """
+
+    @property
+    def evict(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """it has to make room for a higher class"""
 
     def __init__(
         self,
@@ -751,8 +762,9 @@ class LeaderMessage(google.protobuf.message.Message):
         resigned: builtins.bool = ...,
         queued: builtins.int = ...,
         stale: collections.abc.Iterable[builtins.str] | None = ...,
-        move: collections.abc.Iterable[builtins.str] | None = ...,
+        move: collections.abc.Iterable[builtins.int] | None = ...,
+        evict: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "move", b"move", "queued", b"queued", "refused", b"refused", "resigned", b"resigned", "stale", b"stale"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "evict", b"evict", "move", b"move", "queued", b"queued", "refused", b"refused", "resigned", b"resigned", "stale", b"stale"]) -> None: ...
 
 Global___LeaderMessage: typing_extensions.TypeAlias = LeaderMessage
