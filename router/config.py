@@ -31,7 +31,8 @@ class RouterConfig:
     dispatch_ack: float = 1.0
     #: workers that a request may lose in a row, without a token in between; then it fails
     max_losses: int = 3
-    #: times that a preempted request may be moved to another worker; then it waits where it is
+    #: times that a preempted request may be moved to another worker; then it waits where it is. To
+    #: make room for a higher class is something else, and not counted here
     max_moves: int = 3
     #: part of a worker's blocks that must stay free when a preempted request is moved there
     move_reserve: float = 0.05
@@ -42,14 +43,16 @@ class RouterConfig:
     chaos: bool = False
     #: how long a request without a client goes on under on_disconnect: grace
     grace: float = 30.0
-    #: a worker that says nothing for so long is lost (it says something five times a second)
+    #: a worker that says nothing for so long is lost: it is taken for lost between 0.85 and 0.9 of
+    #: it, so that everybody has heard by then (it says something five times a second)
     worker_silence: float = 1.0
     #: the leader forgets a worker that it could not reach for so long
     worker_forget: float = 10.0
-    #: a gateway or leader that did not renew for so long is gone
-    lease: float = 1.5
+    #: a gateway or leader that did not renew for so long is gone; of the 2 s in which another one
+    #: has to lead, the rest is for a busy machine
+    lease: float = 1.2
     #: between renewals
-    beat: float = 0.3
+    beat: float = 0.25
     #: before_delivery: a client sees a token when the ledger has it; behind: at once, marked
     #: unledgered, and the ledger gets it within some ten milliseconds
     durability: Literal["before_delivery", "behind"] = "before_delivery"

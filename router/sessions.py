@@ -27,6 +27,10 @@ log = logs.get(__name__)
 _RECONNECT_S = 0.2
 #: A worker that answers a dial at all does so within this time.
 _ANSWER_S = 5.0
+#: Of the silence that it may keep, when a worker is taken for lost, and how often one looks: what
+#: follows from it is known before the time is up. Of its beats four have failed to come by then.
+_LOST_AT = 0.85
+_LOOKS = 20
 #: Who wakes so much later than it wanted to was kept waiting by the event loop.
 _STALL_S = 0.2
 
@@ -156,7 +160,7 @@ class WorkerLink:
 
     async def _watch(self) -> None:
         """A silent worker is lost before ``silence_s`` are over, if the event loop is not late."""
-        interval = self._silence_s / 10
+        interval = self._silence_s / _LOOKS
         while True:
             due = now() + interval
             await asyncio.sleep(interval)
@@ -166,7 +170,7 @@ class WorkerLink:
 
     def _check_silence(self) -> None:
         quiet = now() - max(self.last_heard, self._dialled_at)
-        if quiet < (0.9 * self._silence_s if self.is_up else _ANSWER_S):
+        if quiet < (_LOST_AT * self._silence_s if self.is_up else _ANSWER_S):
             return
         if self.is_up:
             log.warning("worker silent", worker_id=self.info.worker_id, seconds=round(quiet, 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -13,6 +14,11 @@ from cluster.chaos.dice import Dice, Happening
 from cluster.operating import Operator, operating
 from everlift import AsyncClient
 from everlift.errors import EverliftError
+from everlift.v1 import chaos_pb2, inference_pb2
+
+#: Drained workers are replaced for so long after the last fault.
+_LAST_S = 10.0
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +39,12 @@ async def run(
     dice, log, end = Dice(seed), list[Happened](), time.monotonic() + seconds
     async with AsyncClient(routers) as client, operating(routers) as operator:
         while time.monotonic() < end:
-            happening = await _thrown(dice, client)
+            happening = await _thrown(dice, client, operator)
             if happening is not None:
                 log.append(await make(operator, happening))
                 console.print(described(log[-1]))
             await asyncio.sleep(every_s)
+        await leave_none_drained(client, operator)
     return log
 
 
@@ -47,18 +54,52 @@ def described(happened: Happened) -> str:
     return f"{moment}  {happened.name}  [dim]{whom}[/]"
 
 
-async def _thrown(dice: Dice, client: AsyncClient) -> Happening | None:
+async def _thrown(dice: Dice, client: AsyncClient, operator: Operator) -> Happening | None:
     try:
-        workers = await willing(client)
+        workers = await look(client, operator)
     except EverliftError:
         return None
-    return dice.throw(time.monotonic(), workers)
+    return dice.throw(time.monotonic(), willing(workers))
 
 
-async def willing(client: AsyncClient) -> list[str]:
-    """Workers that are alive and take requests. Raises EverliftError."""
-    workers = (await client.status()).workers
-    return [worker.worker_id for worker in workers if worker.alive and not worker.draining]
+async def look(client: AsyncClient, operator: Operator) -> list[inference_pb2.WorkerStatus]:
+    """Workers that are alive. Those that were drained, by us or by somebody else, and are empty by
+    now are killed: they are there for nothing, and what starts killed workers anew starts others in
+    their place. Raises EverliftError."""
+    workers = [worker for worker in (await client.status()).workers if worker.alive]
+    for worker in workers:
+        if worker.draining and not worker.num_running + worker.num_waiting:
+            await _replace(operator, worker.worker_id)
+    return workers
+
+
+async def _replace(operator: Operator, worker_id: str) -> None:
+    """What fails is done at the next look."""
+    with suppress(EverliftError):
+        fault = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, target=worker_id)
+        await operator.inject(fault)
+
+
+def willing(workers: Sequence[inference_pb2.WorkerStatus]) -> list[str]:
+    """Those that take requests."""
+    return [worker.worker_id for worker in workers if not worker.draining]
+
+
+async def leave_none_drained(client: AsyncClient, operator: Operator) -> None:
+    """After the last fault: waits until the drained workers are empty, and gone."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_S):
+            while await _is_any_drained(client, operator):
+                pass
+
+
+async def _is_any_drained(client: AsyncClient, operator: Operator) -> bool:
+    # A worker's word that it drains may be under way.
+    await asyncio.sleep(_LOOK_S)
+    try:
+        return any(worker.draining for worker in await look(client, operator))
+    except EverliftError:
+        return True
 
 
 async def make(operator: Operator, happening: Happening) -> Happened:

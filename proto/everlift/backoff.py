@@ -6,6 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _FIRST_S = 0.05
+#: What is lost is most often back, or replaced, within so long: until then the waits stay short, so
+#: that it is met soon after.
+_EAGER_FOR_S = 3.0
+_EAGER_S = 0.2
 _LONGEST_S = 1.0
 #: After so many failures a delay has been the longest for some time.
 _MANY = 32
@@ -31,7 +35,8 @@ class Backoff:
         """Seconds to wait after a failure at ``now``; None when it was the last that counts."""
         if not self._failures:
             self._since = now
-        longest = min(_LONGEST_S, _FIRST_S * 2 ** min(self._failures, _MANY))
+        most = _EAGER_S if now - self._since < _EAGER_FOR_S else _LONGEST_S
+        longest = min(most, _FIRST_S * 2 ** min(self._failures, _MANY))
         delay = max(at_least, longest * (0.5 + self.random() / 2))
         self._failures += 1
         return delay if now + delay <= self._since + self.limit_s else None

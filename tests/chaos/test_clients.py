@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,15 +16,20 @@ from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from tests.chaos.support import Cluster, Load, config, resident, running, until
+from tests.session_support import OPTIONS
 from worker.config import FakeModel
 from worker.fake_runner import expected_tokens
 
 SLOW = FakeModel(step_time=0.01)
+#: Tokens of a stream with log probabilities, some 200 bytes each.
+SCORED = 2500
 
 
 @asynccontextmanager
-async def plain(address: str) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
-    async with grpc.aio.insecure_channel(address) as channel:
+async def plain(
+    address: str, options: Sequence[tuple[str, int]] = ()
+) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)  # type: ignore[misc]
 
 
@@ -75,46 +80,47 @@ async def is_in(client: AsyncClient, request_id: str, state: pb.RequestState.Val
 async def test_clients_that_do_not_read_cost_no_memory_and_nobody_else_anything(
     tmp_path: Path,
 ) -> None:
-    """Eight do not read 1,500 tokens each, with log probabilities: the router keeps no more for
-    them than for eight who read, and a moment later they have everything."""
-    fake = FakeModel()
-    settings = config(tmp_path, workers=1, fake=fake, num_blocks=8192)
-    async with running(settings) as cluster:
-        warm, reading, not_reading = [await rss_after(cluster, n) for n in (0, 1, 2)]
-        assert not_reading - reading < max(reading - warm, 0) + (8 << 20)
+    """64 of a stream with log probabilities: the router keeps what is under way to them, and not
+    the stream for each, which would be 70 MiB (they are 20). Later they have everything."""
+    async with running(config(tmp_path, workers=1, fake=FakeModel())) as cluster:
+        warm, read = [await rss_after(cluster, f"r{turn}", 0) for turn in range(2)]
+        unread = await rss_after(cluster, "unread", 64)
+        print(f"router: {warm >> 20}, {read >> 20}, {unread >> 20} MiB")
+        assert unread - read < max(read - warm, 0) + (36 << 20)
 
 
-async def rss_after(cluster: Cluster, turn: int) -> int:
-    """Bytes that the router has after eight streams; those of turn 2 are read in the end."""
-    async with plain(cluster.address) as stub:
-        calls = [stub.Generate(scored(f"r{turn}.{n}")) for n in range(8)]
-        if turn < 2:
-            await asyncio.gather(*(counted(call) for call in calls))
-        else:
-            async with AsyncClient(cluster.address) as client:
-                ids = [f"r{turn}.{n}" for n in range(8)]
-                await until(lambda: all_in(client, ids, pb.REQUEST_STATE_FINISHED))
+async def rss_after(cluster: Cluster, request_id: str, others: int) -> int:
+    """Bytes that the router has after a stream that one client reads, and ``others`` do not. In the
+    end these read it too, two of them for all."""
+    async with plain(cluster.address) as quick, plain(cluster.address, OPTIONS) as slow:
+        own = quick.Generate(scored(request_id))
+        await own.read()
+        attach = pb.AttachRequest(request_id=request_id)
+        calls = [slow.Attach(attach) for _ in range(others)]
+        await asyncio.gather(*(call.read() for call in calls))
+        assert await counted(own) == SCORED
         rss = resident(cluster.routers[0].pids[0])
-        if turn == 2:
+        if calls:
             async with Load(cluster.addresses, 8, fake=FakeModel()) as neighbours:
                 await neighbours.finish()
             neighbours.check()
-            assert await asyncio.gather(*(counted(call) for call in calls)) == [1500] * 8
+        assert [await counted(call) for call in calls[:2]] == [SCORED] * len(calls[:2])
+        for call in calls:
+            call.cancel()
     return rss
 
 
-async def all_in(client: AsyncClient, ids: list[str], state: pb.RequestState.ValueType) -> bool:
-    return all([await is_in(client, request_id, state) for request_id in ids])
-
-
 def scored(request_id: str) -> pb.GenerateRequest:
-    request = wanted(request_id, 1500, OnDisconnect.CONTINUE)
-    request.sampling.logprobs = 5
+    request = wanted(request_id, SCORED, OnDisconnect.CONTINUE)
+    request.sampling.logprobs = 20
     return request
 
 
 async def counted(call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]) -> int:
-    return sum([len(piece.token_ids) async for piece in call])
+    count = 0
+    while (piece := await call.read()) is not grpc.aio.EOF:
+        count += len(piece.token_ids)
+    return count
 
 
 async def test_the_same_request_at_two_routers_at_once_runs_once(tmp_path: Path) -> None:

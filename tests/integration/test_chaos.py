@@ -169,6 +169,21 @@ async def test_random_faults_are_counted(cluster: ProcessCluster) -> None:
     assert "made" in result.stdout
 
 
+async def test_a_drained_worker_is_replaced_when_it_is_empty(cluster: ProcessCluster) -> None:
+    """By random faults, of which none is made here: there is no time for one."""
+    before = await alive(cluster)
+    drained = min(before)
+    assert (await run("drain", drained, "--wait")).exit_code == 0
+    result = await run("chaos", "run", "--minutes", "0", "--seed", "1")
+    assert result.exit_code == 0, result.output
+
+    async def is_replaced() -> bool:
+        workers = await alive(cluster)
+        return len(workers) == 2 and workers & before == before - {drained}
+
+    await until(is_replaced)
+
+
 async def test_a_cluster_without_chaos_refuses(config: Config) -> None:
     plain = load(None, {}, [*SETTINGS, "num_routers=1", f"state_dir={config.state_dir}"])
     async with ProcessCluster(plain) as cluster:

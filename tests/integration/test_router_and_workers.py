@@ -168,11 +168,17 @@ async def test_a_router_that_is_told_to_stop_sends_its_clients_to_another_one() 
     asked = prompts(12)
     async with cluster(routers=2, workers=2) as parts:
         first, second = parts.routers
+        held = parts.hold()
         async with AsyncClient([first.address, second.address]) as client:
             work = [asyncio.create_task(receive(client, p, 200)) for p in asked]
-            await until(lambda: first._requests.counters.output_tokens > 300)
+            await until(lambda: sum(worker.num_requests for worker in held) == 12)
+            for worker in held:
+                worker.let(30)
+            await until(lambda: first._requests.counters.output_tokens > 150)
             parts.routers.remove(first)
             await first.stop()
+            for worker in held:
+                worker.release()
             check(await asyncio.gather(*work), asked, 200)
         entries = [await parts.ledger.get((await task).request_id) for task in work]
         assert {entry.gateway for entry in entries} <= {first.router_id, second.router_id}

@@ -113,6 +113,17 @@ async def test_a_silent_worker_is_lost_and_what_it_runs_of_ours_ends(
     assert sessions.false_alarms == 0
 
 
+@pytest.mark.parametrize(("quiet", "is_lost"), [(0.8, False), (0.86, True)])
+async def test_a_worker_is_lost_well_before_its_time_is_up(
+    sessions: Sessions, heard: Heard, quiet: float, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the beats that come five times a second it has missed four by then."""
+    link = sessions.links[0]
+    monkeypatch.setattr(module, "now", lambda: link.last_heard + quiet * CONFIG.worker_silence)
+    link._check_silence()
+    assert (heard.words == ["up w", "lost w"]) == is_lost
+
+
 async def test_a_worker_that_speaks_again_was_a_false_alarm(
     sessions: Sessions, worker: Worker, heard: Heard
 ) -> None:

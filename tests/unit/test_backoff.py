@@ -5,10 +5,16 @@ import pytest
 from everlift.backoff import Backoff
 
 
-def test_delays_double_up_to_a_second() -> None:
+def test_delays_double_to_a_fifth_of_a_second_and_after_three_seconds_are_one() -> None:
     backoff = Backoff(100.0, lambda: 1.0)
-    delays = [backoff.delay(0.0) for _ in range(7)]
-    assert delays == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    moments = [10.0, 10.1, 10.2, 10.4, 12.9, 13.0, 20.0]
+    assert [backoff.delay(at) for at in moments] == [0.05, 0.1, 0.2, 0.2, 0.2, 1.0, 1.0]
+
+
+def test_who_fails_seldom_is_not_made_to_wait_long() -> None:
+    backoff = Backoff(100.0, lambda: 1.0)
+    moments = [0.0, 5.0, 10.0, 15.0, 20.0, 25.0]
+    assert [backoff.delay(at) for at in moments] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0]
 
 
 def test_jitter_takes_up_to_half_of_a_delay() -> None:
@@ -26,7 +32,7 @@ def test_success_begins_anew() -> None:
     backoff = Backoff(2.0, lambda: 1.0)
     backoff.delay(0.0)
     backoff.reset()
-    assert backoff.delay(100.0) == 0.05
+    assert [backoff.delay(100.0) for _ in range(4)] == [0.05, 0.1, 0.2, 0.2]
 
 
 def test_a_longer_wait_can_be_asked_for() -> None:
