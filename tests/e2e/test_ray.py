@@ -171,6 +171,7 @@ async def test_a_router_replica_that_is_killed_is_replaced_and_its_clients_go_on
     assert [text for _, text in await work] == [task.answer for task in TASKS]
 
 
+@pytest.mark.long
 async def test_streams_go_on_while_the_head_of_ray_answers_nothing(
     running: RayCluster, two_nodes: Any
 ) -> None:

@@ -64,7 +64,13 @@ def wrong(
     return [(e.prompt, text) for e, text in zip(asked, said, strict=True) if text != e.answer]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.long] if kind == "long_count" else [])
+        for kind in KINDS
+    ],
+)
 def test_held_out_prompts_are_answered_exactly(
     kind: str, engine: TorchEngine, tokenizer: FastTokenizer
 ) -> None:

@@ -65,7 +65,13 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(6, SIZES["vocab_size"]) for _ in range(n)] for n in lengths]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(2, id="2 ranks"),
+        pytest.param(4, id="4 ranks", marks=pytest.mark.long),
+    ],
+)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     root, logits = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("logits")
     models = {

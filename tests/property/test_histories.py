@@ -20,7 +20,9 @@ from cluster.sim.client import Manners
 from cluster.sim.history import Event, History, Kind, Played, play
 
 _BATCH = 25
-_BATCHES = 40
+_BATCHES = 80
+#: Batches in one test.
+_AT_ONCE = 20
 
 #: Shorter and longer than what may be silent for how long.
 _DURATIONS = st.sampled_from([0.05, 0.3, 0.8, 1.2, 2.5])
@@ -91,8 +93,9 @@ def _batch(number: int, add) -> None:  # type: ignore[no-untyped-def]
     batch()
 
 
-def test_histories(capsys: pytest.CaptureFixture[str]) -> None:
-    told(capsys, *play_all(range(_BATCHES)))
+@pytest.mark.parametrize("first", range(0, _BATCHES, _AT_ONCE))
+def test_histories(first: int, capsys: pytest.CaptureFixture[str]) -> None:
+    told(capsys, *play_all(range(first, first + _AT_ONCE)))
 
 
 @pytest.mark.long
