@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,19 +70,23 @@ def _things() -> Things:
 
 def _family(first: int) -> list[int]:
     """A process and everything below it, without what has ended."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if state != "Z":
-                parents[int(entry.name)] = int(parent)
     family = [first]
     for pid in family:
-        family.extend(child for child, parent in parents.items() if parent == pid)
+        family.extend(child for child in _children(pid) if _is_running(child))
     return family
+
+
+def _children(pid: int) -> Iterator[int]:
+    for children in glob.iglob(f"/proc/{pid}/task/*/children"):
+        with suppress(OSError):
+            yield from map(int, Path(children).read_text().split())
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _describe(pid: int) -> str:
@@ -110,7 +115,8 @@ def _listening(family: list[int]) -> Iterator[tuple[int, str]]:
 
 def _listening_inodes() -> Iterator[tuple[str, str]]:
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
+        for line in Path(f"/proc/net/{table}").read_text().splitlines():
+            # Of the thousands that were closed a moment ago not one is split.
+            if ":0000 0A " in line:
+                fields = line.split()
                 yield f"socket:[{fields[9]}]", fields[1]

@@ -117,6 +117,9 @@ def pair(*settings: str, binary: str = "") -> Iterator[list[Server]]:
         replica = Server(directory / "replica", following, *settings, binary=binary)
         with _running([primary, replica]) as servers:
             until(lambda: replica.info("replication")["master_link_status"] == "up")
+            # It says how far it is for the first time up to a second later; nothing is sent before.
+            primary.ask("PUBLISH", "something", "to be far in")
+            until(lambda: primary.info("replication")["slave0"]["offset"] > 0)
             yield servers
 
 

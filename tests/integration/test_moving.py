@@ -53,7 +53,9 @@ async def test_a_higher_class_comes_in_time_and_the_lower_one_goes_on_later() ->
         assert not any(task.done() for task in work)
         received = await asyncio.gather(*work)
         status = await client.status()
+        entries = [await parts.ledger.get(one.request_id) for one in received]
     assert high.tokens == right_tokens(asked[3], 20, SLOW)
     for one, prompt in zip(received, asked[:3], strict=True):
         assert one.tokens == right_tokens(prompt, 150, SLOW)
-    assert status.moved == 1 and status.failed == 0
+    assert sorted(entry.attempts for entry in entries) == [1, 1, 2]
+    assert status.moved == 0 and status.failed == 0
