@@ -126,6 +126,7 @@ def router_events(running: RayCluster) -> list[dict[str, Any]]:
     return [event for line in lines if (event := json.loads(line))["event"] == "worker lost"]
 
 
+@pytest.mark.long
 async def test_a_rank_that_is_killed_takes_its_replica_along_and_no_token(
     running: RayCluster,
 ) -> None:
@@ -156,6 +157,7 @@ async def only_worker(client: AsyncClient) -> pb.WorkerStatus:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 async def test_a_router_replica_that_is_killed_is_replaced_and_its_clients_go_on(
     running: RayCluster,
 ) -> None:
