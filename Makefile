@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 PROTO_BIN := $(PROTO_VENV)/bin
 PROTOS := $(sort $(wildcard proto/everlift/v1/*.proto))
 TORCH := 2.13.0
+# Tests that no clock but their own looks at run side by side; those of whole clusters one after another.
+ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-long soak soak-engine bench-ledger bench-durability bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-check lock clean
@@ -39,7 +41,8 @@ demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no
 	@$(BIN)/everlift demo --picture build/demo.png
 
 test: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests (under 20 minutes on 2 cores)
-	$(BIN)/pytest -q -m "not long and not soak"
+	$(BIN)/pytest -q -m "not long and not soak" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
+	$(BIN)/pytest -q -m "not long and not soak" $(addprefix --ignore=,$(ANYWHERE))
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests that take longer, and a short soak
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} $(BIN)/pytest -q -m "long or soak"
