@@ -55,9 +55,9 @@ class Transcript:
     def num_tokens(self) -> int:
         return sum(len(choice.tokens) for choice in self.choices.values())
 
-    def offsets(self) -> list[int]:
-        """By choice, the first that has not come."""
-        return [len(self.choices[i].tokens) for i in range(max(self.choices, default=-1) + 1)]
+    def received(self) -> list[list[int]]:
+        """Tokens by choice."""
+        return [self.choices[i].tokens for i in range(max(self.choices, default=-1) + 1)]
 
     def result(self) -> object:
         """All that may not depend on what went wrong on the way."""
@@ -116,7 +116,7 @@ async def read(
         if has_left and stream.usage is None:
             transcript.end(stream)
             await asyncio.sleep(manners.away)
-            stream = client.attach(transcript.request_id, transcript.offsets() or [0])
+            stream = client.attach(transcript.request_id, received=transcript.received())
             await _follow(client, stream, transcript, replace(manners, leaves_after=None))
     except EverliftError as error:
         transcript.error = error

@@ -20,7 +20,6 @@ from everlift.errors import (
     Cancelled,
     DataLoss,
     EverliftError,
-    OffsetOutOfRange,
     UnknownRequest,
 )
 from router.ledger.audit import Audited
@@ -91,9 +90,6 @@ def _has_reason(error: EverliftError | None, manners: Manners, may_lose: bool) -
     if isinstance(error, Cancelled):
         is_away_for_long = manners.leaves_after is not None and manners.away >= ROUTERS.grace
         return manners.cancels_after is not None or is_away_for_long
-    if isinstance(error, OffsetOutOfRange):
-        # It came back with an offset alone, and nobody else has what it saw.
-        return may_lose and manners.leaves_after is not None
     return error is None or (isinstance(error, DataLoss | UnknownRequest) and may_lose)
 
 

@@ -32,9 +32,15 @@ class Client:
         """As AsyncClient.generate."""
         return BlockingStream(self, self._client.generate(prompt, **options))
 
-    def attach(self, request_id: str, from_offset: int | Sequence[int] = 0) -> BlockingStream:
+    def attach(
+        self,
+        request_id: str,
+        from_offset: int | Sequence[int] = 0,
+        *,
+        received: Sequence[Sequence[int]] = (),
+    ) -> BlockingStream:
         """As AsyncClient.attach."""
-        return BlockingStream(self, self._client.attach(request_id, from_offset))
+        return BlockingStream(self, self._client.attach(request_id, from_offset, received=received))
 
     def cancel(self, request_id: str) -> pb.CancelResponse:
         """As AsyncClient.cancel."""

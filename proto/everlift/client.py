@@ -122,12 +122,23 @@ class AsyncClient:
         submission = submission_message(prompt, options)
         return Stream(self._routers, submission.request_id, submission, (), self._reconnect_s)
 
-    def attach(self, request_id: str, from_offset: int | Sequence[int] = 0) -> Stream:
+    def attach(
+        self,
+        request_id: str,
+        from_offset: int | Sequence[int] = 0,
+        *,
+        received: Sequence[Sequence[int]] = (),
+    ) -> Stream:
         """The tokens of a known request from an offset on: of its first choice, or of each choice
-        its own. Closing this stream only leaves it."""
+        its own. Or behind the tokens of each choice that were ``received`` before, perhaps by
+        another process: a cluster that lost some of them makes them again, and says so where they
+        are others, while an offset alone is out of range then. Closing this stream only leaves it.
+        Raises InvalidRequest where both are given."""
         check_request_id(request_id)
         offsets = [from_offset] if isinstance(from_offset, int) else from_offset
-        return Stream(self._routers, request_id, None, offsets, self._reconnect_s)
+        if any(offsets) and received:
+            raise InvalidRequest("an offset says less than what was received: give one of them")
+        return Stream(self._routers, request_id, None, offsets, self._reconnect_s, received)
 
     async def cancel(self, request_id: str) -> pb.CancelResponse:
         """Ends a request. One that is over already stays as it is. Raises UnknownRequest."""

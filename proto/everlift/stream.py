@@ -74,9 +74,11 @@ class Stream(AsyncIterator[Chunk]):
         submission: pb.GenerateRequest | None,
         from_offsets: Sequence[int],
         reconnect_s: float,
+        received: Sequence[Sequence[int]] = (),
     ) -> None:
-        """``from_offsets`` are by choice, 0 where none is given. Without a ``submission`` the
-        request must be known already; then closing only leaves."""
+        """``from_offsets`` are by choice, 0 where none is given; or it begins behind the tokens of
+        each choice that were ``received``. Without a ``submission`` the request must be known
+        already; then closing only leaves."""
         self.request_id = request_id
         self.finish_reasons: dict[int, FinishReason] = {}
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -85,9 +87,9 @@ class Stream(AsyncIterator[Chunk]):
         self._routers = routers
         self._submission = submission
         #: by choice, the first offset that has not come
-        self._next = defaultdict(int, enumerate(from_offsets))
+        self._next = defaultdict(int, enumerate(map(len, received) if received else from_offsets))
         #: by choice, of all tokens before that; None where the first ones were never seen
-        self._digests = None if any(from_offsets) else defaultdict[int, TokenDigest](TokenDigest)
+        self._digests = None if any(from_offsets) else _digests(received)
         self._backoff = Backoff(reconnect_s, random.random)
         #: on the event loop's clock; not known before the first try
         self._deadline: float | None = None
@@ -270,6 +272,13 @@ class Stream(AsyncIterator[Chunk]):
         except EverliftError as error:
             # The router ends it by itself when the grace for its lost client is over.
             log.info("cancel failed", request_id=self.request_id, cause=str(error))
+
+
+def _digests(received: Sequence[Sequence[int]]) -> defaultdict[int, TokenDigest]:
+    digests = defaultdict[int, TokenDigest](TokenDigest)
+    for choice, tokens in enumerate(received):
+        digests[choice].add(tokens)
+    return digests
 
 
 def _parsed(logprobs: Sequence[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:

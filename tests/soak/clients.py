@@ -37,6 +37,8 @@ class Seen:
     repeated: int = 0
     missing: int = 0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
+    #: by choice
+    tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     _next: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def add(self, chunk: Chunk) -> None:
@@ -44,12 +46,14 @@ class Seen:
         self.repeated += max(0, following - chunk.offset)
         self.missing += max(0, chunk.offset - following)
         self._next[chunk.choice] = chunk.offset + len(chunk.token_ids)
+        # What comes twice is counted, and held once.
+        self.tokens[chunk.choice][chunk.offset :] = chunk.token_ids
         if chunk.token_ids:
             self.arrivals.append((time.time(), chunk.epoch))
 
     @property
-    def offsets(self) -> list[int]:
-        return [self._next[choice] for choice in range(max(self._next, default=-1) + 1)]
+    def received(self) -> list[list[int]]:
+        return [self.tokens[choice] for choice in range(max(self.tokens, default=-1) + 1)]
 
     @property
     def is_lost(self) -> bool:
@@ -136,7 +140,7 @@ class Crowd:
                 await asyncio.sleep(_AWAY_S)
                 async with AsyncClient(self._routers, reconnect_s=_RECONNECT_S) as second:
                     ended = stream.finish_reasons.keys()
-                    stream = second.attach(seen.request_id, seen.offsets)
+                    stream = second.attach(seen.request_id, received=seen.received)
                     await _read_on(stream, seen, gathering, ended)
             seen.answer = Answer.of(gathering.completion(stream))
 

@@ -386,6 +386,24 @@ async def test_a_request_can_be_attached_to_from_any_offset() -> None:
             assert got == CHUNKS[offset:]
 
 
+async def test_a_request_can_be_attached_to_behind_what_was_received() -> None:
+    async with FakeRouter(lambda _: ABC) as router, AsyncClient(router.address) as client:
+        request_id = client.generate(PROMPT, n=3).request_id
+        stream = client.generate(PROMPT, n=3, request_id=request_id)
+        tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        async for chunk in stream:
+            tokens[chunk.choice] += chunk.token_ids
+        received = [tokens[0][:1], tokens[1][:0], tokens[2][:2]]
+        rest = await client.attach(request_id, received=received).texts()
+        assert rest == await client.attach(request_id, [1, 0, 2]).texts()
+        # Who has other tokens, or more than there are, hears of it.
+        for received in ([[*tokens[0][:1], 999]], [[*tokens[0], 5, 5, 5]]):
+            with pytest.raises(everlift.DataLoss):
+                await client.attach(request_id, received=received).text()
+        with pytest.raises(everlift.InvalidRequest, match="give one of them"):
+            client.attach(request_id, 1, received=[[1]])
+
+
 async def test_a_stream_can_be_read_on_after_a_wait_that_timed_out() -> None:
     async with FakeRouter(faults=[Hold(2)]) as router, AsyncClient(router.address) as client:
         stream = client.generate(PROMPT)
@@ -547,6 +565,8 @@ async def test_the_blocking_client_does_all_of_this_too() -> None:
             assert stream.finish_reasons == {0: FinishReason.STOP}
             assert stream.prompt_logprobs == ()
             assert client.attach("a", 3).text() == " three four"
+            first = [token for chunk in CHUNKS[:3] for token in chunk.token_ids]
+            assert client.attach("a", received=[first]).text() == " three four"
             assert client.generate("x y", n=2).texts() == ["x y", "x y"]
             assert client.get_request("a").output_tokens == 5
             assert client.cancel("a").state == pb.REQUEST_STATE_FINISHED
