@@ -20,6 +20,7 @@ from contextlib import aclosing
 from everlift import logs
 from everlift.errors import LedgerUnavailable
 from everlift.v1 import inference_pb2, session_pb2
+from router.admission.load import cluster_load
 from router.admission.placement import Placement
 from router.admission.policy import Fifo
 from router.admission.tenure import Placed, Tenure
@@ -60,6 +61,7 @@ class Leader:
         #: ledger time less the router's clock
         self._ledger_ahead = 0.0
         self._move_after = 0.0
+        self._is_reporting = False
         #: dispatches under way, and those of them that the ledger did not answer at once
         self._asking = self._late = 0
         self._wake = asyncio.Event()
@@ -86,7 +88,7 @@ class Leader:
                 tasks.create_task(self._lease.campaign())
                 tasks.create_task(self._call_roll())
                 tasks.create_task(self._dispatch_for_ever(tasks))
-                tasks.create_task(self._tick())
+                tasks.create_task(self._tick(tasks))
                 tasks.create_task(self._sweep.run())
         finally:
             await self._lease.resign()
@@ -300,16 +302,29 @@ class Leader:
             placed.waiting.request_id, placed.worker_id, placed.epoch, term
         )
 
-    async def _tick(self) -> None:
-        """What time alone changes: credits that run out, and what gateways know of the queue."""
+    async def _tick(self, tasks: asyncio.TaskGroup) -> None:
+        """What time alone changes: credits that run out, what gateways know of the queue, and the
+        autoscaler of the work there is."""
         while True:
             await asyncio.sleep(_TICK_S)
             self._placement.expire(now())
             if self._tenure is not None:
                 self._tenure.forget(now())
+                if not self._is_reporting:
+                    self._is_reporting = True
+                    tasks.create_task(self._report(self._tenure))
             self._wake.set()
             for gateway in self._lines.gateways:
                 self._tell(gateway, session_pb2.LeaderMessage())
+
+    async def _report(self, tenure: Tenure) -> None:
+        workers, ledger_now = self._placement.workers.values(), now() + self._ledger_ahead
+        try:
+            await self._ledger.put_load(cluster_load(self._lease.term, tenure, workers, ledger_now))
+        except LedgerUnavailable as error:
+            log.info("load not reported", cause=str(error))
+        finally:
+            self._is_reporting = False
 
     def _heirs(self) -> list[str]:
         return self._lines.gateways if self._may_act() else []

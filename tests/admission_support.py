@@ -43,7 +43,7 @@ def paced(*, tokens_per_s: float = 1000.0, blocks_per_s: float = 0.0, step_s: fl
             released_blocks=round(second * blocks_per_s),
             busy_s=steps * step_s,
         )
-        pace.measure(work, float(second))
+        pace.measure(work, False, float(second))
     return pace
 
 

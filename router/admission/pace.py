@@ -22,6 +22,8 @@ _SAMPLE_S = 0.2
 #: Times of steps follow a change in about a second, the flow of blocks in some.
 _STEP_MEMORY_S = 1.0
 _FLOW_MEMORY_S = 5.0
+#: What a worker does when it has all that it can take depends on who runs there.
+_FULL_MEMORY_S = 10.0
 #: Whose last step is longer ago is not called slow any more: it has to be tried again.
 _OUTDATED_S = 10.0
 #: Steps below this are never slow: beside them it is the machine's other work that counts.
@@ -52,6 +54,9 @@ class _Steps:
 
 
 class Pace:
+    """``full_rate``: tokens that it computes in a second while it has all it can take, prompts' and
+    outputs' together; None as long as it never had."""
+
     def __init__(self) -> None:
         self._usual: dict[int, _Steps] = {}
         self._last: _Steps | None = None
@@ -59,6 +64,8 @@ class Pace:
         self._sample: tuple[float, Work] | None = None
         self._observed_s = 0.0
         self._blocks_freed = 0.0
+        self._was_full = False
+        self.full_rate: float | None = None
 
     @property
     def step_s(self) -> float:
@@ -83,21 +90,28 @@ class Pace:
             (it.seconds * max(1.0, tokens / it.tokens) for it in self._usual.values()), default=inf
         )
 
-    def measure(self, work: Work, now: float) -> None:
-        """``now`` in seconds."""
+    def measure(self, work: Work, is_full: bool, now: float) -> None:
+        """``now`` in seconds. ``is_full``: more sequences there would compute no more tokens."""
         if self._sample is None:
-            self._sample = (now, work)
+            self._sample, self._was_full = (now, work), is_full
             return
         since, before = self._sample
+        self._was_full &= is_full
         if (duration := now - since) < _SAMPLE_S:
             return
-        self._sample = (now, work)
+        if self._was_full:
+            self._measure_full((work.computed_tokens - before.computed_tokens) / duration, duration)
+        self._sample, self._was_full = (now, work), is_full
         self._measure_flow(before, work, duration)
         steps, busy_s = work.step - before.step, work.busy_s - before.busy_s
         tokens = work.computed_tokens - before.computed_tokens
         if steps > 0 and busy_s > 0 and tokens > 0:
             self._measure_steps(tokens / steps, busy_s / steps, duration)
             self._stepped_at = now
+
+    def _measure_full(self, rate: float, duration: float) -> None:
+        known = rate if self.full_rate is None else self.full_rate
+        self.full_rate = known + _weight(duration, _FULL_MEMORY_S) * (rate - known)
 
     def _measure_flow(self, before: Work, work: Work, duration: float) -> None:
         self._observed_s += duration

@@ -44,7 +44,7 @@ class Placement:
         if worker is not None and load.sequence_number > worker.load.sequence_number:
             worker.load = load
             worker.end_trial()
-            worker.pace.measure(load.work, now)
+            worker.pace.measure(load.work, worker.is_full, now)
 
     def acknowledge(self, worker_id: str, epoch: int) -> None:
         """The worker counts this dispatch in its state from now on, or will never have it."""

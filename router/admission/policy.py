@@ -34,6 +34,13 @@ class Waiting:
     moves_left: int = 0
     #: it may be what its last workers died of
     is_suspect: bool = False
+    #: that will probably be generated, of all choices
+    predicted_tokens: int = 0
+
+    @property
+    def work_tokens(self) -> int:
+        """To be computed for it, as predicted."""
+        return self.prefill_tokens + self.predicted_tokens
 
     @classmethod
     def told(cls, gateway: str, message: session_pb2.Waiting) -> Self:
@@ -50,6 +57,7 @@ class Waiting:
             message.ttft_deadline or inf,
             message.moves_left,
             message.suspect,
+            message.predicted_tokens,
         )
 
 

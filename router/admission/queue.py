@@ -31,6 +31,8 @@ class AdmissionQueue:
         self._tickets = count()
         self._rows: dict[int, _Row] = {}
         self._ticket_of: dict[str, int] = {}
+        #: tokens to be computed for all that wait, as predicted
+        self.work_tokens = 0
         #: request ids, no gateway without any
         self._of_gateway: dict[str, dict[str, None]] = {}
 
@@ -45,6 +47,7 @@ class AdmissionQueue:
         replaced = self._take_out(waiting.request_id)
         ticket = self._ticket_of[waiting.request_id] = next(self._tickets)
         self._rows[ticket] = _row(waiting)
+        self.work_tokens += waiting.work_tokens
         self._of_gateway.setdefault(waiting.gateway, {})[waiting.request_id] = None
         heapq.heappush(self._heap, (self._policy.key(waiting), ticket))
         return replaced
@@ -72,6 +75,7 @@ class AdmissionQueue:
     def _leave(self, ticket: int) -> Waiting:
         waiting = Waiting(*self._rows.pop(ticket))
         del self._ticket_of[waiting.request_id]
+        self.work_tokens -= waiting.work_tokens
         siblings = self._of_gateway[waiting.gateway]
         del siblings[waiting.request_id]
         if not siblings:

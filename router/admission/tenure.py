@@ -74,10 +74,22 @@ class Tenure:
         # By then every gateway has looked twice who leads.
         self.roll_call = RollCall(now, patience_s=2 * config.beat)
         self.generations = Generations(generation, now, patience_s=config.lease)
+        #: to be computed for all requests that came since this tenure began, as predicted
+        self.offered_tokens = 0
 
     @property
     def queued(self) -> int:
         return len(self._queue)
+
+    @property
+    def queued_tokens(self) -> int:
+        """To be computed for all that wait, as predicted."""
+        return self._queue.work_tokens
+
+    def waited_s(self, ledger_now: float) -> float:
+        """How long the request that leaves next has waited; 0 when none waits."""
+        head = self._queue.peek()
+        return max(0.0, ledger_now - head.arrived) if head else 0.0
 
     @property
     def running(self) -> int:
@@ -123,6 +135,8 @@ class Tenure:
         if is_new and self.queued >= self._max_queued:
             heard.refused.append(waiting.request_id)
             return
+        if is_new:
+            self.offered_tokens += waiting.work_tokens
         self._running.remove(waiting.request_id)
         replaced = self._queue.push(waiting)
         if replaced is not None and replaced.gateway != waiting.gateway:

@@ -130,6 +130,11 @@ class WorkerView:
         return max(0, self.capacity.max_num_seqs - self.load.num_running - self.ahead)
 
     @property
+    def is_full(self) -> bool:
+        """It has all that it can run: somebody waits there, or every slot is taken."""
+        return self.load.num_waiting > 0 or self.load.num_running >= self.capacity.max_num_seqs
+
+    @property
     def is_calm(self) -> bool:
         """All that is there makes tokens."""
         return self.pending_prefill == 0 and self.ahead == 0

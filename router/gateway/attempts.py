@@ -110,7 +110,9 @@ class Attempts:
         self._line.enqueue(self.waiting(live))
 
     def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
-        return told.waiting(live, self._moves_left(live), self._is_suspect(live))
+        return told.waiting(
+            live, self._custody.lengths, self._moves_left(live), self._is_suspect(live)
+        )
 
     def running(self) -> list[session_pb2.Running]:
         """All that workers have."""

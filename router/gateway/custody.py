@@ -21,6 +21,7 @@ from everlift.errors import (
     UnknownRequest,
     from_slug,
 )
+from router.admission.predictor import OutputLengths
 from router.clock import now
 from router.gateway.keyed_lock import KeyedLock
 from router.gateway.ledger_health import LedgerHealth
@@ -54,6 +55,7 @@ class Custody:
         self.health = health
         self.recent = recent
         self.counters = Counters()
+        self.lengths = OutputLengths()
         #: the router stops: nothing more is taken, and no client that goes is missed
         self.is_closing = False
         #: held by whoever moves a request in or out of here
@@ -91,7 +93,10 @@ class Custody:
         if entry.state is State.FINISHED and not self._is_ours_to_the_end(live, entry):
             live.settle(now(), Moved("it finished on another router: attach again"))
             return
-        self.counters.completed += entry.state is State.FINISHED
+        if entry.state is State.FINISHED:
+            self.counters.completed += 1
+            for choice in live.choices:
+                self.lengths.note(len(choice.output))
         self.counters.failed += entry.state is State.FAILED
         self.close_as(live, entry)
         if entry.state.is_final and entry.gateway == self.router_id:

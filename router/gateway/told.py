@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
+from router.admission.predictor import OutputLengths
 from router.gateway.choice import Choice
 from router.gateway.live import LiveRequest
 
@@ -43,7 +44,9 @@ def _sampling(live: LiveRequest, choice: Choice) -> SamplingParams:
     return replace(sampling, prompt_logprobs=None)
 
 
-def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:
+def waiting(
+    live: LiveRequest, lengths: OutputLengths, moves_left: int, is_suspect: bool
+) -> session_pb2.Waiting:
     request, unfinished = live.request, live.unfinished
     return session_pb2.Waiting(
         request_id=request.request_id,
@@ -59,6 +62,9 @@ def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2
         ttft_deadline=_ttft_deadline(live),
         moves_left=moves_left,
         suspect=is_suspect,
+        predicted_tokens=sum(
+            lengths.predict(len(choice.output), request.max_tokens) for choice in unfinished
+        ),
     )
 
 

@@ -62,6 +62,14 @@ class Membership:
     unfit: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a leader said of the cluster's work, so many seconds ago."""
+
+    load: session_pb2.ClusterLoad
+    age_s: float
+
+
 class StaleTerm(Exception):
     """Somebody else leads by now: the caller must stop dispatching."""
 
@@ -234,6 +242,20 @@ class Ledger(Protocol):
     async def drop_worker(self, worker_id: str) -> None: ...
 
     async def workers(self) -> list[session_pb2.WorkerInfo]: ...
+
+    async def last_worker(self) -> session_pb2.WorkerInfo | None:
+        """Who came last into the table, though it may be gone; None if nobody ever did."""
+        ...
+
+    # load
+
+    async def put_load(self, load: session_pb2.ClusterLoad) -> None:
+        """For the autoscaler. Nothing changes unless ``load.term`` was the last to lead."""
+        ...
+
+    async def load(self) -> LoadReport | None:
+        """What was put last; None if nothing ever was."""
+        ...
 
     async def cluster_id(self) -> str:
         """The random id of this ledger's cluster, made at the first call."""

@@ -29,6 +29,8 @@
 --   workers                  HASH    worker id -> WorkerInfo
 --   worker_addresses         HASH    worker id -> address in its WorkerInfo, no address twice
 --   workers_version          STRING  µs of the worker table's last change
+--   last_worker              STRING  WorkerInfo of the worker that came last, though it is gone
+--   load                     HASH    load: ClusterLoad, moment: µs when its leader said so
 --
 -- Lua's numbers are doubles. Moments in µs stay below 2^53 and are exact. Epochs and terms are
 -- 64-bit nonces: they are passed, stored and compared as text, and never become numbers.

@@ -16,6 +16,7 @@ from everlift.messages import Request
 from everlift.v1 import session_pb2
 from router.ledger.base import (
     NOTHING,
+    LoadReport,
     Membership,
     NotQueued,
     Opened,
@@ -80,6 +81,8 @@ class MemoryLedger:
         self._term = 0
         self._workers: dict[str, bytes] = {}
         self._workers_version = 0
+        self._last_worker: bytes | None = None
+        self._load: tuple[float, bytes] | None = None
         self._cluster_id = secrets.token_hex(8)
 
     def _find(self, request_id: str) -> Record | None:
@@ -324,7 +327,7 @@ class MemoryLedger:
             for other in await self.workers():
                 if other.address == info.address:
                     del self._workers[other.worker_id]
-            self._workers[info.worker_id] = stored
+            self._workers[info.worker_id] = self._last_worker = stored
             self._workers_version += 1
 
     async def drop_worker(self, worker_id: str) -> None:
@@ -335,6 +338,22 @@ class MemoryLedger:
         return [
             session_pb2.WorkerInfo.FromString(info) for _, info in sorted(self._workers.items())
         ]
+
+    async def last_worker(self) -> session_pb2.WorkerInfo | None:
+        stored = self._last_worker
+        return None if stored is None else session_pb2.WorkerInfo.FromString(stored)
+
+    # load
+
+    async def put_load(self, load: session_pb2.ClusterLoad) -> None:
+        if load.term == self._leader.term:
+            self._load = (self._clock(), load.SerializeToString())
+
+    async def load(self) -> LoadReport | None:
+        if self._load is None:
+            return None
+        moment, load = self._load
+        return LoadReport(session_pb2.ClusterLoad.FromString(load), self._clock() - moment)
 
     async def cluster_id(self) -> str:
         return self._cluster_id

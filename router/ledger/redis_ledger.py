@@ -29,6 +29,7 @@ from router.ledger import codec, scripts
 from router.ledger.address import parse
 from router.ledger.base import (
     NOTHING,
+    LoadReport,
     Membership,
     NotQueued,
     Opened,
@@ -346,6 +347,23 @@ class RedisLedger:
         key = self._shards.key("workers", _CONTROL)
         [stored] = await self._shards.ask("workers", Command(key, ("HVALS", key)))
         return sorted(map(session_pb2.WorkerInfo.FromString, stored), key=lambda w: w.worker_id)
+
+    async def last_worker(self) -> session_pb2.WorkerInfo | None:
+        key = self._shards.key("last_worker", _CONTROL)
+        [stored] = await self._shards.ask("last worker", Command(key, ("GET", key)))
+        return None if stored is None else session_pb2.WorkerInfo.FromString(stored)
+
+    # load
+
+    async def put_load(self, load: session_pb2.ClusterLoad) -> None:
+        await self._shards.run(scripts.SET_LOAD, _CONTROL, load.term, load.SerializeToString())
+
+    async def load(self) -> LoadReport | None:
+        answer = await self._shards.run(scripts.GET_LOAD, _CONTROL)
+        if not answer:
+            return None
+        load, age = answer
+        return LoadReport(session_pb2.ClusterLoad.FromString(load), codec.seconds(age))
 
     async def cluster_id(self) -> str:
         return self._cluster_id

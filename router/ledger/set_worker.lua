@@ -15,6 +15,7 @@ local function put()
     end
     redis.call('HSET', ROOT .. 'workers', worker, info)
     redis.call('HSET', ROOT .. 'worker_addresses', worker, address)
+    redis.call('SET', ROOT .. 'last_worker', info)
 end
 
 if (redis.call('HGET', ROOT .. 'workers', worker) or '') ~= info then

@@ -1555,6 +1555,48 @@ async def test_a_worker_replaces_the_other_one_at_its_address(ledger: Ledger) ->
     assert await put(worker("b", 2)) == [other, worker("b", 2)]
 
 
+async def test_the_worker_that_came_last_is_known_when_it_is_gone(ledger: Ledger) -> None:
+    first = session_pb2.WorkerInfo(worker_id="w1", address="127.0.0.1:1", max_model_len=64)
+    second = session_pb2.WorkerInfo(worker_id="w0", address="127.0.0.1:2", max_model_len=32)
+    for info in (first, second):
+        await ledger.put_worker(info)
+        assert await ledger.last_worker() == info
+    for info in (second, first):
+        await ledger.drop_worker(info.worker_id)
+    assert await ledger.workers() == []
+    assert await ledger.last_worker() == second
+
+
+# load
+
+
+async def test_what_the_leader_says_of_the_work_is_read_with_its_age(ledger: Ledger) -> None:
+    await ledger.lead("router", "address", 1, AGES_S)
+    await ledger.put_load(session_pb2.ClusterLoad(term=1, queued=7, worker_rate=0.5))
+    load = session_pb2.ClusterLoad(term=1, queued=8, queued_tokens=1 << 40, waited_s=1.5)
+    await ledger.put_load(load)
+    report = await ledger.load()
+    assert report is not None
+    assert report.load == load
+    assert 0.0 <= report.age_s < AGES_S
+    # It is told what it is, also when nobody leads any more.
+    await ledger.resign(1)
+    report = await ledger.load()
+    assert report is not None
+    assert report.load == load
+
+
+async def test_only_the_last_leader_says_what_work_there_is(ledger: Ledger) -> None:
+    await ledger.lead("router", "address", 1, AGES_S)
+    await ledger.resign(1)
+    await ledger.lead("other", "address", 2, AGES_S)
+    await ledger.put_load(session_pb2.ClusterLoad(term=2, queued=2))
+    await ledger.put_load(session_pb2.ClusterLoad(term=1, queued=1))
+    report = await ledger.load()
+    assert report is not None
+    assert report.load.queued == 2
+
+
 async def test_a_ledger_has_one_cluster_id(ledger: Ledger) -> None:
     cluster_id = await ledger.cluster_id()
     assert cluster_id

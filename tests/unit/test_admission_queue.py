@@ -92,11 +92,26 @@ def test_what_leaves_is_what_was_pushed() -> None:
         deadline=9.0,
         ttft_deadline=7.0,
         moves_left=1,
+        predicted_tokens=4,
     )
     queue = AdmissionQueue(Fifo())
     queue.push(pushed)
     assert queue.peek() == pushed
     assert queue.pop() == pushed
+
+
+def test_the_work_that_waits_is_known_whatever_came_and_went() -> None:
+    queue = AdmissionQueue(Fifo())
+    for number in range(4):
+        queue.push(replace(waiting(f"r{number}", float(number)), predicted_tokens=number))
+    assert queue.work_tokens == 4 * 10 + 0 + 1 + 2 + 3
+    queue.push(replace(waiting("r1", 1.0), predicted_tokens=7))
+    assert queue.work_tokens == 4 * 10 + 0 + 7 + 2 + 3
+    queue.withdraw("r3", "g")
+    queue.pop()
+    assert queue.work_tokens == 2 * 10 + 7 + 2
+    queue.withdraw_gateway("g")
+    assert queue.work_tokens == 0
 
 
 def test_the_garbage_collector_has_nothing_to_do_with_what_waits() -> None:

@@ -165,6 +165,15 @@ async def test_a_full_queue_refuses_what_is_new_and_nothing_else(leader: Leader)
     assert leader.queued == 3
 
 
+async def test_the_work_there_is_lies_in_the_ledger(leader: Leader, ledger: FlakyLedger) -> None:
+    Gateway(leader, "g").enqueue("a", predicted_tokens=9)
+    async with asyncio.timeout(10.0):
+        while (report := await ledger.load()) is None or report.load.queued != 1:
+            await asyncio.sleep(0.01)
+    assert report.load.queued_tokens == 12
+    assert report.load.term == ledger.terms[-1]
+
+
 async def test_who_lost_a_request_hears_of_it_and_cannot_withdraw_it(leader: Leader) -> None:
     old, new = Gateway(leader, "old"), Gateway(leader, "new")
     old.enqueue("r")

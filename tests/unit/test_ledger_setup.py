@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 
+from everlift.errors import LedgerUnavailable
 from router.ledger import scripts
 from router.ledger.address import Address, Kind, parse
 from router.ledger.config import PROMISES, DurabilityClass, LedgerConfig, LedgerSetupError
@@ -53,6 +54,13 @@ def test_a_server_from_the_floor_on_is_taken(versions: dict[str, str], name: str
 def test_an_older_or_unknown_server_is_refused(versions: dict[str, str]) -> None:
     with pytest.raises(LedgerSetupError, match=r"needs Valkey 7\.2 or Redis 7\.0 or newer"):
         check_server(info(**versions))
+
+
+def test_a_server_that_still_reads_its_data_back_is_waited_for() -> None:
+    reads = info(redis_version="7.0.15") | {"loading": 1, "aof_enabled": 0}
+    with pytest.raises(LedgerUnavailable, match="reads its data back"):
+        check_server(reads)
+    assert check_server({**reads, "loading": 0}) == "Redis 7.0.15"
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])

@@ -15,7 +15,7 @@ class Worker:
         self.pace = Pace()
         self.now = 0.0
         self.work = Work()
-        self.pace.measure(self.work, self.now)
+        self.pace.measure(self.work, False, self.now)
 
     def run(
         self,
@@ -25,6 +25,7 @@ class Worker:
         *,
         released_per_s: float = 0.0,
         beat: float = 0.25,
+        is_full: bool = False,
     ) -> Worker:
         """Steps of so many tokens, each of which takes so long."""
         busy = 0.0
@@ -40,7 +41,7 @@ class Worker:
                 before.released_blocks + round(released_per_s * beat),
                 before.busy_s + steps * step_s,
             )
-            self.pace.measure(self.work, self.now)
+            self.pace.measure(self.work, is_full, self.now)
         return self
 
 
@@ -121,3 +122,22 @@ def test_a_worker_that_has_recovered_is_not_slow_any_more() -> None:
     workers = [Worker().run(5.0, s, tokens=8) for s in (0.03, 0.3)]
     workers[1].run(5.0, step_s=0.03, tokens=8)
     assert not are_slow(*workers, now=10.0)
+
+
+def test_what_a_full_worker_does_is_measured_only_while_it_is_full() -> None:
+    worker = Worker().run(5.0, step_s=0.05, tokens=10)
+    assert worker.pace.full_rate is None
+    worker.run(60.0, step_s=0.05, tokens=100, is_full=True)
+    assert worker.pace.full_rate == pytest.approx(2000, rel=0.05)
+    worker.run(60.0, step_s=0.05, tokens=10)
+    assert worker.pace.full_rate == pytest.approx(2000, rel=0.05)
+    worker.run(60.0, step_s=0.05, tokens=50, is_full=True)
+    assert worker.pace.full_rate == pytest.approx(1000, rel=0.05)
+
+
+def test_a_worker_that_was_full_for_a_moment_was_not_full() -> None:
+    worker = Worker()
+    for _ in range(20):
+        worker.run(0.1, step_s=0.05, tokens=10, beat=0.1, is_full=True)
+        worker.run(0.1, step_s=0.05, tokens=10, beat=0.1)
+    assert worker.pace.full_rate is None

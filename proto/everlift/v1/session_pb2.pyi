@@ -271,6 +271,63 @@ class WorkerInfo(google.protobuf.message.Message):
 Global___WorkerInfo: typing_extensions.TypeAlias = WorkerInfo
 
 @typing.final
+class ClusterLoad(google.protobuf.message.Message):
+    """What the leader knows of the cluster's work, as it lies in the ledger: the autoscaler reads it there. Tokens
+    are those still to be computed, of prompts and of outputs as they are predicted.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    QUEUED_FIELD_NUMBER: builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: builtins.int
+    WAITED_S_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    BLOCKS_USED_FIELD_NUMBER: builtins.int
+    BLOCKS_TOTAL_FIELD_NUMBER: builtins.int
+    OFFERED_TOKENS_FIELD_NUMBER: builtins.int
+    WORKER_RATE_FIELD_NUMBER: builtins.int
+    term: builtins.int
+    """of the leader"""
+    workers: builtins.int
+    """up, and not about to leave"""
+    queued: builtins.int
+    """requests"""
+    queued_tokens: builtins.int
+    waited_s: builtins.float
+    """by the request that leaves the queue next"""
+    running: builtins.int
+    """sequences at workers, those that wait there counted in"""
+    slots: builtins.int
+    """sequences that may run at once"""
+    blocks_used: builtins.int
+    blocks_total: builtins.int
+    offered_tokens: builtins.int
+    """of all requests that came in this term"""
+    worker_rate: builtins.float
+    """tokens per second of a worker that has all it can take; 0: not known"""
+    def __init__(
+        self,
+        *,
+        term: builtins.int = ...,
+        workers: builtins.int = ...,
+        queued: builtins.int = ...,
+        queued_tokens: builtins.int = ...,
+        waited_s: builtins.float = ...,
+        running: builtins.int = ...,
+        slots: builtins.int = ...,
+        blocks_used: builtins.int = ...,
+        blocks_total: builtins.int = ...,
+        offered_tokens: builtins.int = ...,
+        worker_rate: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "running", b"running", "slots", b"slots", "term", b"term", "waited_s", b"waited_s", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
+
+Global___ClusterLoad: typing_extensions.TypeAlias = ClusterLoad
+
+@typing.final
 class WorkerState(google.protobuf.message.Message):
     """The load of a worker. What has been accepted is counted in the other numbers."""
 
@@ -557,6 +614,7 @@ class Waiting(google.protobuf.message.Message):
     TTFT_DEADLINE_FIELD_NUMBER: builtins.int
     MOVES_LEFT_FIELD_NUMBER: builtins.int
     SUSPECT_FIELD_NUMBER: builtins.int
+    PREDICTED_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """ledger time in seconds; the key under which it queues, kept over requeues"""
@@ -581,6 +639,8 @@ class Waiting(google.protobuf.message.Message):
     """times that it may still be moved when it is preempted"""
     suspect: builtins.bool
     """it lost its last workers before they made a token, and may lose no other one so"""
+    predicted_tokens: builtins.int
+    """that will still be generated, of all choices"""
     def __init__(
         self,
         *,
@@ -597,8 +657,9 @@ class Waiting(google.protobuf.message.Message):
         ttft_deadline: builtins.float = ...,
         moves_left: builtins.int = ...,
         suspect: builtins.bool = ...,
+        predicted_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 

@@ -1,0 +1,55 @@
+"""What a leader says of the cluster's work."""
+
+from __future__ import annotations
+
+from everlift.v1 import session_pb2 as pb
+from router.admission.load import cluster_load
+from router.admission.worker_view import Capacity, Load
+from tests.admission_support import Cluster, paced
+
+
+def say(cluster: Cluster, ledger_now: float = 0.0) -> pb.ClusterLoad:
+    return cluster_load(7, cluster.tenure, cluster.placement.workers.values(), ledger_now)
+
+
+def test_without_workers_or_requests_there_is_none() -> None:
+    assert say(Cluster()) == pb.ClusterLoad(term=7)
+
+
+def test_what_waits_is_told_in_tokens_and_since_when() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.enqueue("a", arrived=5.0, prompt_tokens=30, predicted_tokens=12)
+    cluster.enqueue("b", arrived=4.0, prompt_tokens=20, predicted_tokens=8)
+    load = say(cluster, ledger_now=6.5)
+    assert (load.queued, load.queued_tokens, load.waited_s) == (2, 70, 2.5)
+    assert load.offered_tokens == 70
+
+
+def test_what_came_counts_once_also_when_it_went() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.enqueue("a", prompt_tokens=30, predicted_tokens=10)
+    cluster.enqueue("a", prompt_tokens=30, predicted_tokens=10)
+    cluster.hear(pb.GatewayMessage(withdraw=["a"]))
+    # It came under another leader, or comes back from its worker.
+    cluster.enqueue("b", prompt_tokens=50, predicted_tokens=1, accepted=True)
+    load = say(cluster)
+    assert (load.queued_tokens, load.offered_tokens) == (51, 40)
+
+
+def test_what_workers_have_and_can_do_is_summed_of_those_that_stay() -> None:
+    cluster = Cluster()
+    loads = (
+        Load(1, num_running=3, num_waiting=1, blocks_used=10),
+        Load(1, num_running=4, blocks_used=20),
+        Load(1, num_running=4, blocks_used=40, draining=True),
+    )
+    for number, load in enumerate(loads):
+        pace = paced()
+        pace.full_rate = (100.0, None, 900.0)[number]
+        cluster.add_worker(f"w{number}", load, pace, Capacity(max_num_seqs=4, num_blocks=64))
+    said = say(cluster)
+    assert (said.workers, said.running, said.slots) == (2, 8, 8)
+    assert (said.blocks_used, said.blocks_total) == (30, 128)
+    assert said.worker_rate == 100.0
