@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 
 import yaml
 
+from cluster.autoscale.config import AutoscaleConfig
 from everlift import settings
 from everlift.model_name import is_hub_id
 from everlift.settings import SettingsError
@@ -40,6 +41,7 @@ class Config:
     #: of a hub id: a branch, a tag or a commit; not set: its main branch
     model_revision: str = ""
     num_routers: int = 1
+    #: at the beginning, with autoscale.max_workers
     num_workers: int = 1
     #: the embedded ledger's data, the logs, and where the other commands find the cluster
     state_dir: Path = field(default_factory=_default_state_dir)
@@ -51,10 +53,16 @@ class Config:
     router: RouterConfig = field(default_factory=RouterConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
 
     def __post_init__(self) -> None:
         if self.num_routers < 1 or self.num_workers < 1:
             raise ValueError("num_routers and num_workers must be at least 1")
+        if not self.autoscale.allows(self.num_workers):
+            raise ValueError(
+                f"num_workers ({self.num_workers}) must be from autoscale.min_workers to "
+                "autoscale.max_workers"
+            )
         self._set("state_dir", self.state_dir.expanduser().absolute())
         if not is_hub_id(self.model, self.model_revision):
             self._find_directory()
@@ -64,6 +72,11 @@ class Config:
                     raise ValueError(f"{name} is set for the whole cluster, not for a part of it")
         for name in ("router", "worker"):
             self._set(name, self._completed(getattr(self, name)))
+
+    @property
+    def most_workers(self) -> int:
+        """That there may be at once."""
+        return self.autoscale.max_workers or self.num_workers
 
     def _completed(self, part: P) -> P:
         """With what is set for the whole cluster."""

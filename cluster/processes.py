@@ -83,6 +83,8 @@ class ProcessCluster:
             raise
 
     async def _start(self) -> None:
+        if self.config.autoscale.is_on:
+            raise ClusterFailed("autoscale.max_workers is set: workers come and go under Ray alone")
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.config = await pinned(self.config)
         ledger = await self._ledger.start()

@@ -91,7 +91,8 @@ class RayCluster:
 
     def application(self, config: Config) -> Application:
         """The Serve application of ``config`` on this cluster's ledger. Ray must run."""
-        return application(replace(config, ledger=self._ledger_config), self._log_dir())
+        config = replace(config, ledger=self._ledger_config)
+        return application(config, self._log_dir(), self._url_file())
 
     async def __aenter__(self) -> Self:
         try:
@@ -111,6 +112,14 @@ class RayCluster:
 
     def _log_dir(self) -> Path:
         return self.config.state_dir / "logs"
+
+    def _url_file(self) -> Path:
+        """Where Serve's controller finds the ledger, which is not to be in Serve's own records."""
+        file = self.config.state_dir / "ledger.url"
+        if self.config.autoscale.is_on:
+            file.touch(mode=0o600)
+            file.write_text(self._ledger_config.url)
+        return file
 
     def _start_ray(self) -> None:
         if self.config.ray_address != LOCAL:
@@ -136,7 +145,7 @@ class RayCluster:
         )
 
     def _needed_cpus(self) -> int:
-        ranks = self.config.num_workers * self.config.worker.tensor_parallel
+        ranks = self.config.most_workers * self.config.worker.tensor_parallel
         return ranks * threads_per_rank(self.config, _cores())
 
 
@@ -144,8 +153,9 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def application(config: Config, log_dir: Path) -> Application:
-    """The Serve application of a configuration whose ledger has a url. Ray must run."""
+def application(config: Config, log_dir: Path, url_file: Path) -> Application:
+    """The Serve application of a configuration whose ledger has a url. The autoscaler finds it in
+    ``url_file``. Ray must run."""
     import ray
 
     from router.app import RouterDeployment
@@ -161,7 +171,7 @@ def application(config: Config, log_dir: Path) -> Application:
         graceful_shutdown_timeout_s=config.router.drain + 5.0,
     ).bind(config.router, config.ledger, config.log_level, log_dir)
     worker: Application = WorkerDeployment.options(  # type: ignore[attr-defined]
-        num_replicas=config.num_workers,
+        **_replicas(config, log_dir, url_file),
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=[resources] * size,
         placement_group_strategy=_strategy(nodes, resources, size),
@@ -175,6 +185,15 @@ def application(config: Config, log_dir: Path) -> Application:
         log_dir,
     )
     return worker
+
+
+def _replicas(config: Config, log_dir: Path, url_file: Path) -> dict[str, Any]:
+    """How many workers there are, as Serve is told."""
+    if not config.autoscale.is_on:
+        return {"num_replicas": config.num_workers}
+    from cluster.autoscale.serve_policy import serve_autoscaling
+
+    return {"autoscaling_config": serve_autoscaling(config, log_dir, url_file)}
 
 
 def _rank_resources(cluster: dict[str, float], threads: int) -> dict[str, float]:

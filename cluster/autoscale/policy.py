@@ -1,0 +1,219 @@
+"""How many workers there should be. Pure.
+
+Work is counted in tokens, of prompts and of outputs as they are predicted. With ``r`` tokens per
+second of a worker that has all it can take, ``a`` tokens per second that come, and ``q`` tokens
+that wait,
+
+    need = max( (a / utilisation + q / drain_target) / r,
+                running sequences / (utilisation * slots of a worker),
+                used blocks / (kv_utilisation * blocks of a worker) )
+
+Workers are added when requests wait and would wait for longer than the target allows, as many as
+are needed then. They go when fewer would have been enough all the time for ``down_delay``. Who
+turned round, adding after it had taken away or the other way, takes none away for ten minutes, and
+adds only where the target is missed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import ceil, exp, inf
+
+from cluster.autoscale.config import AutoscaleConfig
+from everlift.v1.session_pb2 import ClusterLoad
+
+#: What comes is averaged over so long: to see a change, and to know how much it is.
+_SOON_S, _LATER_S = 2.0, 30.0
+#: Part of the TTFT target that a request may be expected to wait; and where more comes than can be
+#: done, so that it will wait longer.
+_PATIENCE, _PATIENCE_IN_A_RUSH = 0.5, 0.1
+#: After a reversal another one takes more for so long.
+_CALM_S = 600.0
+#: Needs just above a whole number of workers are not worth another one.
+_SLACK = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """``need`` is in workers, ``wait_s`` what a request that comes now would wait."""
+
+    workers: int
+    reason: str
+    need: float = 0.0
+    wait_s: float = 0.0
+
+
+class Autoscaler:
+    """Asked again and again. ``now`` is in seconds and never goes back."""
+
+    def __init__(self, config: AutoscaleConfig) -> None:
+        if config.max_workers is None:
+            raise ValueError("an autoscaler without max_workers")
+        self._config = config
+        self._most = config.max_workers
+        self._arrivals = Arrivals()
+        self._capacity = Capacity()
+        #: needs of the last ``down_delay``, the largest first
+        self._needs = Largest(config.down_delay)
+        self._busy_at: float | None = None
+        #: 1: the last change was up; -1: down
+        self._direction = 0
+        self._calm_until = -inf
+        #: since when all are up
+        self._complete_at = inf
+
+    def decide(self, load: ClusterLoad | None, age_s: float, workers: int, now: float) -> Decision:
+        """``workers`` are there, or on their way. ``load`` was said ``age_s`` ago, if ever."""
+        if load is None or age_s > self._config.stale:
+            return self._keep(workers, "the load is not known")
+        self._arrivals.note(load, now - age_s)
+        self._capacity.note(load)
+        if load.queued or load.running or self._busy_at is None:
+            self._busy_at = now
+        self._complete_at = min(self._complete_at, now) if load.workers >= workers else inf
+        need, wait_s = self._need(load), self._wait_s(load)
+        self._needs.note(need, now)
+        target, reason = self._target(load, need, wait_s, workers, now)
+        self._turn(target - workers, now)
+        return Decision(target, reason, need, wait_s)
+
+    def _keep(self, workers: int, reason: str) -> Decision:
+        return Decision(self._within(workers), reason)
+
+    def _within(self, workers: int) -> int:
+        return min(max(workers, self._config.min_workers), self._most)
+
+    def _need(self, load: ClusterLoad) -> float:
+        config, one = self._config, self._capacity
+        flow = 0.0
+        if one.rate:
+            comes = self._arrivals.later / config.utilisation
+            flow = (comes + load.queued_tokens / config.drain_target) / one.rate
+        slots = load.running / (config.utilisation * one.slots) if one.slots else 0.0
+        blocks = load.blocks_used / (config.kv_utilisation * one.blocks) if one.blocks else 0.0
+        return max(flow, slots, blocks)
+
+    def _wait_s(self, load: ClusterLoad) -> float:
+        rate = load.workers * self._capacity.rate
+        return max(load.waited_s, load.queued_tokens / rate if rate else 0.0)
+
+    def _target(
+        self, load: ClusterLoad, need: float, wait_s: float, workers: int, now: float
+    ) -> tuple[int, str]:
+        enough = max(1, ceil(need - _SLACK))
+        if workers < self._config.min_workers or workers > self._most:
+            return self._within(workers), "limits"
+        if workers == 0:
+            return (self._within(enough), "requests wait") if load.queued else (0, "nothing to do")
+        if load.queued and self._is_short(load, wait_s, now):
+            more = enough if self._capacity.rate else workers + self._lets_one_more(now)
+            if more > workers:
+                return self._within(more), f"requests would wait {wait_s:.1f} s"
+            return workers, "enough are on their way" if load.workers < workers else "enough"
+        return self._fewer(load, workers, now)
+
+    def _is_short(self, load: ClusterLoad, wait_s: float, now: float) -> bool:
+        """Whether requests wait for too long, or are about to."""
+        if now < self._calm_until:
+            return wait_s > self._config.ttft_target
+        is_rush = 0 < load.workers * self._capacity.rate < self._arrivals.soon
+        patience = _PATIENCE_IN_A_RUSH if is_rush else _PATIENCE
+        return wait_s > patience * self._config.ttft_target
+
+    def _lets_one_more(self, now: float) -> bool:
+        """What the workers can do is not known: the last one shall show first what it changes."""
+        return now - self._complete_at >= self._config.ttft_target
+
+    def _fewer(self, load: ClusterLoad, workers: int, now: float) -> tuple[int, str]:
+        config = self._config
+        busy_at = now if self._busy_at is None else self._busy_at
+        if config.min_workers == 0 and now - busy_at >= config.idle_delay:
+            return 0, "nothing to do"
+        if load.queued or load.workers < workers or now < self._calm_until:
+            return workers, "enough"
+        enough = max(1, ceil(self._needs.largest))
+        if self._needs.covers(now) and enough < workers:
+            return self._within(enough), "fewer are enough"
+        return workers, "enough"
+
+    def _turn(self, change: int, now: float) -> None:
+        if change == 0:
+            return
+        direction = 1 if change > 0 else -1
+        if self._direction == -direction:
+            self._calm_until = now + _CALM_S
+        self._direction = direction
+        # What was enough before says nothing of how it is with others.
+        self._needs.clear()
+
+
+class Arrivals:
+    """Tokens per second that come, over a short and a long while."""
+
+    def __init__(self) -> None:
+        self.soon = self.later = 0.0
+        self._term = 0
+        self._offered = 0
+        self._at = -inf
+        self._observed_s = 0.0
+
+    def note(self, load: ClusterLoad, moment: float) -> None:
+        """What had come at that moment. Another leader counts from 0."""
+        since, came = moment - self._at, load.offered_tokens - self._offered
+        if since <= 0:
+            return
+        counts_on = load.term == self._term
+        self._at, self._term, self._offered = moment, load.term, load.offered_tokens
+        if counts_on:
+            self._observed_s += since
+            self.soon += self._weight(since, _SOON_S) * (came / since - self.soon)
+            self.later += self._weight(since, _LATER_S) * (came / since - self.later)
+
+    def _weight(self, since: float, memory_s: float) -> float:
+        """Until so much is remembered, all that came counts the same."""
+        return max(1.0 - exp(-since / memory_s), since / self._observed_s)
+
+
+class Capacity:
+    """Of one worker, as it was known last: there may be none now."""
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self.slots = self.blocks = 0.0
+
+    def note(self, load: ClusterLoad) -> None:
+        self.rate = load.worker_rate or self.rate
+        if load.workers:
+            self.slots = load.slots / load.workers
+            self.blocks = load.blocks_total / load.workers
+
+
+class Largest:
+    """The largest of the numbers of the last while. Amortised O(1)."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: float | None = None
+        #: falling numbers, each with its moment
+        self._falling: deque[tuple[float, float]] = deque()
+
+    def note(self, number: float, now: float) -> None:
+        self._since = now if self._since is None else self._since
+        while self._falling and self._falling[-1][1] <= number:
+            self._falling.pop()
+        self._falling.append((now, number))
+        while self._falling[0][0] < now - self._seconds:
+            self._falling.popleft()
+
+    @property
+    def largest(self) -> float:
+        return self._falling[0][1] if self._falling else 0.0
+
+    def covers(self, now: float) -> bool:
+        """Whether numbers have come for all of the while."""
+        return self._since is not None and now - self._since >= self._seconds
+
+    def clear(self) -> None:
+        self._falling.clear()
+        self._since = None

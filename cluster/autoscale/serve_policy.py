@@ -1,0 +1,84 @@
+"""The policy as Ray Serve calls it: within the control loop of its controller, ten times a second,
+so that nothing here may wait."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from cluster.autoscale.config import AutoscaleConfig
+from cluster.autoscale.policy import Autoscaler
+from cluster.autoscale.reader import LoadReader
+from cluster.config import Config
+from everlift import logs, settings
+from router.ledger.config import LedgerConfig
+
+log = logs.get(__name__)
+
+URL_VARIABLE = "EVERLIFT_LEDGER__URL"
+
+
+class QueuePolicy:
+    """``autoscale`` and ``ledger`` are settings. The ledger's url, which has a password, is none of
+    them, since Serve logs and shows them: it is in the environment, or in the file ``url_file``."""
+
+    def __init__(
+        self,
+        autoscale: Mapping[str, Any],
+        ledger: Mapping[str, Any],
+        url_file: str,
+        log_level: str,
+        log_file: str,
+    ) -> None:
+        logs.configure("autoscaler", log_level, Path(log_file))
+        self._autoscaler = Autoscaler(settings.load(AutoscaleConfig, autoscale))
+        self._reader = LoadReader(partial(_ledger_config, dict(ledger), url_file))
+        # Serve drops a policy when another one is deployed.
+        weakref.finalize(self, self._reader.stop)
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        report = self._reader.latest()
+        load, age_s = (report.load, report.age_s) if report else (None, 0.0)
+        target = context.target_num_replicas
+        decision = self._autoscaler.decide(load, age_s, target, time.monotonic())
+        if decision.workers != target:
+            log.info("workers", before=target, now=decision.workers, reason=decision.reason)
+        return decision.workers, {}
+
+
+def serve_autoscaling(config: Config, log_dir: Path, url_file: Path) -> AutoscalingConfig:
+    """What the worker's deployment is configured with. How long to wait before a change is the
+    policy's to decide: Serve carries it out at once."""
+    autoscale, ledger = config.autoscale, asdict(config.ledger)
+    del ledger["url"]
+    assert autoscale.max_workers is not None, "asked for only where workers come and go"
+    return AutoscalingConfig(
+        min_replicas=autoscale.min_workers,
+        initial_replicas=config.num_workers,
+        max_replicas=autoscale.max_workers,
+        upscale_delay_s=0.0,
+        downscale_delay_s=0.0,
+        policy=AutoscalingPolicy(  # type: ignore[no-untyped-call]
+            policy_function=f"{QueuePolicy.__module__}:{QueuePolicy.__name__}",
+            policy_kwargs={
+                "autoscale": asdict(autoscale),
+                "ledger": ledger,
+                "url_file": str(url_file),
+                "log_level": config.log_level,
+                "log_file": str(log_dir / "autoscaler.log"),
+            },
+        ),
+    )
+
+
+def _ledger_config(ledger: dict[str, Any], url_file: str) -> LedgerConfig:
+    url = os.environ.get(URL_VARIABLE) or Path(url_file).read_text().strip()
+    return replace(settings.load(LedgerConfig, ledger), url=url)

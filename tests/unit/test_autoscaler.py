@@ -1,0 +1,151 @@
+"""How many workers there should be, decided over a made-up fleet on a made-up clock."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from cluster.autoscale.config import AutoscaleConfig
+from cluster.autoscale.policy import Autoscaler
+from everlift.settings import SettingsError, load
+from everlift.v1.session_pb2 import ClusterLoad
+from tests.fleet import Fleet
+
+CONFIG = AutoscaleConfig(min_workers=1, max_workers=8)
+FROM_ZERO = AutoscaleConfig(min_workers=0, max_workers=8)
+
+
+def test_what_little_comes_adds_no_worker() -> None:
+    fleet = Fleet(CONFIG).run(1200, load=0.4)
+    assert fleet.changes == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_twice_the_load_adds_workers_within_two_seconds_of_a_queue(seed: int) -> None:
+    fleet = Fleet(CONFIG, workers=3, seed=seed).run(120, load=2.0)
+    assert fleet.target == 3
+    fleet.run(60, load=4.0)
+    moment, change = fleet.changes[0]
+    assert change > 0
+    assert moment - fleet.queued_since(moment) <= 2.0
+    assert 5 <= fleet.target <= 7
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("load", [0.5, 0.9, 1.3, 2.2, 3.1, 4.4])
+def test_a_steady_load_turns_it_round_once_in_ten_minutes_at_most(load: float, seed: int) -> None:
+    fleet = Fleet(CONFIG, seed=seed).run(3600, load)
+    reversals = fleet.reversals
+    assert all(later - earlier >= 600 for earlier, later in pairwise(reversals))
+    # And there are enough, but for the time until they were.
+    assert load < fleet.target <= load / CONFIG.utilisation + 2
+
+
+def test_workers_go_when_fewer_would_do_for_a_while() -> None:
+    fleet = Fleet(CONFIG, workers=1).run(300, load=3.0)
+    assert fleet.target >= 4
+    since = fleet.now
+    fleet.run(900, load=0.5)
+    first = next(moment for moment, change in fleet.changes if moment > since and change < 0)
+    assert first - since >= CONFIG.down_delay
+    assert fleet.target == 1
+
+
+def test_a_square_wave_of_load_does_not_make_it_flap() -> None:
+    fleet = Fleet(CONFIG).run(3600, load=lambda now: 3.0 if now % 120 < 60 else 0.3)
+    windows = [
+        sum(start <= moment < start + 600 for moment in fleet.reversals)
+        for start in range(0, 3000, 60)
+    ]
+    assert max(windows) <= 2
+
+
+def test_full_blocks_add_workers_though_they_have_slots() -> None:
+    fleet = Fleet(CONFIG, job_blocks=200, speed=20.0).run(60, load=0.8)
+    assert fleet.target > 1
+    assert fleet.workers * 16 > len(fleet.running)
+
+
+def test_there_are_never_more_or_fewer_than_allowed() -> None:
+    config = AutoscaleConfig(min_workers=2, max_workers=3)
+    fleet = Fleet(config, workers=2).run(300, load=9.0)
+    assert fleet.target == 3
+    fleet.waiting.clear()
+    fleet.run(1200, load=0.0)
+    assert fleet.target == 2
+    few = Autoscaler(config).decide(ClusterLoad(term=1), 0.0, 1, 0.0)
+    many = Autoscaler(config).decide(ClusterLoad(term=1), 0.0, 9, 0.0)
+    assert (few.workers, many.workers) == (2, 3)
+
+
+def test_with_nothing_to_do_the_last_one_goes_and_comes_for_the_first_request() -> None:
+    fleet = Fleet(FROM_ZERO).run(100, load=0.3)
+    since = fleet.now
+    fleet.run(FROM_ZERO.idle_delay + 30, load=0.0)
+    assert fleet.target == 0
+    gone = next(moment for moment, change in fleet.changes if moment > since and change < 0)
+    assert gone - since >= FROM_ZERO.idle_delay
+    woken = fleet.now
+    fleet.run(20, load=0.3)
+    came = next(moment for moment, change in fleet.changes if moment > woken and change > 0)
+    first = next(it for it in fleet.decisions if it[0] == came)
+    assert first[1].reason == "requests wait"
+    assert fleet.workers == 1
+
+
+def test_with_little_to_do_the_last_one_stays() -> None:
+    fleet = Fleet(FROM_ZERO, job_tokens=50).run(3600, load=0.01)
+    assert fleet.target == 1
+
+
+def test_a_load_that_is_not_known_changes_nothing() -> None:
+    autoscaler = Autoscaler(CONFIG)
+    busy = ClusterLoad(term=1, workers=2, queued=100, queued_tokens=1 << 20, waited_s=60.0)
+    assert autoscaler.decide(None, 0.0, 2, 0.0).workers == 2
+    assert autoscaler.decide(busy, 5.1, 2, 1.0).workers == 2
+    assert autoscaler.decide(busy, 4.9, 2, 2.0).workers == 2
+    assert autoscaler.decide(busy, 4.9, 2, 4.0).workers == 3
+
+
+def test_without_a_rate_one_is_added_at_a_time() -> None:
+    def after(second: float, up: int, target: int) -> int:
+        load = ClusterLoad(term=1, workers=up, queued=50, queued_tokens=9999, waited_s=3.0)
+        return autoscaler.decide(load, 0.0, target, second).workers
+
+    autoscaler = Autoscaler(CONFIG)
+    assert after(0.0, up=1, target=1) == 1
+    assert after(2.0, up=1, target=1) == 2
+    assert after(30.0, up=1, target=2) == 2
+    assert after(31.0, up=2, target=2) == 2
+    assert after(33.0, up=2, target=2) == 3
+
+
+def test_another_leader_counts_from_the_beginning() -> None:
+    def moment(second: float, term: int, offered: int) -> float:
+        load = ClusterLoad(
+            term=term, workers=2, slots=64, offered_tokens=offered, worker_rate=100.0
+        )
+        return autoscaler.decide(load, 0.0, 2, second).need
+
+    autoscaler = Autoscaler(CONFIG)
+    needs = [moment(second, 1, 50 * second) for second in range(60)]
+    needs += [moment(60 + second, 2, 50 * second) for second in range(60)]
+    assert all(abs(need - 50 / (100 * CONFIG.utilisation)) < 1e-6 for need in needs[1:])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"min_workers": -1}, "min_workers"),
+        ({"max_workers": 0}, "max_workers"),
+        ({"min_workers": 3, "max_workers": 2}, "max_workers"),
+        ({"utilisation": 1.5}, "utilisation"),
+        ({"stale": 0}, "stale"),
+        ({"down_delay": -1}, "down_delay"),
+        ({"max_wrokers": 3}, "max_workers"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(setting: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load(AutoscaleConfig, setting)
