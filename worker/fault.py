@@ -12,10 +12,7 @@ import os
 import signal
 import subprocess
 
-from everlift import logs
 from everlift.v1 import chaos_pb2
-
-log = logs.get(__name__)
 
 #: Waits so long, then lets process $1 go on: a program of its own, since who is stopped cannot.
 _WAKER = 'sleep "$0"; kill -CONT "$1"'
@@ -23,7 +20,6 @@ _WAKER = 'sleep "$0"; kill -CONT "$1"'
 
 def strike(fault: chaos_pb2.Fault) -> None:
     """Kills or pauses this process; returns when it goes on."""
-    log.warning("fault", kind=chaos_pb2.FaultKind.Name(fault.kind), seconds=fault.seconds)
     if fault.kind == chaos_pb2.FAULT_KIND_KILL:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == chaos_pb2.FAULT_KIND_PAUSE:

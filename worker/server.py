@@ -179,7 +179,15 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
     def _inject(self, fault: chaos_pb2.Fault) -> None:
         if not self._config.chaos:
             log.warning("fault ignored: this worker was started without chaos")
-        elif fault.kind == chaos_pb2.FAULT_KIND_PARTITION:
+            return
+        log.warning(
+            "fault",
+            worker_id=self._info.worker_id,
+            kind=chaos_pb2.FaultKind.Name(fault.kind),
+            rank=fault.rank,
+            seconds=fault.seconds,
+        )
+        if fault.kind == chaos_pb2.FAULT_KIND_PARTITION:
             self._wire.cut(fault.peer, fault.seconds)
         elif fault.kind == chaos_pb2.FAULT_KIND_SLOW or fault.rank:
             self._sessions.inject(fault)

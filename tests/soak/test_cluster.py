@@ -35,7 +35,7 @@ from tests.soak.clients import Crowd, Seen
 from tests.soak.faults import Faults
 from tests.soak.patience import minutes
 from tests.soak.pool import Answer, Pool, Task, make_pool
-from tests.soak.times import LEADERS, SILENCING, detections, next_tokens, p, router_lines
+from tests.soak.times import LEADERS, SILENCING, detections, next_tokens, p, struck, written
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
@@ -195,11 +195,13 @@ def _write(path: Path, name: str, figures: Figures) -> None:
 
 
 def _figures(config: Config, outcome: Outcome) -> Figures:
-    found = detections(outcome.log, router_lines(config.state_dir / "logs"))
+    lines = written(config.state_dir / "logs")
+    log = struck(outcome.log, lines)
+    found = detections(log, lines)
     of_workers = [each for name in SILENCING for each in found.get(name, ())]
     events = {request_id: stored[1] for request_id, stored in outcome.stored.items()}
-    gaps = next_tokens(outcome.log, outcome.seen, events)
-    made = Counter(each.name for each in outcome.log if not each.error)
+    gaps = next_tokens(log, outcome.seen, events)
+    made = Counter(each.name for each in log)
     return {
         "minutes": round(outcome.seconds / 60, 2),
         "requests": len(outcome.seen),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import quantiles
@@ -34,11 +34,11 @@ class Line:
     worker_id: str
 
 
-def router_lines(log_dir: Path) -> list[Line]:
-    """What the routers wrote, in its order."""
+def written(log_dir: Path) -> list[Line]:
+    """What routers and workers wrote, in its order."""
     lines = (
         json.loads(line)
-        for path in log_dir.glob("router-*.log")
+        for path in log_dir.glob("*.log")
         for line in path.read_text(errors="replace").splitlines()
         if line.startswith("{") and line.endswith("}")
     )
@@ -56,13 +56,37 @@ def router_lines(log_dir: Path) -> list[Line]:
     )
 
 
+def struck(log: Sequence[Happened], lines: Sequence[Line]) -> list[Happened]:
+    """The faults that came to pass, each of a worker from the moment at which that worker said so:
+    what lies between asking for a fault and its coming true is nobody's silence."""
+    own_words = [line for line in lines if line.event == "fault" and line.worker_id]
+    return [
+        moved
+        for fault in log
+        if not fault.error and (moved := _moved(fault, own_words)) is not None
+    ]
+
+
+def _moved(fault: Happened, own_words: Sequence[Line]) -> Happened | None:
+    """None of a fault that did not come to pass in time: its worker was lost by another one."""
+    if fault.name not in SILENCING:
+        return fault
+    words = (line for line in _around(fault, own_words) if line.worker_id == fault.struck)
+    return next((replace(fault, at=line.time) for line in words), None)
+
+
+def _around(fault: Happened, lines: Sequence[Line]) -> Sequence[Line]:
+    """From the fault on, for as long as something may be its consequence."""
+    begin = bisect_left(lines, fault.at - _CLOCK_S, key=lambda line: line.time)
+    end = bisect_right(lines, fault.at + _LATEST_S, key=lambda line: line.time)
+    return lines[begin:end]
+
+
 def detections(log: Sequence[Happened], lines: Sequence[Line]) -> dict[str, list[float]]:
-    """By fault, from each silenced worker's fault to each router's word that it is lost; and from a
-    router's fault to the next leader, if it was the leader's."""
+    """Of faults that came to pass, by name: from each silenced worker's fault to each router's word
+    that it is lost; and from a router's fault to the next leader, if it was the leader's."""
     found: dict[str, list[float]] = {}
     for fault in log:
-        if fault.error:
-            continue
         for line in _noticed(fault, lines):
             found.setdefault(fault.name, []).append(max(0.0, line.time - fault.at))
     return found
@@ -70,9 +94,7 @@ def detections(log: Sequence[Happened], lines: Sequence[Line]) -> dict[str, list
 
 def _noticed(fault: Happened, lines: Sequence[Line]) -> Iterable[Line]:
     """The first line of each router about it."""
-    begin = bisect_left(lines, fault.at - _CLOCK_S, key=lambda line: line.time)
-    end = bisect_right(lines, fault.at + _LATEST_S, key=lambda line: line.time)
-    about = [line for line in lines[begin:end] if _is_about(line, fault)]
+    about = [line for line in _around(fault, lines) if _is_about(line, fault)]
     if fault.name == LEADERS:
         return about[:1]
     return {line.component: line for line in reversed(about)}.values()
@@ -90,7 +112,7 @@ def next_tokens(
     log: Sequence[Happened], seen: Iterable[Seen], events: Mapping[str, Sequence[Event]]
 ) -> list[float]:
     """From the fault of a worker to the next token of each stream that it had."""
-    faults = [each for each in log if each.name in SILENCING and not each.error]
+    faults = [each for each in log if each.name in SILENCING]
     return [
         gap
         for stream in seen

@@ -14,7 +14,7 @@ from everlift.stream import Chunk
 from router.ledger.entry import Event
 from tests.soak.clients import Seen
 from tests.soak.pool import Answer, make_pool
-from tests.soak.times import Line, detections, next_tokens, p, router_lines
+from tests.soak.times import Line, detections, next_tokens, p, struck, written
 
 RIGHT = Answer((((1, 2), "ab", "STOP"),))
 KILL = Happened("kill worker", 10.0, "w")
@@ -29,19 +29,19 @@ def seen(*chunks: tuple[int, int]) -> Seen:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "repeated", "missing", "offsets"),
+    ("chunks", "repeated", "missing", "received"),
     [
-        ([(0, 1), (1, 2)], 0, 0, [3]),
-        ([(0, 2), (1, 2)], 1, 0, [3]),
-        ([(0, 1), (3, 1)], 0, 2, [4]),
+        ([(0, 1), (1, 2)], 0, 0, [[0, 0, 1]]),
+        ([(0, 2), (1, 2)], 1, 0, [[0, 0, 1]]),
+        ([(0, 1), (3, 1)], 0, 2, [[0, 0]]),
         ([], 0, 0, []),
     ],
 )
 def test_tokens_that_come_twice_or_not_are_counted(
-    chunks: list[tuple[int, int]], repeated: int, missing: int, offsets: list[int]
+    chunks: list[tuple[int, int]], repeated: int, missing: int, received: list[list[int]]
 ) -> None:
     noted = seen(*chunks)
-    assert (noted.repeated, noted.missing, noted.offsets) == (repeated, missing, offsets)
+    assert (noted.repeated, noted.missing, noted.received) == (repeated, missing, received)
 
 
 def test_a_request_is_lost_without_an_answer_and_wrong_with_another_one() -> None:
@@ -58,7 +58,7 @@ def lines(*events: tuple[float, str, str, str]) -> list[Line]:
 
 
 def test_each_routers_first_word_about_a_worker_counts() -> None:
-    written = lines(
+    words = lines(
         (9.0, "router-0", "worker lost", "w"),
         (10.1, "router-0", "worker lost", "other"),
         (10.2, "router-0", "worker lost", "w"),
@@ -66,14 +66,13 @@ def test_each_routers_first_word_about_a_worker_counts() -> None:
         (10.6, "router-0", "worker lost", "w"),
         (99.0, "router-2", "worker lost", "w"),
     )
-    found = detections([KILL], written)
+    found = detections([KILL], words)
     assert found == {"kill worker": pytest.approx([0.2, 0.5])}
-    assert detections([Happened("kill worker", 10.0, "", "refused")], written) == {}
 
 
 def test_one_new_leader_is_enough() -> None:
-    written = lines((11.5, "router-1", "leading", ""), (14.0, "router-0", "leading", ""))
-    assert detections([Happened("pause leader", 10.0, "l")], written) == {"pause leader": [1.5]}
+    words = lines((11.5, "router-1", "leading", ""), (14.0, "router-0", "leading", ""))
+    assert detections([Happened("pause leader", 10.0, "l")], words) == {"pause leader": [1.5]}
 
 
 def gaps(arrivals: Sequence[tuple[float, int]], *events: Event) -> list[float]:
@@ -95,7 +94,27 @@ def test_a_stream_that_was_elsewhere_was_not_struck() -> None:
     assert gaps(arrivals, Event(10.1, "dispatch", "w")) == []
 
 
-def test_routers_logs_are_read_together(tmp_path: Path) -> None:
+def test_a_workers_fault_begins_when_the_worker_says_so() -> None:
+    words = lines(
+        (9.9, "worker-0.rank-0", "fault", "w"),
+        (10.3, "worker-1.rank-0", "fault", "v"),
+        (10.4, "worker-0.rank-0", "fault", "w"),
+        (10.5, "router-0", "worker lost", "w"),
+    )
+    [told] = struck([KILL], words)
+    assert told == Happened("kill worker", 10.4, "w")
+
+
+def test_faults_that_did_not_come_to_pass_do_not_count() -> None:
+    too_late = lines((16.0, "worker-0.rank-0", "fault", "w"))
+    refused, of_router = (
+        Happened("kill worker", 10.0, "", "refused"),
+        Happened("pause leader", 10.0, "l"),
+    )
+    assert struck([KILL, refused, of_router], too_late) == [of_router]
+
+
+def test_logs_are_read_together(tmp_path: Path) -> None:
     for name, second in (("router-1", 2), ("router-0", 1)):
         line = {
             "ts": datetime.fromtimestamp(second, UTC).isoformat(timespec="milliseconds"),
@@ -104,7 +123,7 @@ def test_routers_logs_are_read_together(tmp_path: Path) -> None:
             "worker_id": "w",
         }
         (tmp_path / f"{name}.log").write_text(f"warning: no JSON\n{json.dumps(line)}\n")
-    assert router_lines(tmp_path) == lines(
+    assert written(tmp_path) == lines(
         (1.0, "router-0", "worker lost", "w"), (2.0, "router-1", "worker lost", "w")
     )
 
