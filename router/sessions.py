@@ -21,6 +21,7 @@ from everlift.v1 import chaos_pb2, inference_pb2, session_pb2, session_pb2_grpc
 from router.clock import now
 from router.config import RouterConfig
 from router.outbox import Outbox
+from router.stalls import FREEZE_S
 
 log = logs.get(__name__)
 
@@ -67,6 +68,8 @@ class WorkerLink:
         #: times that it was taken for lost and spoke again
         self.false_alarms = 0
         self.last_heard = self._dialled_at = now()
+        #: since then this process could hear nobody for so long
+        self._frozen_s = 0.0
         self._was_up = False
         self._hello = hello
         self._listener = listener
@@ -165,11 +168,13 @@ class WorkerLink:
             due = now() + interval
             await asyncio.sleep(interval)
             # What came while the loop was held up has not been read yet.
-            if now() - due < _STALL_S:
+            if (late := now() - due) < _STALL_S:
                 self._check_silence()
+            elif late >= FREEZE_S:
+                self._frozen_s += late
 
     def _check_silence(self) -> None:
-        quiet = now() - max(self.last_heard, self._dialled_at)
+        quiet = now() - max(self.last_heard, self._dialled_at) - self._frozen_s
         if quiet < (_LOST_AT * self._silence_s if self.is_up else _ANSWER_S):
             return
         if self.is_up:
@@ -183,7 +188,7 @@ class WorkerLink:
             self.false_alarms += 1
             late = round(now() - self.last_heard, 2)
             log.warning("lost worker speaks", worker_id=self.info.worker_id, seconds=late)
-        self.last_heard = now()
+        self.last_heard, self._frozen_s = now(), 0.0
 
     def _up(self) -> None:
         self.is_up = self._was_up = True
@@ -216,6 +221,10 @@ class Sessions:
     def false_alarms(self) -> int:
         """Workers that were taken for lost and spoke again, since this router started."""
         return self._past_false_alarms + sum(link.false_alarms for link in self._links.values())
+
+    @property
+    def is_any_up(self) -> bool:
+        return any(link.is_up for link in self._links.values())
 
     @property
     def links(self) -> list[WorkerLink]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
 from router import sessions as module
 from router.config import RouterConfig
 from router.sessions import Sessions
+from router.stalls import FREEZE_S
 from tests.in_process import until
 
 CONFIG = RouterConfig(model="fake", worker_silence=0.5)
@@ -160,6 +162,17 @@ async def test_a_router_that_was_held_up_itself_takes_nobody_for_lost(
     monkeypatch.setattr(module, "_STALL_S", -1.0)
     await asyncio.sleep(CONFIG.worker_silence / 4)
     assert not checks and heard.words == ["up w"]
+
+
+async def test_after_a_freeze_workers_have_their_time_from_then_on(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    worker.moving.clear()
+    await asyncio.sleep(CONFIG.worker_silence / 4)
+    time.sleep(2 * CONFIG.worker_silence + FREEZE_S)
+    await asyncio.sleep(CONFIG.worker_silence / 4)
+    assert heard.words == ["up w"]
+    await until(lambda: heard.words == ["up w", "lost w"])
 
 
 async def test_a_held_line_brings_nothing_and_heals(

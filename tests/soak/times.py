@@ -93,11 +93,23 @@ def detections(log: Sequence[Happened], lines: Sequence[Line]) -> dict[str, list
 
 
 def _noticed(fault: Happened, lines: Sequence[Line]) -> Iterable[Line]:
-    """The first line of each router about it."""
-    about = [line for line in _around(fault, lines) if _is_about(line, fault)]
+    """The first line of each router about it. One that stood still meanwhile, as by a fault of its
+    own, could not notice anything."""
+    around = _around(fault, lines)
+    about = [line for line in around if _is_about(line, fault)]
     if fault.name == LEADERS:
         return about[:1]
-    return {line.component: line for line in reversed(about)}.values()
+    first = {line.component: line for line in reversed(about)}
+    return [line for line in first.values() if not _stood_still(line, around)]
+
+
+def _stood_still(noticed: Line, around: Sequence[Line]) -> bool:
+    return any(
+        line.event == "stood still"
+        and line.component == noticed.component
+        and line.time <= noticed.time + _CLOCK_S
+        for line in around
+    )
 
 
 def _is_about(line: Line, fault: Happened) -> bool:

@@ -70,6 +70,16 @@ def test_each_routers_first_word_about_a_worker_counts() -> None:
     assert found == {"kill worker": pytest.approx([0.2, 0.5])}
 
 
+def test_a_router_that_stood_still_noticed_nothing() -> None:
+    words = lines(
+        (10.4, "router-1", "stood still", ""),
+        (10.8, "router-0", "worker lost", "w"),
+        (11.3, "router-1", "worker lost", "w"),
+        (11.4, "router-0", "stood still", ""),
+    )
+    assert detections([KILL], words) == {"kill worker": pytest.approx([0.8])}
+
+
 def test_one_new_leader_is_enough() -> None:
     words = lines((11.5, "router-1", "leading", ""), (14.0, "router-0", "leading", ""))
     assert detections([Happened("pause leader", 10.0, "l")], words) == {"pause leader": [1.5]}
