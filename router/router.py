@@ -10,11 +10,11 @@ from typing import Any, Self
 import grpc
 
 from everlift import logs, model_files
-from everlift.blockhash import BLOCK_SIZE
 from everlift.channels import SERVER_OPTIONS
 from everlift.errors import LedgerUnavailable
 from everlift.transport import GRPC, Transport
 from everlift.v1 import session_pb2, session_pb2_grpc
+from router import stalls
 from router.chaos import Chaos
 from router.config import RouterConfig
 from router.fleet import Fleet
@@ -68,6 +68,8 @@ class Router:
         ModelUnavailable, LedgerUnavailable, OSError (port taken)."""
         await model_files.fetch(config.model, config.model_revision, weights=False)
         model = ServedModel.load(config.model, config.model_revision)
+        if (last := await ledger.last_worker()) is not None:
+            model.expect(last)
         router = cls(config, ledger, model, transport, memory_limit)
         router._bind()
         await router._wire(await ledger.cluster_id())
@@ -108,7 +110,12 @@ class Router:
             self._requests,
         )
         self._serve(cluster_id)
-        for work in (self._leader.run(), self._fleet.run(), self._requests.attempts.run()):
+        for work in (
+            self._leader.run(),
+            self._fleet.run(),
+            self._requests.attempts.run(),
+            stalls.report(),
+        ):
             self._tasks.append(asyncio.create_task(_guarded(work)))
 
     def _serve(self, cluster_id: str) -> None:
@@ -173,8 +180,9 @@ class Router:
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None:
         log.info("worker up", worker_id=info.worker_id, address=info.address)
-        self._model.limit(info.fingerprint, info.max_model_len, info.num_blocks * BLOCK_SIZE)
+        self._limit_model()
         self._leader.worker_up(info)
+        self._requests.attempts.worker_up()
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
         self._leader.worker_frame(worker_id, frame)
@@ -183,8 +191,12 @@ class Router:
 
     def worker_lost(self, worker_id: str) -> None:
         log.info("worker lost", worker_id=worker_id)
+        self._limit_model()
         self._leader.worker_lost(worker_id)
         self._requests.attempts.worker_lost(worker_id)
+
+    def _limit_model(self) -> None:
+        self._model.limit([link.info for link in self._sessions.links if link.is_up])
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int) -> str:

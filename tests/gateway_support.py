@@ -29,6 +29,7 @@ class RecordedWorkers:
         self.started: list[session_pb2.Start] = []
         self.aborted: list[tuple[int, tuple[int, ...]]] = []
         self.reachable = True
+        self.is_any_up = True
 
     def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
         if self.reachable:

@@ -15,7 +15,6 @@ from cluster.config import Config
 from cluster.model import fetched
 from cluster.offline.worker import LocalWorker, Show, Task
 from cluster.threads import threads_per_rank
-from everlift.blockhash import BLOCK_SIZE
 from router.gateway.model import ServedModel
 
 
@@ -79,7 +78,7 @@ class Background:
         self._worker = LocalWorker(config, model.tokenizer)
         try:
             info = await self._worker.start()
-            model.limit(info.fingerprint, info.max_model_len, info.num_blocks * BLOCK_SIZE)
+            model.limit([info])
             self._ready.set_result(model)
             await asyncio.Event().wait()
         finally:

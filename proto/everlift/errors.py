@@ -18,6 +18,7 @@
     ├── AttemptsExhausted         its workers were lost too often
     ├── EngineFailed              the engine could not go on with it
     ├── LedgerUnavailable
+    ├── NoWorker                  it waited for one, and none came
     ├── UnknownWorker
     ├── ChaosForbidden            the cluster was started without chaos
     ├── RouterStopping            this replica drains: go to another one, nothing is lost
@@ -134,6 +135,12 @@ class EngineFailed(EverliftError):
 
 class LedgerUnavailable(EverliftError):
     slug = "ledger_unavailable"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+
+
+class NoWorker(EverliftError):
+    slug = "no_worker"
     grpc_status = "UNAVAILABLE"
     http_status = 503
 

@@ -20,6 +20,7 @@ from everlift.errors import (
     DataLoss,
     DeadlineExceeded,
     EverliftError,
+    NoWorker,
     OffsetOutOfRange,
     UnknownRequest,
     Unreachable,
@@ -242,7 +243,7 @@ class Stream(AsyncIterator[Chunk]):
             self._backoff.reset()
         self._hang_up()
         delay = self._backoff.delay(now, error.retry_after_s or 0.0)
-        if error.grpc_status != "UNAVAILABLE" or delay is None or self._routers.is_closed:
+        if not _may_pass(error) or delay is None or self._routers.is_closed:
             self._ended = True
             raise self._final(error)
         if self._deadline is not None and now + delay > self._deadline:
@@ -279,6 +280,12 @@ def _digests(received: Sequence[Sequence[int]]) -> defaultdict[int, TokenDigest]
     for choice, tokens in enumerate(received):
         digests[choice].add(tokens)
     return digests
+
+
+def _may_pass(error: EverliftError) -> bool:
+    """Another router, or this one in a moment, may answer. A request that found no worker has
+    ended."""
+    return error.grpc_status == "UNAVAILABLE" and not isinstance(error, NoWorker)
 
 
 def _parsed(logprobs: Sequence[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:

@@ -28,6 +28,7 @@ from router.gateway.choice import Choice
 from router.gateway.custody import Custody
 from router.gateway.keeping import Keeping
 from router.gateway.live import LiveRequest, Phase
+from router.gateway.worker_wait import WorkerWait
 from router.ledger.entry import Entry, State
 
 log = logs.get(__name__)
@@ -46,6 +47,9 @@ _NEVER = 1 << 30
 
 class Workers(Protocol):
     """The streams to the workers, as far as requests need them."""
+
+    @property
+    def is_any_up(self) -> bool: ...
 
     def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
         """False when there is no stream to this worker."""
@@ -99,6 +103,7 @@ class Attempts:
         self._by_epoch: dict[int, LiveRequest] = {}
         self.keeping = Keeping(config, custody, self._differs, self._fail)
         self._agreement = Agreement(custody, self.keeping, self)
+        self._worker_wait = WorkerWait(config.worker_wait, self._fail)
 
     async def run(self) -> None:
         """Carries tokens into the ledger until cancelled."""
@@ -107,6 +112,7 @@ class Attempts:
     # the leader is told
 
     def enqueue(self, live: LiveRequest) -> None:
+        self._worker_wait.enter(live)
         self._line.enqueue(self.waiting(live))
 
     def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
@@ -283,8 +289,13 @@ class Attempts:
         self._workers.abort(live.worker_id, live.epoch)
         self._custody.spawn_for(live, self._return(live, loss=cause))
 
+    def worker_up(self) -> None:
+        self._worker_wait.worker_up(self._custody)
+
     def worker_lost(self, worker_id: str) -> None:
         """Everything that ran there goes back into the queue, with its tokens."""
+        if not self._workers.is_any_up:
+            self._worker_wait.last_worker_lost(self._custody)
         lost = [live for live in self._by_epoch.values() if live.worker_id == worker_id]
         log.warning("worker lost", worker_id=worker_id, requests=len(lost))
         for live in lost:

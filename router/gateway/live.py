@@ -78,6 +78,7 @@ class LiveRequest:
         self.avoid = ""
         self.deadline: asyncio.TimerHandle | None = None
         self.grace: asyncio.TimerHandle | None = None
+        self.worker_wait: asyncio.TimerHandle | None = None
         self._watchers: set[asyncio.Event] = set()
         self._num_readers = 0
         self._began = self._waiting_since = now
@@ -204,6 +205,7 @@ class LiveRequest:
             return
         self.phase, self.error, self._ended = Phase.OVER, error, now
         self.end_grace()
+        self.end_worker_wait()
         if self.deadline is not None:
             self.deadline.cancel()
         self.wake()
@@ -212,6 +214,11 @@ class LiveRequest:
         if self.grace is not None:
             self.grace.cancel()
             self.grace = None
+
+    def end_worker_wait(self) -> None:
+        if self.worker_wait is not None:
+            self.worker_wait.cancel()
+            self.worker_wait = None
 
     # who reads it
 

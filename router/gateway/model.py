@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import tokenizers
 
 from everlift import model_files, text
+from everlift.blockhash import BLOCK_SIZE
 from everlift.checks import check_range
 from everlift.errors import EmptyPrompt, OutOfRange, PromptTooLong, UnknownModel
 from everlift.messages import Request, Submission
 from everlift.model_name import name_for_clients
 from everlift.sampling import SamplingParams
+from everlift.v1 import session_pb2
 
 #: The longest tokens of common vocabularies are runs of 128 spaces.
 _MAX_CHARACTERS_PER_TOKEN = 128
@@ -77,14 +79,20 @@ class ByteTokenizer:
 
 @dataclass(slots=True)
 class ServedModel:
-    """``max_model_len`` is the most tokens of prompt and output together."""
+    """``context`` is the most tokens of prompt and output together that the model can hold,
+    ``max_model_len`` those that each of its workers can. ``fingerprint`` is the workers', empty
+    before there was one."""
 
     name: str
-    fingerprint: str
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...]
     vocab_size: int
-    max_model_len: int
+    context: int
+    max_model_len: int = field(init=False)
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        self.max_model_len = self.context
 
     @classmethod
     def load(cls, model: str, revision: str = "") -> Self:
@@ -93,7 +101,7 @@ class ServedModel:
         Raises UnknownModel, ModelUnavailable.
         """
         if model == "fake":
-            return cls("fake", "", ByteTokenizer(), (), ByteTokenizer.vocab_size, 4096)
+            return cls("fake", ByteTokenizer(), (), ByteTokenizer.vocab_size, 4096)
         directory = model_files.locate(model, revision, weights=False)
         config, tokenizer = directory / "config.json", directory / "tokenizer.json"
         for path in (config, tokenizer):
@@ -102,17 +110,24 @@ class ServedModel:
         facts = _facts(config)
         return cls(
             name=name_for_clients(model, revision),
-            fingerprint="",
             tokenizer=HuggingFaceTokenizer(tokenizer),
             eos_ids=_eos_ids(directory, facts),
             vocab_size=_number(facts, ["vocab_size"], _UNBOUNDED),
-            max_model_len=_number(facts, _CONTEXT_KEYS, _UNBOUNDED),
+            context=_number(facts, _CONTEXT_KEYS, _UNBOUNDED),
         )
 
-    def limit(self, fingerprint: str, max_model_len: int, kv_tokens: int) -> None:
-        """A worker that runs the model says what it can hold."""
-        self.fingerprint = fingerprint
-        self.max_model_len = min(self.max_model_len, max_model_len, kv_tokens)
+    def expect(self, last: session_pb2.WorkerInfo) -> None:
+        """Before there is a worker: it is going to hold what the last one did, where that served
+        this model. With which weights is seen when it comes."""
+        if last.model == self.name:
+            self.max_model_len = min(self.context, _room(last))
+
+    def limit(self, workers: Sequence[session_pb2.WorkerInfo]) -> None:
+        """Those that run the model. Where there is none any more all stays as it was: the next one
+        is likely to be like the last."""
+        if workers:
+            self.fingerprint = workers[-1].fingerprint
+            self.max_model_len = min(self.context, *map(_room, workers))
 
     def check_name(self, request: Request) -> None:
         """Raises UnknownModel for a request of another model."""
@@ -201,6 +216,11 @@ class ServedModel:
         worst = max(ids, default=0)
         if worst >= self.vocab_size:
             raise OutOfRange(f"{name} holds token {worst}; the vocabulary has {self.vocab_size}")
+
+
+def _room(worker: session_pb2.WorkerInfo) -> int:
+    """Tokens of the longest sequence that it can hold."""
+    return min(worker.max_model_len, worker.num_blocks * BLOCK_SIZE)
 
 
 def _check_amount(submission: Submission, num_prompt: int, max_tokens: int) -> None:

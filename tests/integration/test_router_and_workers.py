@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from random import Random
 
@@ -10,11 +11,13 @@ import grpc
 import pytest
 
 from everlift.client import AsyncClient
+from everlift.errors import NoWorker, PromptTooLong
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.sessions import WorkerLink
 from tests.in_process import (
+    ROUTER,
     WORKER,
     Cluster,
     Held,
@@ -110,6 +113,35 @@ async def test_requests_wait_until_the_first_worker_comes() -> None:
         await until(lambda: parts.routers[0]._leader.queued == 5)
         await parts.add_worker()
         check(await asyncio.gather(*work), asked, 10)
+
+
+async def test_they_do_not_wait_for_ever_and_their_clients_do_not_ask_again() -> None:
+    impatient = replace(ROUTER, worker_wait=0.3)
+    async with (
+        cluster(workers=0, router_config=impatient) as parts,
+        AsyncClient(parts.address) as client,
+    ):
+        asked = time.monotonic()
+        with pytest.raises(NoWorker):
+            await receive(client, [1, 2, 3], 10)
+        # A router that was out of reach would be asked for 30 s.
+        assert time.monotonic() - asked < 10
+        await parts.add_worker()
+        check([await receive(client, [1, 2, 3], 10)], [[1, 2, 3]], 10)
+
+
+async def test_without_workers_the_last_ones_limits_hold() -> None:
+    small = replace(WORKER, max_model_len=64)
+    too_long = list(range(100))
+    async with cluster(workers=0, worker_config=small) as parts:
+        worker = await parts.add_worker()
+        await parts.kill_worker(worker)
+        # It never met that worker.
+        await parts.add_router()
+        for router in parts.routers:
+            async with AsyncClient(router.address) as client:
+                with pytest.raises(PromptTooLong, match="the context of 64"):
+                    await receive(client, too_long, 10)
 
 
 async def test_a_tiny_cache_preempts_and_changes_nothing() -> None:

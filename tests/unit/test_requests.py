@@ -20,6 +20,7 @@ from everlift.errors import (
     EverliftError,
     LedgerUnavailable,
     Moved,
+    NoWorker,
     OffsetOutOfRange,
     QueueFull,
     RequestConflict,
@@ -125,6 +126,52 @@ async def test_a_request_fails_when_its_workers_were_lost_too_often(gateway: Gat
         await gateway.read(live)
     assert (await gateway.stored())[0] is State.FAILED
     assert gateway.line.withdrawn == ["r"]
+
+
+async def without_workers(ledger: MemoryLedger, **settings: float) -> Gateway:
+    gateway = Gateway(ledger, config=replace(CONFIG, **settings))
+    gateway.workers.is_any_up = False
+    return gateway
+
+
+async def test_without_a_worker_a_request_waits_for_one_and_then_no_more(
+    ledger: MemoryLedger,
+) -> None:
+    gateway = await without_workers(ledger, worker_wait=0.05)
+    live = await gateway.submit()
+    with pytest.raises(NoWorker, match=r"no worker was there for 0\.05 s"):
+        await gateway.read(live)
+    assert (await gateway.stored())[0] is State.FAILED
+    assert gateway.line.withdrawn == ["r"]
+
+
+async def test_where_a_worker_has_come_requests_wait_as_long_as_they_must(
+    ledger: MemoryLedger,
+) -> None:
+    gateway = await without_workers(ledger, worker_wait=0.05)
+    before = await gateway.submit()
+    gateway.requests.attempts.worker_up()
+    after = await gateway.submit(request_id="later")
+    await asyncio.sleep(0.15)
+    assert not before.is_ending and not after.is_ending
+
+
+async def test_with_the_last_worker_the_time_begins_for_all_that_wait(
+    ledger: MemoryLedger,
+) -> None:
+    gateway = await without_workers(ledger, worker_wait=0.1)
+    gateway.requests.attempts.worker_up()
+    running, waiting = await gateway.submit(), await gateway.submit(request_id="waits")
+    await gateway.dispatch()
+    gateway.workers.is_any_up = True
+    gateway.requests.attempts.worker_lost("another")
+    await asyncio.sleep(0.2)
+    assert not running.is_ending and not waiting.is_ending
+    gateway.workers.is_any_up = False
+    gateway.requests.attempts.worker_lost("w")
+    for live in (running, waiting):
+        with pytest.raises(NoWorker):
+            await gateway.read(live)
 
 
 async def test_what_somebody_else_has_is_withdrawn_here(

@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DEMO_MODEL
+from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import UnknownModel
+from everlift.v1 import session_pb2
 from router.gateway.model import ServedModel
+
+
+def worker(max_model_len: int, num_blocks: int = 1000, model: str = "m") -> session_pb2.WorkerInfo:
+    return session_pb2.WorkerInfo(
+        model=model, fingerprint="f", max_model_len=max_model_len, num_blocks=num_blocks
+    )
 
 
 def model(directory: Path, config: object, tokenizer: str | None = None) -> str:
@@ -38,8 +46,38 @@ def test_families_spell_their_limits_differently(
 
 def test_a_worker_says_what_a_configuration_does_not(tmp_path: Path) -> None:
     served = ServedModel.load(model(tmp_path / "m", {"vocab_size": 512}))
-    served.limit("f", max_model_len=100, kv_tokens=96)
-    assert served.max_model_len == 96
+    served.limit([worker(max_model_len=100, num_blocks=3)])
+    assert served.max_model_len == 3 * BLOCK_SIZE
+
+
+def test_every_worker_there_is_can_hold_what_is_accepted(tmp_path: Path) -> None:
+    facts = {"vocab_size": 512, "max_position_embeddings": 1000}
+    served = ServedModel.load(model(tmp_path / "m", facts))
+    small, large = worker(max_model_len=100), worker(max_model_len=5000)
+    served.limit([large, small])
+    assert served.max_model_len == 100
+    served.limit([large])
+    assert served.max_model_len == 1000
+
+
+def test_without_workers_the_last_one_counts(tmp_path: Path) -> None:
+    facts = {"vocab_size": 512, "max_position_embeddings": 1000}
+    served = ServedModel.load(model(tmp_path / "m", facts))
+    served.limit([worker(max_model_len=100)])
+    served.limit([])
+    assert (served.max_model_len, served.fingerprint) == (100, "f")
+
+
+def test_what_the_last_worker_held_is_expected_of_the_next(tmp_path: Path) -> None:
+    facts = {"vocab_size": 512, "max_position_embeddings": 1000}
+    served = ServedModel.load(model(tmp_path / "m", facts))
+    served.expect(worker(max_model_len=100, model="another"))
+    assert served.max_model_len == 1000
+    served.expect(worker(max_model_len=100, model=served.name))
+    # The next one may have other weights: nothing is refused because of the last one's.
+    assert (served.max_model_len, served.fingerprint) == (100, "")
+    served.limit([worker(max_model_len=300)])
+    assert served.max_model_len == 300
 
 
 def test_the_wrappers_own_end_tokens_come_first(tmp_path: Path) -> None:
