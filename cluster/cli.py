@@ -15,18 +15,20 @@ from rich.live import Live
 from rich.markup import escape
 
 from cluster import config as configuration
-from cluster import generate, serving
+from cluster import generate, ledger_command, serving
 from cluster.batch import command as batching
+from cluster.build import serve_yaml
 from cluster.chaos import command as chaos
 from cluster.connection import Address, addresses, connected
 from cluster.demo import demonstrate
+from cluster.doctor import command as doctoring
 from cluster.errors import BatchFailed, ClusterFailed
 from cluster.operating import operating
 from cluster.status_view import Rates, show
 from everlift import AsyncClient, EverliftError, Stream
 from everlift.settings import SettingsError
 from everlift.v1 import inference_pb2 as pb
-from router.ledger.config import LedgerSetupError
+from router.ledger.config import URL_VARIABLE, LedgerSetupError
 
 _REFRESH_S = 0.5
 _LOOK_S = 0.1
@@ -106,6 +108,68 @@ def up(
     )
     loaded = configuration.load(config, os.environ, assignments or (), options)
     asyncio.run(serving.serve(loaded, Console(highlight=False), with_ray=not no_ray))
+
+
+@app.command(
+    epilog="""
+**Examples**
+
+- `everlift build --config cluster.yaml > serve.yaml`, then `serve deploy serve.yaml`
+- `everlift build --set worker.device=cuda --set autoscale.max_workers=8 > serve.yaml`
+"""
+)
+def build(
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings in YAML.")] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. router.port=0."),
+    ] = None,
+) -> None:
+    """Write the settings as a file that Ray Serve deploys."""
+    # It belongs to the cluster's own environment, and must not be written down.
+    environ = {name: value for name, value in os.environ.items() if name != URL_VARIABLE}
+    typer.echo(serve_yaml(configuration.load(config, environ, assignments or ())), nl=False)
+
+
+@app.command(
+    epilog="""
+**Examples**
+
+- `everlift doctor`
+- `everlift doctor --config cluster.yaml --set ray_address=auto` looks at every node, too
+"""
+)
+def doctor(
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings in YAML.")] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. worker.device=cuda."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say what is missing here, or in a cluster, and how to mend it."""
+    findings = doctoring.examine(configuration.load(config, os.environ, assignments or ()))
+    if as_json:
+        typer.echo(json.dumps(doctoring.as_json(findings), indent=2))
+    else:
+        doctoring.show(findings, Console(highlight=False))
+    if doctoring.is_ill(findings):
+        raise typer.Exit(1)
+
+
+@app.command(epilog="**Example:** `everlift ledger --listen 10.0.0.4:6379`")
+def ledger(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where other machines find it.")],
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings in YAML.")] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. ledger.retention=600."),
+    ] = None,
+) -> None:
+    """Run the ledger's server alone, for a cluster on several machines, until Ctrl-C."""
+    loaded = configuration.load(config, os.environ, assignments or ())
+    where = ledger_command.parse(listen)
+    asyncio.run(ledger_command.serve(loaded, where, Console(highlight=False)))
 
 
 app.command(epilog=generate.EXAMPLES)(generate.generate)

@@ -41,6 +41,9 @@ class Config:
     #: of a hub id: a branch, a tag or a commit; not set: its main branch
     model_revision: str = ""
     num_routers: int = 1
+    #: the custom resource of Ray's nodes that may have a router, of which each takes one; not set:
+    #: any node
+    router_resource: str = ""
     #: at the beginning, with autoscale.max_workers
     num_workers: int = 1
     #: the embedded ledger's data, the logs, and where the other commands find the cluster

@@ -64,7 +64,6 @@ def local_config(
 def opened(config: Config) -> Iterator[LLM]:
     """The model, ready; its log goes to a file. Raises ClusterFailed where it cannot run here."""
     log_dir = config.state_dir / "logs"
-    log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     logs.configure("offline", config.log_level, log_dir / "offline.log")
     try:
         llm = LLM.of(config)

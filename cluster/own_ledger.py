@@ -18,11 +18,11 @@ _RESTART_S = 1.0
 
 class OwnLedger:
     """The embedded server, started again whenever it ends by itself. Where the configuration names
-    another ledger there is nothing to run."""
+    another ledger there is nothing to run. ``listen`` as EmbeddedLedger has it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, listen: tuple[str, int] = ("", 0)) -> None:
         self._config = config
-        self._server = EmbeddedLedger(config.ledger)
+        self._server = EmbeddedLedger(config.ledger, listen)
         self._watching: asyncio.Task[None] | None = None
 
     @property

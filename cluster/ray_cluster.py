@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -53,7 +54,6 @@ class RayCluster:
 
     async def start(self) -> None:
         """Raises ModelUnavailable, LedgerSetupError, ClusterFailed."""
-        self._log_dir().mkdir(parents=True, exist_ok=True, mode=0o700)
         self.config = await pinned(self.config)
         self._ledger_config = await self._ledger.start()
         self._start_ray()
@@ -64,7 +64,7 @@ class RayCluster:
         try:
             serve.run(self.application(self.config), name=_APPLICATION, route_prefix=None)
         except RuntimeError as error:
-            raise ClusterFailed(f"{error} (logs: {self._log_dir()})") from error
+            raise ClusterFailed(f"{error} (logs: {log_dir(self.config)})") from error
         router = serve.get_deployment_handle("router", _APPLICATION)
         self.addresses = [(await router.describe.remote())["address"]]
 
@@ -91,8 +91,12 @@ class RayCluster:
 
     def application(self, config: Config) -> Application:
         """The Serve application of ``config`` on this cluster's ledger. Ray must run."""
-        config = replace(config, ledger=self._ledger_config)
-        return application(config, self._log_dir(), self._url_file())
+        if config.autoscale.is_on:
+            config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Serve's controller finds it there, and not in Serve's own records.
+            url_file(config).touch(mode=0o600)
+            url_file(config).write_text(self._ledger_config.url)
+        return application(replace(config, ledger=self._ledger_config))
 
     async def __aenter__(self) -> Self:
         try:
@@ -109,17 +113,6 @@ class RayCluster:
         traceback: TracebackType | None,
     ) -> None:
         await self.stop()
-
-    def _log_dir(self) -> Path:
-        return self.config.state_dir / "logs"
-
-    def _url_file(self) -> Path:
-        """Where Serve's controller finds the ledger, which is not to be in Serve's own records."""
-        file = self.config.state_dir / "ledger.url"
-        if self.config.autoscale.is_on:
-            file.touch(mode=0o600)
-            file.write_text(self._ledger_config.url)
-        return file
 
     def _start_ray(self) -> None:
         if self.config.ray_address != LOCAL:
@@ -153,9 +146,18 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def application(config: Config, log_dir: Path, url_file: Path) -> Application:
-    """The Serve application of a configuration whose ledger has a url. The autoscaler finds it in
-    ``url_file``. Ray must run."""
+def log_dir(config: Config) -> Path:
+    return config.state_dir / "logs"
+
+
+def url_file(config: Config) -> Path:
+    """Where the autoscaler finds the ledger if it is not in its environment."""
+    return config.state_dir / "ledger.url"
+
+
+def application(config: Config) -> Application:
+    """The Serve application of a configuration. Routers find a ledger without a url in their
+    environment. Ray must run."""
     import ray
 
     from router.app import RouterDeployment
@@ -163,15 +165,16 @@ def application(config: Config, log_dir: Path, url_file: Path) -> Application:
 
     size = config.worker.tensor_parallel
     threads = threads_per_rank(config, _cores() if config.ray_address == LOCAL else 1)
-    resources = _rank_resources(ray.cluster_resources(), threads)
-    nodes = ray.nodes()
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    resources = _rank_resources(config.worker.device, nodes, threads)
     router = RouterDeployment.options(  # type: ignore[attr-defined]
         num_replicas=config.num_routers,
         max_replicas_per_node=1,
+        ray_actor_options={"num_cpus": 0, "resources": _router_resources(config)},
         graceful_shutdown_timeout_s=config.router.drain + 5.0,
-    ).bind(config.router, config.ledger, config.log_level, log_dir)
+    ).bind(config.router, config.ledger, config.log_level, log_dir(config))
     worker: Application = WorkerDeployment.options(  # type: ignore[attr-defined]
-        **_replicas(config, log_dir, url_file),
+        **_replicas(config),
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=[resources] * size,
         placement_group_strategy=_strategy(nodes, resources, size),
@@ -182,31 +185,40 @@ def application(config: Config, log_dir: Path, url_file: Path) -> Application:
         resources,
         rank_environment(threads),
         config.log_level,
-        log_dir,
+        log_dir(config),
     )
     return worker
 
 
-def _replicas(config: Config, log_dir: Path, url_file: Path) -> dict[str, Any]:
+def _replicas(config: Config) -> dict[str, Any]:
     """How many workers there are, as Serve is told."""
     if not config.autoscale.is_on:
         return {"num_replicas": config.num_workers}
     from cluster.autoscale.serve_policy import serve_autoscaling
 
-    return {"autoscaling_config": serve_autoscaling(config, log_dir, url_file)}
+    return {"autoscaling_config": serve_autoscaling(config, log_dir(config), url_file(config))}
 
 
-def _rank_resources(cluster: dict[str, float], threads: int) -> dict[str, float]:
-    """What one rank takes: a core a thread, and a GPU where the cluster has any."""
-    gpu = {"GPU": 1.0} if cluster.get("GPU") else {}
-    return {"CPU": float(threads), **gpu}
+def _router_resources(config: Config) -> dict[str, float]:
+    return {config.router_resource: 1.0} if config.router_resource else {}
 
 
-def _strategy(nodes: list[dict[str, Any]], resources: dict[str, float], size: int) -> str:
-    """All ranks on one node where one is large enough."""
-    fits = any(
-        all(node["Resources"].get(name, 0.0) >= size * each for name, each in resources.items())
-        for node in nodes
-        if node["Alive"]
-    )
-    return "STRICT_PACK" if fits else "PACK"
+def _rank_resources(
+    device: str, nodes: Sequence[Mapping[str, float]], threads: int
+) -> dict[str, float]:
+    """What one rank takes: a core a thread, and a GPU, where the cluster has any or is to have."""
+    has_gpus = device == "cuda" or (device == "auto" and any(node.get("GPU") for node in nodes))
+    return {"CPU": float(threads)} | ({"GPU": 1.0} if has_gpus else {})
+
+
+def _strategy(
+    nodes: Sequence[Mapping[str, float]], resources: Mapping[str, float], size: int
+) -> str:
+    """All ranks on one node where one is large enough, or where no node is there yet that could
+    have a rank."""
+
+    def fit(count: int) -> bool:
+        needed = {name: count * each for name, each in resources.items()}
+        return any(all(node.get(name, 0.0) >= n for name, n in needed.items()) for node in nodes)
+
+    return "STRICT_PACK" if fit(size) or not fit(1) else "PACK"

@@ -25,7 +25,7 @@ async def serve(config: Config, console: Console, *, with_ray: bool) -> None:
     log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     logs.configure("up", config.log_level, log_dir / "up.log")
     serving = asyncio.create_task(_serve(config, console, with_ray))
-    _on_signal(serving.cancel)
+    on_signal(serving.cancel)
     with suppress(asyncio.CancelledError):
         await serving
 
@@ -40,7 +40,7 @@ async def _serve(config: Config, console: Console, with_ray: bool) -> None:
         with console.status("starting"):
             await stack.enter_async_context(cluster)
         # Ray takes SIGTERM for itself when it starts.
-        _on_signal(task.cancel)
+        on_signal(task.cancel)
         stack.enter_context(endpoint.published(config.state_dir, cluster.addresses))
         _welcome(config, cluster, console)
         try:
@@ -49,7 +49,7 @@ async def _serve(config: Config, console: Console, with_ray: bool) -> None:
             console.print("stopping")
 
 
-def _on_signal(stop: Callable[[], object]) -> None:
+def on_signal(stop: Callable[[], object]) -> None:
     """Calls ``stop`` at the first signal; the next one ends this process as if nobody listened."""
     loop = asyncio.get_running_loop()
 

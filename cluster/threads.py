@@ -10,8 +10,8 @@ _WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
 def threads_per_rank(config: Config, cores: int) -> int:
-    """What is configured, else an equal share of ``cores`` for every rank of every worker."""
-    ranks = config.num_workers * config.worker.tensor_parallel
+    """What is configured, else an equal share of ``cores`` for every rank that there may be."""
+    ranks = config.most_workers * config.worker.tensor_parallel
     return config.worker.num_threads or max(1, cores // ranks)
 
 

@@ -18,20 +18,19 @@ from everlift import logs
 from everlift.errors import EverliftError
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
-from router.ledger.config import LedgerConfig
+from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerConfig, LedgerSetupError
 from router.ledger.redis_ledger import connect
 from router.router import Router
 
 
 @serve.deployment(
     name="router",
-    ray_actor_options={"num_cpus": 0},
     health_check_period_s=1.0,
     health_check_timeout_s=10.0,
 )
 class RouterDeployment:
-    """``log_level`` as in everlift.logs. Workers and other routers find it at its node's address,
-    clients where ``config`` says."""
+    """``log_level`` as in everlift.logs. A ledger without a url has it in the environment. Workers
+    and other routers find this one at its node's address, clients where ``config`` says."""
 
     async def __init__(  # type: ignore[misc]
         self, config: RouterConfig, ledger: LedgerConfig, log_level: str, log_dir: Path
@@ -39,7 +38,7 @@ class RouterDeployment:
         logs.configure("router", log_level, log_dir / f"router-{os.getpid()}.log")
         config = replace(config, internal_host=get_node_ip_address())
         self._router: Router | None = await Router.start(
-            config, await connect(ledger), memory_limit=ledger.memory_limit
+            config, await connect(_located(ledger)), memory_limit=ledger.memory_limit
         )
 
     async def announce(self, worker: bytes) -> str:
@@ -75,3 +74,13 @@ class RouterDeployment:
         moot."""
         router, self._router = self.__dict__.get("_router"), None
         return router.stop() if router is not None else None
+
+
+def _located(ledger: LedgerConfig) -> LedgerConfig:
+    """Raises LedgerSetupError."""
+    if ledger.url != EMBEDDED:
+        return ledger
+    url = os.environ.get(URL_VARIABLE)
+    if not url:
+        raise LedgerSetupError(f"the ledger has no url: set {URL_VARIABLE} where Ray starts")
+    return replace(ledger, url=url)

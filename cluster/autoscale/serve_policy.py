@@ -19,11 +19,9 @@ from cluster.autoscale.policy import Autoscaler
 from cluster.autoscale.reader import LoadReader
 from cluster.config import Config
 from everlift import logs, settings
-from router.ledger.config import LedgerConfig
+from router.ledger.config import URL_VARIABLE, LedgerConfig
 
 log = logs.get(__name__)
-
-URL_VARIABLE = "EVERLIFT_LEDGER__URL"
 
 
 class QueuePolicy:

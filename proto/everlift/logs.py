@@ -73,11 +73,17 @@ def configure(component: str, level: str = "info", path: Path | None = None) -> 
     for handler in [h for h in root.handlers if isinstance(h.formatter, _JsonFormatter)]:
         root.removeHandler(handler)
         handler.close()
-    handler = logging.StreamHandler() if path is None else logging.FileHandler(path)
+    handler = logging.StreamHandler() if path is None else _to_file(path)
     handler.setFormatter(_JsonFormatter(component))
     root.addHandler(handler)
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(_LEVELS[level])
+
+
+def _to_file(path: Path) -> logging.FileHandler:
+    """Its directory may be missing: a node of a cluster may be new."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return logging.FileHandler(path)
 
 
 class _JsonFormatter(logging.Formatter):

@@ -8,6 +8,8 @@ from typing import Literal
 
 from router.ledger import address
 
+#: Where a ledger's url stands if it is in no configuration.
+URL_VARIABLE = "EVERLIFT_LEDGER__URL"
 #: The url of a ledger that the process which starts the cluster runs itself.
 EMBEDDED = "embedded"
 MAX_SHARDS = 1024

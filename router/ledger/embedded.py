@@ -4,7 +4,8 @@
         lock               held by the server: one server a directory
         password           0600, of the one user that may log in
         valkey.conf        0600
-        socket             the only way in; in a short directory elsewhere if this path is long
+        socket             the only way in, unless it is to listen for other machines; in a short
+                       directory elsewhere if this path is long
         appendonlydir/     the data
         server.log         of the last run
 
@@ -50,7 +51,7 @@ _POLL_S = 0.01
 _SOCKET_KEY = "unixsocket "
 _CONF = """\
 # Written at every start.
-port 0
+{network}
 {socket_key}{socket}
 unixsocketperm 700
 daemonize no
@@ -81,10 +82,12 @@ def running_url(state_dir: Path) -> str | None:
 
 
 class EmbeddedLedger:
-    """One server process. It ends with this process, however this process ends (on Linux)."""
+    """One server process. It ends with this process, however this process ends (on Linux).
+    ``listen`` is host and port, for other machines; on port 0 it listens nowhere."""
 
-    def __init__(self, config: LedgerConfig = DEFAULTS) -> None:
+    def __init__(self, config: LedgerConfig = DEFAULTS, listen: tuple[str, int] = ("", 0)) -> None:
         self._config = config
+        self._listen = listen
         self._process: subprocess.Popen[bytes] | None = None
         self._runtime_dir: Path | None = None
         # The kernel ends the server with the *thread* that started it: this one lives until stop.
@@ -123,7 +126,11 @@ class EmbeddedLedger:
             # From here on the server alone holds it.
             os.close(lock)
         log.info("ledger server started", pid=self.pid, directory=str(home))
-        return _url(password, socket)
+        return self._url(password, socket)
+
+    def _url(self, password: str, socket: Path) -> str:
+        host, port = self._listen
+        return f"redis://{_USER}:{password}@{host}:{port}" if port else _url(password, socket)
 
     def stop(self) -> None:
         """Ends the server, its data written. Without one it does nothing."""
@@ -168,6 +175,7 @@ class EmbeddedLedger:
         conf = _CONF.format(
             appendonly="no" if durability_class == "memory" else "yes",
             appendfsync="always" if durability_class == "always" else "everysec",
+            network=self._network(),
             socket_key=_SOCKET_KEY,
             socket=_quoted(socket),
             directory=_quoted(home),
@@ -178,6 +186,13 @@ class EmbeddedLedger:
         path = home / "valkey.conf"
         _write_private(path, conf)
         return path
+
+    def _network(self) -> str:
+        host, port = self._listen
+        if not port:
+            return "port 0"
+        # Its protected mode knows of no user but the default one, who may not log in here.
+        return f"bind {host}\nport {port}\nprotected-mode no"
 
     def _spawn(
         self, binary: Path, conf: Path, log_path: Path, lock: int

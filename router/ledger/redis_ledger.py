@@ -368,6 +368,12 @@ class RedisLedger:
     async def cluster_id(self) -> str:
         return self._cluster_id
 
+    async def time(self) -> float:
+        """The server's clock, in seconds since 1970; of several servers the first one's."""
+        answers = await self._shards.ask_each_server("time", "TIME")
+        seconds, microseconds = answers[0]
+        return float(seconds) + float(microseconds) / 1e6
+
     def disturb(self, seconds: float, delay_s: float) -> None:
         """A fault on purpose: for so long every call takes ``delay_s`` longer; inf: the ledger does
         not answer. 0 seconds ends it."""

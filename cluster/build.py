@@ -1,0 +1,86 @@
+"""The cluster as Ray Serve's own tools deploy it: ``everlift build`` writes what ``serve deploy``
+and KubeRay read, and they call ``application`` with its args."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from cluster.config import Config
+from cluster.model import pinned
+from everlift import settings
+from everlift.settings import SettingsError
+from router.ledger.config import EMBEDDED, URL_VARIABLE
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+APPLICATION = "everlift"
+_HEAD = f"""\
+# Written by `everlift build`, for `serve deploy` and KubeRay. The args are Everlift's settings: any
+# other may be added. The ledger's url, which has a password, comes from {URL_VARIABLE}, which
+# every process of Ray has to have in its environment.
+"""
+
+
+def application(args: Mapping[str, object]) -> Application:
+    """The Serve application of ``args``, nested settings. Ray must run. Raises SettingsError,
+    ModelUnavailable."""
+    from cluster.ray_cluster import application
+
+    config = settings.load(Config, args)
+    check_shown(config)
+    return application(asyncio.run(pinned(replace(config, ray_address="auto"))))
+
+
+def serve_yaml(config: Config) -> str:
+    """A file for ``serve deploy`` with all that ``config`` sets. Raises SettingsError."""
+    check_shown(config)
+    deployed = {
+        "proxy_location": "Disabled",
+        "applications": [
+            {
+                "name": APPLICATION,
+                "route_prefix": None,
+                "import_path": f"{__name__}:{application.__name__}",
+                "args": _set(config),
+            }
+        ],
+    }
+    return _HEAD + yaml.safe_dump(deployed, sort_keys=False)
+
+
+def check_shown(config: Config) -> None:
+    """Serve shows the args of an application to whoever may look at it. Raises SettingsError."""
+    if config.ledger.url != EMBEDDED:
+        raise SettingsError(
+            f"ledger.url: must not be among the settings that Serve shows; set {URL_VARIABLE} where"
+            " Ray starts"
+        )
+
+
+def _set(config: Config) -> dict[str, Any]:
+    """What differs from the defaults. The model is there in any case, since people look for it."""
+    # What is set for the whole cluster is no setting of a part.
+    whole = Config(model=config.model, model_revision=config.model_revision, chaos=config.chaos)
+    values = settings.to_dict(config)
+    in_common = {name: values[name] for name in ("model", "model_revision", "chaos")}
+    defaults = settings.to_dict(Config())
+    shown = {name: value for name, value in in_common.items() if value != defaults[name]}
+    return {"model": config.model} | shown | _different(values, settings.to_dict(whole))
+
+
+def _different(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    different: dict[str, Any] = {}
+    for name, value in values.items():
+        default = defaults[name]
+        if isinstance(value, dict) and isinstance(default, dict):
+            if below := _different(value, default):
+                different[name] = below
+        elif value != default:
+            different[name] = value
+    return different

@@ -1,0 +1,56 @@
+"""``everlift doctor``: what it looks at, and how it says it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cluster.config import Config
+from cluster.doctor import ledger, machine
+from cluster.doctor.finding import Finding, Level, broken
+from cluster.ray_cluster import LOCAL
+
+_COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}
+
+
+def examine(config: Config) -> list[Finding]:
+    """This machine and the ledger; with a ``ray_address`` the nodes there, too."""
+    findings = [*machine.examine(config), *asyncio.run(_ledger(config))]
+    if config.ray_address != LOCAL:
+        findings += _nodes(config.ray_address)
+    return findings
+
+
+async def _ledger(config: Config) -> list[Finding]:
+    return [finding async for finding in ledger.examine(config)]
+
+
+def _nodes(address: str) -> list[Finding]:
+    from cluster.doctor import nodes
+
+    try:
+        return list(nodes.examine(address))
+    except ConnectionError as error:
+        mend = "ray start --head there, or another ray_address"
+        return [broken("Ray", f"no cluster at {address!r}: {error}", mend)]
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    table = Table("", "what", "finding", "to mend it", box=None, pad_edge=False)
+    for each in findings:
+        level = f"[{_COLOURS[each.level]}]{each.level.value}[/]"
+        table.add_row(level, each.subject, escape(each.says), escape(each.mend))
+    console.print(table)
+
+
+def as_json(findings: Sequence[Finding]) -> list[dict[str, str]]:
+    return [asdict(each) | {"level": each.level.value} for each in findings]
+
+
+def is_ill(findings: Sequence[Finding]) -> bool:
+    return any(each.level is Level.ERROR for each in findings)

@@ -1,0 +1,201 @@
+"""This machine: can a worker and a router of the configuration run here?"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from cluster import endpoint
+from cluster.config import Config
+from cluster.doctor.finding import Finding, broken, doubtful, fine
+from cluster.threads import threads_per_rank
+from everlift import model_files
+from everlift.errors import EverliftError
+from everlift.model_name import is_hub_id
+from worker.config import FAKE
+
+_OLDEST_PYTHON = (3, 11)
+_DISTRIBUTION = "everlift"
+_MIB = 1 << 20
+#: Streams of clients and workers take a descriptor each.
+_FEW_DESCRIPTORS = 4096
+#: The ledger's file, logs and the traces of a day.
+_LITTLE_DISK_MIB = 2048
+#: What a rank takes beside weights and KV cache.
+_RANK_MIB = 600
+
+
+def examine(config: Config) -> Iterator[Finding]:
+    yield _python()
+    yield _packages()
+    yield from _device(config)
+    yield _threads(config)
+    yield _memory(config)
+    yield _model(config)
+    yield _state(config)
+    yield _port(config)
+    yield _descriptors()
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < _OLDEST_PYTHON:
+        oldest = ".".join(map(str, _OLDEST_PYTHON))
+        return broken("Python", version, f"install Python {oldest} or newer")
+    return fine("Python", version)
+
+
+def _packages() -> Finding:
+    wanted = map(Requirement, importlib.metadata.requires(_DISTRIBUTION) or ())
+    wrong = [cause for each in wanted if _is_needed(each) and (cause := _wrong(each))]
+    if wrong:
+        return broken("packages", "; ".join(wrong), "make install")
+    return fine("packages", "as Everlift needs them")
+
+
+def _is_needed(requirement: Requirement) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+
+
+def _wrong(requirement: Requirement) -> str:
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{requirement.name} is missing"
+    # A build for another device has a local part: 2.13.0+cpu.
+    public = version.partition("+")[0]
+    if not requirement.specifier.contains(public, prereleases=True):
+        return f"{requirement.name} is {version}, not {requirement.specifier}"
+    return ""
+
+
+def _device(config: Config) -> Iterator[Finding]:
+    import torch
+
+    build, wanted = torch.__version__, config.worker.device
+    if torch.cuda.is_available():
+        count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
+        yield fine("device", f"{count} x {name}, torch {build}")
+        yield _ranks(config, count)
+    elif shutil.which("nvidia-smi") and wanted != "cpu":
+        mend = "install the CUDA build of torch, or check the driver with nvidia-smi"
+        yield broken("device", f"there is an NVIDIA driver, but torch {build} finds no GPU", mend)
+    elif wanted == "cuda":
+        mend = "run it where a GPU is, or set worker.device to cpu"
+        yield broken("device", "worker.device is cuda, and torch finds no GPU", mend)
+    else:
+        yield fine("device", f"CPU, {_cores()} cores, torch {build}")
+
+
+def _ranks(config: Config, gpus: int) -> Finding:
+    size = config.worker.tensor_parallel
+    if size <= gpus:
+        return fine("ranks", f"{size} a worker: {gpus // size} workers have room")
+    return doubtful(
+        "ranks",
+        f"a worker has {size}, and there are {gpus} GPUs here",
+        "fine where Ray spreads them over nodes; else set worker.tensor_parallel",
+    )
+
+
+def _threads(config: Config) -> Finding:
+    cores = _cores()
+    ranks = config.most_workers * config.worker.tensor_parallel
+    threads = ranks * threads_per_rank(config, cores)
+    says = f"{ranks} ranks with {threads} threads on {cores} cores"
+    if threads > cores:
+        return doubtful("threads", says, "fewer workers here, or worker.num_threads")
+    return fine("threads", says)
+
+
+def _memory(config: Config) -> Finding:
+    worker = config.worker
+    swap_mib = worker.swap_mib if worker.preemption == "swap" else 0
+    a_worker = worker.kv_cache_mib + swap_mib + _RANK_MIB * worker.tensor_parallel
+    needed = config.most_workers * (a_worker + _weights_mib(config))
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MIB
+    says = f"{needed} MiB for {config.most_workers} workers at most, {available} MiB are free"
+    if needed > available:
+        return doubtful("memory", says, "fewer workers here, or less worker.kv_cache_mib")
+    return fine("memory", says)
+
+
+def _weights_mib(config: Config) -> int:
+    directory = Path(config.model)
+    if config.model == FAKE or not config.worker.reads_weights or not directory.is_dir():
+        return 0
+    files = model_files.weight_files(directory)
+    return sum(file.stat().st_size for file in files if file.is_file()) // _MIB
+
+
+def _model(config: Config) -> Finding:
+    from router.gateway.model import ServedModel
+
+    mend = "set model to a directory with all files of a model"
+    try:
+        if is_hub_id(config.model, config.model_revision):
+            return fine("model", f"{config.model}: fetched from the hub when a worker starts")
+        model = ServedModel.load(config.model, config.model_revision)
+        missing = _missing_weights(config)
+    except (EverliftError, ValueError) as error:
+        return broken("model", str(error), mend)
+    if missing:
+        return broken("model", f"{config.model} lacks {', '.join(missing)}", mend)
+    return fine("model", f"{model.name}: {model.context} tokens of context")
+
+
+def _missing_weights(config: Config) -> list[str]:
+    if config.model == FAKE or not config.worker.reads_weights:
+        return []
+    files = model_files.weight_files(Path(config.model))
+    return [file.name for file in files if not file.is_file()]
+
+
+def _state(config: Config) -> Finding:
+    directory = config.state_dir
+    mend = "set state_dir to a directory that is yours"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free = shutil.disk_usage(directory).free // _MIB
+    except OSError as error:
+        return broken("state_dir", f"{directory}: {error.strerror}", mend)
+    if not os.access(directory, os.W_OK):
+        return broken("state_dir", f"{directory} cannot be written to", mend)
+    if free < _LITTLE_DISK_MIB:
+        return doubtful("state_dir", f"{directory}: {free} MiB are free", "make room there")
+    return fine("state_dir", f"{directory}: {free} MiB are free")
+
+
+def _port(config: Config) -> Finding:
+    host, port = config.router.host, config.router.port
+    if addresses := endpoint.find(config.state_dir):
+        return fine("port", f"a cluster runs here already: {', '.join(addresses)}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            mend = "end who listens there (ss -ltnp), or set router.port"
+            return broken("port", f"{host}:{port}: {error.strerror}", mend)
+    return fine("port", f"{host}:{port or 'any'} is free")
+
+
+def _descriptors() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    says = f"{soft} file descriptors a process"
+    if soft < _FEW_DESCRIPTORS:
+        return doubtful("limits", says, f"ulimit -n {_FEW_DESCRIPTORS}")
+    return fine("limits", says)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

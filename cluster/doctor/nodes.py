@@ -1,0 +1,222 @@
+"""The nodes of a running Ray cluster: are they alike, and do their ranks reach each other?"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from cluster.doctor.finding import Finding, broken, doubtful, fine
+
+#: What has to be the same everywhere.
+_PACKAGES = ("everlift", "torch", "ray", "transformers", "grpcio", "protobuf")
+_ANSWER_S = 120.0
+_KNOCK_S = 5.0
+_SKEW_S = 0.5
+#: Numbers of the all-reduce, as of a large layer.
+_NUMBERS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """``clock_s`` is the node's time less the asker's."""
+
+    address: str
+    versions: dict[str, str]
+    gpus: tuple[str, ...]
+    clock_s: float
+
+
+def examine(address: str) -> Iterator[Finding]:
+    """Of the cluster at ``address``, of Ray. Raises ConnectionError where there is none."""
+    with _joined(address):
+        alive = _alive()
+        reports = _asked(alive)
+        yield fine("nodes", f"{len(alive)}: {', '.join(each.address for each in reports)}")
+        yield compare("versions", reports, lambda each: each.versions)
+        yield _gpus(reports)
+        yield clocks(reports)
+        yield _all_reduce(reports)
+
+
+class _joined:
+    """A driver of the cluster, which leaves in the end."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def __enter__(self) -> None:
+        import ray
+
+        self._knock()
+
+        ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+
+    def _knock(self) -> None:
+        """Ray itself would try for minutes. Raises ConnectionError."""
+        host, _, port = self._address.rpartition(":")
+        if port.isdecimal():
+            try:
+                socket.create_connection((host, int(port)), _KNOCK_S).close()
+            except OSError as error:
+                raise ConnectionError(str(error)) from None
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        ray.shutdown()
+
+
+def _asked(nodes: Sequence[dict[str, Any]]) -> list[NodeReport]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    look = ray.remote(_look).options(num_cpus=0)
+    reports = []
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        asking = look.options(scheduling_strategy=there)
+        # Its process is there at the second question.
+        ray.get(asking.remote(), timeout=_ANSWER_S)
+        asked = time.time()
+        versions, gpus, its_time = ray.get(asking.remote(), timeout=_ANSWER_S)
+        clock_s = its_time - (asked + time.time()) / 2
+        reports.append(NodeReport(node["NodeManagerAddress"], versions, gpus, clock_s))
+    return reports
+
+
+def _look() -> tuple[dict[str, str], tuple[str, ...], float]:
+    """On a node."""
+    import torch
+
+    versions = {name: version(name) for name in _PACKAGES}
+    versions |= {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    names = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return versions, names, time.time()
+
+
+def compare(
+    subject: str, reports: Sequence[NodeReport], facts: Callable[[NodeReport], dict[str, str]]
+) -> Finding:
+    """What most nodes have is taken for right."""
+    different = []
+    for name in facts(reports[0]):
+        usual, _ = Counter(facts(each)[name] for each in reports).most_common(1)[0]
+        odd = [each for each in reports if facts(each)[name] != usual]
+        different += [f"{name} {facts(each)[name]} on {each.address}, else {usual}" for each in odd]
+    if different:
+        return broken(subject, "; ".join(different), "install the same on every node")
+    return fine(subject, "the same on every node")
+
+
+def _gpus(reports: Sequence[NodeReport]) -> Finding:
+    kinds = Counter(name for each in reports for name in each.gpus)
+    if not kinds:
+        return fine("GPUs", "none")
+    says = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+    if len(kinds) > 1:
+        return doubtful("GPUs", says, "ranks of one worker should have the same: see Ray's labels")
+    return fine("GPUs", says)
+
+
+def clocks(reports: Sequence[NodeReport]) -> Finding:
+    skew_s = max(each.clock_s for each in reports) - min(each.clock_s for each in reports)
+    says = f"they differ by {skew_s:.3f} s at most"
+    if skew_s > _SKEW_S:
+        return doubtful("clocks", says, "synchronise them (chrony, systemd-timesyncd)")
+    return fine("clocks", says)
+
+
+def _all_reduce(reports: Sequence[NodeReport]) -> Finding:
+    """Over all GPUs, or over a process on each node, as the ranks of a worker do it."""
+    import ray
+
+    gpus = sum(len(each.gpus) for each in reports)
+    device, size = ("cuda", gpus) if gpus else ("cpu", len(reports))
+    subject = f"{'NCCL' if gpus else 'gloo'} all-reduce"
+    if size < 2:
+        return fine(subject, "there is one rank: nothing to reduce")
+    ranks = _gpu_ranks(gpus) if gpus else _node_ranks()
+    try:
+        meeting = ray.get(ranks[0].open.remote(), timeout=_ANSWER_S)
+        asked = [each.reduce.remote(meeting, rank, size, device) for rank, each in enumerate(ranks)]
+        took_s = max(ray.get(asked, timeout=_ANSWER_S))
+    except Exception as error:
+        mend = "see NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, and the firewall between the nodes"
+        return broken(subject, f"over {size} ranks: {_last_line(error)}", mend)
+    finally:
+        for each in ranks:
+            ray.kill(each)
+    return fine(subject, f"over {size} ranks, {4 * _NUMBERS >> 20} MiB in {took_s * 1000:.0f} ms")
+
+
+def _gpu_ranks(count: int) -> list[Any]:
+    import ray
+
+    actor = ray.remote(Reducer).options(num_cpus=0, num_gpus=1)
+    return [actor.remote() for _ in range(count)]
+
+
+def _node_ranks() -> list[Any]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    actor = ray.remote(Reducer).options(num_cpus=0)
+    return [
+        actor.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote()
+        for node in _alive()
+    ]
+
+
+def _alive() -> list[dict[str, Any]]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
+
+
+class Reducer:
+    """One rank of the all-reduce."""
+
+    def open(self) -> str:
+        """Where the others find it."""
+        from ray.util import get_node_ip_address
+
+        from worker.parallel import create_store
+
+        self._store, address = create_store(get_node_ip_address())  # type: ignore[no-untyped-call]
+        return address
+
+    def reduce(self, meeting: str, rank: int, size: int, device: str) -> float:
+        """Seconds of the second one; the first one connects. Raises ValueError for a wrong sum, and
+        what torch raises."""
+        import torch
+
+        from worker.parallel import init_group, join_store
+
+        store = self._store if rank == 0 else join_store(meeting)
+        group = init_group(store, rank, size, torch.device(device))
+        try:
+            for _ in range(2):
+                mine = torch.full((_NUMBERS,), float(rank + 1), device=device)
+                group.barrier()
+                began = time.perf_counter()
+                total = group.all_reduce(mine)[-1].item()
+                took_s = time.perf_counter() - began
+                if total != size * (size + 1) / 2:
+                    raise ValueError(f"the sum is {total}")
+            return took_s
+        finally:
+            group.close()

@@ -1,0 +1,56 @@
+"""``everlift ledger``: the ledger's server alone, for a cluster on several machines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+
+from rich.console import Console
+
+from cluster.config import Config
+from cluster.own_ledger import OwnLedger
+from cluster.ray_cluster import log_dir, url_file
+from cluster.serving import on_signal
+from everlift import logs
+from everlift.settings import SettingsError
+from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerSetupError
+
+
+def parse(listen: str) -> tuple[str, int]:
+    """Of HOST:PORT. Raises SettingsError."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise SettingsError(f"--listen: must be HOST:PORT, not {listen!r}")
+    return host, int(port)
+
+
+async def serve(config: Config, listen: tuple[str, int], console: Console) -> None:
+    """Until SIGINT or SIGTERM. Raises LedgerSetupError."""
+    if config.ledger.url != EMBEDDED:
+        raise LedgerSetupError("ledger.url names another server: there is nothing to start")
+    logs.configure("ledger", config.log_level, log_dir(config) / "ledger.log")
+    ledger = OwnLedger(config, listen)
+    stopped = asyncio.Event()
+    on_signal(stopped.set)
+    try:
+        url = (await ledger.start()).url
+        _write(config, url)
+        console.print(
+            f"the ledger listens on {listen[0]}:{listen[1]}; Ctrl-C stops it\n"
+            f"  its url, with the password: {url_file(config)}\n"
+            f"  where Ray starts: export {URL_VARIABLE}=$(cat {url_file(config)})",
+            soft_wrap=True,
+        )
+        await stopped.wait()
+    finally:
+        await ledger.stop()
+
+
+def _write(config: Config, url: str) -> None:
+    """For this user's eyes only."""
+    with suppress(FileNotFoundError):
+        url_file(config).unlink()
+    descriptor = os.open(url_file(config), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(url)

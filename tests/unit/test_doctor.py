@@ -1,0 +1,153 @@
+"""What the doctor finds on a machine, of a ledger, and between nodes that differ."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.config import DEMO_MODEL, Config, load
+from cluster.doctor import command, ledger, machine
+from cluster.doctor.finding import Finding, Level
+from cluster.doctor.nodes import NodeReport, clocks, compare
+from router.ledger.config import LedgerConfig
+from router.ledger.embedded import EmbeddedLedger
+from tests.free_port import free_port
+
+EVERLIFT = Path(sys.executable).with_name("everlift")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load(None, {}, [f"state_dir={tmp_path}", "model=fake", f"router.port={free_port()}"])
+
+
+def test_weights_that_are_not_there_are_named(config: Config, tmp_path: Path) -> None:
+    directory = tmp_path / "m"
+    directory.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(DEMO_MODEL / name, directory)
+    odd = replace(
+        config,
+        model=str(directory),
+        worker=replace(config.worker, model=""),
+        router=replace(config.router, model=""),
+    )
+    finding = of(list(machine.examine(odd)), "model")
+    assert finding.level is Level.ERROR
+    assert finding.says == f"{directory} lacks model.safetensors"
+
+
+def of(findings: Sequence[Finding], subject: str) -> Finding:
+    [finding] = [each for each in findings if each.subject == subject]
+    return finding
+
+
+def test_this_machine_can_run_what_its_tests_run(config: Config) -> None:
+    findings = list(machine.examine(config))
+    assert [each for each in findings if each.level is Level.ERROR] == []
+    assert of(findings, "model").says == "fake: 4096 tokens of context"
+
+
+def test_what_is_not_right_says_how_to_mend_it(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    odd = replace(
+        config,
+        model=str(tmp_path / "m"),
+        num_workers=500,
+        worker=replace(config.worker, model="", device="cuda", num_threads=64),
+        router=replace(config.router, model=""),
+    )
+    findings = list(machine.examine(odd))
+    levels = {each.subject: each.level for each in findings}
+    assert levels["device"] is levels["model"] is Level.ERROR
+    assert levels["threads"] is levels["memory"] is Level.WARNING
+    assert all(each.mend for each in findings if each.level is not Level.OK)
+
+
+def test_a_port_that_is_taken_is_found(config: Config) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", config.router.port))
+        other.listen()
+        finding = of(list(machine.examine(config)), "port")
+    assert finding.level is Level.ERROR
+    assert str(config.router.port) in finding.says
+
+
+async def examined(config: Config) -> list[Finding]:
+    return [finding async for finding in ledger.examine(config)]
+
+
+async def test_an_embedded_ledger_is_looked_at_when_it_runs(config: Config) -> None:
+    assert of(await examined(config), "ledger").says == "embedded; it starts with the cluster"
+    server = EmbeddedLedger()
+    server.start(config.state_dir)
+    try:
+        findings = await examined(config)
+    finally:
+        server.stop()
+    assert "everysec" in of(findings, "ledger").says
+    assert of(findings, "clock").level is Level.OK
+    assert of(await examined(config), "ledger").level is Level.OK
+
+
+async def test_a_ledger_that_promises_less_or_is_not_there_is_an_error(
+    config: Config, tmp_path: Path
+) -> None:
+    server = EmbeddedLedger(LedgerConfig(durability_class="memory"))
+    url = server.start(tmp_path / "other")
+    try:
+        [refused] = await examined(replace(config, ledger=LedgerConfig(url=url)))
+    finally:
+        server.stop()
+    assert refused.level is Level.ERROR and "appendonly" in refused.says
+    nowhere = LedgerConfig(url=f"redis://user:hidden@127.0.0.1:{free_port()}", timeout=0.2)
+    [away] = await examined(replace(config, ledger=nowhere))
+    assert away.level is Level.ERROR and "hidden" not in away.says + away.mend
+
+
+def report(address: str, torch: str = "2.13.0", clock_s: float = 0.0) -> NodeReport:
+    return NodeReport(address, {"torch": torch, "python": "3.11"}, (), clock_s)
+
+
+def test_nodes_that_differ_are_named() -> None:
+    reports = [report("a"), report("b", torch="2.11.0"), report("c")]
+    finding = compare("versions", reports, lambda each: each.versions)
+    assert finding.level is Level.ERROR
+    assert finding.says == "torch 2.11.0 on b, else 2.13.0"
+    assert compare("versions", reports[::2], lambda each: each.versions).level is Level.OK
+
+
+def test_clocks_that_differ_are_seen() -> None:
+    assert clocks([report("a"), report("b", clock_s=0.1)]).level is Level.OK
+    finding = clocks([report("a", clock_s=-0.4), report("b", clock_s=0.4)])
+    assert (finding.level, finding.says) == (Level.WARNING, "they differ by 0.800 s at most")
+
+
+def test_the_command_ends_with_an_error_where_something_is_broken(tmp_path: Path) -> None:
+    def ask(*assignments: str) -> subprocess.CompletedProcess[str]:
+        settings = [f"--set=state_dir={tmp_path}", f"--set=router.port={free_port()}"]
+        wanted = [f"--set={each}" for each in assignments]
+        command = [EVERLIFT, "doctor", "--json", *settings, *wanted]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    (tmp_path / "empty").mkdir()
+    well, ill = ask(), ask(f"model={tmp_path / 'empty'}")
+    assert well.returncode == 0, well.stdout + well.stderr
+    assert {each["subject"] for each in json.loads(well.stdout)} >= {"Python", "device", "ledger"}
+    assert ill.returncode == 1
+    assert [each["subject"] for each in json.loads(ill.stdout) if each["level"] == "error"] == [
+        "model"
+    ]
+
+
+def test_no_ray_cluster_is_said(config: Config) -> None:
+    [finding] = command._nodes(f"127.0.0.1:{free_port()}")
+    assert (finding.subject, finding.level) == ("Ray", Level.ERROR)
