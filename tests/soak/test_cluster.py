@@ -35,7 +35,16 @@ from tests.soak.clients import Crowd, Seen
 from tests.soak.faults import Faults
 from tests.soak.patience import minutes
 from tests.soak.pool import Answer, Pool, Task, make_pool
-from tests.soak.times import LEADERS, SILENCING, detections, next_tokens, p, struck, written
+from tests.soak.times import (
+    LEADERS,
+    SILENCING,
+    detections,
+    next_tokens,
+    of_workers_alone,
+    p,
+    struck,
+    written,
+)
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
@@ -201,6 +210,7 @@ def _figures(config: Config, outcome: Outcome) -> Figures:
     of_workers = [each for name in SILENCING for each in found.get(name, ())]
     events = {request_id: stored[1] for request_id, stored in outcome.stored.items()}
     gaps = next_tokens(log, outcome.seen, events)
+    alone = next_tokens(of_workers_alone(log), outcome.seen, events)
     made = Counter(each.name for each in log)
     return {
         "minutes": round(outcome.seconds / 60, 2),
@@ -222,6 +232,8 @@ def _figures(config: Config, outcome: Outcome) -> Figures:
         "streams_struck": len(gaps),
         "next_token_s_p50": p(50, gaps),
         "next_token_s_p99": p(99, gaps),
+        "streams_struck_by_workers_alone": len(alone),
+        "next_token_of_workers_alone_s_p99": p(99, alone),
     }
 
 

@@ -19,6 +19,9 @@ from tests.soak.clients import Seen
 
 #: After these the worker says nothing any more, or nothing that arrives.
 SILENCING = frozenset({"kill worker", "pause worker", "partition worker"})
+_OF_WORKERS = SILENCING | {"slow worker", "drain worker"}
+#: What strikes ledger or router is over after so long; and what follows from a worker's loss.
+_LASTS_S, _FOLLOWS_S = 4.0, 2.0
 #: After this one another router leads.
 LEADERS = "pause leader"
 #: What a router notices later than this was lost by another fault.
@@ -73,6 +76,17 @@ def _moved(fault: Happened, own_words: Sequence[Line]) -> Happened | None:
         return fault
     words = (line for line in _around(fault, own_words) if line.worker_id == fault.struck)
     return next((replace(fault, at=line.time) for line in words), None)
+
+
+def of_workers_alone(log: Sequence[Happened]) -> list[Happened]:
+    """Those that struck a worker while no router and not the ledger had a fault of its own."""
+    others = sorted(each.at for each in log if each.name not in _OF_WORKERS)
+    return [
+        each
+        for each in log
+        if each.name in SILENCING
+        and bisect_left(others, each.at - _LASTS_S) == bisect_right(others, each.at + _FOLLOWS_S)
+    ]
 
 
 def _around(fault: Happened, lines: Sequence[Line]) -> Sequence[Line]:

@@ -14,7 +14,7 @@ from everlift.stream import Chunk
 from router.ledger.entry import Event
 from tests.soak.clients import Seen
 from tests.soak.pool import Answer, make_pool
-from tests.soak.times import Line, detections, next_tokens, p, struck, written
+from tests.soak.times import Line, detections, next_tokens, of_workers_alone, p, struck, written
 
 RIGHT = Answer((((1, 2), "ab", "STOP"),))
 KILL = Happened("kill worker", 10.0, "w")
@@ -83,6 +83,22 @@ def test_a_router_that_stood_still_noticed_nothing() -> None:
 def test_one_new_leader_is_enough() -> None:
     words = lines((11.5, "router-1", "leading", ""), (14.0, "router-0", "leading", ""))
     assert detections([Happened("pause leader", 10.0, "l")], words) == {"pause leader": [1.5]}
+
+
+def test_a_worker_is_struck_alone_where_nothing_else_fails() -> None:
+    def at(moment: float, name: str = "kill worker") -> Happened:
+        return Happened(name, moment, "w")
+
+    log = [
+        at(10.0),
+        at(15.0, "kill ledger"),
+        at(18.0),
+        at(30.0, "slow worker"),
+        at(31.0),
+        at(40.0),
+        at(41.9, "pause leader"),
+    ]
+    assert of_workers_alone(log) == [at(10.0), at(31.0)]
 
 
 def gaps(arrivals: Sequence[tuple[float, int]], *events: Event) -> list[float]:
