@@ -21,12 +21,14 @@ from worker.loop import LeadingLoop, Report, follow
 from worker.meeting import Ties
 from worker.orders import Inbox
 from worker.plan import Plan, Runner
+from worker.startup import Startup
 from worker.step_log import StepLogReader
 from worker.watchdog import Watchdog
 
 
 class EngineThread:
     """``meet`` brings this rank together with the others. ``report`` is called from the thread.
+    ``startup`` is told how long the parts of its start take.
 
     ``ready`` and ``ended`` resolve from the thread; what fails before the engine is ready is in
     both. Whoever hears of the end closes ``ties``.
@@ -38,6 +40,7 @@ class EngineThread:
         meet: Callable[[], Ties],
         inbox: Inbox,
         report: Callable[[Report], None],
+        startup: Startup,
     ) -> None:
         self.ready: Future[Engine] = Future()
         self.ended: Future[None] = Future()
@@ -47,6 +50,7 @@ class EngineThread:
         self._meet = meet
         self._inbox = inbox
         self._report = report
+        self._startup = startup
         # From here on nobody can cancel them.
         self.ready.set_running_or_notify_cancel()
         self.ended.set_running_or_notify_cancel()
@@ -69,8 +73,9 @@ class EngineThread:
             self.ended.set_result(None)
 
     def _run(self) -> None:
-        self.ties = self._meet()
-        runner = _build_runner(self._config, self.ties)
+        with self._startup.part("meet_s"):
+            self.ties = self._meet()
+        runner = _build_runner(self._config, self.ties, self._startup)
         try:
             self._loop(self._build_engine(runner))
         finally:
@@ -97,12 +102,13 @@ class EngineThread:
             LeadingLoop(engine, self._inbox, self._report, self.ties.log).run()
 
 
-def _build_runner(config: WorkerConfig, ties: Ties) -> Runner:
+def _build_runner(config: WorkerConfig, ties: Ties, startup: Startup) -> Runner:
     if config.is_fake:
         num_blocks = config.num_blocks or config.kv_cache_mib * 1024 // config.fake.block_kib
         swap_mib = config.swap_mib if config.preemption == "swap" else 0
         return FakeRunner(num_blocks, config.fake, swap_mib * 1024 // config.fake.block_kib)
-    from worker.build import build_runner
-    from worker.parallel import Group
-
-    return build_runner(config, ties.group or Group.single())
+    with startup.part("import_s"):
+        from worker.build import build_runner
+        from worker.parallel import Group
+    with startup.part("load_s"):
+        return build_runner(config, ties.group or Group.single())

@@ -35,6 +35,7 @@ from worker.orders import Inbox
 from worker.reclaim import notice_at
 from worker.server import SessionServer
 from worker.sessions import Sessions
+from worker.startup import Startup, process_age_s
 from worker.vigil import Vigil
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Rank:
         self._files = _files(config)
         self._meeting_point: MeetingPoint | None = None
         self._inbox = Inbox()
+        self._startup = Startup()
         self._thread: EngineThread | None = None
         self._serve_with = serve
         self._grammars: GrammarCompiler | NoGrammars | None = None
@@ -138,19 +140,30 @@ class Rank:
         Raises ModelUnavailable, whatever keeps the runner from being built, ChannelBroken when
         ranks are missing, OSError when the port is taken.
         """
-        await self.fetch()
+        self._startup.seconds["process_s"] = process_age_s()
+        with self._startup.part("fetch_s"):
+            await self.fetch()
         self._loop = asyncio.get_running_loop()
-        self._thread = EngineThread(self._config, self._meeting(), self._inbox, self._report)
+        self._thread = EngineThread(
+            self._config, self._meeting(), self._inbox, self._report, self._startup
+        )
         self._thread.ended.add_done_callback(
             lambda ended: self._loop.call_soon_threadsafe(self._thread_ended, ended.exception())
         )
         engine = await asyncio.wrap_future(self._thread.ready)
         info = self._info(engine.limits)
         if self._rank == 0:
-            await self._serve(engine, info)
+            with self._startup.part("serve_s"):
+                await self._serve(engine, info)
         self._vigil = Vigil(self._thread.watchdog, self._thread.ties.log, self._fail)
         self._vigil.begin()
-        log.info("rank ready", worker_id=info.worker_id, rank=self._rank, address=info.address)
+        log.info(
+            "rank ready",
+            worker_id=info.worker_id,
+            rank=self._rank,
+            address=info.address,
+            **self._startup.seconds,
+        )
         return info
 
     async def wait(self) -> None:

@@ -1,0 +1,48 @@
+"""A rank as a Ray actor. Ray Serve takes a second to import, and no rank needs it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from ray.util import get_node_ip_address
+
+from everlift import logs
+from worker.config import WorkerConfig
+from worker.rank import Rank
+from worker.reclaim import on_signal
+
+
+class RankActor:
+    """One rank in an actor's process, found at its node's address."""
+
+    def __init__(
+        self, config: WorkerConfig, rank: int, rendezvous: str, log_level: str, log_dir: Path
+    ) -> None:
+        logs.configure(
+            f"worker.rank-{rank}", log_level, log_dir / f"worker.rank-{rank}-{os.getpid()}.log"
+        )
+        self._rank = Rank(replace(config, host=get_node_ip_address()), rank, rendezvous)
+
+    async def open(self) -> str:
+        return await self._rank.open()
+
+    async def fetch(self) -> None:
+        await self._rank.fetch()
+
+    async def start(self) -> bytes:
+        """WorkerInfo, when ready."""
+        on_signal(self._rank.reclaim)
+        return (await self._rank.start()).SerializeToString()
+
+    async def wait(self) -> None:
+        await self._rank.wait()
+
+    async def is_alone(self) -> bool:
+        """No router has a session open: it may not know this worker."""
+        return self._rank.is_alone
+
+    async def stop(self) -> None:
+        await self._rank.drain()
+        await self._rank.stop()

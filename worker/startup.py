@@ -1,0 +1,33 @@
+"""How long a rank takes to start, by part: most of what passes until a new worker helps."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+class Startup:
+    """Seconds by part, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(time.monotonic() - began, 3)
+
+
+def process_age_s() -> float:
+    """Since this process was started, or forked; 0.0 where the system does not say."""
+    with suppress(OSError, ValueError):
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+        return round(float(Path("/proc/uptime").read_text().split()[0]) - began, 3)
+    return 0.0
