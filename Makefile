@@ -13,7 +13,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long soak soak-engine bench-ledger bench-durability bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-check lock clean
+.PHONY: help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-durability bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -41,11 +41,14 @@ demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no
 	@$(BIN)/everlift demo --picture build/demo.png
 
 test: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests (under 20 minutes on 2 cores)
-	$(BIN)/pytest -q -m "not long and not soak" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
-	$(BIN)/pytest -q -m "not long and not soak" $(addprefix --ignore=,$(ANYWHERE))
+	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
+	$(BIN)/pytest -q -m "not long and not soak and not ray_up" $(addprefix --ignore=,$(ANYWHERE))
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests that take longer, and a short soak
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} $(BIN)/pytest -q -m "long or soak"
+
+e2e-ray-up: $(VENV)/.installed ## ray up over ssh to hosts made of namespaces (Linux, as root, with iproute2, openssh-server, rsync)
+	$(BIN)/pytest -q -s -m ray_up tests/ray_up
 
 soak: $(VENV)/.installed ## a cluster under random faults, SOAK_MINUTES (30), then Ray (build/bench/soak.json)
 	SOAK_REPORT=build/bench/soak.json $(BIN)/pytest -q -s tests/soak/test_cluster.py

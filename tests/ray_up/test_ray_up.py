@@ -1,0 +1,195 @@
+"""`ray up` over ssh to three hosts: a cluster that serves, grows with its queue, loses a cable and
+a host, and goes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import yaml
+
+from everlift import AsyncClient
+from everlift.errors import EverliftError
+from everlift.v1 import inference_pb2 as pb
+from tests.conftest import leaving_nothing
+from tests.ray_up.hosts import Hosts, missing
+from worker.config import FakeModel
+from worker.fake_runner import expected_tokens
+
+pytestmark = [
+    pytest.mark.ray_up,
+    pytest.mark.timeout(0),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+REPOSITORY = Path(__file__).parents[2]
+FILES = REPOSITORY / "deploy" / "ray-up"
+MODEL = FakeModel(step_time=0.05)
+#: A worker takes the two cores that Ray sees on every host.
+SETTINGS: dict[str, Any] = {
+    "model": "fake",
+    "num_routers": 1,
+    "router_resource": "everlift_router",
+    "router": {"host": "0.0.0.0"},
+    "worker": {
+        "num_threads": 2,
+        "num_blocks": 512,
+        "max_num_seqs": 4,
+        "fake": {"step_time": MODEL.step_time},
+    },
+    "autoscale": {"min_workers": 1, "max_workers": 3, "ttft_target": 1.0, "down_delay": 600.0},
+}
+_UP_S = 300.0
+_GROW_S = 240.0
+#: Raylets end when they have missed the head for a minute.
+_DOWN_S = 120.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    """Between two tests the cluster stays; the end of all is checked."""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if lacks := missing():
+        pytest.skip(f"hosts of namespaces need {', '.join(lacks)}")
+    with leaving_nothing(), Hosts(3, tmp_path_factory.mktemp("hosts")) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The cluster's YAML: deploy/ray-up/machines.yaml with these hosts, settings for them, and this
+    environment in the place of an installation."""
+    staged = tmp_path_factory.mktemp("everlift")
+    shutil.copytree(FILES, staged / "deploy" / "ray-up", ignore=shutil.ignore_patterns("secrets"))
+    (staged / "deploy" / "ray-up" / "settings.yaml").write_text(yaml.safe_dump(SETTINGS))
+    subprocess.run(["bash", staged / "deploy" / "ray-up" / "secrets.sh"], check=True)
+    file = staged / "deploy" / "ray-up" / "machines.yaml"
+    config = yaml.safe_load(file.read_text())
+    head, *workers = hosts.all
+    config["provider"] |= {"head_ip": head.address, "worker_ips": [w.address for w in workers]}
+    config["auth"] = {"ssh_user": "root", "ssh_private_key": str(hosts.key)}
+    config["file_mounts"] = {
+        "~/everlift": str(staged),
+        "~/everlift-secrets": str(file.parent / "secrets"),
+    }
+    here = f"EVERLIFT_VENV={sys.prefix} PYTHONPATH={REPOSITORY}:{REPOSITORY / 'proto'}"
+    config["setup_commands"] = []
+    for role in ("head", "worker"):
+        key = f"{role}_start_ray_commands"
+        config[key] = [f"{here} {command}" for command in config[key]]
+    file.write_text(yaml.safe_dump(config))
+    ray_up(hosts, "up", "-y", "--no-config-cache", str(file))
+    yield file
+    stop = "bash ~/everlift/deploy/ray-up/node.sh stop-ledger"
+    ray_up(hosts, "exec", str(file), stop)
+    ray_up(hosts, "down", "-y", str(file))
+    give_up = time.monotonic() + _DOWN_S
+    # The last host has no power.
+    for host in hosts.all[:-1]:
+        while left := [line for line in host.run("ps -eo args").splitlines() if _is_ours(line)]:
+            assert time.monotonic() < give_up, left
+            time.sleep(1.0)
+
+
+def _is_ours(process: str) -> bool:
+    return any(word in process for word in ("raylet", "gcs_server", "everlift ledger", "valkey"))
+
+
+def ray_up(hosts: Hosts, *arguments: str) -> None:
+    ray = Path(sys.executable).with_name("ray")
+    # With provider local the second autoscaler adds no node.
+    environment = os.environ | {"RAY_UP_enable_autoscaler_v2": "0"}
+    done = subprocess.run(
+        [ray, *arguments],
+        env=environment,
+        timeout=_UP_S,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def address(cluster: Path, hosts: Hosts) -> str:
+    return f"{hosts.all[0].address}:50051"
+
+
+async def alive(client: AsyncClient) -> list[pb.WorkerStatus]:
+    try:
+        return [worker for worker in (await client.status()).workers if worker.alive]
+    except EverliftError:
+        return []
+
+
+async def until_workers(client: AsyncClient, count: int, seconds: float) -> list[pb.WorkerStatus]:
+    async with asyncio.timeout(seconds):
+        while len(workers := await alive(client)) != count:
+            await asyncio.sleep(0.5)
+    return workers
+
+
+class Load:
+    """Requests all the time, each compared with its right answer."""
+
+    def __init__(self, client: AsyncClient, at_once: int, tokens: int) -> None:
+        self.done = 0
+        self._client = client
+        self._tokens = tokens
+        self._rng = Random(1)
+        self._is_over = False
+        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(at_once)]
+
+    async def _go_on(self) -> None:
+        while not self._is_over:
+            prompt = [self._rng.randrange(256) for _ in range(20)]
+            stream = self._client.generate(prompt, max_tokens=self._tokens, temperature=0.0)
+            tokens = [token async for chunk in stream for token in chunk.token_ids]
+            assert tokens == expected_tokens(prompt, self._tokens, MODEL)
+            self.done += 1
+
+    async def finish(self) -> int:
+        """Raises what went wrong. Requests that were right."""
+        self._is_over = True
+        await asyncio.gather(*self._tasks)
+        return self.done
+
+
+async def test_a_cluster_grows_with_its_queue_and_loses_nothing_with_its_hosts(
+    address: str, hosts: Hosts
+) -> None:
+    async with AsyncClient(address) as client:
+        await until_workers(client, 1, _UP_S)
+        load = Load(client, at_once=16, tokens=60)
+        # 16 at once are more than one worker's 4: hosts are added, over ssh, until there are three.
+        workers = await until_workers(client, 3, _GROW_S)
+        assert {worker.address.partition(":")[0] for worker in workers} == {
+            host.address for host in hosts.all
+        }
+        hosts.all[1].unplug()
+        await until_workers(client, 2, 30.0)
+        await asyncio.sleep(3.0)
+        hosts.all[1].plug_in()
+        await until_workers(client, 3, _GROW_S)
+        hosts.all[2].power_off()
+        await until_workers(client, 2, 30.0)
+        assert await load.finish() > 50
+
+
+async def test_who_has_no_token_may_not_speak_to_ray(cluster: Path, hosts: Hosts) -> None:
+    stranger = f"RAY_AUTH_MODE=disabled {Path(sys.executable).with_name('ray')} list nodes"
+    with pytest.raises(subprocess.CalledProcessError):
+        hosts.all[0].run(f"{stranger} --address http://127.0.0.1:8265")

@@ -1,0 +1,82 @@
+"""The files of deploy/ray-up: Ray takes the clusters, Everlift the settings, bash the scripts."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.config import load
+from everlift.model_name import is_hub_id
+from router.ledger.config import LedgerConfig
+
+FILES = Path(__file__).parents[2] / "deploy" / "ray-up"
+CLUSTERS = sorted(path for path in FILES.glob("*.yaml") if path.name != "settings.yaml")
+
+
+def prepared(path: Path) -> dict[str, Any]:
+    """As `ray up` does before it starts anything. Raises for what Ray's schema does not allow."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = prepare_config(yaml.safe_load(path.read_text()))
+    validate_config(config)
+    return dict(config)
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_ray_takes_every_cluster(path: Path) -> None:
+    config = prepared(path)
+    nodes = config["available_node_types"]
+    # Machines that are there are all of one type.
+    assert sum(node["max_workers"] for node in nodes.values()) >= config["max_workers"] > 0
+    for role in ("head", "worker"):
+        [command] = config[f"{role}_start_ray_commands"]
+        assert command.endswith(f"node.sh {role}")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_ray_does_not_know_is_refused(tmp_path: Path) -> None:
+    wrong = yaml.safe_load((FILES / "aws.yaml").read_text()) | {"idle_timeout": 5}
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(wrong))
+    with pytest.raises(Exception, match="idle_timeout"):
+        prepared(tmp_path / "wrong.yaml")
+
+
+def test_the_settings_are_settings_and_fit_the_clusters() -> None:
+    settings = load(FILES / "settings.yaml", {})
+    assert is_hub_id(settings.model)
+    assert settings.autoscale.is_on
+    for path in CLUSTERS:
+        assert yaml.safe_load(path.read_text())["max_workers"] <= settings.most_workers
+
+
+@pytest.mark.parametrize("script", sorted(FILES.glob("*.sh")), ids=lambda path: path.name)
+def test_the_scripts_can_be_read(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def secrets(directory: Path, *arguments: str) -> dict[str, str]:
+    """What secrets.sh makes in a copy of the folder."""
+    shutil.copy(FILES / "secrets.sh", directory)
+    subprocess.run(["bash", directory / "secrets.sh", *arguments], check=True)
+    made = directory / "secrets"
+    assert made.stat().st_mode & 0o077 == 0
+    return {path.name: path.read_text().strip() for path in made.iterdir()}
+
+
+def test_secrets_are_made_once_and_are_nobody_elses(tmp_path: Path) -> None:
+    made = secrets(tmp_path)
+    assert set(made) == {"auth_token", "ledger.password"}
+    assert len(set(made.values())) == 2
+    assert secrets(tmp_path) == made
+
+
+def test_a_ledger_that_is_there_needs_its_url_alone(tmp_path: Path) -> None:
+    made = secrets(tmp_path, "rediss://user:p%40ss@redis.example:6379")
+    assert set(made) == {"auth_token", "ledger.url"}
+    LedgerConfig(url=made["ledger.url"])
