@@ -13,7 +13,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-durability bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-check lock clean
+.PHONY: help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -64,6 +64,12 @@ bench-durability: $(VENV)/.installed ## tokens before or after the ledger has th
 
 bench-preemption: $(VENV)/.installed ## preempted requests that move, against those that wait (build/bench/preemption.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/preemption.py
+
+bench-start: $(VENV)/.installed ## until a new worker takes requests, by part (build/bench/worker_start.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/worker_start.py
+
+bench-autoscale: $(VENV)/.installed ## workers that follow the load, on fake GPUs (build/bench/autoscale.json, .png)
+	PYTHONPATH=. $(BIN)/python tests/perf/autoscale.py
 
 bench-takeover: $(VENV)/.installed ## a new leader with few and with 1,000,000 waiting (build/bench/takeover.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/takeover.py
