@@ -27,6 +27,10 @@ from worker.plan import Row
 _MAX_GATHERED_BYTES = 8 << 20
 #: New tokens of a row, decoding or checking drafts, whose blocks are padded.
 _FEW = 16
+#: torch's attention gives each CPU thread a part of one buffer, (context + head_dim + 2) numbers for
+#: each row of queries. Where such a part is no multiple of 16 bytes, MKL may compute other last bits
+#: in one thread than in another (it does on a Zen 4), and so in one batch than in another.
+_ALIGNED_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +150,29 @@ def _attend_plainly(
     if query.shape[1] == 1:
         # The heads that share a KV head become its queries: no copy of keys for each of them.
         grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])
-        return functional.scaled_dot_product_attention(
-            grouped, key, value, attn_mask=bias, scale=scale
+        size = grouped.shape[2]
+        out = functional.scaled_dot_product_attention(
+            _aligned(grouped), key, value, attn_mask=bias, scale=scale
         )
+        return out[:, :, :size]
+    new = query.shape[1]
     out = functional.scaled_dot_product_attention(
-        query.transpose(1, 2), key, value, attn_mask=bias, scale=scale, enable_gqa=True
+        _aligned(query.transpose(1, 2)),
+        key,
+        value,
+        attn_mask=_aligned(bias),
+        scale=scale,
+        enable_gqa=True,
     )
-    return out.transpose(1, 2)
+    return out[:, :, :new].transpose(1, 2)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """With rows of zeros, [.., rows, columns] up to a multiple of _ALIGNED_ROWS, on a CPU."""
+    missing = -tensor.shape[-2] % _ALIGNED_ROWS
+    if not missing or tensor.device.type != "cpu":
+        return tensor
+    return functional.pad(tensor, (0, 0, 0, missing))
 
 
 def _attend_in_steps(

@@ -1,0 +1,66 @@
+"""Workers under Ray Serve that come and go with the queue."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from cluster.autoscale.config import AutoscaleConfig
+from cluster.config import Config
+from cluster.ray_cluster import RayCluster
+from everlift.client import AsyncClient
+from router.config import RouterConfig
+from tests.free_port import free_port
+from worker.config import FakeModel, WorkerConfig
+from worker.fake_runner import expected_tokens
+
+# Ray and Serve warn of this and that of their own.
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+
+MODEL = FakeModel(step_time=0.05)
+_PATIENCE_S = 120.0
+
+
+def config(state_dir: Path) -> Config:
+    return Config(
+        model="fake",
+        state_dir=state_dir,
+        router=RouterConfig(port=free_port()),
+        worker=WorkerConfig(max_num_seqs=4, num_blocks=256, num_threads=1, fake=MODEL),
+        autoscale=AutoscaleConfig(
+            min_workers=0, max_workers=2, ttft_target=1.0, down_delay=3.0, idle_delay=3.0
+        ),
+    )
+
+
+async def until_workers(client: AsyncClient, count: int) -> None:
+    async with asyncio.timeout(_PATIENCE_S):
+        while sum(worker.alive for worker in (await client.status()).workers) != count:
+            await asyncio.sleep(0.1)
+
+
+async def check_some(client: AsyncClient, count: int) -> None:
+    """Requests at once; each answer is the right one."""
+
+    async def ask(seed: int) -> None:
+        prompt = [Random(seed).randrange(256) for _ in range(20)]
+        stream = client.generate(prompt, max_tokens=60, temperature=0.0)
+        tokens = [token async for chunk in stream for token in chunk.token_ids]
+        assert tokens == expected_tokens(prompt, 60, MODEL)
+
+    await asyncio.gather(*map(ask, range(count)))
+
+
+async def test_none_without_work_one_for_a_request_and_two_for_a_queue(tmp_path: Path) -> None:
+    async with RayCluster(config(tmp_path)) as cluster, AsyncClient(cluster.addresses) as client:
+        await until_workers(client, 0)
+        # It waits for a worker to start.
+        await check_some(client, 1)
+        await until_workers(client, 0)
+        crowd = asyncio.create_task(check_some(client, 40))
+        await until_workers(client, 2)
+        await crowd
+        await until_workers(client, 0)
