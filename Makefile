@@ -13,7 +13,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-check lock clean
+.PHONY: help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -83,7 +83,7 @@ bench-swap: $(VENV)/.installed ## preemption: recompute against swap (build/benc
 bench-speculation: $(VENV)/.installed ## drafts from n-grams on the demo model (build/bench/speculation.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/speculation.py
 
-check: lint types imports proto-check ## style, types, import rules, wire contract
+check: lint types imports proto-check chart-check ## style, types, import rules, wire contract, chart
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check
@@ -106,6 +106,12 @@ proto-check: $(PROTO_VENV)/.installed
 	  cmp -s $$stub proto/everlift/v1/$$(basename $$stub) || \
 	  { echo "proto/everlift/v1/$$(basename $$stub) is not current: run make proto"; exit 1; }; done
 	@echo "stubs are current"
+
+chart: $(VENV)/.installed ## generate helm/'s schema, its table of values, the defaults that it needs
+	$(BIN)/python tools/generate_chart.py
+
+chart-check: $(VENV)/.installed
+	$(BIN)/python tools/generate_chart.py --check
 
 lock: $(VENV)/.installed ## write what .venv holds into constraints.txt
 	@{ echo "# Every package of .venv at the version that the tests ran with; made by make lock."; \

@@ -1,0 +1,62 @@
+{{/* What sets the containers of Ray's pods apart: ports, probes, and what happens before they stop. */}}
+
+{{- define "everlift.headContainer" -}}
+ports:
+  - {name: gcs-server, containerPort: 6379}
+  - {name: dashboard, containerPort: 8265}
+readinessProbe:
+  httpGet: {path: /api/gcs_healthz, port: dashboard}
+  periodSeconds: 5
+  timeoutSeconds: 2
+  failureThreshold: 10
+livenessProbe:
+  initialDelaySeconds: 30
+  {{- include "everlift.rayletProbe" 24 | nindent 2 }}
+{{- end -}}
+
+{{/*
+Ready when a router answers there. A pod is alive before it has one: Serve places it, asks after its health
+and starts another, and the kubelet asks after Ray.
+*/}}
+{{- define "everlift.routerContainer" -}}
+ports:
+  - {name: serve, containerPort: {{ .Values.service.port }}}
+  - {name: router-metrics, containerPort: {{ .Values.monitoring.port }}}
+readinessProbe:
+  grpc: {port: {{ .Values.service.port }}, service: everlift.v1.Inference}
+  periodSeconds: 2
+  failureThreshold: 2
+livenessProbe:
+  initialDelaySeconds: 30
+  {{- include "everlift.rayletProbe" 24 | nindent 2 }}
+lifecycle:
+  # New connections go elsewhere before this router ends.
+  preStop:
+    exec: {command: [sleep, "5"]}
+{{- end -}}
+
+{{- define "everlift.workerContainer" -}}
+readinessProbe:
+  {{- include "everlift.rayletProbe" 6 | nindent 2 }}
+livenessProbe:
+  initialDelaySeconds: 30
+  {{- include "everlift.rayletProbe" 24 | nindent 2 }}
+lifecycle:
+  # Ranks hand their requests back with their tokens, as when a machine is reclaimed.
+  preStop:
+    exec:
+      command:
+        - bash
+        - -c
+        - |
+          {{- .Files.Get "files/hand_back.sh" | trim | nindent 10 }}
+{{- end -}}
+
+{{- define "everlift.workerResources" -}}
+{{- $resources := deepCopy .Values.workers.resources -}}
+{{- if eq .Values.workers.device "cuda" -}}
+  {{- $gpus := dict .Values.workers.gpuResource (int .Values.workers.tensorParallel) -}}
+  {{- $resources = mergeOverwrite $resources (dict "limits" $gpus "requests" $gpus) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}

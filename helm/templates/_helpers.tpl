@@ -1,0 +1,46 @@
+{{/* KubeRay takes names of up to 47 characters; the longest that is made of this one adds 7. */}}
+{{- define "everlift.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
+{{- default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "everlift.selectorLabels" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "everlift.labels" -}}
+{{ include "everlift.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "everlift.image" -}}
+{{- $variant := eq .Values.workers.device "cpu" | ternary "-cpu" "" -}}
+{{ .Values.image.repository }}:{{ default (print .Chart.AppVersion $variant) .Values.image.tag }}
+{{- end -}}
+
+{{- define "everlift.ledgerSecret" -}}
+{{ default (printf "%s-ledger" (include "everlift.fullname" .)) .Values.ledger.embedded.existingSecret }}
+{{- end -}}
+
+{{- define "everlift.ledgerAddress" -}}
+{{ include "everlift.fullname" . }}-ledger.{{ .Release.Namespace }}.svc:6379
+{{- end -}}
+
+{{- define "everlift.autoscales" -}}
+{{- if gt (int .Values.workers.max) (int .Values.workers.min) }}true{{ end -}}
+{{- end -}}
+
+{{/* A number of workers that autoscale.min_workers allows; Everlift begins with one or more. */}}
+{{- define "everlift.firstWorkers" -}}
+{{ max 1 (int .Values.workers.min) }}
+{{- end -}}
+
+{{/* CPUs that Ray counts in a worker's pod: as many as its ranks take, so that it has room for one. */}}
+{{- define "everlift.workerCpus" -}}
+{{- $threads := dig "worker" "num_threads" nil .Values.config | default 1 -}}
+{{ mul (int .Values.workers.tensorParallel) (int $threads) }}
+{{- end -}}

@@ -1,0 +1,148 @@
+{{/* What the pods of Ray have in common. Each takes (dict "root" $ "group" GROUP "name" NAME). */}}
+
+{{- define "everlift.podLabels" -}}
+{{ include "everlift.selectorLabels" .root }}
+app.kubernetes.io/component: {{ .name }}
+{{- end -}}
+
+{{- define "everlift.podSpread" -}}
+{{- $constraints := list -}}
+{{- $selector := dict "labelSelector" (dict "matchLabels" (include "everlift.podLabels" . | fromYaml)) -}}
+{{- range .group.topologySpreadConstraints -}}
+  {{- $constraints = append $constraints (merge (deepCopy .) $selector) -}}
+{{- end -}}
+{{- $constraints | toYaml -}}
+{{- end -}}
+
+{{- define "everlift.podPlacement" -}}
+{{- with .group.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .group.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .group.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .group.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- include "everlift.podSpread" . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* All that a Ray container's environment has; KubeRay adds Ray's token. */}}
+{{- define "everlift.env" -}}
+{{- if .Values.ledger.embedded.enabled }}
+- name: LEDGER_PASSWORD
+  valueFrom:
+    secretKeyRef: {name: {{ include "everlift.ledgerSecret" . }}, key: everlift}
+- name: EVERLIFT_LEDGER__URL
+  value: redis://everlift:$(LEDGER_PASSWORD)@{{ include "everlift.ledgerAddress" . }}
+{{- else }}
+- name: EVERLIFT_LEDGER__URL
+  valueFrom:
+    secretKeyRef: {name: {{ .Values.ledger.external.existingSecret }}, key: {{ .Values.ledger.external.key }}}
+{{- end }}
+- {name: HOME, value: /home/everlift}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+{{- with .Values.model.hub }}
+{{- if .existingSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Routers read the tokenizer, workers all of it. */}}
+{{- define "everlift.hasModels" -}}
+{{- $volume := .root.Values.model.volume -}}
+{{- if and (ne .name "head") (or $volume.persistentVolumeClaim $volume.image) }}true{{ end -}}
+{{- end -}}
+
+{{/* The root file system is read-only: these are what is written to, and what is read. */}}
+{{- define "everlift.volumeMounts" -}}
+- {name: home, mountPath: /home/everlift}
+- {name: tmp, mountPath: /tmp}
+- {name: shared-memory, mountPath: /dev/shm}
+{{- if include "everlift.hasModels" . }}
+- {name: models, mountPath: {{ .root.Values.model.volume.mountPath }}, readOnly: true}
+{{- end }}
+{{- if .root.Values.ledger.tls.existingSecret }}
+- {name: ledger-tls, mountPath: /etc/everlift/ledger-tls, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "everlift.volumes" -}}
+- {name: home, emptyDir: {}}
+- {name: tmp, emptyDir: {}}
+- name: shared-memory
+  emptyDir: {medium: Memory, sizeLimit: {{ default "512Mi" .group.sharedMemory }}}
+{{- if include "everlift.hasModels" . }}
+- name: models
+  {{- with .root.Values.model.volume }}
+  {{- if .image }}
+  image: {reference: {{ .image | quote }}, pullPolicy: {{ $.root.Values.image.pullPolicy }}}
+  {{- else }}
+  persistentVolumeClaim: {claimName: {{ .persistentVolumeClaim }}, readOnly: true}
+  {{- end }}
+  {{- end }}
+{{- end }}
+{{- if .root.Values.ledger.tls.existingSecret }}
+- name: ledger-tls
+  secret: {secretName: {{ .root.Values.ledger.tls.existingSecret }}, defaultMode: 0440}
+{{- end }}
+{{- end -}}
+
+{{/* Takes "extra", the rest of the container, and "token", whether the pod speaks to Kubernetes. */}}
+{{- define "everlift.podTemplate" -}}
+metadata:
+  labels:
+    {{- include "everlift.podLabels" . | nindent 4 }}
+  annotations:
+    # Another model is another ledger, and so another Ray cluster, not other settings in this one.
+    everlift/ledger: {{ include "everlift.keyPrefix" .root }}
+    {{- with .group.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  automountServiceAccountToken: {{ .token }}
+  # A Service named everlift would otherwise set EVERLIFT_PORT, which is no setting.
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: 30
+  securityContext:
+    {{- toYaml .root.Values.podSecurityContext | nindent 4 }}
+  {{- with .root.Values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: ray-{{ .name }}
+      image: {{ include "everlift.image" .root | quote }}
+      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      securityContext:
+        {{- toYaml .root.Values.securityContext | nindent 8 }}
+      env:
+        {{- include "everlift.env" .root | trim | nindent 8 }}
+      volumeMounts:
+        {{- include "everlift.volumeMounts" . | nindent 8 }}
+      resources:
+        {{- toYaml .resources | nindent 8 }}
+      {{- .extra | nindent 6 }}
+  volumes:
+    {{- include "everlift.volumes" . | nindent 4 }}
+  {{- with include "everlift.podPlacement" . | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{/* Whether Ray's process on a node lives. It does so for ten minutes without the head. */}}
+{{- define "everlift.rayletProbe" -}}
+httpGet: {path: /api/local_raylet_healthz, port: 52365}
+periodSeconds: 5
+timeoutSeconds: 2
+failureThreshold: {{ . }}
+{{- end -}}

@@ -1,0 +1,96 @@
+{{/* Everlift's settings, and what they must not be. */}}
+
+{{- define "everlift.check" -}}
+{{- range $path, $value := .Files.Get "files/chart_settings.yaml" | fromYaml -}}
+  {{- $section := $.Values.config -}}
+  {{- $keys := splitList "." $path -}}
+  {{- range initial $keys }}{{ $section = get $section . | default dict }}{{ end -}}
+  {{- if hasKey $section (last $keys) -}}
+    {{- fail (printf "config.%s: is set by %s" $path $value) -}}
+  {{- end -}}
+{{- end -}}
+{{- with .Values.workers -}}
+  {{- if lt (int .max) (max 1 (int .min)) -}}
+    {{- fail (printf "workers.max (%v) must be at least workers.min (%v) and 1" .max .min) -}}
+  {{- end -}}
+{{- end -}}
+{{- if and .Values.model.volume.persistentVolumeClaim .Values.model.volume.image -}}
+  {{- fail "model.volume: set persistentVolumeClaim or image, not both" -}}
+{{- end -}}
+{{- with .Values.ledger -}}
+  {{- if .embedded.enabled -}}
+    {{- if .external.existingSecret -}}
+      {{- fail "ledger.external.existingSecret: set ledger.embedded.enabled to false with it" -}}
+    {{- end -}}
+    {{- if .tls.existingSecret -}}
+      {{- fail "ledger.tls: is for ledger.external; the chart's own server has no TLS" -}}
+    {{- end -}}
+    {{- if eq .durabilityClass "replicated" -}}
+      {{- fail "ledger.durabilityClass: the chart's own server has no replica; replicated needs ledger.external" -}}
+    {{- end -}}
+  {{- else if not .external.existingSecret -}}
+    {{- fail "ledger.external.existingSecret: must be set where ledger.embedded.enabled is false" -}}
+  {{- end -}}
+  {{- if and .tls.clientCertificate (not .tls.existingSecret) -}}
+    {{- fail "ledger.tls.existingSecret: must be set with ledger.tls.clientCertificate" -}}
+  {{- end -}}
+{{- end -}}
+{{- with .Values.gcsFaultTolerance -}}
+  {{- if and .enabled (not $.Values.ledger.embedded.enabled) (not .redisAddress) -}}
+    {{- fail "gcsFaultTolerance.redisAddress: must be set with ledger.external, or gcsFaultTolerance.enabled to false" -}}
+  {{- end -}}
+  {{- if and $.Values.ledger.embedded.enabled (or .redisAddress .existingSecret .usernameKey) -}}
+    {{- fail "gcsFaultTolerance: redisAddress, existingSecret and usernameKey are for ledger.external" -}}
+  {{- end -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
+  {{- fail "ingress.host: must be set with ingress.enabled" -}}
+{{- end -}}
+{{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
+  {{- fail "gateway.parentRefs: must be set with gateway.enabled" -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+Workers of one ledger must serve the same model in the same way: what decides that has a ledger of its own.
+Written out or not, a default is the same.
+*/}}
+{{- define "everlift.keyPrefix" -}}
+{{- $worker := dig "worker" dict .Values.config | default dict -}}
+{{- $model := .Values.model -}}
+{{- $decides := list .Release.Namespace $model.name $model.revision
+      $model.volume.persistentVolumeClaim $model.volume.image -}}
+{{- range $name, $default := .Files.Get "files/model_defaults.yaml" | fromYaml -}}
+  {{- $decides = append $decides (hasKey $worker $name | ternary (get $worker $name) $default) -}}
+{{- end -}}
+{{ include "everlift.fullname" . }}-{{ $decides | toJson | sha256sum | trunc 8 }}
+{{- end -}}
+
+{{- define "everlift.settings" -}}
+{{- $worker := dict "device" .Values.workers.device "tensor_parallel" (int .Values.workers.tensorParallel) -}}
+{{- $router := dict "host" "0.0.0.0" "port" (int .Values.service.port)
+      "metrics_host" "0.0.0.0" "metrics_port" (int .Values.monitoring.port) -}}
+{{- $ledger := dict "key_prefix" (include "everlift.keyPrefix" .)
+      "durability_class" .Values.ledger.durabilityClass -}}
+{{- if .Values.ledger.tls.existingSecret -}}
+  {{- $_ := set $ledger "tls_ca" "/etc/everlift/ledger-tls/ca.crt" -}}
+  {{- if .Values.ledger.tls.clientCertificate -}}
+    {{- $_ := set $ledger "tls_cert" "/etc/everlift/ledger-tls/tls.crt" -}}
+    {{- $_ := set $ledger "tls_key" "/etc/everlift/ledger-tls/tls.key" -}}
+  {{- end -}}
+{{- end -}}
+{{- $settings := dict "num_routers" (int .Values.routers.replicas) "router_resource" "everlift_router"
+      "num_workers" (include "everlift.firstWorkers" . | int) "state_dir" "/home/everlift/state"
+      "router" $router "worker" $worker "ledger" $ledger -}}
+{{- if include "everlift.autoscales" . -}}
+  {{- $_ := set $settings "autoscale"
+        (dict "min_workers" (int .Values.workers.min) "max_workers" (int .Values.workers.max)) -}}
+{{- end -}}
+{{- if .Values.model.name -}}
+  {{- $_ := set $settings "model" .Values.model.name -}}
+{{- end -}}
+{{- if .Values.model.revision -}}
+  {{- $_ := set $settings "model_revision" .Values.model.revision -}}
+{{- end -}}
+{{- mergeOverwrite (deepCopy .Values.config) $settings | toYaml -}}
+{{- end -}}

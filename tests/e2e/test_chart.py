@@ -1,0 +1,158 @@
+"""What the chart tells Serve to run, on a local Ray that has the nodes of its groups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import local_ray
+from cluster.demo import prompts
+from everlift.client import AsyncClient
+from router.ledger.config import URL_VARIABLE, LedgerConfig
+from router.ledger.embedded import EmbeddedLedger
+from tests.chart import Rendered, running_helm
+from tests.conftest import leaving_nothing
+from tests.free_port import free_port
+
+# Ray and Serve warn of this and that of their own.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def release() -> Rendered:
+    with running_helm() as helm:
+        return helm.render(
+            {
+                "service": {"port": free_port()},
+                "monitoring": {"port": free_port()},
+                "routers": {"replicas": 1},
+                "workers": {"device": "cpu"},
+                "config": {"worker": {"dtype": "float32", "num_blocks": 256}},
+            }
+        )
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    """Between two tests Ray starts and ends processes as it likes; the end of all is checked."""
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its url, as the pods have it in their environment."""
+    server = EmbeddedLedger(LedgerConfig(), listen=("127.0.0.1", free_port()))
+    yield server.start(tmp_path_factory.mktemp("ledger"))
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def nodes(release: Rendered, ledger: str, monkeypatch_module: pytest.MonkeyPatch) -> Iterator[None]:
+    """A node for each pod, with what the pod says that it has."""
+    monkeypatch_module.setenv(URL_VARIABLE, ledger)
+    local_ray.prepare()
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    with leaving_nothing():
+        cluster = Cluster(
+            initialize_head=True, head_node_args=resources(release.group("head"), True)
+        )
+        for name in ("routers", "workers"):
+            for _ in range(release.group(name)["replicas"]):
+                cluster.add_node(**resources(release.group(name), False))
+        ray.init(
+            address=cluster.address,
+            log_to_driver=False,
+            runtime_env={"worker_process_setup_hook": local_ray.bind_replicas},
+        )
+        serve.start(proxy_location="Disabled")
+        yield
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def resources(group: Any, is_head: bool) -> dict[str, Any]:
+    """As Ray's autoscaler reads them from a group."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import (
+        _get_ray_resources_from_group_spec,
+    )
+
+    found = dict(_get_ray_resources_from_group_spec(group, is_head))
+    del found["memory"]
+    return {"num_cpus": found.pop("CPU"), "num_gpus": found.pop("GPU", 0), "resources": found}
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+def test_the_rendered_settings_serve_a_request(
+    release: Rendered, nodes: None, tmp_path: Path
+) -> None:
+    from ray import serve
+
+    application = release.application
+    module, _, function = application["import_path"].partition(":")
+    settings = application["args"]
+    # On this machine, and nowhere beyond it.
+    settings["state_dir"] = str(tmp_path)
+    settings["router"] |= {"host": "127.0.0.1", "metrics_host": "127.0.0.1"}
+    serve.run(
+        getattr(import_module(module), function)(settings),
+        name=application["name"],
+        route_prefix=application["route_prefix"],
+    )
+    [port] = release.the("Service", "ev-everlift")["spec"]["ports"]
+    asyncio.run(serves(f"127.0.0.1:{port['port']}"))
+    assert placed("router") == {"everlift_router"}
+    # By this name a worker's pod finds whom to tell that it goes (helm/files/hand_back.sh).
+    assert rank_titles() == ["ray::RankActor"]
+
+
+def rank_titles() -> list[str]:
+    """What the processes of ranks are called, up to what they are doing."""
+    pids = [actor["Pid"] for actor in actors() if actor["ActorClassName"] == "RankActor"]
+    titles = (Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] for pid in pids)
+    return [title.decode().partition(".")[0] for title in titles]
+
+
+def actors() -> list[dict[str, Any]]:
+    """Those that live, as Ray's control plane has them: its dashboard may have found no port."""
+    from ray._private import state
+
+    return [actor for actor in state.actors().values() if actor["State"] == "ALIVE"]
+
+
+async def serves(address: str) -> None:
+    [task] = prompts.mixed(1, seed=3)
+    async with AsyncClient(address) as client:
+        text = ""
+        async with client.generate(task.prompt, temperature=0) as stream:
+            async for chunk in stream:
+                text += chunk.text
+        assert text == task.answer
+        [worker] = (await client.status()).workers
+        assert worker.worker_id
+
+
+def placed(deployment: str) -> set[str]:
+    """The custom resources of the nodes that its replicas run on."""
+    import ray
+
+    nodes = {actor["Address"]["NodeID"] for actor in actors() if f"#{deployment}#" in actor["Name"]}
+    return {
+        name
+        for node in ray.nodes()
+        if node["NodeID"] in nodes
+        for name in node["Resources"]
+        if name.startswith("everlift")
+    }

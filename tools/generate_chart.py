@@ -1,0 +1,221 @@
+"""What of the chart follows from elsewhere.
+
+    helm/files/model_defaults.yaml   settings by which workers must agree, from the dataclasses
+    helm/values.schema.json          from values.yaml, and for `config` from the dataclasses
+    helm/README.md                   its table of values, from values.yaml
+
+With ``--check`` it writes nothing, and fails where one of them is not current.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from cluster.config import Config
+from everlift import settings
+from router.ledger.config import PROMISES
+
+CHART = Path(__file__).parents[1] / "helm"
+BEGIN, END = "<!-- values -->\n", "<!-- end of values -->\n"
+#: By these workers of one ledger must agree, beside the model.
+_MODEL_SETTINGS = ("dtype", "load_format", "max_model_len")
+#: Defaults that only mean something on the machine that this runs on.
+_OF_THE_MACHINE = frozenset({"model", "state_dir"})
+
+Json = dict[str, Any]
+
+_TEXTS: Json = {"type": "object", "additionalProperties": {"type": "string"}}
+_OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
+_QUANTITIES: Json = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+_RESOURCES: Json = {
+    "type": "object",
+    "properties": {"limits": _QUANTITIES, "requests": _QUANTITIES},
+    "additionalProperties": False,
+}
+_PORT: Json = {"type": "integer", "minimum": 1, "maximum": 65535}
+#: What a value may be where its default does not say it: by its path, or by its name.
+_SHAPES: dict[str, Json] = {
+    "affinity": {"type": "object"},
+    "annotations": _TEXTS,
+    "gateway.hostnames": {"type": "array", "items": {"type": "string"}},
+    "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
+    "labels": _TEXTS,
+    "ledger.durabilityClass": {"enum": list(PROMISES)},
+    "ledger.embedded.maxMemoryMiB": {"type": "integer", "minimum": 1},
+    "maxUnavailable": {"type": ["integer", "string"], "pattern": "^[0-9]+%$", "minimum": 0},
+    "monitoring.port": _PORT,
+    "nodeSelector": _TEXTS,
+    "podAnnotations": _TEXTS,
+    "podSecurityContext": {"type": "object"},
+    "resources": _RESOURCES,
+    "routers.replicas": {"type": "integer", "minimum": 1},
+    "securityContext": {"type": "object"},
+    "service.port": _PORT,
+    "service.type": {"enum": ["ClusterIP", "LoadBalancer", "NodePort"]},
+    "upgrade.strategy": {"enum": ["NewCluster", "None"]},
+    "workers.device": {"enum": ["cuda", "cpu"]},
+    "workers.max": {"type": "integer", "minimum": 1},
+    "workers.min": {"type": "integer", "minimum": 0},
+    "workers.tensorParallel": {"type": "integer", "minimum": 1},
+}
+_SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", Path: "string"}
+
+
+def main() -> None:
+    wanted = _generated()
+    stale = [path for path, text in wanted.items() if path.read_text() != text]
+    if "--check" in sys.argv[1:]:
+        if stale:
+            names = ", ".join(str(path.relative_to(CHART.parent)) for path in stale)
+            sys.exit(f"not current: {names}: run make chart")
+        print("the chart is current")
+        return
+    for path in stale:
+        path.write_text(wanted[path])
+
+
+def _generated() -> dict[Path, str]:
+    return {
+        CHART / "files" / "model_defaults.yaml": model_defaults(),
+        CHART / "values.schema.json": json.dumps(schema(), indent=1) + "\n",
+        CHART / "README.md": readme((CHART / "README.md").read_text()),
+    }
+
+
+def model_defaults() -> str:
+    worker = settings.to_dict(Config().worker)
+    return "# Made by make chart from worker/config.py.\n" + yaml.safe_dump(
+        {name: worker[name] for name in _MODEL_SETTINGS}
+    )
+
+
+def schema() -> Json:
+    text = (CHART / "values.yaml").read_text()
+    values = _schema_of(yaml.safe_load(text), dict(_descriptions(text)), "")
+    # What a chart that has this one as a dependency may set for all.
+    values["properties"]["global"] = {"type": "object"}
+    values["properties"]["config"] |= settings_schema(Config, "")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | values
+
+
+def _schema_of(value: Any, descriptions: Mapping[str, str], path: str) -> Json:
+    described = {"description": descriptions[path]} if path in descriptions else {}
+    return described | _shape(value, descriptions, path)
+
+
+def _shape(value: Any, descriptions: Mapping[str, str], path: str) -> Json:
+    for known in (path, path.rpartition(".")[2]):
+        if known in _SHAPES:
+            return _SHAPES[known]
+    if isinstance(value, dict):
+        below = {
+            name: _schema_of(each, descriptions, f"{path}.{name}".lstrip("."))
+            for name, each in value.items()
+        }
+        return {"type": "object", "properties": below, "additionalProperties": False}
+    return _OBJECTS if isinstance(value, list) else {"type": _SCALARS[type(value)]}
+
+
+def settings_schema(cls: type, section: str) -> Json:
+    """Of a dataclass of settings whose keys stand in ``section``, empty or with a dot behind it."""
+    defaults, comments = settings.to_dict(cls()), _comments(cls)
+    set_by_chart = yaml.safe_load((CHART / "files" / "chart_settings.yaml").read_text())
+    properties: Json = {}
+    for name, hint in get_type_hints(cls).items():
+        path = section + name
+        if path in set_by_chart:
+            # Refused by the templates, which say what to set instead.
+            properties[name] = {"description": f"set by {set_by_chart[path]}"}
+        elif is_dataclass(hint):
+            assert isinstance(hint, type)
+            properties[name] = settings_schema(hint, f"{path}.")
+        else:
+            described = {"description": comments[name]} if name in comments else {}
+            default = {} if path in _OF_THE_MACHINE else {"default": defaults[name]}
+            properties[name] = described | _type(hint) | default
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _type(hint: Any) -> Json:
+    arguments = get_args(hint)
+    if get_origin(hint) is Literal:
+        return {"enum": list(arguments)}
+    if get_origin(hint) is tuple:
+        return {"type": "array", "items": _type(arguments[0])}
+    if type(None) in arguments:
+        [inner] = (each for each in arguments if each is not type(None))
+        return {"anyOf": [_type(inner), {"type": "null"}]}
+    if issubclass(hint, Enum):
+        return {"enum": [member.name.lower() for member in hint]}
+    return {"type": _SCALARS[hint]}
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """What stands behind ``#:`` above the fields of a dataclass."""
+    comments: dict[str, str] = {}
+    lines: list[str] = []
+    for line in map(str.strip, inspect.getsource(cls).splitlines()):
+        if line.startswith("#:"):
+            lines.append(line.removeprefix("#:").strip())
+            continue
+        if lines and (field := re.match(r"(\w+):", line)):
+            comments[field[1]] = " ".join(lines)
+        lines = []
+    return comments
+
+
+def _descriptions(text: str) -> Iterator[tuple[str, str]]:
+    """The paths of values and what stands behind ``# --`` above each."""
+    above: list[tuple[int, str]] = []
+    description = ""
+    for line in text.splitlines():
+        if comment := re.match(r" *# -- (.*)", line):
+            description = comment[1]
+        elif key := re.match(r"( *)(\w+):", line):
+            above = [(indent, name) for indent, name in above if indent < len(key[1])]
+            above.append((len(key[1]), key[2]))
+            if description:
+                yield ".".join(name for _, name in above), description
+            description = ""
+
+
+def readme(text: str) -> str:
+    """``text`` with the table of values as they are."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return head + BEGIN + "".join(_table()) + END + tail
+
+
+def _table() -> Iterator[str]:
+    text = (CHART / "values.yaml").read_text()
+    descriptions = dict(_descriptions(text))
+    yield "| value | default | what |\n|---|---|---|\n"
+    for path, value in _leaves(yaml.safe_load(text), descriptions, ""):
+        shown = json.dumps(value, separators=(", ", ": ")) if value != "" else ""
+        yield f"| `{path}` | {f'`{shown}`' if shown else ''} | {descriptions.get(path, '')} |\n"
+
+
+def _leaves(
+    values: Mapping[str, Any], descriptions: Mapping[str, str], section: str
+) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        path = section + name
+        whole = path in _SHAPES or name in _SHAPES or path == "config"
+        if isinstance(value, dict) and not whole:
+            yield from _leaves(value, descriptions, f"{path}.")
+        else:
+            yield path, value
+
+
+if __name__ == "__main__":
+    main()
