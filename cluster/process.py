@@ -78,7 +78,13 @@ async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> 
 
     ledger = await connect(launch.ledger)
     router = await Router.start(launch.router, ledger, memory_limit=launch.ledger.memory_limit)
-    tell({"address": router.address, "internal_address": router.internal_address})
+    tell(
+        {
+            "address": router.address,
+            "internal_address": router.internal_address,
+            "metrics_address": router.metrics_address,
+        }
+    )
     try:
         await _first(stop.wait(), router.wait())
     finally:

@@ -151,6 +151,7 @@ class ProcessCluster:
             config.router,
             port=config.router.port and config.router.port + index,
             internal_port=config.router.internal_port and config.router.internal_port + index,
+            metrics_port=config.router.metrics_port and config.router.metrics_port + index,
         )
         launch = RouterLaunch(f"router-{index}", config.log_level, router, ledger)
         return RouterReplica(launch, PlainStarter({}), self._log_dir)

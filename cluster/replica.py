@@ -77,8 +77,12 @@ class RouterReplica(Replica):
     async def _start(self) -> None:
         report = await (await self._spawn(self._launch)).report()
         self.address, self.internal_address = report["address"], report["internal_address"]
-        port, internal_port = _port(self.address), _port(self.internal_address)
-        router = replace(self._launch.router, port=port, internal_port=internal_port)
+        router = replace(
+            self._launch.router,
+            port=_port(self.address),
+            internal_port=_port(self.internal_address),
+            metrics_port=_port(report["metrics_address"]),
+        )
         self._launch = replace(self._launch, router=router)
 
     @property
@@ -110,4 +114,5 @@ class WorkerReplica(Replica):
 
 
 def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])
+    """0 of none."""
+    return int(address.rpartition(":")[2] or 0)

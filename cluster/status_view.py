@@ -107,7 +107,12 @@ def _counters(status: pb.GetStatusResponse) -> Text:
         f"preempted {status.preempted}   moved {status.moved}   "
         f"recomputed tokens {status.recomputed_tokens}   false alarms {status.false_alarms}\n"
         f"ledger {_ledger(status.ledger)}"
+        f"{_metrics(status.metrics_address)}"
     )
+
+
+def _metrics(address: str) -> str:
+    return f"\nmetrics of this router http://{address}/metrics" if address else ""
 
 
 def _ledger(ledger: pb.LedgerStatus) -> str:

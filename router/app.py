@@ -56,6 +56,7 @@ class RouterDeployment:
             "router_id": router.router_id,
             "address": router.address,
             "internal_address": router.internal_address,
+            "metrics_address": router.metrics_address,
             "pid": os.getpid(),
         }
 

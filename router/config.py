@@ -21,9 +21,11 @@ class RouterConfig:
     #: where workers and other routers connect
     internal_host: str = "127.0.0.1"
     internal_port: int = 0
-    #: where Prometheus reads /metrics
+    #: where Prometheus reads metrics (GET /metrics); an empty host: nowhere
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
+    #: under vLLM's names too, for dashboards that know these
+    vllm_metrics: bool = False
     #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED
     max_queued: int = 10_000
     #: dispatched to a worker beyond what it can run at once

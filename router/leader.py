@@ -62,6 +62,10 @@ class Leader:
         self._ledger_ahead = 0.0
         self._move_after = 0.0
         self._is_reporting = False
+        #: times that this replica took the lead
+        self.num_tenures = 0
+        #: workers lost without a drain while it led
+        self.num_losses = 0
         #: dispatches under way, and those of them that the ledger did not answer at once
         self._asking = self._late = 0
         self._wake = asyncio.Event()
@@ -108,6 +112,7 @@ class Leader:
                 self._tenure.generations.change(self._generation, now())
 
     def _begin(self) -> None:
+        self.num_tenures += 1
         self._tenure = Tenure(
             self._config, self._policy, self._placement, self._occupants, self._generation, now()
         )
@@ -180,6 +185,8 @@ class Leader:
         self._placement.join(info.worker_id, Capacity(info.max_num_seqs, info.num_blocks))
 
     def worker_lost(self, worker_id: str) -> None:
+        view = self.view(worker_id)
+        self.num_losses += self.is_leading and view is not None and not view.load.draining
         self._placement.leave(worker_id)
         self._slots.pop(worker_id, None)
 
@@ -317,10 +324,17 @@ class Leader:
             for gateway in self._lines.gateways:
                 self._tell(gateway, session_pb2.LeaderMessage())
 
-    async def _report(self, tenure: Tenure) -> None:
+    def load(self) -> session_pb2.ClusterLoad | None:
+        """What work there is; None where another replica knows."""
+        return self._load(self._tenure) if self._tenure is not None else None
+
+    def _load(self, tenure: Tenure) -> session_pb2.ClusterLoad:
         workers, ledger_now = self._placement.workers.values(), now() + self._ledger_ahead
+        return cluster_load(self._lease.term, tenure, workers, ledger_now)
+
+    async def _report(self, tenure: Tenure) -> None:
         try:
-            await self._ledger.put_load(cluster_load(self._lease.term, tenure, workers, ledger_now))
+            await self._ledger.put_load(self._load(tenure))
         except LedgerUnavailable as error:
             log.info("load not reported", cause=str(error))
         finally:

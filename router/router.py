@@ -21,6 +21,7 @@ from router.fleet import Fleet
 from router.gateway.admin_server import AdminServer
 from router.gateway.chaos_server import ChaosServer
 from router.gateway.grpc_server import InferenceServer
+from router.gateway.health_server import HealthServer
 from router.gateway.model import ServedModel
 from router.gateway.requests import Requests
 from router.gateway.status import Status
@@ -29,6 +30,11 @@ from router.leader import Leader
 from router.ledger.base import Ledger
 from router.ledger.config import DEFAULTS as LEDGER_DEFAULTS
 from router.line import AdmissionLine
+from router.metrics.collector import StateCollector
+from router.metrics.http_server import MetricsServer
+from router.metrics.instruments import Instruments
+from router.metrics.timed_ledger import timed
+from router.metrics.vllm import VllmCollector
 from router.sessions import Sessions
 
 log = logs.get(__name__)
@@ -50,6 +56,8 @@ class Router:
         self._transport = transport
         self.router_id = secrets.token_hex(8)
         self.address = self.internal_address = ""
+        self._instruments = Instruments()
+        self._metrics = MetricsServer(self._instruments.registry)
         self._ledger = ledger
         self._model = model
         self._public = transport.server(SERVER_OPTIONS)
@@ -71,8 +79,15 @@ class Router:
         if (last := await ledger.last_worker()) is not None:
             model.expect(last)
         router = cls(config, ledger, model, transport, memory_limit)
-        router._bind()
-        await router._wire(await ledger.cluster_id())
+        cluster_id = await ledger.cluster_id()
+        # First what can be given back when a port is taken.
+        await router._metrics.start(config.metrics_host, config.metrics_port)
+        try:
+            router._bind()
+        except OSError:
+            await router._metrics.stop()
+            raise
+        router._wire(cluster_id)
         await router._internal.start()
         await router._public.start()
         log.info("router ready", router_id=router.router_id, address=router.address)
@@ -83,8 +98,8 @@ class Router:
         self.address = _listen(self._public, config.host, config.port)
         self.internal_address = _listen(self._internal, config.internal_host, config.internal_port)
 
-    async def _wire(self, cluster_id: str) -> None:
-        config, ledger = self.config, self._ledger
+    def _wire(self, cluster_id: str) -> None:
+        config, ledger = self.config, timed(self._ledger, self._instruments)
         hello = session_pb2.RouterHello(router_id=self.router_id, cluster_id=cluster_id)
         self._sessions = Sessions(config, hello, self, self._transport)
         self._leader = Leader(config, self.router_id, self.internal_address, ledger)
@@ -97,6 +112,7 @@ class Router:
             self._sessions,
             self._line,
             self._memory_limit,
+            self._instruments,
         )
         self._line.serve(self._requests)
         self._fleet = Fleet(
@@ -110,6 +126,7 @@ class Router:
             self._requests,
         )
         self._serve(cluster_id)
+        self._collect()
         for work in (
             self._leader.run(),
             self._fleet.run(),
@@ -127,6 +144,7 @@ class Router:
             self._line,
             self._fleet,
             self._leader,
+            self.metrics_address,
         )
         inference = InferenceServer(self._requests, status, self._transport).handlers()
         chaos = Chaos(
@@ -138,12 +156,27 @@ class Router:
             self._transport,
         )
         admin = AdminServer(self._sessions).handlers()
-        self._public.add_generic_rpc_handlers((inference, admin, ChaosServer(chaos).handlers()))
+        health = HealthServer(self._requests).handlers()
+        self._public.add_generic_rpc_handlers(
+            (inference, health, admin, ChaosServer(chaos).handlers())
+        )
         # Other gateways relay their clients' Attach and Cancel to the one that has the request.
         self._internal.add_generic_rpc_handlers((inference,))
         session_pb2_grpc.add_RouterInternalServicer_to_server(
             InternalServer(self._fleet, self._leader, chaos), self._internal
         )
+
+    @property
+    def metrics_address(self) -> str:
+        """Where metrics are read; empty: nowhere."""
+        return self._metrics.address
+
+    def _collect(self) -> None:
+        """Lets the metrics' readers see this router's state."""
+        instruments, parts = self._instruments, (self._requests, self._sessions, self._leader)
+        instruments.registry.register(StateCollector(*parts))
+        if self.config.vllm_metrics:
+            instruments.registry.register(VllmCollector(self._model.name, instruments, *parts))
 
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
         await self._fleet.announce(info)
@@ -170,6 +203,7 @@ class Router:
         await self._line.close()
         await self._sessions.close()
         await self._internal.stop(grace=0.5)
+        await self._metrics.stop()
         try:
             await self._ledger.leave(self.router_id)
         except LedgerUnavailable:

@@ -120,6 +120,7 @@ class Cluster:
         router._requests._custody.is_closing = True
         await router._public.stop(None)
         await router._internal.stop(None)
+        await router._metrics.stop()
         await router._line.close()
         await router._sessions.close()
 

@@ -54,6 +54,11 @@ class Batch:
         return self._pool.num_free
 
     @property
+    def num_blocks_cached(self) -> int:
+        """Free ones that hold a known prefix."""
+        return self._pool.num_cached
+
+    @property
     def num_unfilled(self) -> int:
         """Places for tokens in used blocks that hold none."""
         # Blocks with several users are full.

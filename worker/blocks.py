@@ -50,6 +50,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         #: the next one to be taken first
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._num_cached = 0
 
     @property
     def num_blocks(self) -> int:
@@ -63,6 +64,11 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody uses and that have a hash."""
+        return self._num_cached
 
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether what ``block_hash`` names can be claimed."""
@@ -89,7 +95,9 @@ class BlockPool:
         if block is None:
             self._store.pin(block_hash)
             return None
-        self._free.pop(block, None)
+        if block in self._free:
+            del self._free[block]
+            self._num_cached -= 1
         self._users[block] += 1
         return block
 
@@ -108,6 +116,7 @@ class BlockPool:
         block, _ = self._free.popitem(last=False)
         if (block_hash := self._hashes[block]) is not None:
             self._store.evicted(block, block_hash)
+            self._num_cached -= 1
             self.forget(block)
         self._users[block] = 1
         return block
@@ -119,10 +128,11 @@ class BlockPool:
             self._hashes[block] = block_hash
 
     def forget(self, block: int) -> None:
-        """A block that is used does not hold what its hash says, if it has one."""
+        """A block does not hold what its hash says, if it has one."""
         block_hash, self._hashes[block] = self._hashes[block], None
         if block_hash is not None:
             del self._by_hash[block_hash]
+            self._num_cached -= block in self._free
 
     def is_shared(self, block: int) -> bool:
         """It has several users."""
@@ -143,6 +153,8 @@ class BlockPool:
                 self._free[block] = None
                 if self._hashes[block] is None:
                     self._free.move_to_end(block, last=False)
+                else:
+                    self._num_cached += 1
 
     def hash_of(self, block: int) -> bytes | None:
         return self._hashes[block]
@@ -158,3 +170,4 @@ class BlockPool:
             assert (count == 0) == (block in self._free), f"block {block}: wrongly free or used"
         hashed = {block: hash_ for block, hash_ in enumerate(self._hashes) if hash_ is not None}
         assert {hash_: block for block, hash_ in hashed.items()} == self._by_hash, "hash map"
+        assert len(hashed.keys() & self._free.keys()) == self._num_cached, "cached blocks"

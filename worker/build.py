@@ -20,6 +20,7 @@ from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
 from worker.parallel import Group
 from worker.runner import Model, TorchRunner
+from worker.step_times import STOPPED, Stopwatch
 from worker.swap import build_host_cache
 
 log = logs.get(__name__)
@@ -36,7 +37,7 @@ class _Loaded:
     parameter_bytes: int
 
 
-def build_runner(config: WorkerConfig, group: Group) -> TorchRunner:
+def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOPPED) -> TorchRunner:
     """Loads the rank's share of ``config.model`` and allocates its KV cache.
 
     Raises ModelUnavailable, UnsupportedModel, BadCheckpoint, or ValueError for a device that is not
@@ -70,7 +71,8 @@ def build_runner(config: WorkerConfig, group: Group) -> TorchRunner:
         ReferenceAttention(cache),
         place,
     )
-    return build(build_host_cache(config, cache, group, build()))
+    host_cache = build_host_cache(config, cache, group, build())
+    return build(host_cache, stopwatch)
 
 
 def _load(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:

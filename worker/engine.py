@@ -20,6 +20,7 @@ from worker.outcome import Abort, Outcome
 from worker.plan import Plan, Runner
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
+from worker.step_times import STOPPED, Part, StepTimes, Stopwatch
 
 log = logs.get(__name__)
 
@@ -33,7 +34,7 @@ class Engine:
     other, or a second such step in a row, is the engine's end. Where memory was too short it ends
     nobody: the steps become smaller.
 
-    Each step is executed ``within`` a context made of its plan.
+    Each step is executed ``within`` a context made of its plan. ``stopwatch`` is told of its parts.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class Engine:
         limits: Limits,
         survivable: type[Exception] = Exception,
         within: Callable[[Plan], AbstractContextManager[object]] = nullcontext,
+        stopwatch: Stopwatch = STOPPED,
     ) -> None:
         self.limits = limits
         self._within = within
+        self._stopwatch = stopwatch
         self._runner = runner
         self._scheduler = Scheduler(limits)
         self._survivable = survivable
@@ -84,7 +87,9 @@ class Engine:
     def step(self, held: Collection[int] = ()) -> list[Outcome]:
         """One forward pass over some of what is known; the sequences in the slots ``held`` draw
         nothing, unless nobody else has anything to do. Raises EngineBroken."""
+        self._stopwatch.start()
         self._plan = self._scheduler.schedule(held)
+        self._stopwatch.end(Part.SCHEDULE)
         if not self._plan.rows:
             return []
         outcomes = self._execute()
@@ -97,8 +102,11 @@ class Engine:
                 results = self._runner.execute(self._plan)
         except Exception as error:
             return self._failed(error)
+        self._stopwatch.end(Part.MODEL)
         self._last_failed = False
-        return self._scheduler.commit(self._plan, results)
+        outcomes = self._scheduler.commit(self._plan, results)
+        self._stopwatch.end(Part.COMMIT)
+        return outcomes
 
     def _failed(self, error: Exception) -> list[Outcome]:
         if isinstance(error, MemoryError) and isinstance(error, self._survivable):
@@ -118,6 +126,9 @@ class Engine:
     def digest(self) -> bytes:
         """Of the last step's plan."""
         return plan_digest(self._plan)
+
+    def step_times(self) -> StepTimes:
+        return self._stopwatch.times
 
     def load(self) -> Load:
         return self._scheduler.load()

@@ -23,6 +23,7 @@ from worker.orders import Inbox
 from worker.plan import Plan, Runner
 from worker.startup import Startup
 from worker.step_log import StepLogReader
+from worker.step_times import Stopwatch
 from worker.watchdog import Watchdog
 
 
@@ -46,6 +47,7 @@ class EngineThread:
         self.ended: Future[None] = Future()
         self.ties = Ties()
         self.watchdog = Watchdog(config.step_timeout)
+        self._stopwatch = Stopwatch(time.perf_counter)
         self._config = config
         self._meet = meet
         self._inbox = inbox
@@ -75,7 +77,7 @@ class EngineThread:
     def _run(self) -> None:
         with self._startup.part("meet_s"):
             self.ties = self._meet()
-        runner = _build_runner(self._config, self.ties, self._startup)
+        runner = _build_runner(self._config, self.ties, self._startup, self._stopwatch)
         try:
             self._loop(self._build_engine(runner))
         finally:
@@ -84,7 +86,8 @@ class EngineThread:
     def _build_engine(self, runner: Runner) -> Engine:
         """Of several ranks each goes on after an error only where all of them have it."""
         survivable = Exception if self._config.tensor_parallel == 1 else EngineFailed
-        return Engine(runner, Limits.of(self._config, runner), survivable, self._watched)
+        limits = Limits.of(self._config, runner)
+        return Engine(runner, limits, survivable, self._watched, self._stopwatch)
 
     @contextmanager
     def _watched(self, plan: Plan) -> Iterator[None]:
@@ -102,7 +105,9 @@ class EngineThread:
             LeadingLoop(engine, self._inbox, self._report, self.ties.log).run()
 
 
-def _build_runner(config: WorkerConfig, ties: Ties, startup: Startup) -> Runner:
+def _build_runner(
+    config: WorkerConfig, ties: Ties, startup: Startup, stopwatch: Stopwatch
+) -> Runner:
     if config.is_fake:
         num_blocks = config.num_blocks or config.kv_cache_mib * 1024 // config.fake.block_kib
         swap_mib = config.swap_mib if config.preemption == "swap" else 0
@@ -111,4 +116,4 @@ def _build_runner(config: WorkerConfig, ties: Ties, startup: Startup) -> Runner:
         from worker.build import build_runner
         from worker.parallel import Group
     with startup.part("load_s"):
-        return build_runner(config, ties.group or Group.single())
+        return build_runner(config, ties.group or Group.single(), stopwatch)

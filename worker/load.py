@@ -12,7 +12,8 @@ class Load:
     """``pending_prefill_tokens`` are known and not computed, without the one token of each sequence
     that decodes; ``committed_tokens`` are the known tokens of all sequences. What stands from
     ``step`` on counts from the engine's start: ``computed_tokens`` with drafts,
-    ``released_blocks`` that became free as sequences ended or left."""
+    ``released_blocks`` that became free as sequences ended or left. ``blocks_cached`` are free and
+    hold a known prefix."""
 
     num_running: int
     num_waiting: int
@@ -26,6 +27,7 @@ class Load:
     counters: Counters
     computed_tokens: int = 0
     released_blocks: int = 0
+    blocks_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from worker.load import Load, Occupant
 from worker.orders import Inbox, Orders
 from worker.outcome import Abort, Outcome, SequenceKey, Stop
 from worker.sequence import Sequence
+from worker.step_times import NO_TIME, StepTimes
 
 #: An engine without work checks its books after so long.
 _IDLE_S = 0.5
@@ -38,13 +39,15 @@ class StepLog(Protocol):
 @dataclass(frozen=True, slots=True)
 class Report:
     """One turn of the loop. ``started`` are counted in ``load`` from now on. ``occupants`` is None
-    where it was told a short while ago. ``busy_s`` was spent in steps since the engine started."""
+    where it was told a short while ago. ``busy_s`` was spent in steps since the engine started,
+    ``step_times`` in their parts."""
 
     started: tuple[SequenceKey, ...]
     outcomes: tuple[Outcome, ...]
     load: Load
     occupants: tuple[Occupant, ...] | None
     busy_s: float = 0.0
+    step_times: StepTimes = NO_TIME
 
 
 class LeadingLoop:
@@ -144,8 +147,8 @@ class LeadingLoop:
         if now - self._occupants_told >= _OCCUPANTS_S:
             self._occupants_told, occupants = now, self._engine.occupants()
         started = tuple(sequence.key for sequence in orders.starts)
-        load = self._engine.load()
-        self._report(Report(started, tuple(outcomes), load, occupants, self._busy_s))
+        load, times = self._engine.load(), self._engine.step_times()
+        self._report(Report(started, tuple(outcomes), load, occupants, self._busy_s, times))
 
 
 def follow(

@@ -103,6 +103,7 @@ class Rank:
         self._sessions: Sessions | None = None
         self._vigil: Vigil | None = None
         self._reclaim: asyncio.Task[None] | None = None
+        self._gpu_watch: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._thread_is_over = asyncio.Event()
         self._error: BaseException | None = None
@@ -224,6 +225,16 @@ class Rank:
         await self._server.start(info)
         if self._config.reclaim_url:
             self._reclaim = self._loop.create_task(self._reclaim_at(self._config.reclaim_url))
+        if not self._config.is_fake:
+            self._gpu_watch = self._loop.create_task(self._watch_gpu(self._sessions))
+
+    async def _watch_gpu(self, sessions: Sessions) -> None:
+        from worker import gpu
+
+        def tell(utilization: float) -> None:
+            sessions.gpu_utilization = utilization
+
+        await gpu.watch(self._config.device, tell)
 
     async def _reclaim_at(self, url: str) -> None:
         await notice_at(url)
@@ -234,6 +245,8 @@ class Rank:
             self._vigil.close()
         if self._reclaim is not None:
             self._reclaim.cancel()
+        if self._gpu_watch is not None:
+            self._gpu_watch.cancel()
 
     def _report(self, report: Report) -> None:
         """Called from the engine's thread."""

@@ -22,6 +22,7 @@ from worker.model.layers import Placement
 from worker.plan import Admission, Plan, Row, RowResult
 from worker.sampled_row import NOT_FINITE_CAUSE
 from worker.sampler import Ask, Sampler
+from worker.step_times import STOPPED, Part, Stopwatch
 from worker.upload import upload
 
 #: Positions of prompts whose logits are in memory at once.
@@ -67,12 +68,14 @@ class TorchRunner:
         attention: AttentionBackend,
         place: Placement,
         host_cache: HostCache | None = None,
+        stopwatch: Stopwatch = STOPPED,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._model = model
         self._cache = cache
         self._host_cache = host_cache
+        self._stopwatch = stopwatch
         self._attention = attention
         self._group = place.group
         self._device = place.device
@@ -122,9 +125,11 @@ class TorchRunner:
         for admission in plan.admissions:
             self._admit(admission)
         hidden = self._forward(plan)
+        self._stopwatch.end(Part.MODEL)
         scores = self._score_prompts(plan, hidden)
-        results = self._sample(plan, hidden)
-        return self._agree(plan, _with_scores(results, scores))
+        results = self._agree(plan, _with_scores(self._sample(plan, hidden), scores))
+        self._stopwatch.end(Part.SAMPLE)
+        return results
 
     def close(self) -> None:
         self._group.close()

@@ -366,6 +366,7 @@ class Scheduler:
             counters=replace(self._counters, unfilled_tokens=running.num_unfilled),
             computed_tokens=self._computed_tokens,
             released_blocks=self._released_blocks,
+            blocks_cached=running.num_blocks_cached,
         )
 
     def occupants(self) -> tuple[Occupant, ...]:

@@ -18,6 +18,7 @@ from worker.loop import Report
 from worker.outbox import Outbox
 from worker.outcome import Abort, Outcome, SequenceKey, Stop
 from worker.sequence import Sequence
+from worker.step_times import NO_TIME
 
 log = logs.get(__name__)
 
@@ -77,6 +78,9 @@ class Sessions:
         self._limits = limits
         self._load = load
         self._busy_s = 0.0
+        self._step_times = NO_TIME
+        #: of rank 0's GPU, from 0 to 1; None where nobody can tell
+        self.gpu_utilization: float | None = None
         self._engine = engine
         self._grammars = grammars
         self._sessions: dict[str, Session] = {}
@@ -231,6 +235,7 @@ class Sessions:
     def deliver(self, report: Report) -> None:
         """Puts a turn's outcomes where their routers will find them."""
         self._load, self._busy_s = report.load, report.busy_s
+        self._step_times = report.step_times
         for key in report.started:
             self._pending.pop(key, None)
         ended = [self._forward(outcome) for outcome in report.outcomes]
@@ -278,4 +283,7 @@ class Sessions:
             computed_tokens=load.computed_tokens,
             released_blocks=load.released_blocks,
             busy_s=self._busy_s,
+            blocks_cached=load.blocks_cached,
+            step_times=self._step_times.to_proto(),
+            gpu_utilization=self.gpu_utilization,
         )

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.util.metrics import Gauge
 
 from cluster.autoscale.config import AutoscaleConfig
+from cluster.autoscale.gauges import Gauges
 from cluster.autoscale.policy import Autoscaler
 from cluster.autoscale.reader import LoadReader
 from cluster.config import Config
 from everlift import logs, settings
+from everlift.v1.session_pb2 import ClusterLoad
 from router.ledger.config import URL_VARIABLE, LedgerConfig
 
 log = logs.get(__name__)
@@ -37,7 +40,9 @@ class QueuePolicy:
         log_file: str,
     ) -> None:
         logs.configure("autoscaler", log_level, Path(log_file))
-        self._autoscaler = Autoscaler(settings.load(AutoscaleConfig, autoscale))
+        config = settings.load(AutoscaleConfig, autoscale)
+        self._autoscaler = Autoscaler(config)
+        self._gauges = Gauges(Gauge, config.max_workers or 0)
         self._reader = LoadReader(partial(_ledger_config, dict(ledger), url_file))
         # Serve drops a policy when another one is deployed.
         weakref.finalize(self, self._reader.stop)
@@ -47,6 +52,7 @@ class QueuePolicy:
         load, age_s = (report.load, report.age_s) if report else (None, 0.0)
         target = context.target_num_replicas
         decision = self._autoscaler.decide(load, age_s, target, time.monotonic())
+        self._gauges.show(decision, load or ClusterLoad(), age_s)
         if decision.workers != target:
             log.info("workers", before=target, now=decision.workers, reason=decision.reason)
         return decision.workers, {}

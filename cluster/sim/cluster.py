@@ -91,6 +91,7 @@ class SimCluster:
             port=_PUBLIC,
             internal_host=name,
             internal_port=_INTERNAL,
+            metrics_host="",
         )
         process = self.clock.process(name)
         part = self.routers[index] = _RouterProcess(process)

@@ -26,6 +26,7 @@ from router.clock import now
 from router.gateway.keyed_lock import KeyedLock
 from router.gateway.ledger_health import LedgerHealth
 from router.gateway.live import LiveRequest
+from router.gateway.observer import NOBODY, Observer
 from router.gateway.recent import Recent
 from router.ledger.base import Ledger
 from router.ledger.entry import Entry, Reasserted, State
@@ -48,12 +49,18 @@ class Counters:
 
 class Custody:
     def __init__(
-        self, router_id: str, ledger: Ledger, health: LedgerHealth, recent: Recent
+        self,
+        router_id: str,
+        ledger: Ledger,
+        health: LedgerHealth,
+        recent: Recent,
+        observer: Observer = NOBODY,
     ) -> None:
         self.router_id = router_id
         self.ledger = ledger
         self.health = health
         self.recent = recent
+        self.observer = observer
         self.counters = Counters()
         self.lengths = OutputLengths()
         #: the router stops: nothing more is taken, and no client that goes is missed
@@ -76,6 +83,7 @@ class Custody:
         return self._live.get(live.request_id) is live
 
     def take(self, live: LiveRequest) -> None:
+        live.observe(self.observer.of_class(live.priority))
         self.recent.begin(live.request_id)
         self._live[live.request_id] = live
 

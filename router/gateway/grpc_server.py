@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import grpc
 
-from everlift.errors import UnknownRequest
+from everlift.errors import EverliftError, UnknownRequest
 from everlift.messages import Submission, check_request_id
 from everlift.transport import Transport
 from everlift.v1 import inference_pb2 as pb
@@ -30,12 +31,14 @@ class InferenceServer:
         self._relay = Relay(transport)
 
     async def generate(self, data: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        message = parse(pb.GenerateRequest, data)
-        submission = Submission.from_proto(message, new_request_id(), secrets.randbits(63))
+        with self._counting_refusals():
+            message = parse(pb.GenerateRequest, data)
+            submission = Submission.from_proto(message, new_request_id(), secrets.randbits(63))
         await context.send_initial_metadata((("x-request-id", submission.request_id),))
         timeout_s = _earlier(submission.timeout_s, context.time_remaining())
         try:
-            live = await self._requests.submit(submission, timeout_s)
+            with self._counting_refusals():
+                live = await self._requests.submit(submission, timeout_s)
         except Elsewhere as elsewhere:
             attach = pb.AttachRequest(request_id=submission.request_id)
             try:
@@ -46,6 +49,18 @@ class InferenceServer:
             return
         async for piece in self._requests.stream(live):
             yield piece
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        """What fails in it was never accepted."""
+        try:
+            yield
+        except Elsewhere:
+            raise
+        except Exception as error:
+            known = error if isinstance(error, EverliftError) else EverliftError()
+            self._requests.turned_away(known)
+            raise
 
     async def attach(self, data: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         message = parse(pb.AttachRequest, data)

@@ -39,6 +39,11 @@ class LedgerHealth:
             self.rollbacks += 1
             self._has_lost = self._has_just_lost = True
 
+    @property
+    def is_fit(self) -> bool:
+        """It answers, and promises what it has to."""
+        return not self.is_away and not self._unfit
+
     def check_room(self) -> None:
         """Raises LedgerUnavailable, LedgerFull, where a request cannot begin."""
         if self.is_away:

@@ -14,6 +14,7 @@ from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway.choice import Choice
+from router.gateway.observer import NOBODY, ClassObserver
 from router.gateway.output import Output
 from router.ledger.entry import Append, Entry, State, Stored, StoredChoice, Tally
 
@@ -83,8 +84,14 @@ class LiveRequest:
         self._num_readers = 0
         self._began = self._waiting_since = now
         self._queued_s = 0.0
+        self._dispatched: float | None = None
         self._first_token: float | None = None
         self._ended: float | None = None
+        #: who read its first token read it elsewhere
+        self._has_begun_elsewhere = self.num_tokens > 0
+        #: by choice, when more could be read last
+        self._readable_since: dict[int, float] = {}
+        self._observer: ClassObserver = NOBODY
 
     @property
     def arrived(self) -> float:
@@ -146,6 +153,10 @@ class LiveRequest:
 
     # what happens to it
 
+    def observe(self, observer: ClassObserver) -> None:
+        """From now on it hears of it."""
+        self._observer = observer
+
     def begin(self, dispatched: session_pb2.Dispatched, now: float) -> None:
         """A worker gets what is unfinished of it, under a fresh epoch."""
         self.phase = Phase.RUNNING
@@ -166,6 +177,9 @@ class LiveRequest:
         for choice in self.unfinished:
             choice.begin(dispatched.epoch)
         self._queued_s += now - self._waiting_since
+        if self._dispatched is None:
+            self._dispatched = now
+            self._observer.dispatched(now - self._began)
 
     def lose(self) -> None:
         """Its worker is lost."""
@@ -182,15 +196,24 @@ class LiveRequest:
 
     def mark_stored(self, choice: Choice, count: int, now: float) -> None:
         """The first ``count`` tokens of the choice are in the ledger."""
-        if choice.mark_stored(count) and self._first_token is None:
-            self._first_token = now
+        if choice.mark_stored(count):
+            self._more_to_read(choice, now)
         self.wake()
 
     def run_ahead(self, choice: Choice, now: float) -> None:
         """All tokens of the choice may be seen before the ledger has them."""
-        if choice.run_ahead() and self._first_token is None:
-            self._first_token = now
+        if choice.run_ahead():
+            self._more_to_read(choice, now)
         self.wake()
+
+    def _more_to_read(self, choice: Choice, now: float) -> None:
+        if self._first_token is None:
+            self._first_token = now
+            if self._dispatched is not None and not self._has_begun_elsewhere:
+                self._observer.first_token(now - self._began, now - self._dispatched)
+        if (before := self._readable_since.get(choice.index)) is not None:
+            self._observer.next_tokens(now - before)
+        self._readable_since[choice.index] = now
 
     def complete(self, now: float) -> None:
         """The ledger has all that came: every choice is at its end."""
@@ -208,7 +231,20 @@ class LiveRequest:
         self.end_worker_wait()
         if self.deadline is not None:
             self.deadline.cancel()
+        self._tell_end(now)
         self.wake()
+
+    def _tell_end(self, now: float) -> None:
+        if self.error is not None:
+            self._observer.failed(self.error.slug)
+            return
+        self._observer.finished(
+            now - self._began,
+            now - self._began_to_tell(now),
+            len(self.request.prompt_ids),
+            self.num_tokens,
+            [choice.finish_reason for choice in self.choices if choice.finish_reason],
+        )
 
     def end_grace(self) -> None:
         if self.grace is not None:

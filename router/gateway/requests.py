@@ -19,6 +19,7 @@ from dataclasses import replace
 from everlift import logs
 from everlift.errors import (
     Cancelled,
+    EverliftError,
     LedgerUnavailable,
     Moved,
     QueueFull,
@@ -39,6 +40,7 @@ from router.gateway.custody import Custody, Elsewhere
 from router.gateway.ledger_health import LedgerHealth
 from router.gateway.live import LiveRequest, Phase
 from router.gateway.model import ServedModel
+from router.gateway.observer import NOBODY, Observer
 from router.gateway.patience import Patience
 from router.gateway.reading import Reading
 from router.gateway.reassertion import Reassertion
@@ -61,6 +63,7 @@ class Requests:
         workers: Workers,
         line: Line,
         memory_limit: float = DEFAULTS.memory_limit,
+        observer: Observer = NOBODY,
     ) -> None:
         """``memory_limit`` as in LedgerConfig."""
         self._config = config
@@ -70,7 +73,7 @@ class Requests:
         self._line = line
         self._ledger_health = LedgerHealth(memory_limit)
         self._recent = Recent(config.reassert)
-        self._custody = Custody(router_id, ledger, self._ledger_health, self._recent)
+        self._custody = Custody(router_id, ledger, self._ledger_health, self._recent, observer)
         self.attempts = Attempts(config, self._custody, workers, line, self.adopt_soon)
         self._patience = Patience(config.grace, self.attempts)
         self._adoption = Adoption(self._custody, model, self.attempts, self._patience)
@@ -79,6 +82,11 @@ class Requests:
 
     def __len__(self) -> int:
         return len(self._custody)
+
+    @property
+    def takes_new(self) -> bool:
+        """A new request is not refused for this router's or the ledger's sake."""
+        return not self._custody.is_closing and self._ledger_health.is_fit
 
     # a client comes
 
@@ -96,6 +104,10 @@ class Requests:
             # Its client is gone, but the ledger may have the request by now.
             self._custody.spawn(self._nobody_reads(opening))
             raise
+
+    def turned_away(self, error: EverliftError) -> None:
+        """A submission that came to nothing, with this answer."""
+        self._custody.observer.refused(error.slug)
 
     async def _open(self, request: Request, timeout_s: float | None) -> LiveRequest:
         async with self._custody.moving.hold(request.request_id):
@@ -119,6 +131,7 @@ class Requests:
             request = replace(request, deadline=entry.arrived + timeout_s)
         live = begun(request, entry, self._model.tokenizer)
         self._custody.take(live)
+        self._custody.observer.of_class(live.priority).accepted(len(request.prompt_ids))
         self.attempts.enqueue(live)
         self._patience.expire_in(live, timeout_s)
         return live

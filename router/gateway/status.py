@@ -21,6 +21,7 @@ class Status:
         line: AdmissionLine,
         fleet: Fleet,
         leader: Leader,
+        metrics_address: str,
     ) -> None:
         self._cluster_id = cluster_id
         self._model = model
@@ -29,6 +30,7 @@ class Status:
         self._line = line
         self._fleet = fleet
         self._leader = leader
+        self._metrics_address = metrics_address
 
     def describe(self) -> pb.GetStatusResponse:
         workers = sorted(map(self._worker, self._sessions.links), key=lambda w: w.worker_id)
@@ -49,6 +51,7 @@ class Status:
             recomputed_tokens=counters.recomputed_tokens,
             false_alarms=self._sessions.false_alarms,
             ledger=self._requests.ledger_status(),
+            metrics_address=self._metrics_address,
         )
 
     def _worker(self, link: WorkerLink) -> pb.WorkerStatus:

@@ -23,8 +23,10 @@ from everlift.client import AsyncClient
 from everlift.stream import Stream
 from everlift.v1 import inference_pb2 as pb
 from router.config import RouterConfig
+from router.metrics.catalogue import STEP_PARTS
 from tests.conftest import leaving_nothing
 from tests.free_port import free_port
+from tests.scrape import scraped
 from worker.config import WorkerConfig
 
 # Ray and Serve warn of this and that of their own.
@@ -97,6 +99,19 @@ async def test_two_ranks_on_two_nodes_make_the_tokens_of_one(
         of_one = await answers(single.address)
     assert of_two == of_one
     assert [text for _, text in of_two] == [task.answer for task in TASKS]
+
+
+async def test_a_replica_says_where_its_metrics_are(running: RayCluster) -> None:
+    from ray import serve
+
+    router = serve.get_deployment_handle("router", "everlift")
+    await answers(running.address)
+    described = await router.describe.remote()
+    samples = (await scraped(described["metrics_address"])).samples
+    assert samples["everlift_requests_total", "outcome=ok"] >= len(TASKS)
+    parts_s = samples.values("everlift_worker_step_seconds_total", "part")
+    assert all(parts_s[part] > 0 for part in STEP_PARTS)
+    assert sum(parts_s.values()) < samples.total("everlift_worker_busy_seconds_total")
 
 
 async def test_a_redeployed_worker_hands_everything_back(running: RayCluster) -> None:

@@ -96,12 +96,14 @@ async def test_a_stream_goes_on_when_its_router_is_killed_and_started_again(
         expected = await undisturbed(cluster)
         address = cluster.address
         async with AsyncClient(address) as client:
+            metrics = (await client.status()).metrics_address
             text = ""
             async for chunk in client.generate("prompt", temperature=0.0, max_tokens=TOKENS):
                 text += chunk.text
                 if chunk.offset == 50:
                     await cluster.kill_router(0)
                     await cluster.restart_router(0)
+            assert metrics and (await client.status()).metrics_address == metrics
         assert (text, cluster.address) == (expected, address)
 
 

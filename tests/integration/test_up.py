@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
+import urllib.request
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -37,8 +39,11 @@ async def up(home: Path) -> AsyncIterator[Process]:
     process = await everlift(home, *UP)
     try:
         assert process.stdout is not None
+        welcome = b""
         while b"status --watch" not in (line := await process.stdout.readline()):
             assert line, await process.communicate()
+            welcome += line
+        assert re.search(rb"\n  metrics  http://127.0.0.1:\d+/metrics\n", welcome), welcome
         yield process
         async with asyncio.timeout(30):
             assert await process.wait() == 0
@@ -47,6 +52,13 @@ async def up(home: Path) -> AsyncIterator[Process]:
         if process.returncode is None:
             process.kill()
             await process.communicate()
+
+
+async def metrics(status: str) -> str:
+    """What is to be read where the status says."""
+    url = status.split()[-1]
+    with await asyncio.to_thread(urllib.request.urlopen, url) as answer:
+        return str(answer.read().decode())
 
 
 async def output(home: Path, *arguments: str) -> str:
@@ -62,7 +74,9 @@ async def test_it_serves_until_a_signal_ends_it(tmp_path: Path, number: signal.S
         text = await output(tmp_path, "generate", "hello", "--max-tokens", "9", "--request-id", "r")
         assert len(text) > 9
         assert await output(tmp_path, "attach", "r") == text
-        assert "completed 1" in await output(tmp_path, "status")
+        status = await output(tmp_path, "status")
+        assert "completed 1" in status
+        assert 'everlift_requests_total{outcome="ok"} 1.0\n' in await metrics(status)
         process.send_signal(number)
     assert not (tmp_path / "everlift" / "endpoint.json").exists()
 

@@ -96,6 +96,16 @@ def test_the_ledger_stands_below_with_what_is_wrong_with_it() -> None:
     assert "ledger valkey 9.1.2   rollbacks 2   away\n" in shown
 
 
+def test_the_last_line_says_where_metrics_are() -> None:
+    status = pb.GetStatusResponse(metrics_address="127.0.0.1:9100")
+    assert (
+        text(show(status))
+        .rstrip()
+        .endswith("\nmetrics of this router http://127.0.0.1:9100/metrics")
+    )
+    assert "metrics" not in text(show(pb.GetStatusResponse()))
+
+
 def test_a_slow_worker_is_shown_as_slow() -> None:
     slow = pb.WorkerStatus(worker_id="w", alive=True, slow=True)
     assert " slow " in text(show(pb.GetStatusResponse(workers=[slow])))

@@ -349,6 +349,9 @@ class WorkerState(google.protobuf.message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
     RELEASED_BLOCKS_FIELD_NUMBER: builtins.int
     BUSY_S_FIELD_NUMBER: builtins.int
+    BLOCKS_CACHED_FIELD_NUMBER: builtins.int
+    STEP_TIMES_FIELD_NUMBER: builtins.int
+    GPU_UTILIZATION_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
     """monotonic within an incarnation"""
     num_running: builtins.int
@@ -369,12 +372,18 @@ class WorkerState(google.protobuf.message.Message):
     """by sequences that ended or left"""
     busy_s: builtins.float
     """spent in steps"""
+    blocks_cached: builtins.int
+    """that nobody uses and that hold a known prefix"""
+    gpu_utilization: builtins.float
+    """of rank 0's GPU, from 0 to 1; unset where nobody can tell"""
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.RunningSequence]:
         """at most five times a second, else empty"""
 
     @property
     def counters(self) -> everlift.v1.inference_pb2.EngineCounters: ...
+    @property
+    def step_times(self) -> Global___StepTimes: ...
     def __init__(
         self,
         *,
@@ -394,11 +403,41 @@ class WorkerState(google.protobuf.message.Message):
         computed_tokens: builtins.int = ...,
         released_blocks: builtins.int = ...,
         busy_s: builtins.float = ...,
+        blocks_cached: builtins.int = ...,
+        step_times: Global___StepTimes | None = ...,
+        gpu_utilization: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "draining", b"draining", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "counters", b"counters", "gpu_utilization", b"gpu_utilization", "step_times", b"step_times"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "draining", b"draining", "gpu_utilization", b"gpu_utilization", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_gpu_utilization", b"_gpu_utilization"]) -> typing.Literal["gpu_utilization"] | None: ...
 
 Global___WorkerState: typing_extensions.TypeAlias = WorkerState
+
+@typing.final
+class StepTimes(google.protobuf.message.Message):
+    """Seconds that steps have spent in their parts since the worker started, by rank 0's clock."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SCHEDULE_S_FIELD_NUMBER: builtins.int
+    MODEL_S_FIELD_NUMBER: builtins.int
+    SAMPLE_S_FIELD_NUMBER: builtins.int
+    COMMIT_S_FIELD_NUMBER: builtins.int
+    schedule_s: builtins.float
+    model_s: builtins.float
+    sample_s: builtins.float
+    commit_s: builtins.float
+    def __init__(
+        self,
+        *,
+        schedule_s: builtins.float = ...,
+        model_s: builtins.float = ...,
+        sample_s: builtins.float = ...,
+        commit_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["commit_s", b"commit_s", "model_s", b"model_s", "sample_s", b"sample_s", "schedule_s", b"schedule_s"]) -> None: ...
+
+Global___StepTimes: typing_extensions.TypeAlias = StepTimes
 
 @typing.final
 class WorkerFrame(google.protobuf.message.Message):

@@ -1,0 +1,73 @@
+"""``grpc.health.v1.Health`` on a gateway's public port.
+
+    ""                       this router takes new requests: whether to send any here
+    everlift.v1.Inference    the same
+    live                     this process answers: whether to start another one in its place
+
+It takes none from the moment that it stops, and while its ledger is away; what it has goes on, and
+can be attached to. Its messages have one field each, which on the wire is that of StringValue and
+Int32Value: the package that has them asks for a newer grpcio and protobuf than we do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from enum import IntEnum
+from typing import Protocol
+
+import grpc
+from google.protobuf.wrappers_pb2 import Int32Value, StringValue
+
+from everlift.v1 import inference_pb2 as pb
+from router.gateway.handlers import Context, parse, streaming, unary
+
+_NAME = "grpc.health.v1.Health"
+_READINESS = ("", pb.DESCRIPTOR.services_by_name["Inference"].full_name)
+_LIVENESS = "live"
+#: Who watches hears of a change so soon.
+_LOOK_S = 0.1
+
+
+class ServingStatus(IntEnum):
+    """As in the protocol."""
+
+    SERVING = 1
+    NOT_SERVING = 2
+    SERVICE_UNKNOWN = 3
+
+
+class Readiness(Protocol):
+    @property
+    def takes_new(self) -> bool: ...
+
+
+class HealthServer:
+    def __init__(self, requests: Readiness) -> None:
+        self._requests = requests
+
+    def status(self, service: str) -> ServingStatus:
+        if service in _READINESS:
+            ready = self._requests.takes_new
+            return ServingStatus.SERVING if ready else ServingStatus.NOT_SERVING
+        known = service == _LIVENESS
+        return ServingStatus.SERVING if known else ServingStatus.SERVICE_UNKNOWN
+
+    async def check(self, data: bytes, context: Context) -> Int32Value:
+        status = self.status(parse(StringValue, data).value)
+        if status is ServingStatus.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
+        return Int32Value(value=status)
+
+    async def watch(self, data: bytes, context: Context) -> AsyncIterator[Int32Value]:
+        service, told = parse(StringValue, data).value, None
+        while True:
+            if (status := self.status(service)) is not told:
+                told = status
+                yield Int32Value(value=status)
+            await asyncio.sleep(_LOOK_S)
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """To be added to a grpc.aio server."""
+        methods = {"Check": unary(self.check), "Watch": streaming(self.watch)}
+        return grpc.method_handlers_generic_handler(_NAME, methods)

@@ -1,0 +1,80 @@
+"""Who hears what becomes of requests, for metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from everlift.messages import FinishReason
+
+
+class ClassObserver(Protocol):
+    """Hears of the requests of one class. Durations are seconds. Called from the event loop, for
+    every piece of output: must be quick."""
+
+    def accepted(self, prompt_tokens: int) -> None:
+        """A new one is in the ledger."""
+        ...
+
+    def dispatched(self, wait_s: float) -> None:
+        """For the first time, so long after its arrival."""
+        ...
+
+    def first_token(self, since_arrival_s: float, since_dispatch_s: float) -> None: ...
+
+    def next_tokens(self, interval_s: float) -> None:
+        """So long after the last time, more of a choice could be read."""
+        ...
+
+    def finished(
+        self,
+        latency_s: float,
+        decode_s: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        reasons: Sequence[FinishReason],
+    ) -> None:
+        """By its last token. ``decode_s`` is since its first one; ``reasons`` are by choice."""
+        ...
+
+    def failed(self, slug: str) -> None:
+        """It ended with this error here."""
+        ...
+
+
+class Observer(Protocol):
+    def of_class(self, priority: int) -> ClassObserver: ...
+
+    def refused(self, slug: str) -> None:
+        """A request that was never accepted."""
+        ...
+
+
+class _Nobody:
+    def accepted(self, prompt_tokens: int) -> None: ...
+
+    def dispatched(self, wait_s: float) -> None: ...
+
+    def first_token(self, since_arrival_s: float, since_dispatch_s: float) -> None: ...
+
+    def next_tokens(self, interval_s: float) -> None: ...
+
+    def finished(
+        self,
+        latency_s: float,
+        decode_s: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        reasons: Sequence[FinishReason],
+    ) -> None: ...
+
+    def failed(self, slug: str) -> None: ...
+
+    def of_class(self, priority: int) -> ClassObserver:
+        return self
+
+    def refused(self, slug: str) -> None: ...
+
+
+#: For a gateway without metrics.
+NOBODY = _Nobody()

@@ -1,0 +1,1 @@
+"""What a router says of itself and of its cluster to Prometheus."""

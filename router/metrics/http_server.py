@@ -1,0 +1,119 @@
+"""The endpoint that Prometheus reads: GET /metrics, in the event loop.
+
+Metrics are collected in the loop's thread, which is the one that changes what they say, and so are
+of one moment. They are written down in another, since that takes longer than tokens shall wait.
+Whoever asks gets one answer a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from http import HTTPStatus
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.exposition import choose_encoder
+
+from everlift import logs
+
+log = logs.get(__name__)
+
+PATH = "/metrics"
+_MOST_CONNECTIONS = 16
+#: For the request to come and for the answer to be taken.
+_TIMEOUT_S = 5.0
+_MOST_REQUEST_BYTES = 8192
+
+
+class MetricsServer:
+    """``address`` is empty as long as nobody can ask."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._server: asyncio.Server | None = None
+        self._answering: set[asyncio.Task[None]] = set()
+        self.address = ""
+
+    async def start(self, host: str, port: int) -> None:
+        """An empty host: nowhere. Raises OSError when the port is taken."""
+        if not host:
+            return
+        self._server = await asyncio.start_server(
+            self._connected, host, port, limit=_MOST_REQUEST_BYTES
+        )
+        bound = self._server.sockets[0].getsockname()[1]
+        self.address = f"{f'[{host}]' if ':' in host else host}:{bound}"
+
+    async def stop(self) -> None:
+        """Listens no more, and hangs up."""
+        if self._server is not None:
+            self._server.close()
+            for task in self._answering:
+                task.cancel()
+            await asyncio.gather(*self._answering, return_exceptions=True)
+            await self._server.wait_closed()
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._answering) >= _MOST_CONNECTIONS:
+            writer.close()
+            return
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(await self._answer(head.decode("latin-1")))
+                await writer.drain()
+        except asyncio.LimitOverrunError:
+            writer.write(_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
+        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+            log.debug("metrics not fetched")
+        finally:
+            writer.close()
+            with suppress(OSError, asyncio.CancelledError):
+                await writer.wait_closed()
+
+    async def _answer(self, head: str) -> bytes:
+        request, *lines = head.split("\r\n")
+        method, _, rest = request.partition(" ")
+        if rest.partition(" ")[0].partition("?")[0] != PATH:
+            return _response(HTTPStatus.NOT_FOUND)
+        if method != "GET":
+            return _response(HTTPStatus.METHOD_NOT_ALLOWED, "Allow: GET\r\n")
+        try:
+            encode, content_type = choose_encoder(_accept(lines))
+            body = await asyncio.to_thread(encode, _Collected(self._registry))
+        except Exception:
+            log.exception("metrics not made")
+            return _response(HTTPStatus.INTERNAL_SERVER_ERROR)
+        return _response(HTTPStatus.OK, f"Content-Type: {content_type}\r\n", body)
+
+
+class _Collected:
+    """All of a moment. Of its own counters and histograms the library also tells when they were
+    made, as gauges that no catalogue has: these are left out."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._families = list(registry.collect())
+        for family in self._families:
+            family.samples = [it for it in family.samples if not it.name.endswith("_created")]
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families)
+
+
+def _accept(lines: list[str]) -> str:
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in fields if name.lower() == "accept"), "")
+
+
+def _response(status: HTTPStatus, headers: str = "", body: bytes = b"") -> bytes:
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\n{headers}"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode("latin-1") + body

@@ -1,0 +1,116 @@
+"""What the autoscaler says of itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.autoscale.config import AutoscaleConfig
+from cluster.autoscale.gauges import REASONS, Gauges
+from cluster.autoscale.policy import Decision
+from everlift.v1.session_pb2 import ClusterLoad
+from router.ledger.base import LoadReport
+from tests.fleet import Fleet
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+class FakeGauge:
+    made: dict[str, FakeGauge]
+
+    def __init__(self, name: str, *, description: str, tag_keys: tuple[str, ...]) -> None:
+        self.values: dict[str, float] = {}
+        self._tag_keys = tag_keys
+        assert description.endswith(".")
+        self.made[name] = self
+
+    def set(self, value: float, tags: dict[str, str] | None = None) -> None:
+        assert tuple(tags or ()) == self._tag_keys
+        self.values[",".join((tags or {}).values())] = value
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    FakeGauge.made = {}
+
+
+def shown() -> dict[str, float]:
+    return {name: gauge.values[""] for name, gauge in FakeGauge.made.items() if "" in gauge.values}
+
+
+def test_a_decision_and_its_inputs_are_shown() -> None:
+    gauges = Gauges(FakeGauge, max_workers=8)
+    load = ClusterLoad(queued_tokens=700, worker_rate=100.0)
+    gauges.show(Decision(3, "requests would wait 7.0 s", need=2.5, wait_s=7.0), load, age_s=0.25)
+    assert shown() == {
+        "everlift_autoscaler_workers": 3,
+        "everlift_autoscaler_max_workers": 8,
+        "everlift_autoscaler_need_workers": 2.5,
+        "everlift_autoscaler_wait_seconds": 7.0,
+        "everlift_autoscaler_load_age_seconds": 0.25,
+        "everlift_autoscaler_queue_tokens": 700,
+        "everlift_autoscaler_worker_tokens_per_second": 100.0,
+    }
+    assert FakeGauge.made["everlift_autoscaler_reason"].values == {"requests would wait": 1}
+
+
+def test_one_reason_is_the_last_one() -> None:
+    gauges = Gauges(FakeGauge, max_workers=8)
+    for reason in ("enough", "enough", "enough are on their way", "something new"):
+        gauges.show(Decision(1, reason), ClusterLoad(), 0.0)
+    reasons = FakeGauge.made["everlift_autoscaler_reason"].values
+    assert reasons == {"enough": 0, "enough are on their way": 0, "other": 1}
+
+
+def test_every_reason_that_a_decision_has_is_a_label() -> None:
+    fleet = Fleet(AutoscaleConfig(min_workers=0, max_workers=6, idle_delay=60.0))
+    fleet.run(300, load=4.0).run(600, load=0.3).run(400, load=0.0).run(200, load=9.0)
+    decisions = [decision for _, decision in fleet.decisions]
+    gauges = Gauges(FakeGauge, max_workers=6)
+    for decision in [*decisions, Decision(1, "the load is not known"), Decision(1, "limits")]:
+        gauges.show(decision, ClusterLoad(), 0.0)
+    assert FakeGauge.made["everlift_autoscaler_reason"].values.keys() == set(REASONS)
+
+
+@pytest.mark.filterwarnings("ignore")  # Serve's own
+def test_the_policy_shows_what_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from cluster.autoscale import serve_policy
+
+    load = ClusterLoad(
+        term=1, workers=1, queued=9, queued_tokens=5000, waited_s=9.0, slots=8, worker_rate=100.0
+    )
+
+    class Reader:
+        def __init__(self, config: object) -> None: ...
+
+        def latest(self) -> LoadReport:
+            return LoadReport(load, 0.1)
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(serve_policy, "LoadReader", Reader)
+    monkeypatch.setattr(serve_policy, "Gauge", FakeGauge)
+    monkeypatch.setattr(serve_policy.logs, "configure", lambda *args: None)
+    autoscale = asdict(AutoscaleConfig(max_workers=4))
+    policy = serve_policy.QueuePolicy(autoscale, {}, "nowhere", "info", str(tmp_path / "log"))
+    context: Any = SimpleNamespace(target_num_replicas=1)
+    workers, _ = policy(context)
+    values = shown()
+    assert values["everlift_autoscaler_workers"] == workers == 3
+    assert values["everlift_autoscaler_max_workers"] == 4
+    assert values["everlift_autoscaler_wait_seconds"] == 50.0
+
+
+def test_dashboard_and_alerts_ask_for_what_there_is() -> None:
+    Gauges(FakeGauge, max_workers=1)
+    files = (DEPLOY / "grafana/everlift.json", DEPLOY / "prometheus/alerts.yaml")
+    asked_for = {
+        name for file in files for name in re.findall(r"ray_(everlift_[a-z_]+)", file.read_text())
+    }
+    assert len(asked_for) == 3
+    assert asked_for <= FakeGauge.made.keys()

@@ -1,0 +1,47 @@
+"""How busy the GPU is, told by a stand-in for NVML: there is no GPU here."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from worker import gpu
+
+CUDA = torch.device("cuda")
+
+
+async def test_it_is_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    percent = iter([0, 55, 100])
+    enough, told = asyncio.Event(), list[float]()
+
+    def tell(utilization: float) -> None:
+        told.append(utilization)
+        if len(told) == 3:
+            enough.set()
+
+    monkeypatch.setattr(gpu, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(gpu, "choose_device", lambda wanted: CUDA)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: next(percent, 100))
+    watching = asyncio.create_task(gpu.watch("auto", tell))
+    async with asyncio.timeout(20):
+        await enough.wait()
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+    assert told[:3] == [0.0, 0.55, 1.0]
+
+
+async def test_without_pynvml_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def utilization(device: torch.device) -> int:
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(gpu, "choose_device", lambda wanted: CUDA)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    await gpu.watch("cuda", pytest.fail)
+
+
+async def test_on_a_cpu_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "utilization", pytest.fail)
+    await gpu.watch("cpu", pytest.fail)
