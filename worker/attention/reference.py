@@ -27,9 +27,9 @@ from worker.plan import Row
 _MAX_GATHERED_BYTES = 8 << 20
 #: New tokens of a row, decoding or checking drafts, whose blocks are padded.
 _FEW = 16
-#: torch's attention gives each CPU thread a part of one buffer, (context + head_dim + 2) numbers for
-#: each row of queries. Where such a part is no multiple of 16 bytes, MKL may compute other last bits
-#: in one thread than in another (it does on a Zen 4), and so in one batch than in another.
+#: torch's attention gives each CPU thread a part of one buffer, (context + head_dim + 2) numbers
+#: for each row of queries. Where such a part is no multiple of 16 bytes, MKL may compute other last
+#: bits in one thread than in another (on a Zen 4 it does), and so in one batch than in another.
 _ALIGNED_ROWS = 2
 
 
