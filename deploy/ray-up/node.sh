@@ -10,6 +10,7 @@ set -euo pipefail
 EVERLIFT=~/everlift
 SECRETS=~/everlift-secrets
 STATE=~/.local/state/everlift
+# In a container all of it is on the path already.
 VENV=${EVERLIFT_VENV:-$EVERLIFT/.venv}
 LEDGER_PORT=6380
 # Settings are EVERLIFT_ variables: this one is none.

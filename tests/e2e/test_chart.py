@@ -20,7 +20,7 @@ from tests.conftest import leaving_nothing
 from tests.free_port import free_port
 
 # Ray and Serve warn of this and that of their own.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
