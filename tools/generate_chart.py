@@ -1,6 +1,7 @@
 """What of the chart follows from elsewhere.
 
     helm/files/model_defaults.yaml   settings by which workers must agree, from the dataclasses
+    helm/files/alerts.yaml, dashboard.json   copies of deploy/'s: a chart reads no file beside it
     helm/values.schema.json          from values.yaml, and for `config` from the dataclasses
     helm/README.md                   its table of values, from values.yaml
 
@@ -26,6 +27,7 @@ from everlift import settings
 from router.ledger.config import PROMISES
 
 CHART = Path(__file__).parents[1] / "helm"
+DEPLOY = CHART.parent / "deploy"
 BEGIN, END = "<!-- values -->\n", "<!-- end of values -->\n"
 #: By these workers of one ledger must agree, beside the model.
 _MODEL_SETTINGS = ("dtype", "load_format", "max_model_len")
@@ -73,7 +75,7 @@ _SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", Pat
 
 def main() -> None:
     wanted = _generated()
-    stale = [path for path, text in wanted.items() if path.read_text() != text]
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv[1:]:
         if stale:
             names = ", ".join(str(path.relative_to(CHART.parent)) for path in stale)
@@ -87,6 +89,8 @@ def main() -> None:
 def _generated() -> dict[Path, str]:
     return {
         CHART / "files" / "model_defaults.yaml": model_defaults(),
+        CHART / "files" / "alerts.yaml": (DEPLOY / "prometheus" / "alerts.yaml").read_text(),
+        CHART / "files" / "dashboard.json": (DEPLOY / "grafana" / "everlift.json").read_text(),
         CHART / "values.schema.json": json.dumps(schema(), indent=1) + "\n",
         CHART / "README.md": readme((CHART / "README.md").read_text()),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ from tests.chart import CHART, NAMESPACE, Helm, Object, Refused, Rendered, conta
 #: Kubernetes' versions that objects are checked against; all of them those of the default values.
 OLDEST, NEWEST = "1.32", "1.37"
 #: Other projects' objects, of which no schema is at hand.
-UNCHECKED = {"RayService", "ServiceMonitor", "GRPCRoute"}
+UNCHECKED = {"RayService", "ServiceMonitor", "PrometheusRule", "GRPCRoute"}
 
 EXTERNAL = {
     "embedded": {"enabled": False},
@@ -92,7 +93,12 @@ VALUES: dict[str, Object] = {
         "service": {"type": "LoadBalancer", "port": 443, "annotations": {"lb": "internal"}},
     },
     "watched": {
-        "monitoring": {"port": 9999, "serviceMonitor": {"enabled": True, "labels": {"team": "ml"}}}
+        "monitoring": {
+            "port": 9999,
+            "serviceMonitor": {"enabled": True, "labels": {"team": "ml"}},
+            "prometheusRule": {"enabled": True, "labels": {"team": "ml"}},
+            "dashboard": {"enabled": True},
+        }
     },
     "closed": {
         "networkPolicy": {
@@ -132,6 +138,18 @@ def helm() -> Iterator[Helm]:
 @pytest.fixture(scope="module")
 def rendered(helm: Helm) -> dict[str, Rendered]:
     return {name: helm.render(values) for name, values in VALUES.items()}
+
+
+def test_alerts_and_dashboard_are_those_of_deploy(rendered: dict[str, Rendered]) -> None:
+    watched, deploy = rendered["watched"], CHART.parent / "deploy"
+    rule = watched.the("PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((deploy / "prometheus" / "alerts.yaml").read_text())
+    assert rule["metadata"]["labels"]["team"] == "ml"
+    dashboard = watched.the("ConfigMap", "-dashboard")
+    shown = json.loads(dashboard["data"]["everlift.json"])
+    assert shown == json.loads((deploy / "grafana" / "everlift.json").read_text())
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert not {"PrometheusRule", "ServiceMonitor"} & rendered["defaults"].kinds
 
 
 def test_helm_finds_nothing_wrong(helm: Helm) -> None:
