@@ -16,7 +16,7 @@ ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 .PHONY: help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-check chart chart-check lock clean
 
 help: ## list the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  \1\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
 
 install: $(VENV)/.installed ## make .venv with everything that Everlift needs
 

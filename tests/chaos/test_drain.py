@@ -27,7 +27,7 @@ async def test_a_worker_that_is_told_to_go_hands_everything_back(tmp_path: Path,
     """At once, with its tokens; it is no loss to anybody."""
     async with running(config(tmp_path, fake=SLOW)) as cluster:
         leaving = cluster.workers[0].worker_id
-        async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=250, plain=True) as load:
+        async with Load(cluster.addresses, 24, fake=SLOW, max_tokens=450, plain=True) as load:
             await load.until(40)
             since = time.time()
             await tell(cluster, way)

@@ -29,7 +29,10 @@ from worker.plan import Plan, RowResult
 from worker.rank import Rank
 
 
-@pytest.mark.parametrize("tokens_before", [0, 30, 200])
+@pytest.mark.parametrize(
+    "tokens_before",
+    [pytest.param(0, marks=pytest.mark.long), 30, pytest.param(200, marks=pytest.mark.long)],
+)
 async def test_streams_of_a_killed_worker_go_on_elsewhere(
     tmp_path: Path, tokens_before: int
 ) -> None:
@@ -105,7 +108,9 @@ async def is_alive(cluster: Cluster, worker_id: str) -> bool:
     return any(w.worker_id == worker_id and w.alive for w in workers)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
 async def test_a_worker_whose_rank_1_is_gone_ends_and_another_goes_on(
     tmp_path: Path, number: signal.Signals
 ) -> None:

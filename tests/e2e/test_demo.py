@@ -8,11 +8,14 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import listening_ports
 
 LOOPBACK = ("0100007F:", "0000000000000000FFFF00000100007F:", "00000000000000000000000001000000:")
 
 
+@pytest.mark.long
 async def test_it_loses_a_worker_and_no_token(tmp_path: Path) -> None:
     summary_file, picture = tmp_path / "summary.json", tmp_path / "slots.png"
     process = await asyncio.create_subprocess_exec(
