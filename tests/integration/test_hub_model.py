@@ -43,6 +43,7 @@ async def text(cluster: ProcessCluster) -> str:
         return await stream.text()
 
 
+@pytest.mark.long
 async def test_workers_serve_one_commit_also_when_its_branch_has_moved(
     hub: Hub, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_model_of_another_architecture_runs_too(tmp_path: Path) -> None:
     assert tuple(greedy[0, ids.shape[1] :].tolist()) == answer.choices[0].token_ids[:9]
 
 
+@pytest.mark.long
 def test_an_output_has_the_form_that_was_asked_for() -> None:
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     forms: list[GenerateOptions] = [

@@ -72,9 +72,10 @@ async def test_a_killed_workers_streams_go_on_elsewhere(tokens_before: int) -> N
     check(received, asked, 120)
     assert status.failed == 0
     assert sum(entry.attempts - 1 for entry in entries) == at_victim > 8
-    # Who had no token yet has not migrated: in the first step there was one request.
-    migrated = (0, 1, at_victim)[min(tokens_before, 2)]
-    assert sum(one.migrations for one in received) == status.migrated == migrated
+    assert sum(one.migrations for one in received) == status.migrated
+    # Who had no token yet has not migrated: the first step had those that had come by then.
+    least, most = [(0, 0), (1, at_victim), (at_victim, at_victim)][min(tokens_before, 2)]
+    assert least <= status.migrated <= most
 
 
 async def take_steps(parts: Cluster, held: Held, steps: int) -> WorkerLink:

@@ -140,6 +140,7 @@ def expected_logprobs(
 # ranks
 
 
+@pytest.mark.long
 def test_two_ranks_sample_the_tokens_of_one(
     directory: Path, model: LlamaForCausalLM, record_testsuite_property: Record
 ) -> None:
