@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from cluster import ray_cluster
 from cluster.config import Config
 from cluster.model import pinned
 from everlift import settings
@@ -19,7 +20,6 @@ from router.ledger.config import EMBEDDED, URL_VARIABLE
 if TYPE_CHECKING:
     from ray.serve import Application
 
-APPLICATION = "everlift"
 _HEAD = f"""\
 # Written by `everlift build`, for `serve deploy` and KubeRay. The args are Everlift's settings: any
 # other may be added. The ledger's url, which has a password, comes from {URL_VARIABLE}, which
@@ -30,11 +30,9 @@ _HEAD = f"""\
 def application(args: Mapping[str, object]) -> Application:
     """The Serve application of ``args``, nested settings. Ray must run. Raises SettingsError,
     ModelUnavailable."""
-    from cluster.ray_cluster import application
-
     config = settings.load(Config, args)
     check_shown(config)
-    return application(asyncio.run(pinned(replace(config, ray_address="auto"))))
+    return ray_cluster.application(asyncio.run(pinned(replace(config, ray_address="auto"))))
 
 
 def serve_yaml(config: Config) -> str:
@@ -44,7 +42,7 @@ def serve_yaml(config: Config) -> str:
         "proxy_location": "Disabled",
         "applications": [
             {
-                "name": APPLICATION,
+                "name": ray_cluster.APPLICATION,
                 "route_prefix": None,
                 "import_path": f"{__name__}:{application.__name__}",
                 "args": _set(config),

@@ -56,6 +56,13 @@ app = typer.Typer(
     help="Serves large language models on a cluster; no request is lost.",
 )
 
+SettingsFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Settings in YAML.")
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. router.port=0."),
+]
 RequestId = Annotated[str, typer.Argument(metavar="ID", help="The request's id.")]
 
 
@@ -91,11 +98,8 @@ def up(
     ] = None,
     no_ray: Annotated[bool, typer.Option("--no-ray", help="Plain processes without Ray.")] = False,
     chaos: Annotated[bool, typer.Option("--chaos", help="Allow `everlift chaos`.")] = False,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings in YAML.")] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. router.port=0."),
-    ] = None,
+    config: SettingsFile = None,
+    assignments: Assignments = None,
 ) -> None:
     """Serve on this machine until Ctrl-C."""
     worker = _given(tensor_parallel=tensor_parallel, load_format=load_format)
@@ -119,11 +123,8 @@ def up(
 """
 )
 def build(
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings in YAML.")] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. router.port=0."),
-    ] = None,
+    config: SettingsFile = None,
+    assignments: Assignments = None,
 ) -> None:
     """Write the settings as a file that Ray Serve deploys."""
     # It belongs to the cluster's own environment, and must not be written down.
@@ -140,11 +141,8 @@ def build(
 """
 )
 def doctor(
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings in YAML.")] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. worker.device=cuda."),
-    ] = None,
+    config: SettingsFile = None,
+    assignments: Assignments = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say what is missing here, or in a cluster, and how to mend it."""
@@ -160,11 +158,8 @@ def doctor(
 @app.command(epilog="**Example:** `everlift ledger --listen 10.0.0.4:6379`")
 def ledger(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where other machines find it.")],
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings in YAML.")] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. ledger.retention=600."),
-    ] = None,
+    config: SettingsFile = None,
+    assignments: Assignments = None,
 ) -> None:
     """Run the ledger's server alone, for a cluster on several machines, until Ctrl-C."""
     loaded = configuration.load(config, os.environ, assignments or ())

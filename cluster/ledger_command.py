@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from contextlib import suppress
 
 from rich.console import Console
 
 from cluster.config import Config
-from cluster.own_ledger import OwnLedger
-from cluster.ray_cluster import log_dir, url_file
+from cluster.own_ledger import OwnLedger, url_file, write_url
+from cluster.ray_cluster import log_dir
 from cluster.serving import on_signal
 from everlift import logs
 from everlift.settings import SettingsError
@@ -35,7 +33,7 @@ async def serve(config: Config, listen: tuple[str, int], console: Console) -> No
     on_signal(stopped.set)
     try:
         url = (await ledger.start()).url
-        _write(config, url)
+        write_url(config, url)
         console.print(
             f"the ledger listens on {listen[0]}:{listen[1]}; Ctrl-C stops it\n"
             f"  its url, with the password: {url_file(config)}\n"
@@ -45,12 +43,3 @@ async def serve(config: Config, listen: tuple[str, int], console: Console) -> No
         await stopped.wait()
     finally:
         await ledger.stop()
-
-
-def _write(config: Config, url: str) -> None:
-    """For this user's eyes only."""
-    with suppress(FileNotFoundError):
-        url_file(config).unlink()
-    descriptor = os.open(url_file(config), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(url)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
+from pathlib import Path
 
 from cluster.config import Config
 from everlift import logs
@@ -14,6 +16,19 @@ log = logs.get(__name__)
 
 _LOOK_S = 0.2
 _RESTART_S = 1.0
+
+
+def url_file(config: Config) -> Path:
+    """Where a ledger's url, which has its password, is written down for this user alone."""
+    return config.state_dir / "ledger.url"
+
+
+def write_url(config: Config, url: str) -> None:
+    config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    url_file(config).unlink(missing_ok=True)
+    descriptor = os.open(url_file(config), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(url)
 
 
 class OwnLedger:

@@ -22,7 +22,7 @@ from cluster import local_ray
 from cluster.config import Config
 from cluster.errors import ClusterFailed
 from cluster.model import pinned
-from cluster.own_ledger import OwnLedger
+from cluster.own_ledger import OwnLedger, url_file, write_url
 from cluster.threads import rank_environment, threads_per_rank
 from everlift import logs
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logs.get(__name__)
 
 LOCAL = "local"
-_APPLICATION = "everlift"
+APPLICATION = "everlift"
 _OBJECT_STORE_BYTES = 100 << 20
 
 
@@ -62,10 +62,10 @@ class RayCluster:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
         try:
-            serve.run(self.application(self.config), name=_APPLICATION, route_prefix=None)
+            serve.run(self.application(self.config), name=APPLICATION, route_prefix=None)
         except RuntimeError as error:
             raise ClusterFailed(f"{error} (logs: {log_dir(self.config)})") from error
-        router = serve.get_deployment_handle("router", _APPLICATION)
+        router = serve.get_deployment_handle("router", APPLICATION)
         self.addresses = [(await router.describe.remote())["address"]]
 
     async def stop(self) -> None:
@@ -86,16 +86,14 @@ class RayCluster:
         if self.config.ray_address == LOCAL:
             serve.shutdown()
         else:
-            serve.delete(_APPLICATION)
+            serve.delete(APPLICATION)
         ray.shutdown()
 
     def application(self, config: Config) -> Application:
         """The Serve application of ``config`` on this cluster's ledger. Ray must run."""
         if config.autoscale.is_on:
-            config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Serve's controller finds it there, and not in Serve's own records.
-            url_file(config).touch(mode=0o600)
-            url_file(config).write_text(self._ledger_config.url)
+            write_url(config, self._ledger_config.url)
         return application(replace(config, ledger=self._ledger_config))
 
     async def __aenter__(self) -> Self:
@@ -148,11 +146,6 @@ def _cores() -> int:
 
 def log_dir(config: Config) -> Path:
     return config.state_dir / "logs"
-
-
-def url_file(config: Config) -> Path:
-    """Where the autoscaler finds the ledger if it is not in its environment."""
-    return config.state_dir / "ledger.url"
 
 
 def application(config: Config) -> Application:
