@@ -77,11 +77,11 @@ def _asked(nodes: Sequence[dict[str, Any]]) -> list[NodeReport]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    look = ray.remote(_look).options(num_cpus=0)
+    look = ray.remote(_look)
     reports = []
     for node in nodes:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        asking = look.options(scheduling_strategy=there)
+        asking = look.options(num_cpus=0, scheduling_strategy=there)
         # Its process is there at the second question.
         ray.get(asking.remote(), timeout=_ANSWER_S)
         asked = time.time()
@@ -167,10 +167,11 @@ def _node_ranks() -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    actor = ray.remote(Reducer).options(num_cpus=0)
+    actor = ray.remote(Reducer)
     return [
         actor.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         ).remote()
         for node in _alive()
     ]

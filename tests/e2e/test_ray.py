@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -262,3 +263,19 @@ async def alive_workers(client: AsyncClient, count: int) -> list[pb.WorkerStatus
             if len(workers) == count:
                 return workers
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.long
+async def test_the_doctor_looks_at_every_node(two_nodes: Any, tmp_path: Path) -> None:
+    settings = [f"--set=ray_address={two_nodes.address}", f"--set=state_dir={tmp_path}"]
+    doctor = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cluster.cli", "doctor", "--json", *settings),
+        f"--set=router.port={free_port()}",
+        stdout=asyncio.subprocess.PIPE,
+    )
+    out, _ = await doctor.communicate()
+    found = {each["subject"]: each for each in json.loads(out)}
+    assert found["nodes"]["says"].startswith("2: ")
+    assert found["gloo all-reduce"]["says"].startswith("over 2 ranks")
+    levels = {found[each]["level"] for each in ("nodes", "versions", "clocks", "gloo all-reduce")}
+    assert (levels, doctor.returncode) == ({"ok"}, 0)
