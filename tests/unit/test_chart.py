@@ -18,7 +18,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cluster import build
+from cluster import build, ray_cluster
 from cluster.config import Config
 from everlift import settings
 from router.ledger.config import EMBEDDED
@@ -298,7 +298,7 @@ def test_the_charts_defaults_are_everlifts(value: str, setting: str) -> None:
 def test_everlift_takes_the_settings_of_serve(rendered: dict[str, Rendered], name: str) -> None:
     application = rendered[name].application
     assert application["import_path"] == f"{build.__name__}:{build.application.__name__}"
-    assert (application["name"], application["route_prefix"]) == (build.APPLICATION, None)
+    assert (application["name"], application["route_prefix"]) == (ray_cluster.APPLICATION, None)
     config = settings.load(Config, application["args"])
     build.check_shown(config)
     release = rendered[name]
