@@ -32,6 +32,11 @@ EXAMPLES = """
 - `everlift generate --no-ray --model ~/models/llama "Once" --set worker.dtype=float32`
 """
 
+#: The variable is the one by which OpenTelemetry's tools pass a context on to a process.
+TraceParent = Annotated[
+    str,
+    typer.Option(envvar="TRACEPARENT", help="The span that asks, as W3C Trace Context writes it."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object for each choice.")]
 
 
@@ -43,6 +48,7 @@ def generate(
     no_ray: NoRay = False,
     model: Model = None,
     assignments: Assignments = None,
+    traceparent: TraceParent = "",
     **options: Any,
 ) -> None:
     """Stream the continuation of a prompt. Ctrl-C cancels it."""
@@ -50,19 +56,24 @@ def generate(
     screen = _Screen(as_json=as_json, is_live=not as_json and given.get("n", 1) == 1)
     config = local_config(no_ray, model, assignments)
     if config is None:
-        asyncio.run(_through_cluster(address, prompt, given, screen))
+        asyncio.run(_through_cluster(address, prompt, traceparent, given, screen))
     else:
         _here(config, prompt, given, screen)
 
 
 async def _through_cluster(
-    address: str | None, prompt: str, options: GenerateOptions, screen: _Screen
+    address: str | None,
+    prompt: str,
+    traceparent: str,
+    options: GenerateOptions,
+    screen: _Screen,
 ) -> None:
     gathering = Gathering()
-    async with connected(address) as client, client.generate(prompt, **options) as stream:
-        async for chunk in stream:
-            gathering.add(chunk)
-            screen.show(chunk)
+    async with connected(address) as client:
+        async with client.generate(prompt, traceparent=traceparent, **options) as stream:
+            async for chunk in stream:
+                gathering.add(chunk)
+                screen.show(chunk)
     screen.end(gathering.completion(stream))
 
 

@@ -26,6 +26,10 @@ class RouterConfig:
     metrics_port: int = 0
     #: under vLLM's names too, for dashboards that know these
     vllm_metrics: bool = False
+    #: OTLP collector (gRPC) that gets traces of requests, as http://127.0.0.1:4317; empty: nobody
+    trace_endpoint: str = ""
+    #: part of the requests that is traced; those that come in a trace follow its sampled flag
+    trace_sample: float = 1.0
     #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED
     max_queued: int = 10_000
     #: dispatched to a worker beyond what it can run at once
@@ -79,3 +83,5 @@ class RouterConfig:
             raise ValueError(f"router.lease ({self.lease:g}) must be twice router.beat or more")
         if self.max_queued < 1 or self.max_losses < 1:
             raise ValueError("router.max_queued and router.max_losses must be at least 1")
+        if not 0 <= self.trace_sample <= 1:
+            raise ValueError("router.trace_sample must be from 0 to 1")

@@ -36,6 +36,8 @@ from router.metrics.instruments import Instruments
 from router.metrics.timed_ledger import timed
 from router.metrics.vllm import VllmCollector
 from router.sessions import Sessions
+from router.traces.exporter import otlp
+from router.traces.traces import Traces
 
 log = logs.get(__name__)
 
@@ -51,10 +53,14 @@ class Router:
         transport: Transport,
         memory_limit: float,
     ) -> None:
+        """Raises SettingsError."""
         self.config = config
         self._memory_limit = memory_limit
         self._transport = transport
         self.router_id = secrets.token_hex(8)
+        endpoint = config.trace_endpoint
+        exporter = otlp(endpoint, self.router_id) if endpoint else None
+        self._traces = Traces(ledger, exporter, config.trace_sample)
         self.address = self.internal_address = ""
         self._instruments = Instruments()
         self._metrics = MetricsServer(self._instruments.registry)
@@ -73,7 +79,7 @@ class Router:
         memory_limit: float = LEDGER_DEFAULTS.memory_limit,
     ) -> Self:
         """A replica that serves. ``memory_limit`` is the ledger's. Raises UnknownModel,
-        ModelUnavailable, LedgerUnavailable, OSError (port taken)."""
+        ModelUnavailable, LedgerUnavailable, SettingsError, OSError (port taken)."""
         await model_files.fetch(config.model, config.model_revision, weights=False)
         model = ServedModel.load(config.model, config.model_revision)
         if (last := await ledger.last_worker()) is not None:
@@ -113,6 +119,7 @@ class Router:
             self._line,
             self._memory_limit,
             self._instruments,
+            self._traces,
         )
         self._line.serve(self._requests)
         self._fleet = Fleet(
@@ -146,7 +153,8 @@ class Router:
             self._leader,
             self.metrics_address,
         )
-        inference = InferenceServer(self._requests, status, self._transport).handlers()
+        server = InferenceServer(self._requests, status, self._transport, self._traces)
+        inference = server.handlers()
         chaos = Chaos(
             self.config,
             self.router_id,
@@ -204,6 +212,7 @@ class Router:
         await self._sessions.close()
         await self._internal.stop(grace=0.5)
         await self._metrics.stop()
+        await asyncio.to_thread(self._traces.close)
         try:
             await self._ledger.leave(self.router_id)
         except LedgerUnavailable:

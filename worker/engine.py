@@ -84,11 +84,12 @@ class Engine:
         """What the next step had better hold. Only rank 0 knows."""
         return self._runner.unready_slots()
 
-    def step(self, held: Collection[int] = ()) -> list[Outcome]:
+    def step(self, held: Collection[int] = (), now: float = 0.0) -> list[Outcome]:
         """One forward pass over some of what is known; the sequences in the slots ``held`` draw
-        nothing, unless nobody else has anything to do. Raises EngineBroken."""
+        nothing, unless nobody else has anything to do. ``now`` is only told. Raises
+        EngineBroken."""
         self._stopwatch.start()
-        self._plan = self._scheduler.schedule(held)
+        self._plan = self._scheduler.schedule(held, now)
         self._stopwatch.end(Part.SCHEDULE)
         if not self._plan.rows:
             return []

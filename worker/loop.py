@@ -90,7 +90,7 @@ class LeadingLoop:
 
     def _step(self, held: Collection[int]) -> list[Outcome]:
         began = self._clock()
-        outcomes = self._engine.step(held)
+        outcomes = self._engine.step(held, began)
         now = self._clock()
         if extra_s := self._slowness.extra_s(now - began, now):
             self._sleep(extra_s)

@@ -83,3 +83,5 @@ def _merge(progress: session_pb2.Progress, news: News) -> None:
         progress.residence = news.residence.value
     progress.preemptions += news.preemptions
     progress.recomputed_tokens += news.recomputed_tokens
+    if news.waited_s is not None:
+        progress.waited_s, progress.cached_tokens = news.waited_s, news.cached_tokens

@@ -60,11 +60,14 @@ class Residence(Enum):
 
 class News(NamedTuple):
     """What became of a sequence, beside its tokens, since anything was told of it. ``residence`` is
-    None where it is as it was."""
+    None where it is as it was. ``waited_s`` is told once: from its start here to its first step,
+    which found ``cached_tokens`` of it in the cache."""
 
     residence: Residence | None = None
     preemptions: int = 0
     recomputed_tokens: int = 0
+    waited_s: float | None = None
+    cached_tokens: int = 0
 
 
 NO_NEWS = News()

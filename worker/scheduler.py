@@ -98,8 +98,8 @@ class Scheduler:
 
     # one step
 
-    def schedule(self, held: Collection[int] = ()) -> Plan:
-        """The next step's plan; without rows when nothing is there to run.
+    def schedule(self, held: Collection[int] = (), now: float = 0.0) -> Plan:
+        """The next step's plan, which begins ``now``; without rows when nothing is there to run.
 
         The sequences in the slots ``held``, for whose grammars drawing would have to wait, sit the
         step out if there is anything else to do: they slow down nobody but themselves.
@@ -107,7 +107,7 @@ class Scheduler:
         self._step += 1
         self._make_room()
         running = self._running_shares(held)
-        admitted = self._admitted_shares(self._budget_after(running))
+        admitted = self._admitted_shares(self._budget_after(running), now)
         if held and not running and not admitted:
             running = self._running_shares(held=())
         if self._limits.speculation.num_draft_tokens:
@@ -204,7 +204,7 @@ class Scheduler:
                 budget -= shares[-1].num_known
         return shares
 
-    def _admitted_shares(self, budget: int) -> list[Share]:
+    def _admitted_shares(self, budget: int, now: float) -> list[Share]:
         shares = []
         while budget and not self._batch.is_full and (head := self._waiting.head()) is not None:
             hits = self._batch.prefix_hits(head)
@@ -212,8 +212,7 @@ class Scheduler:
                 break
             self._waiting.remove(head)
             self._batch.admit(head, hits)
-            if head.is_preempted:
-                head.resumed()
+            head.admitted(now)
             self._counters.prompt_tokens += head.num_known
             self._counters.prefix_hit_tokens += head.num_computed
             shares.append(self._share(head, _first_count(head, budget)))

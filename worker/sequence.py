@@ -63,6 +63,8 @@ class Sequence:
     #: the same, here alone: what it wants to find again
     num_wanted: int = 0
     is_preempted: bool = False
+    #: when it came here, on the clock of who has its first step begin
+    came: float = 0.0
     #: still to be told
     news: News = NO_NEWS
     #: where its prompt is scored, the first position of which nothing was told
@@ -176,16 +178,20 @@ class Sequence:
 
     # what is told of it
 
+    def admitted(self, now: float) -> None:
+        """It comes into the batch: for the first time, or again."""
+        if self.is_preempted:
+            self.is_preempted = False
+            self.news = self.news._replace(residence=Residence.RESUMED)
+        else:
+            waited_s = max(0.0, now - self.came)
+            self.news = self.news._replace(waited_s=waited_s, cached_tokens=self.num_computed)
+
     def preempted(self) -> None:
         """It has lost its blocks."""
         self.is_preempted = True
         count = self.news.preemptions + 1
         self.news = self.news._replace(residence=Residence.PREEMPTED, preemptions=count)
-
-    def resumed(self) -> None:
-        """It has blocks again."""
-        self.is_preempted = False
-        self.news = self.news._replace(residence=Residence.RESUMED)
 
     def recomputed(self, num_tokens: int) -> None:
         count = self.news.recomputed_tokens + num_tokens

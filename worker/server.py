@@ -174,7 +174,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
     def _receive(self, session: Session, frame: session_pb2.RouterFrame) -> None:
         if frame.HasField("fault"):
             self._inject(frame.fault)
-        self._sessions.receive(session, frame)
+        self._sessions.receive(session, frame, asyncio.get_running_loop().time())
 
     def _inject(self, fault: chaos_pb2.Fault) -> None:
         if not self._config.chaos:

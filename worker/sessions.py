@@ -129,9 +129,10 @@ class Sessions:
 
     # frames in
 
-    def receive(self, session: Session, frame: session_pb2.RouterFrame) -> None:
+    def receive(self, session: Session, frame: session_pb2.RouterFrame, now: float) -> None:
+        """``now`` is the engine's clock."""
         for start in frame.starts:
-            self._start(session, start)
+            self._start(session, start, now)
         for abort in frame.aborts:
             self._abort(session, Abort.from_proto(abort))
         if frame.drain:
@@ -152,19 +153,19 @@ class Sessions:
             for session in self._sessions.values():
                 session.outbox.notify()
 
-    def _start(self, session: Session, start: session_pb2.Start) -> None:
+    def _start(self, session: Session, start: session_pb2.Start, now: float) -> None:
         key = SequenceKey(start.epoch, start.choice)
         claim = self._claims.get(key.epoch)
         if claim is not None and claim.session is session and key.choice in claim.choices:
             log.warning("repeated start", request_id=start.request_id)
             return
         self._acknowledge(key.epoch)
-        end = self._end_at_start(start, claim, session)
+        end = self._end_at_start(start, claim, session, now)
         if end is not None:
             session.outbox.push(end)
 
     def _end_at_start(
-        self, start: session_pb2.Start, claim: Claim | None, session: Session
+        self, start: session_pb2.Start, claim: Claim | None, session: Session, now: float
     ) -> Outcome | None:
         """Starts a sequence, or says how it ends right here."""
         key, offset = SequenceKey(start.epoch, start.choice), len(start.output_ids)
@@ -179,6 +180,7 @@ class Sessions:
             return Outcome(key, offset, (), Stop.REFUSED, error)
         if (stop := sequence.stop(self._limits)) is not None:
             return Outcome(key, offset, (), stop)
+        sequence.came = now
         self._claims.setdefault(key.epoch, Claim(session)).choices.add(key.choice)
         self._pending[key] = sequence.num_known
         if (grammar := sequence.sampling.grammar) is None:

@@ -27,12 +27,15 @@ class LocalSession:
         self._session = sessions.join(_NAME, self._notify)
 
     def start_all(self, starts: Iterable[session_pb2.Start]) -> None:
-        self._sessions.receive(self._session, session_pb2.RouterFrame(starts=starts))
+        self._tell(session_pb2.RouterFrame(starts=starts))
 
     def abort(self, epoch: int, choices: Iterable[int] = ()) -> None:
         """Ends ``choices``, or all where none is named; nothing more is said of them."""
         abort = session_pb2.Abort(epoch=epoch, choices=choices)
-        self._sessions.receive(self._session, session_pb2.RouterFrame(aborts=[abort]))
+        self._tell(session_pb2.RouterFrame(aborts=[abort]))
+
+    def _tell(self, frame: session_pb2.RouterFrame) -> None:
+        self._sessions.receive(self._session, frame, self._loop.time())
 
     async def start(self, info: session_pb2.WorkerInfo) -> None:
         """There is nobody to greet."""

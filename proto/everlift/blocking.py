@@ -28,9 +28,12 @@ class Client:
         )
         self._thread.start()
 
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> BlockingStream:
+    def generate(
+        self, prompt: Prompt, *, traceparent: str = "", **options: Unpack[GenerateOptions]
+    ) -> BlockingStream:
         """As AsyncClient.generate."""
-        return BlockingStream(self, self._client.generate(prompt, **options))
+        stream = self._client.generate(prompt, traceparent=traceparent, **options)
+        return BlockingStream(self, stream)
 
     def attach(
         self,

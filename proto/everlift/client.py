@@ -114,13 +114,23 @@ class AsyncClient:
         self._routers = Routers([targets] if isinstance(targets, str) else targets, transport)
         self._reconnect_s = reconnect_s
 
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
-        """Submits a request: text, or token ids. Closing its stream cancels it.
+    def generate(
+        self, prompt: Prompt, *, traceparent: str = "", **options: Unpack[GenerateOptions]
+    ) -> Stream:
+        """Submits a request: text, or token ids. Closing its stream cancels it. ``traceparent`` is
+        the span that asks for it, as W3C Trace Context writes it.
 
         Raises InvalidRequest for what cannot be sent at all.
         """
         submission = submission_message(prompt, options)
-        return Stream(self._routers, submission.request_id, submission, (), self._reconnect_s)
+        return Stream(
+            self._routers,
+            submission.request_id,
+            submission,
+            (),
+            self._reconnect_s,
+            traceparent=traceparent,
+        )
 
     def attach(
         self,

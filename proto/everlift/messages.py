@@ -16,6 +16,7 @@ from typing import Self
 from everlift.checks import check_range
 from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange
 from everlift.sampling import SamplingParams
+from everlift.trace_context import TraceContext
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import ledger_pb2
 
@@ -77,6 +78,7 @@ class Submission:
     cache_salt: str = ""
     priority: int = 0
     ttft_target_s: float | None = None
+    trace: TraceContext | None = None
 
     def __post_init__(self) -> None:
         check_request_id(self.request_id)
@@ -104,7 +106,13 @@ class Submission:
         return hashlib.sha256(self.cache_salt.encode()).digest() if self.cache_salt else b""
 
     @classmethod
-    def from_proto(cls, message: pb.GenerateRequest, request_id: str, seed: int) -> Self:
+    def from_proto(
+        cls,
+        message: pb.GenerateRequest,
+        request_id: str,
+        seed: int,
+        trace: TraceContext | None = None,
+    ) -> Self:
         """``request_id`` and ``seed`` are used where the message has none. Raises
         InvalidRequest."""
         _check_best_of(message)
@@ -125,6 +133,7 @@ class Submission:
             cache_salt=message.cache_salt,
             priority=message.priority,
             ttft_target_s=_seconds(message, "ttft_target_ms"),
+            trace=trace,
         )
 
 
@@ -182,7 +191,7 @@ class Request:
     ``ttft_target_s`` counts from arrival.
 
     ``stop_token_ids`` holds the model's eos ids too, unless they are to be ignored. Each of the
-    ``n`` choices may have ``max_tokens``.
+    ``n`` choices may have ``max_tokens``. ``trace`` is of its own span.
     """
 
     request_id: str
@@ -201,6 +210,7 @@ class Request:
     include_stop: bool = False
     priority: int = 0
     ttft_target_s: float | None = None
+    trace: TraceContext | None = None
 
     def to_bytes(self) -> bytes:
         return ledger_pb2.StoredRequest(
@@ -220,6 +230,7 @@ class Request:
             include_stop=self.include_stop,
             priority=self.priority,
             ttft_target_s=self.ttft_target_s,
+            trace=self.trace.to_proto() if self.trace else None,
         ).SerializeToString()
 
     @classmethod
@@ -242,4 +253,5 @@ class Request:
             include_stop=stored.include_stop,
             priority=stored.priority,
             ttft_target_s=stored.ttft_target_s if stored.HasField("ttft_target_s") else None,
+            trace=TraceContext.from_proto(stored.trace) if stored.HasField("trace") else None,
         )

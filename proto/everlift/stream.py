@@ -28,6 +28,7 @@ from everlift.errors import (
 from everlift.messages import FinishReason
 from everlift.routers import Routers
 from everlift.sampling import TokenLogprobs
+from everlift.trace_context import TRACEPARENT
 from everlift.v1 import inference_pb2 as pb
 
 log = logs.get(__name__)
@@ -76,10 +77,11 @@ class Stream(AsyncIterator[Chunk]):
         from_offsets: Sequence[int],
         reconnect_s: float,
         received: Sequence[Sequence[int]] = (),
+        traceparent: str = "",
     ) -> None:
         """``from_offsets`` are by choice, 0 where none is given; or it begins behind the tokens of
         each choice that were ``received``. Without a ``submission`` the request must be known
-        already; then closing only leaves."""
+        already; then closing only leaves. ``traceparent`` goes with the submission."""
         self.request_id = request_id
         self.finish_reasons: dict[int, FinishReason] = {}
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -87,6 +89,7 @@ class Stream(AsyncIterator[Chunk]):
         self.timing: pb.Timing | None = None
         self._routers = routers
         self._submission = submission
+        self._metadata = ((TRACEPARENT, traceparent),) if traceparent else ()
         #: by choice, the first offset that has not come
         self._next = defaultdict(int, enumerate(map(len, received) if received else from_offsets))
         #: by choice, of all tokens before that; None where the first ones were never seen
@@ -166,7 +169,7 @@ class Stream(AsyncIterator[Chunk]):
         if self._submission is not None and not self._accepted:
             if remaining is not None:
                 self._submission.timeout_ms = max(1, round(remaining * 1e3))
-            return stub.Generate(self._submission, timeout=timeout)
+            return stub.Generate(self._submission, timeout=timeout, metadata=self._metadata)
         return stub.Attach(self._attach_request(), timeout=timeout)
 
     def _attach_request(self) -> pb.AttachRequest:

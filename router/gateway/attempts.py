@@ -246,6 +246,8 @@ class Attempts:
     def _note(self, live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> None:
         """What became of its KV blocks."""
         note(live, choice, progress)
+        if live.journal is not None:
+            live.journal.progress(progress, now())
         self._custody.counters.preempted += progress.preemptions
         self._custody.counters.recomputed_tokens += progress.recomputed_tokens
         self._tell_residence(live)

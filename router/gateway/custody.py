@@ -28,6 +28,7 @@ from router.gateway.ledger_health import LedgerHealth
 from router.gateway.live import LiveRequest
 from router.gateway.observer import NOBODY, Observer
 from router.gateway.recent import Recent
+from router.gateway.tracer import NO_TRACES, Tracer
 from router.ledger.base import Ledger
 from router.ledger.entry import Entry, Reasserted, State
 
@@ -55,12 +56,14 @@ class Custody:
         health: LedgerHealth,
         recent: Recent,
         observer: Observer = NOBODY,
+        tracer: Tracer = NO_TRACES,
     ) -> None:
         self.router_id = router_id
         self.ledger = ledger
         self.health = health
         self.recent = recent
         self.observer = observer
+        self._tracer = tracer
         self.counters = Counters()
         self.lengths = OutputLengths()
         #: the router stops: nothing more is taken, and no client that goes is missed
@@ -109,6 +112,11 @@ class Custody:
         self.close_as(live, entry)
         if entry.state.is_final and entry.gateway == self.router_id:
             self.recent.end(live)
+            self._trace(live)
+
+    def _trace(self, live: LiveRequest) -> None:
+        if live.journal is not None:
+            self.spawn(self._tracer.ended(live))
 
     def is_ours(self, live: LiveRequest, entry: Entry) -> bool:
         """Nobody else has gone on with it."""
@@ -162,6 +170,7 @@ class Custody:
             error = DataLoss("the ledger came back with other tokens than were streamed")
             entry = await self._end_as_failed(live, error) or entry
             self.fail(live, error)
+            self._trace(live)
         return answer, entry
 
     async def _end_as_failed(self, live: LiveRequest, error: EverliftError) -> Entry | None:
@@ -210,6 +219,7 @@ class Custody:
             error = EverliftError("internal error; the router's log says more")
             self.fail(live, error)
             await self._end_as_failed(live, error)
+            self._trace(live)
             raise
 
     def _done(self, task: asyncio.Task[Any]) -> None:

@@ -10,14 +10,20 @@ import grpc
 
 from everlift.errors import EverliftError, UnknownRequest
 from everlift.messages import Submission, check_request_id
+from everlift.trace_context import TRACERESPONSE, TraceContext
 from everlift.transport import Transport
 from everlift.v1 import inference_pb2 as pb
+from router.clock import now
 from router.gateway.custody import Elsewhere
 from router.gateway.handlers import Context, parse, streaming, unary
 from router.gateway.relay import Relay, is_relayed
 from router.gateway.requests import Requests, given_up, new_request_id
 from router.gateway.status import Status
+from router.gateway.tracer import NO_TRACES, Tracer
 from router.ledger.entry import Entry, Event, State
+
+#: In a call's initial metadata.
+_REQUEST_ID = "x-request-id"
 
 _WIRE_STATE = {state: pb.RequestState.Value(f"REQUEST_STATE_{state.name}") for state in State}
 
@@ -25,33 +31,47 @@ _WIRE_STATE = {state: pb.RequestState.Value(f"REQUEST_STATE_{state.name}") for s
 class InferenceServer:
     """``everlift.v1.Inference`` over one gateway's requests."""
 
-    def __init__(self, requests: Requests, status: Status, transport: Transport) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        status: Status,
+        transport: Transport,
+        tracer: Tracer = NO_TRACES,
+    ) -> None:
         self._requests = requests
         self._status = status
         self._relay = Relay(transport)
+        self._tracer = tracer
 
     async def generate(self, data: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        with self._counting_refusals():
+        coming = _Coming(self._tracer.begin(context.invocation_metadata() or ()))
+        with self._telling_refusals(coming):
             message = parse(pb.GenerateRequest, data)
-            submission = Submission.from_proto(message, new_request_id(), secrets.randbits(63))
-        await context.send_initial_metadata((("x-request-id", submission.request_id),))
+            coming.model, coming.request_id = message.model, message.request_id or new_request_id()
+            submission = Submission.from_proto(
+                message, coming.request_id, secrets.randbits(63), coming.trace
+            )
         timeout_s = _earlier(submission.timeout_s, context.time_remaining())
         try:
-            with self._counting_refusals():
+            with self._telling_refusals(coming):
                 live = await self._requests.submit(submission, timeout_s)
-        except Elsewhere as elsewhere:
+        except Exception as error:
+            await _greet(context, coming.request_id)
+            if not isinstance(error, Elsewhere):
+                raise
             attach = pb.AttachRequest(request_id=submission.request_id)
             try:
-                async for piece in self._relay.attach(elsewhere.address, attach):
+                async for piece in self._relay.attach(error.address, attach):
                     yield piece
             except UnknownRequest:
                 raise given_up() from None
             return
+        await _greet(context, live.request_id, live.request.trace)
         async for piece in self._requests.stream(live):
             yield piece
 
     @contextmanager
-    def _counting_refusals(self) -> Iterator[None]:
+    def _telling_refusals(self, coming: _Coming) -> Iterator[None]:
         """What fails in it was never accepted."""
         try:
             yield
@@ -60,6 +80,8 @@ class InferenceServer:
         except Exception as error:
             known = error if isinstance(error, EverliftError) else EverliftError()
             self._requests.turned_away(known)
+            elapsed_s = now() - coming.since
+            self._tracer.refused(coming.trace, coming.model, elapsed_s, known.slug)
             raise
 
     async def attach(self, data: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -70,6 +92,7 @@ class InferenceServer:
             async for piece in self._relay.attach(elsewhere.address, message):
                 yield piece
             return
+        await _greet(context, live.request_id, live.request.trace)
         stream = self._requests.stream(
             live, message.from_offsets, message.digests, is_relayed=is_relayed(context)
         )
@@ -99,6 +122,8 @@ class InferenceServer:
         response.model = stored.request.model
         response.prompt_tokens = len(stored.request.prompt_ids)
         response.priority = stored.request.priority
+        if stored.request.trace is not None:
+            response.trace_id = stored.request.trace.trace_id
         response.events.extend(map(_event, events))
         return response
 
@@ -118,6 +143,23 @@ class InferenceServer:
         }
         name = pb.DESCRIPTOR.services_by_name["Inference"].full_name
         return grpc.method_handlers_generic_handler(name, methods)
+
+
+class _Coming:
+    """A call to Generate that is not accepted yet. ``model`` is what its client calls it."""
+
+    def __init__(self, trace: TraceContext | None) -> None:
+        self.trace = trace
+        self.since = now()
+        self.model = self.request_id = ""
+
+
+async def _greet(context: Context, request_id: str, trace: TraceContext | None = None) -> None:
+    """What a client knows first."""
+    metadata = [(_REQUEST_ID, request_id)]
+    if trace is not None:
+        metadata.append((TRACERESPONSE, str(trace)))
+    await context.send_initial_metadata(tuple(metadata))
 
 
 def _described(entry: Entry) -> pb.GetRequestResponse:

@@ -14,6 +14,7 @@ from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway.choice import Choice
+from router.gateway.journal import Journal
 from router.gateway.observer import NOBODY, ClassObserver
 from router.gateway.output import Output
 from router.ledger.entry import Append, Entry, State, Stored, StoredChoice, Tally
@@ -92,6 +93,8 @@ class LiveRequest:
         #: by choice, when more could be read last
         self._readable_since: dict[int, float] = {}
         self._observer: ClassObserver = NOBODY
+        is_traced = request.trace is not None and request.trace.is_sampled
+        self.journal = Journal() if is_traced else None
 
     @property
     def arrived(self) -> float:
@@ -177,6 +180,8 @@ class LiveRequest:
         for choice in self.unfinished:
             choice.begin(dispatched.epoch)
         self._queued_s += now - self._waiting_since
+        if self.journal is not None:
+            self.journal.dispatched(dispatched.attempt, now)
         if self._dispatched is None:
             self._dispatched = now
             self._observer.dispatched(now - self._began)
@@ -209,6 +214,8 @@ class LiveRequest:
     def _more_to_read(self, choice: Choice, now: float) -> None:
         if self._first_token is None:
             self._first_token = now
+            if self.journal is not None:
+                self.journal.readable(now - self._began)
             if self._dispatched is not None and not self._has_begun_elsewhere:
                 self._observer.first_token(now - self._began, now - self._dispatched)
         if (before := self._readable_since.get(choice.index)) is not None:

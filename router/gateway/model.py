@@ -186,6 +186,7 @@ class ServedModel:
             include_stop=submission.include_stop,
             priority=submission.priority,
             ttft_target_s=submission.ttft_target_s,
+            trace=submission.trace,
         )
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:

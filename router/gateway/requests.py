@@ -46,6 +46,7 @@ from router.gateway.reading import Reading
 from router.gateway.reassertion import Reassertion
 from router.gateway.recent import Recent
 from router.gateway.revival import begun
+from router.gateway.tracer import NO_TRACES, Tracer
 from router.ledger.base import Ledger, Membership
 from router.ledger.config import DEFAULTS
 from router.ledger.entry import Entry, Event, State, Stored
@@ -64,6 +65,7 @@ class Requests:
         line: Line,
         memory_limit: float = DEFAULTS.memory_limit,
         observer: Observer = NOBODY,
+        tracer: Tracer = NO_TRACES,
     ) -> None:
         """``memory_limit`` as in LedgerConfig."""
         self._config = config
@@ -73,7 +75,9 @@ class Requests:
         self._line = line
         self._ledger_health = LedgerHealth(memory_limit)
         self._recent = Recent(config.reassert)
-        self._custody = Custody(router_id, ledger, self._ledger_health, self._recent, observer)
+        self._custody = Custody(
+            router_id, ledger, self._ledger_health, self._recent, observer, tracer
+        )
         self.attempts = Attempts(config, self._custody, workers, line, self.adopt_soon)
         self._patience = Patience(config.grace, self.attempts)
         self._adoption = Adoption(self._custody, model, self.attempts, self._patience)
@@ -96,8 +100,9 @@ class Requests:
         Raises InvalidRequest, UnknownModel, RequestConflict, QueueFull, LedgerFull, RouterStopping,
         LedgerUnavailable, Elsewhere.
         """
+        began = now()
         request = self._model.resolve(submission)
-        opening = self._custody.spawn(self._open(request, timeout_s))
+        opening = self._custody.spawn(self._open(request, timeout_s, began))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -109,7 +114,7 @@ class Requests:
         """A submission that came to nothing, with this answer."""
         self._custody.observer.refused(error.slug)
 
-    async def _open(self, request: Request, timeout_s: float | None) -> LiveRequest:
+    async def _open(self, request: Request, timeout_s: float | None, began: float) -> LiveRequest:
         async with self._custody.moving.hold(request.request_id):
             if (known := self._known(request.request_id)) is not None:
                 return _same(known, request)
@@ -120,16 +125,20 @@ class Requests:
                 self._custody.spawn(self._recover(request.request_id))
                 raise
             if opened.created:
-                return self._begin(request, opened.entry, timeout_s)
+                return self._begin(request, opened.entry, timeout_s, began)
         try:
             return await self.attach(request.request_id)
         except UnknownRequest:
             raise given_up() from None
 
-    def _begin(self, request: Request, entry: Entry, timeout_s: float | None) -> LiveRequest:
+    def _begin(
+        self, request: Request, entry: Entry, timeout_s: float | None, began: float
+    ) -> LiveRequest:
         if timeout_s is not None:
             request = replace(request, deadline=entry.arrived + timeout_s)
         live = begun(request, entry, self._model.tokenizer)
+        if live.journal is not None:
+            live.journal.accepted(now() - began)
         self._custody.take(live)
         self._custody.observer.of_class(live.priority).accepted(len(request.prompt_ids))
         self.attempts.enqueue(live)

@@ -94,7 +94,8 @@ def test_requirements_are_the_projects() -> None:
         check=True,
     )
     lines = found.stdout.splitlines()
-    assert lines == PROJECT["project"]["dependencies"]
+    project = PROJECT["project"]
+    assert lines == project["dependencies"] + project["optional-dependencies"]["traces"]
     # The CPU variant appends to the only line that begins so.
     [torch] = (line for line in lines if line.startswith("torch=="))
     assert torch in (ROOT / "constraints.txt").read_text().splitlines()

@@ -67,7 +67,7 @@ class Desk:
     def send(self, *starts: session_pb2.Start, aborts: tuple[int, ...] = ()) -> None:
         messages = [session_pb2.Abort(epoch=epoch) for epoch in aborts]
         frame = session_pb2.RouterFrame(starts=starts, aborts=messages)
-        self.sessions.receive(self.router, frame)
+        self.sessions.receive(self.router, frame, now=0.0)
 
     def cut(self, session: Session | None = None) -> session_pb2.WorkerFrame:
         return self.sessions.cut(session or self.router)

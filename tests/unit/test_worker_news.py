@@ -23,9 +23,23 @@ def test_who_decodes_has_no_news_but_what_is_computed() -> None:
     bench = Bench(limits(max_num_batched_tokens=40))
     bench.add(1, 70)
     assert bench.commit(bench.plan()) == [], "a chunk is nothing to tell"
-    for computed in (70, 71):
+    bench.commit(bench.plan())
+    for computed in (71, 72):
         (outcome,) = bench.commit(bench.plan())
         assert (outcome.num_computed, outcome.news) == (computed, NO_NEWS)
+
+
+def test_with_its_first_token_it_is_told_how_long_it_waited_and_what_was_found() -> None:
+    bench = Bench(limits(max_num_batched_tokens=40, max_num_seqs=1))
+    bench.add(1, 70, max_tokens=1)
+    this = bench.add(2, 70)
+    this.came = 10.0
+    for now in (11.0, 12.0):
+        bench.commit(bench.scheduler.schedule(now=now))
+    (outcome,) = bench.commit(bench.scheduler.schedule(now=12.5))
+    assert outcome.news == News(waited_s=2.5, cached_tokens=64)
+    (outcome,) = bench.commit(bench.scheduler.schedule(now=13.0))
+    assert outcome.news == NO_NEWS, "it is told once"
 
 
 def test_a_preemption_is_told_in_the_step_that_needs_the_blocks() -> None:
@@ -59,7 +73,7 @@ def test_what_is_computed_again_chunk_by_chunk_is_told_with_the_next_token() -> 
     for _ in range(3):
         assert bench.commit(bench.plan()) == []
     (outcome,) = bench.commit(bench.plan())
-    assert outcome.news == News(None, 0, recomputed_tokens=80)
+    assert outcome.news == News(None, 0, recomputed_tokens=80, waited_s=0.0)
     assert (outcome.num_computed, this.num_computed) == (100, 100)
 
 

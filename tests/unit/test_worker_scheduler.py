@@ -11,7 +11,7 @@ from tests.scheduler_bench import TOKEN, Bench, result
 from tests.worker_support import limits, prompt, sequence
 from worker.counters import Counters
 from worker.load import Load, Occupant
-from worker.outcome import Outcome, SequenceKey, Stop
+from worker.outcome import News, Outcome, SequenceKey, Stop
 from worker.plan import Plan, RowResult
 from worker.sequence import NO_SLOT, Sequence
 
@@ -151,7 +151,8 @@ def test_what_a_row_that_failed_was_to_fill_is_found_by_nobody() -> None:
     bench.add(2, 70)
     plan, error = bench.plan(), EngineFailed("no number")
     outcomes = bench.scheduler.commit(plan, [result(plan.rows[0]), RowResult(error=error)])
-    assert outcomes[1] == Outcome(SequenceKey(2, 0), 0, (), Stop.FAILED, error)
+    failed = Outcome(SequenceKey(2, 0), 0, (), Stop.FAILED, error, news=News(waited_s=0.0))
+    assert outcomes[1] == failed
     bench.scheduler.check_integrity()
     bench.add(3, 70)
     assert bench.step() == [(0, 41, 1), (1, 0, 70)]
@@ -247,7 +248,8 @@ def test_a_sequence_that_outgrows_the_pool_alone_fails_with_its_last_token() -> 
 def test_an_outcome_has_the_offset_of_its_token() -> None:
     bench = Bench(limits())
     bench.scheduler.add(sequence(bench.limits, 1, [1], max_tokens=4, output=[2, 3]))
-    assert bench.commit(bench.plan()) == [Outcome(SequenceKey(1, 0), 2, (TOKEN,), num_computed=3)]
+    first = Outcome(SequenceKey(1, 0), 2, (TOKEN,), num_computed=3, news=News(waited_s=0.0))
+    assert bench.commit(bench.plan()) == [first]
     assert bench.commit(bench.plan()) == [
         Outcome(SequenceKey(1, 0), 3, (TOKEN,), Stop.LENGTH, num_computed=4)
     ]

@@ -64,7 +64,9 @@ class Desk:
         self, session: Session, *starts: session_pb2.Start, aborts: tuple[int, ...] = ()
     ) -> None:
         messages = [session_pb2.Abort(epoch=epoch) for epoch in aborts]
-        self.sessions.receive(session, session_pb2.RouterFrame(starts=starts, aborts=messages))
+        self.sessions.receive(
+            session, session_pb2.RouterFrame(starts=starts, aborts=messages), now=0.0
+        )
 
     def stops(self, session: Session) -> dict[int, int]:
         return {p.epoch: p.stop for p in self.sessions.cut(session).progress}
@@ -207,7 +209,7 @@ def test_a_drain_is_ordered_once_and_later_starts_come_back() -> None:
     desk = Desk()
     a = desk.join("a")
     desk.send(a, start(1, prompt(3)))
-    desk.sessions.receive(a, session_pb2.RouterFrame(drain=True))
+    desk.sessions.receive(a, session_pb2.RouterFrame(drain=True), now=0.0)
     desk.sessions.drain()
     desk.send(a, start(2, prompt(3), output=[4, 5]))
     frame = desk.sessions.cut(a)

@@ -616,6 +616,7 @@ class GetRequestResponse(google.protobuf.message.Message):
     LOSSES_FIELD_NUMBER: builtins.int
     EVENTS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    TRACE_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     state: Global___RequestState.ValueType
     model: builtins.str
@@ -631,6 +632,8 @@ class GetRequestResponse(google.protobuf.message.Message):
     losses: builtins.int
     """attempts whose worker was lost"""
     priority: builtins.int
+    trace_id: builtins.str
+    """of the trace that it belongs to; empty: none"""
     @property
     def finish_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]:
         """by choice; unspecified for one that goes on"""
@@ -655,8 +658,9 @@ class GetRequestResponse(google.protobuf.message.Message):
         losses: builtins.int = ...,
         events: collections.abc.Iterable[Global___RequestEvent] | None = ...,
         priority: builtins.int = ...,
+        trace_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "error_message", b"error_message", "error_slug", b"error_slug", "events", b"events", "finish_reasons", b"finish_reasons", "losses", b"losses", "model", b"model", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "error_message", b"error_message", "error_slug", b"error_slug", "events", b"events", "finish_reasons", b"finish_reasons", "losses", b"losses", "model", b"model", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "trace_id", b"trace_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___GetRequestResponse: typing_extensions.TypeAlias = GetRequestResponse
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from everlift.v1 import inference_pb2 as everlift_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65verlift/v1/ledger.proto\x12\x0b\x65verlift.v1\x1a\x1b\x65verlift/v1/inference.proto\"\x96\x03\n\rStoredRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.everlift.v1.Sampling\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x30\n\ron_disconnect\x18\t \x01(\x0e\x32\x19.everlift.v1.OnDisconnect\x12\x15\n\x08\x64\x65\x61\x64line\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tbody_hash\x18\x0b \x01(\x0c\x12\x0c\n\x04salt\x18\x0c \x01(\x0c\x12\t\n\x01n\x18\r \x01(\r\x12\x14\n\x0cinclude_stop\x18\x0e \x01(\x08\x12\x10\n\x08priority\x18\x0f \x01(\x11\x12\x1a\n\rttft_target_s\x18\x10 \x01(\x01H\x01\x88\x01\x01\x42\x0b\n\t_deadlineB\x10\n\x0e_ttft_target_sb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65verlift/v1/ledger.proto\x12\x0b\x65verlift.v1\x1a\x1b\x65verlift/v1/inference.proto\"\xb9\x03\n\rStoredRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.everlift.v1.Sampling\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x30\n\ron_disconnect\x18\t \x01(\x0e\x32\x19.everlift.v1.OnDisconnect\x12\x15\n\x08\x64\x65\x61\x64line\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tbody_hash\x18\x0b \x01(\x0c\x12\x0c\n\x04salt\x18\x0c \x01(\x0c\x12\t\n\x01n\x18\r \x01(\r\x12\x14\n\x0cinclude_stop\x18\x0e \x01(\x08\x12\x10\n\x08priority\x18\x0f \x01(\x11\x12\x1a\n\rttft_target_s\x18\x10 \x01(\x01H\x01\x88\x01\x01\x12!\n\x05trace\x18\x11 \x01(\x0b\x32\x12.everlift.v1.TraceB\x0b\n\t_deadlineB\x10\n\x0e_ttft_target_s\"]\n\x05Trace\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0f\n\x07span_id\x18\x02 \x01(\t\x12\x11\n\tparent_id\x18\x03 \x01(\t\x12\x0f\n\x07sampled\x18\x04 \x01(\x08\x12\r\n\x05state\x18\x05 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,5 +33,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'everlift.v1.ledger_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STOREDREQUEST']._serialized_start=71
-  _globals['_STOREDREQUEST']._serialized_end=477
+  _globals['_STOREDREQUEST']._serialized_end=512
+  _globals['_TRACE']._serialized_start=514
+  _globals['_TRACE']._serialized_end=607
 # @@protoc_insertion_point(module_scope)

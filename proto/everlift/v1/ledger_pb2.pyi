@@ -39,6 +39,7 @@ class StoredRequest(google.protobuf.message.Message):
     INCLUDE_STOP_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     TTFT_TARGET_S_FIELD_NUMBER: builtins.int
+    TRACE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     model: builtins.str
     fingerprint: builtins.str
@@ -62,6 +63,10 @@ class StoredRequest(google.protobuf.message.Message):
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def trace(self) -> Global___Trace:
+        """unset: it belongs to none"""
+
     def __init__(
         self,
         *,
@@ -81,12 +86,43 @@ class StoredRequest(google.protobuf.message.Message):
         include_stop: builtins.bool = ...,
         priority: builtins.int = ...,
         ttft_target_s: builtins.float | None = ...,
+        trace: Global___Trace | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "deadline", b"deadline", "sampling", b"sampling", "ttft_target_s", b"ttft_target_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "body_hash", b"body_hash", "deadline", b"deadline", "fingerprint", b"fingerprint", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "ttft_target_s", b"ttft_target_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "deadline", b"deadline", "sampling", b"sampling", "trace", b"trace", "ttft_target_s", b"ttft_target_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "body_hash", b"body_hash", "deadline", b"deadline", "fingerprint", b"fingerprint", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "trace", b"trace", "ttft_target_s", b"ttft_target_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline", b"_deadline"]) -> typing.Literal["deadline"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ttft_target_s", b"_ttft_target_s"]) -> typing.Literal["ttft_target_s"] | None: ...
 
 Global___StoredRequest: typing_extensions.TypeAlias = StoredRequest
+
+@typing.final
+class Trace(google.protobuf.message.Message):
+    """The span of a request, in W3C Trace Context's terms; ids in hexadecimal digits."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRACE_ID_FIELD_NUMBER: builtins.int
+    SPAN_ID_FIELD_NUMBER: builtins.int
+    PARENT_ID_FIELD_NUMBER: builtins.int
+    SAMPLED_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    trace_id: builtins.str
+    span_id: builtins.str
+    parent_id: builtins.str
+    """the span that asked for it; empty: none"""
+    sampled: builtins.bool
+    state: builtins.str
+    def __init__(
+        self,
+        *,
+        trace_id: builtins.str = ...,
+        span_id: builtins.str = ...,
+        parent_id: builtins.str = ...,
+        sampled: builtins.bool = ...,
+        state: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["parent_id", b"parent_id", "sampled", b"sampled", "span_id", b"span_id", "state", b"state", "trace_id", b"trace_id"]) -> None: ...
+
+Global___Trace: typing_extensions.TypeAlias = Trace

@@ -488,6 +488,8 @@ class Progress(google.protobuf.message.Message):
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_COMPUTED_FIELD_NUMBER: builtins.int
+    WAITED_S_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     choice: builtins.int
     offset: builtins.int
@@ -505,6 +507,11 @@ class Progress(google.protobuf.message.Message):
     recomputed_tokens: builtins.int
     num_computed: builtins.int
     """known tokens that are computed by now; 0: not told"""
+    waited_s: builtins.float
+    """With the first progress of a sequence here: seconds from its start to the step that began it, and those
+    of its known tokens that were found in the KV cache then.
+    """
+    cached_tokens: builtins.int
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -532,8 +539,12 @@ class Progress(google.protobuf.message.Message):
         preemptions: builtins.int = ...,
         recomputed_tokens: builtins.int = ...,
         num_computed: builtins.int = ...,
+        waited_s: builtins.float | None = ...,
+        cached_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "num_computed", b"num_computed", "offset", b"offset", "preemptions", b"preemptions", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "recomputed_tokens", b"recomputed_tokens", "residence", b"residence", "stop", b"stop", "token_ids", b"token_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "waited_s", b"waited_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "cached_tokens", b"cached_tokens", "choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "num_computed", b"num_computed", "offset", b"offset", "preemptions", b"preemptions", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "recomputed_tokens", b"recomputed_tokens", "residence", b"residence", "stop", b"stop", "token_ids", b"token_ids", "waited_s", b"waited_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_waited_s", b"_waited_s"]) -> typing.Literal["waited_s"] | None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
 

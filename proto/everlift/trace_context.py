@@ -1,0 +1,66 @@
+"""The trace that a request belongs to, as W3C Trace Context (2021) has it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Self
+
+from everlift.v1 import ledger_pb2
+
+#: Metadata keys: of a call, and of its answer (Trace Context Level 2, a draft).
+TRACEPARENT, TRACESTATE, TRACERESPONSE = "traceparent", "tracestate", "traceresponse"
+
+#: What follows them in a later version is not known and not used.
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED = 0x01
+_MAX_STATE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """One span: ``trace_id`` is 32 lower-case hexadecimal digits, ``span_id`` 16, and so is
+    ``parent_id``, the span around it, where there is one. ``state`` is other tracers' and goes
+    along unread."""
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+    parent_id: str = ""
+    state: str = ""
+
+    @classmethod
+    def parse(cls, traceparent: str, state: str = "") -> Self | None:
+        """None for what is none: the standard has a new trace begin then."""
+        match = _TRACEPARENT.fullmatch(traceparent)
+        if match is None:
+            return None
+        version, trace_id, span_id, flags, rest = match.groups()
+        if version == "ff" or (version == "00" and rest):
+            return None
+        if not int(trace_id, 16) or not int(span_id, 16):
+            return None
+        kept = state if len(state) <= _MAX_STATE and state.isascii() else ""
+        return cls(trace_id, span_id, bool(int(flags, 16) & _SAMPLED), state=kept)
+
+    def child(self, span_id: str) -> Self:
+        return replace(self, span_id=span_id, parent_id=self.span_id)
+
+    @classmethod
+    def from_proto(cls, message: ledger_pb2.Trace) -> Self:
+        return cls(
+            message.trace_id, message.span_id, message.sampled, message.parent_id, message.state
+        )
+
+    def to_proto(self) -> ledger_pb2.Trace:
+        return ledger_pb2.Trace(
+            trace_id=self.trace_id,
+            span_id=self.span_id,
+            sampled=self.is_sampled,
+            parent_id=self.parent_id,
+            state=self.state,
+        )
+
+    def __str__(self) -> str:
+        """As a traceparent."""
+        return f"00-{self.trace_id}-{self.span_id}-{_SAMPLED if self.is_sampled else 0:02x}"

@@ -1,0 +1,230 @@
+"""Traces as an OTLP collector gets them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from everlift.client import AsyncClient
+from everlift.errors import Cancelled, OutOfRange, UnknownModel
+from everlift.messages import OnDisconnect
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import inference_pb2_grpc
+from router.traces.exporter import CLOSE_S
+from tests.free_port import free_port
+from tests.in_process import ROUTER, Cluster, cluster, receive, right_tokens, until
+from tests.otlp_collector import Collector, attributes, collector
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+ROOT = "text_completion fake"
+SERVER = Span.SPAN_KIND_SERVER
+ENGINE = [f"everlift.engine.{phase}" for phase in ("wait", "prefill", "decode")]
+
+
+@pytest.fixture(autouse=True)
+def quick_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+
+
+@asynccontextmanager
+async def traced(
+    routers: int = 1, workers: int = 2, sample: float = 1.0
+) -> AsyncIterator[tuple[Cluster, Collector]]:
+    async with collector() as collecting:
+        config = replace(ROUTER, trace_endpoint=collecting.endpoint, trace_sample=sample)
+        async with cluster(routers, workers, config) as parts:
+            yield parts, collecting
+
+
+async def trace_of(collecting: Collector, trace_id: str) -> dict[str, list[Span]]:
+    """Its root comes last."""
+    await until(lambda: ROOT in collecting.trace(trace_id))
+    return collecting.trace(trace_id)
+
+
+def is_within(inner: Span, outer: Span) -> bool:
+    return (
+        inner.parent_span_id == outer.span_id
+        and outer.start_time_unix_nano <= inner.start_time_unix_nano
+        and inner.end_time_unix_nano <= outer.end_time_unix_nano
+    )
+
+
+async def test_a_request_is_one_trace_under_its_callers_span() -> None:
+    prompt = list(b"do not tell")
+    async with traced() as (parts, collecting), AsyncClient(parts.address) as client:
+        received = await receive(client, prompt, 20, traceparent=PARENT)
+        spans = await trace_of(collecting, TRACE)
+        router_id = parts.routers[0].router_id
+        asked = await client.get_request(received.request_id)
+    assert asked.trace_id == TRACE
+    assert list(spans) == [ROOT, "everlift.accept", "everlift.queue", "everlift.attempt", *ENGINE]
+    [root], [attempt] = spans[ROOT], spans["everlift.attempt"]
+    assert (root.parent_span_id.hex(), root.kind) == (SPAN, SERVER)
+    assert all(is_within(spans[name][0], root) for name in ("everlift.accept", "everlift.queue"))
+    assert is_within(attempt, root)
+    assert all(is_within(spans[phase][0], attempt) for phase in ENGINE)
+    for before, after in itertools.pairwise(ENGINE):
+        assert spans[before][0].end_time_unix_nano == spans[after][0].start_time_unix_nano
+    assert collecting.resources[0]["service.name"] == "everlift"
+    assert collecting.resources[0]["service.instance.id"] == router_id
+    told = attributes(root)
+    assert told["gen_ai.response.id"] == received.request_id
+    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (11, 20)
+    assert attributes(attempt)["everlift.new_tokens"] == 20
+    assert [event.name for event in root.events] == ["first_token"]
+    assert not any(b"do not tell" in export.SerializeToString() for export in collecting.exports)
+
+
+async def test_a_caller_without_a_trace_is_told_the_one_that_begins() -> None:
+    message = pb.GenerateRequest(text="hi", max_tokens=3)
+    async with traced() as (parts, collecting):
+        async with grpc.aio.insecure_channel(parts.address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            call = stub.Generate(message)
+            pieces = [piece async for piece in call]
+            answered = dict(await call.initial_metadata())
+            again = stub.Attach(pb.AttachRequest(request_id=pieces[0].request_id))
+            assert [piece async for piece in again]
+            attached = dict(await again.initial_metadata())
+        assert attached == answered
+        _, trace_id, span_id, flags = str(answered["traceresponse"]).split("-")
+        [root] = (await trace_of(collecting, trace_id))[ROOT]
+    assert answered["x-request-id"] == pieces[0].request_id
+    assert (root.span_id.hex(), root.parent_span_id, flags) == (span_id, b"", "01")
+
+
+@pytest.mark.parametrize("traceparent, sample", [(f"00-{TRACE}-{SPAN}-00", 1.0), ("", 0.0)])
+async def test_what_is_not_sampled_is_not_told(traceparent: str, sample: float) -> None:
+    async with traced(sample=sample) as (parts, collecting):
+        async with AsyncClient(parts.address) as client:
+            await receive(client, [1], 3, traceparent=traceparent)
+            # What comes behind it shows that it would have come by now.
+            await receive(client, [2], 3, traceparent=PARENT.replace(TRACE, "f" * 32))
+            await trace_of(collecting, "f" * 32)
+    assert {span.trace_id.hex() for span in collecting.spans} == {"f" * 32}
+
+
+async def test_a_lost_worker_is_an_attempt_that_failed() -> None:
+    async with traced() as (parts, collecting), AsyncClient(parts.address) as client:
+        parts.hold()
+        work = asyncio.create_task(receive(client, [7], 60, traceparent=PARENT))
+        await until(lambda: any(held.num_requests for held in parts.held))
+        [at] = [i for i, held in enumerate(parts.held) if held.num_requests]
+        victim, held = parts.workers[at], parts.held[at]
+        held.let(10)
+        [live] = parts.routers[0]._requests._custody
+        await until(lambda: live.num_tokens >= 5)
+        killing = asyncio.create_task(parts.kill_worker(victim))
+        await until(lambda: live.worker_id != victim.worker_id)
+        for each in parts.held:
+            each.release()
+        assert (await work).tokens == right_tokens([7], 60)
+        await killing
+        spans = await trace_of(collecting, TRACE)
+    first, second = spans["everlift.attempt"]
+    assert first.status.code == Status.STATUS_CODE_ERROR
+    assert attributes(first)["everlift.outcome"] == "lost"
+    assert attributes(first)["everlift.worker_id"] == victim.worker_id
+    assert attributes(second)["everlift.outcome"] == "finished"
+    assert second.status.code == Status.STATUS_CODE_UNSET
+    assert len(spans["everlift.queue"]) == 2
+    assert len(spans["everlift.engine.prefill"]) == 2
+    [root] = spans[ROOT]
+    assert attributes(root)["everlift.migrations"] == 1
+    assert root.status.code == Status.STATUS_CODE_UNSET
+
+
+async def test_the_trace_goes_on_when_its_gateway_is_lost() -> None:
+    async with traced(routers=2, workers=1) as (parts, collecting):
+        [held] = parts.hold()
+        first, second = parts.routers
+        async with AsyncClient([first.address, second.address]) as client:
+            going = receive(
+                client, [9], 40, traceparent=PARENT, on_disconnect=OnDisconnect.CONTINUE
+            )
+            work = asyncio.create_task(going)
+            await until(lambda: held.num_requests)
+            held.let(5)
+            [live] = first._requests._custody
+            await until(lambda: live.num_tokens >= 3)
+            await parts.kill_router(first)
+            held.release()
+            assert (await work).tokens == right_tokens([9], 40)
+            spans = await trace_of(collecting, TRACE)
+    [root] = spans[ROOT]
+    assert root.parent_span_id.hex() == SPAN
+    outcomes = [attributes(span)["everlift.outcome"] for span in spans["everlift.attempt"]]
+    assert outcomes == ["gateway_lost", "finished"]
+    assert "take_over" in [event.name for event in root.events]
+    assert all(is_within(span, root) for span in spans["everlift.attempt"])
+
+
+async def test_a_refusal_is_told_with_its_cause() -> None:
+    async with traced() as (parts, collecting), AsyncClient(parts.address) as client:
+        with pytest.raises(UnknownModel):
+            await client.generate("hi", traceparent=PARENT, model="other").text()
+        with pytest.raises(OutOfRange):
+            await client.generate("hi", priority=99).text()
+        await until(lambda: len(collecting.spans) == 2)
+        spans = {span.name: span for span in collecting.spans}
+    refused = spans["text_completion other"]
+    assert refused.trace_id.hex() == TRACE and refused.parent_span_id.hex() == SPAN
+    assert refused.status.code == Status.STATUS_CODE_ERROR
+    assert attributes(refused)["error.type"] == UnknownModel.slug
+    assert attributes(spans["text_completion"])["error.type"] == OutOfRange.slug
+
+
+async def test_a_cancelled_request_is_told_as_such() -> None:
+    async with traced() as (parts, collecting), AsyncClient(parts.address) as client:
+        parts.hold()
+        stream = client.generate("hi", max_tokens=50, traceparent=PARENT)
+        reading = asyncio.create_task(stream.text())
+        await until(lambda: any(held.num_requests for held in parts.held))
+        await client.cancel(stream.request_id)
+        with pytest.raises(Cancelled):
+            await reading
+        [root] = (await trace_of(collecting, TRACE))[ROOT]
+    assert root.status.code == Status.STATUS_CODE_ERROR
+    assert attributes(root)["everlift.state"] == "cancelled"
+
+
+async def test_a_collector_that_is_away_costs_no_stream() -> None:
+    config = replace(ROUTER, trace_endpoint=f"http://127.0.0.1:{free_port()}")
+    loop = asyncio.get_running_loop()
+    async with cluster(router_config=config) as parts, AsyncClient(parts.address) as client:
+        for number in range(5):
+            assert (await receive(client, [number], 10)).tokens == right_tokens([number], 10)
+        stopping = loop.time()
+    assert loop.time() - stopping < 4 * CLOSE_S
+
+
+async def test_headers_are_the_operators_and_no_secret_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20s3cret")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
+    with caplog.at_level(logging.DEBUG):
+        async with traced() as (parts, collecting), AsyncClient(parts.address) as client:
+            await receive(client, [1], 3, traceparent=PARENT)
+            await trace_of(collecting, TRACE)
+    assert collecting.metadata[0]["authorization"] == "Bearer s3cret"
+    assert collecting.resources[0]["service.name"] == "chat"
+    assert "s3cret" not in caplog.text
+
+
+async def test_without_a_collector_a_callers_trace_is_still_kept() -> None:
+    async with cluster() as parts, AsyncClient(parts.address) as client:
+        received = await receive(client, [1], 3, traceparent=PARENT)
+        assert (await client.get_request(received.request_id)).trace_id == TRACE
+        received = await receive(client, [1], 3)
+        assert (await client.get_request(received.request_id)).trace_id == ""

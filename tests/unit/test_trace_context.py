@@ -1,0 +1,68 @@
+"""W3C Trace Context: what is one, and what is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from everlift.messages import Request, Submission
+from everlift.trace_context import TraceContext
+from everlift.v1 import inference_pb2 as pb
+from router.gateway.model import ServedModel
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.mark.parametrize("flags, is_sampled", [("00", False), ("01", True), ("ff", True)])
+def test_a_traceparent_is_read(flags: str, is_sampled: bool) -> None:
+    context = TraceContext.parse(f"00-{TRACE}-{SPAN}-{flags}", "vendor=1,other=x")
+    assert context == TraceContext(TRACE, SPAN, is_sampled, state="vendor=1,other=x")
+    assert str(context) == f"00-{TRACE}-{SPAN}-{'01' if is_sampled else '00'}"
+
+
+def test_a_later_version_may_have_more_behind() -> None:
+    assert TraceContext.parse(f"01-{TRACE}-{SPAN}-01-more") == TraceContext(TRACE, SPAN, True)
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    [
+        "",
+        "00",
+        f"00-{TRACE}-{SPAN}",
+        f"00-{TRACE}-{SPAN}-1",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"00-{TRACE}-{SPAN}-01 ",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE[1:]}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}x-01",
+    ],
+)
+def test_what_is_none_is_none(traceparent: str) -> None:
+    assert TraceContext.parse(traceparent) is None
+
+
+@pytest.mark.parametrize("state", ["x" * 513, "k=ä"])
+def test_a_state_that_cannot_go_along_does_not(state: str) -> None:
+    context = TraceContext.parse(f"00-{TRACE}-{SPAN}-01", state)
+    assert context is not None and context.state == ""
+
+
+def test_a_child_knows_its_parent() -> None:
+    child = TraceContext(TRACE, SPAN, True, state="k=v").child("a" * 16)
+    assert child == TraceContext(TRACE, "a" * 16, True, SPAN, "k=v")
+
+
+def test_the_ledger_keeps_it_and_a_repeated_request_is_the_same_in_another_trace() -> None:
+    message = pb.GenerateRequest(text="hi", max_tokens=2)
+    context = TraceContext(TRACE, SPAN, True, "b" * 16, "k=v")
+    requests = [
+        ServedModel.load("fake").resolve(Submission.from_proto(message, "r", 1, trace))
+        for trace in (context, None)
+    ]
+    stored = [Request.from_bytes(request.to_bytes()) for request in requests]
+    assert stored == requests
+    assert [request.trace for request in stored] == [context, None]
+    assert stored[0].body_hash == stored[1].body_hash
