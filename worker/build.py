@@ -108,7 +108,7 @@ def _fill(decoder: Decoder, directory: Path, config: WorkerConfig, rank: int) ->
     """The bytes of the parameters. Rank 0 tells how it goes on."""
     with nullcontext(untold) if rank else told("weights loading") as progress:
         if config.reads_weights:
-            return weights.load(decoder, directory, progress)
+            return weights.load(decoder, directory, progress, config.weight_readers)
         return dummy.fill(decoder, progress)
 
 

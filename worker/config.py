@@ -93,6 +93,15 @@ class Grammars:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
 
 
+_COUNTS = (
+    "tensor_parallel",
+    "weight_readers",
+    "kv_cache_mib",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker: the same value goes to each of its ranks. Durations are seconds."""
@@ -103,6 +112,8 @@ class WorkerConfig:
     model_revision: str = ""
     #: dummy: pseudo-random weights in place of the checkpoint's; config.json is all that is read
     load_format: Literal["auto", "dummy"] = "auto"
+    #: threads of a rank that read its weights at the same time
+    weight_readers: int = 4
     #: where routers dial, so no wildcard; other ranks find rank 0 here too
     host: str = "127.0.0.1"
     #: 0 takes a free one
@@ -160,7 +171,7 @@ class WorkerConfig:
             raise ValueError(f"host must be an address that routers can dial, not {self.host!r}")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
-        for name in ("tensor_parallel", "kv_cache_mib", "max_num_seqs", "max_num_batched_tokens"):
+        for name in _COUNTS:
             _at_least(name, getattr(self, name), 1)
         _at_least("swap_mib", self.swap_mib, 0)
         for name in ("num_blocks", "num_threads"):

@@ -23,6 +23,7 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.model_name import is_commit, is_hub_id
 from everlift.progress import told
 from everlift.v1 import session_pb2
+from worker import prefetch
 from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.engine_thread import EngineThread
@@ -144,6 +145,10 @@ class Rank:
         self._startup.seconds["process_s"] = process_age_s()
         with self._startup.part("fetch_s"):
             await self.fetch()
+        config = self._config
+        if not config.is_fake and config.reads_weights:
+            revision, ranks = config.model_revision, config.tensor_parallel
+            prefetch.begin(config.model, revision, self._rank, ranks)
         self._loop = asyncio.get_running_loop()
         self._thread = EngineThread(
             self._config, self._meeting(), self._inbox, self._report, self._startup

@@ -4,9 +4,13 @@
 
 Three ways, in turn, each with the demo model while one worker is there already: plain processes
 with a rank that starts by itself; the same out of a process that has loaded what it needs
-(nursery); and another replica under Ray Serve. From the moment of asking to the moment at which the
-router says that the worker is up; the parts are the rank's own ("rank ready" in its log), and what
-is left is what comes before its process.
+(nursery); and a replica that the autoscaler adds under Ray Serve, because requests wait. From the
+moment of asking, which is the autoscaler's decision, to the moment at which the router says that
+the worker is up; the parts are the rank's own ("rank ready" in its log), and what is left is what
+comes before its process.
+
+A checkpoint of 1.0 GB, whose pages were dropped, is loaded by one to eight readers in turn: from
+this machine's disk, and as from a storage that takes 10 ms for each read, of 4 MiB at most.
 """
 
 from __future__ import annotations
@@ -14,14 +18,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
+import torch
+
+from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
 from cluster.processes import ProcessCluster
 from cluster.ray_cluster import RayCluster
@@ -29,10 +39,29 @@ from everlift import AsyncClient
 from router.config import RouterConfig
 from tests.free_port import free_port
 from tests.perf import report
+from tests.weights_support import Rank
 from worker.config import WorkerConfig
+from worker.model import weights
+from worker.model.decoder import Decoder
+from worker.model.layers import Placement
+from worker.model.spec import ModelSpec
 
 _PARTS = ("process_s", "fetch_s", "meet_s", "import_s", "load_s", "serve_s")
 _LOOK_S = 0.02
+_READERS = (1, 2, 4, 8)
+_LATENCY_S = 0.01
+#: 0.5 billion parameters.
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 1536,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+#: More than a worker can do within the drain target.
+_REQUESTS = 64
 
 
 def main() -> None:
@@ -48,16 +77,81 @@ def main() -> None:
                 raw[name].append(asyncio.run(way(Path(directory))))
             print(name, json.dumps(raw[name][-1]), flush=True)
     medians = {name: _medians(runs) for name, runs in raw.items()}
+    reading = {
+        name: load_weights(options.repeats, latency_s)
+        for name, latency_s in (("disk", 0.0), ("distant", _LATENCY_S))
+    }
     report.write(
         options.out,
         packages=("torch", "ray"),
         settings={"repeats": options.repeats},
-        raw={"runs": raw, "medians": medians},
+        raw={"runs": raw, "medians": medians, "weights_s": reading},
         ratios={
             f"{name}_vs_process": round(medians[name]["total_s"] / medians["process"]["total_s"], 3)
             for name in ("nursery", "ray")
+        }
+        | {
+            f"weights_{name}_{count}_readers_vs_1": round(
+                statistics.median(seconds) / statistics.median(by_count[1]), 3
+            )
+            for name, by_count in reading.items()
+            for count, seconds in by_count.items()
+            if count > 1
         },
     )
+
+
+def load_weights(repeats: int, latency_s: float) -> dict[int, list[float]]:
+    """Seconds by number of readers. Each read takes ``latency_s`` longer than this machine's."""
+    seconds: dict[int, list[float]] = {count: [] for count in _READERS}
+    with TemporaryDirectory(prefix="everlift-weights-") as directory:
+        _save(Path(directory))
+        decoder = Decoder(
+            ModelSpec.from_hf(directory),
+            64,
+            Placement(Rank(0, 1), torch.bfloat16, torch.device("cpu")),
+        )
+        # The first one also pays for the parameters' memory.
+        weights.load(decoder, directory)
+        with _late_reads(latency_s):
+            for _ in range(repeats):
+                for count in _READERS:
+                    _drop_pages(Path(directory))
+                    began = time.monotonic()
+                    weights.load(decoder, directory, num_readers=count)
+                    seconds[count].append(round(time.monotonic() - began, 3))
+                last = {count: each[-1] for count, each in seconds.items()}
+                print("weights", latency_s, last, flush=True)
+    return seconds
+
+
+@contextmanager
+def _late_reads(latency_s: float) -> Iterator[None]:
+    read = os.preadv
+
+    def late(descriptor: int, buffers: list[memoryview], place: int) -> int:
+        time.sleep(latency_s)
+        return read(descriptor, buffers, place)
+
+    with patch.object(os, "preadv", late if latency_s else read):
+        yield
+
+
+def _save(directory: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_default_dtype(torch.bfloat16)
+    LlamaForCausalLM(LlamaConfig(**_SHAPE)).save_pretrained(directory, max_shard_size="250MB")
+    torch.set_default_dtype(torch.float32)
+
+
+def _drop_pages(directory: Path) -> None:
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -86,13 +180,34 @@ async def _nursery(directory: Path) -> dict[str, float]:
 
 
 async def _ray(directory: Path) -> dict[str, float]:
-    from ray import serve
+    config = replace(
+        _config(directory),
+        num_workers=1,
+        autoscale=AutoscaleConfig(min_workers=1, max_workers=2, drain_target=1.0),
+        worker=WorkerConfig(kv_cache_mib=64, num_threads=1, max_num_seqs=2),
+    )
+    async with RayCluster(config) as cluster, AsyncClient(cluster.addresses) as client:
+        asked = [asyncio.create_task(_ask(client)) for _ in range(_REQUESTS)]
+        try:
+            await _decision(directory)
+            return await _timed(directory, cluster.addresses, asyncio.sleep(0))
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
-    config = replace(_config(directory), num_workers=1)
-    async with RayCluster(config) as cluster:
-        more = cluster.application(replace(cluster.config, num_workers=2))
-        asking = asyncio.to_thread(serve.run, more, name="everlift", route_prefix=None)
-        return await _timed(directory, cluster.addresses, asking)
+
+async def _ask(client: AsyncClient) -> None:
+    await client.generate("Once", max_tokens=400, ignore_eos=True).text()
+
+
+async def _decision(directory: Path) -> None:
+    """Returns when the autoscaler has asked for another worker."""
+    while not any(
+        '"event": "workers"' in path.read_text()
+        for path in (directory / "logs").glob("autoscaler*.log")
+    ):
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _timed(
@@ -101,11 +216,11 @@ async def _timed(
     """Until a worker that was not there before is."""
     async with AsyncClient(routers) as client:
         before = {worker.worker_id for worker in (await client.status()).workers}
-        began, task = time.monotonic(), asyncio.create_task(asking)
+        began = time.monotonic()
+        await asking
         while not (new := await _others(client, before)):
             await asyncio.sleep(_LOOK_S)
         total_s = time.monotonic() - began
-        await task
     parts = _parts(directory, new.pop())
     rest_s = total_s - sum(parts.values())
     return {"total_s": round(total_s, 3)} | parts | {"before_s": round(max(0.0, rest_s), 3)}

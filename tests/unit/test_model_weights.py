@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,42 @@ def test_several_files_are_read_as_one(tmp_path: Path) -> None:
     many = loaded(save_llama(tmp_path / "many", max_shard_size="30KB"), Group.single())
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
     assert all(torch.equal(many[name], tensor) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_readers_read_at_the_same_time(
+    dtype: torch.dtype, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers, preadv = threading.Barrier(4), os.preadv
+    together: list[int] = []
+
+    def met(descriptor: int, buffers: list[memoryview], place: int) -> int:
+        if not together:
+            readers.wait(timeout=10)
+            together.append(1)
+        return preadv(descriptor, buffers, place)
+
+    one, model = (decoder(checkpoint, Group.single(), dtype) for _ in range(2))
+    load(one, checkpoint)
+    monkeypatch.setattr(os, "preadv", met)
+    told: list[int] = []
+    total = load(model, checkpoint, lambda done, _: told.append(done), num_readers=4)
+    assert together and told == sorted(told) and told[-1] == total
+    for piece, expected in zip(model.pieces(), one.pieces(), strict=True):
+        assert torch.equal(piece.into, expected.into), piece.name
+
+
+def test_what_one_of_several_readers_cannot_read_is_told(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, preadv = iter(range(1000)), os.preadv
+
+    def short(descriptor: int, buffers: list[memoryview], place: int) -> int:
+        return 0 if next(count) >= 5 else preadv(descriptor, buffers, place)
+
+    monkeypatch.setattr(os, "preadv", short)
+    with pytest.raises(BadCheckpoint, match="became shorter while it was read"):
+        load(decoder(checkpoint, Group.single()), checkpoint, num_readers=2)
 
 
 def test_parameters_get_the_dtype_they_are_asked_in(checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""Parameters from where they lie, of any type there, by way of one small buffer.
+"""Parameters from where they lie, of any type there, by way of a small buffer a thread.
 
 A parameter of the same type in ordinary memory is read in place, unless it is a part of short rows.
 Else a few rows at a time come into the buffer and are copied, which converts them: no tensor is
@@ -8,6 +8,7 @@ ever held twice.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -25,14 +26,23 @@ _BUFFER_BYTES = 4 << 20
 _GAP_BYTES = 16 << 10
 
 
+class _Buffer(threading.local):
+    """Each thread's own."""
+
+    def __init__(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
 class Filler:
-    """Fills ``pieces``, and tells ``progress`` how many of their bytes are."""
+    """Fills ``pieces``, from several threads at once if so wanted, and tells ``progress`` how many
+    of their bytes are."""
 
     def __init__(self, pieces: Iterable[Piece], progress: Progress) -> None:
         self.total_bytes = sum(piece.into.nbytes for piece in pieces)
         self._done_bytes = 0
         self._progress = progress
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._telling = threading.Lock()
+        self._buffer = _Buffer()
 
     def fill(self, piece: Piece, dtype: torch.dtype, read: Read) -> None:
         """``piece.into``, from a tensor whose elements ``read`` gives in ``dtype``."""
@@ -45,7 +55,11 @@ class Filler:
             read(runs(piece.shape, (rows, *inner)), landing.view(-1))
             if landing is not into:
                 into.copy_(landing[:, *wanted])
-            self._done_bytes += into.nbytes
+            self._tell(into.nbytes)
+
+    def _tell(self, more_bytes: int) -> None:
+        with self._telling:
+            self._done_bytes += more_bytes
             self._progress(self._done_bytes, self.total_bytes)
 
     def _landing(self, into: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -54,10 +68,10 @@ class Filler:
         if is_fit and into.device.type == "cpu" and into.is_contiguous():
             return into
         size = math.prod(shape) * dtype.itemsize
-        if len(self._buffer) < size:
+        if len(self._buffer.bytes) < size:
             on_gpu = into.device.type == "cuda"
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
-        return self._buffer[:size].view(dtype).view(shape)
+            self._buffer.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        return self._buffer.bytes[:size].view(dtype).view(shape)
 
 
 def _read_of_a_row(

@@ -1,9 +1,10 @@
 """From safetensors into a rank's parameters: of each tensor only the rank's slices, once, and of
 short rows what lies between them.
 
-Everything is checked by the files' headers before the first tensor is read. Files are read one
-after the other, each from its beginning to its end. None is mapped: what is touched of a mapped
-file counts as the process's own memory until the file is closed.
+Everything is checked by the files' headers before the first tensor is read. Tensors are begun in
+the order in which they lie in the files, by several threads: one alone waits for storage most of
+the time, or for the copy to the device. No file is mapped: what is touched of a mapped file counts
+as the process's own memory until the file is closed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +36,18 @@ _REDUNDANT = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$")
 _Wanted = dict[str, list[Piece]]
 
 
-def load(decoder: Decoder, directory: str | Path, progress: Progress = untold) -> int:
-    """Fills every parameter of ``decoder``; returns their bytes. Raises BadCheckpoint."""
+class _Part(NamedTuple):
+    """What one reader does at a time."""
+
+    tensor: StoredTensor
+    piece: Piece
+
+
+def load(
+    decoder: Decoder, directory: str | Path, progress: Progress = untold, num_readers: int = 1
+) -> int:
+    """Fills every parameter of ``decoder``, from ``num_readers`` threads; returns their bytes.
+    Raises BadCheckpoint."""
     pieces = list(decoder.pieces())
     wanted = _by_name(pieces)
     files = [(path, read_tensors(path)) for path in _files(Path(directory))]
@@ -43,8 +56,13 @@ def load(decoder: Decoder, directory: str | Path, progress: Progress = untold) -
     for _, tensors in files:
         _check_forms(wanted, tensors)
     filler = Filler(pieces, progress)
-    for path, tensors in files:
-        _read_file(path, tensors, wanted, filler)
+    parts = [
+        _Part(tensor, piece)
+        for _, tensors in files
+        for tensor in tensors
+        for piece in wanted.get(tensor.name, ())
+    ]
+    _fill(parts, filler, num_readers)
     return filler.total_bytes
 
 
@@ -89,11 +107,19 @@ def _check_forms(wanted: _Wanted, tensors: Iterable[StoredTensor]) -> None:
                 )
 
 
-def _read_file(path: Path, tensors: list[StoredTensor], wanted: _Wanted, filler: Filler) -> None:
-    with path.open("rb", buffering=0) as file:
-        for tensor in tensors:
-            for piece in wanted.get(tensor.name, ()):
-                filler.fill(piece, _DTYPES[tensor.dtype], _reading(file.fileno(), tensor))
+def _fill(parts: Iterable[_Part], filler: Filler, num_readers: int) -> None:
+    def fill(part: _Part) -> None:
+        with part.tensor.path.open("rb", buffering=0) as file:
+            dtype = _DTYPES[part.tensor.dtype]
+            filler.fill(part.piece, dtype, _reading(file.fileno(), part.tensor))
+
+    with ThreadPoolExecutor(num_readers, "weights") as readers:
+        try:
+            for _ in readers.map(fill, parts):
+                pass
+        except BaseException:
+            readers.shutdown(cancel_futures=True)
+            raise
 
 
 def _reading(descriptor: int, tensor: StoredTensor) -> Read:

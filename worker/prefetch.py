@@ -1,0 +1,46 @@
+"""The kernel reads a model's weights from storage while Python still imports torch."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from everlift import model_files
+
+_CHUNK_BYTES = 8 << 20
+
+
+def begin(model: str, revision: str, rank: int, ranks: int) -> None:
+    """In a thread of its own: of every file the rank's part, for the ranks of a node find in the
+    page cache what one of them had read. What cannot be read is for who loads it to say."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    thread = threading.Thread(
+        target=_prefetch, args=(model, revision, rank, ranks), name="prefetch", daemon=True
+    )
+    thread.start()
+
+
+def _prefetch(model: str, revision: str, rank: int, ranks: int) -> None:
+    with suppress(OSError, ValueError):
+        files = model_files.weight_files(model_files.locate(model, revision, weights=True))
+        if sum(path.stat().st_size for path in files) <= _room():
+            for path in files:
+                _advise(path, rank, ranks)
+
+
+def _room() -> int:
+    """Bytes of weights that the page cache keeps until they are loaded."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _advise(path: Path, rank: int, ranks: int) -> None:
+    """In pieces: a call returns when all that it names has been asked for."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        begin, end = size * rank // ranks, size * (rank + 1) // ranks
+        for start in range(begin, end, _CHUNK_BYTES):
+            length = min(_CHUNK_BYTES, end - start)
+            os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_WILLNEED)
