@@ -4,8 +4,8 @@
     stdout    reports, a line of JSON each: what it serves when it does, or the cause of its failure
     stderr    its log
 
-SIGTERM ends it in good order; SIGUSR1 tells a rank that its machine is about to be taken away. It
-never outlives its parent.
+SIGTERM ends it in good order. SIGUSR1 tells it that its machine is about to be taken away: a router
+ends as well, a rank hands everything back and stays. It never outlives its parent.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> 
     from router.ledger.redis_ledger import connect
     from router.router import Router
 
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stop.set)
     ledger = await connect(launch.ledger)
     router = await Router.start(launch.router, ledger, memory_limit=launch.ledger.memory_limit)
     tell(

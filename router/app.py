@@ -6,6 +6,7 @@ Serve.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -16,11 +17,14 @@ from ray.util import get_node_ip_address
 
 from everlift import logs
 from everlift.errors import EverliftError
+from everlift.notice import on_signal
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
 from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerConfig, LedgerSetupError
 from router.ledger.redis_ledger import connect
 from router.router import Router
+
+log = logs.get(__name__)
 
 
 @serve.deployment(
@@ -40,6 +44,7 @@ class RouterDeployment:
         self._router: Router | None = await Router.start(
             config, await connect(_located(ledger)), memory_limit=ledger.memory_limit
         )
+        on_signal(self._leave)
 
     async def announce(self, worker: bytes) -> str:
         """A worker is ready: its WorkerInfo. Answers with the cause when it is refused, else ""."""
@@ -70,11 +75,27 @@ class RouterDeployment:
             raise RuntimeError("the router has stopped")
         return self._router
 
+    def _leave(self) -> None:
+        """Its machine is about to be taken away, and no word of Serve may come."""
+        if self._router is not None:
+            self._leaving = asyncio.create_task(_end(self._router))
+
     def __del__(self) -> Coroutine[None, None, None] | None:
         """Serve awaits this once when it stops the replica; what Python itself calls later is
         moot."""
         router, self._router = self.__dict__.get("_router"), None
         return router.stop() if router is not None else None
+
+
+async def _end(router: Router) -> None:
+    """In good order, and its process too: Serve sees that sooner than a health check that fails
+    three times, and who gave the signal waits for it."""
+    try:
+        await router.stop()
+    except Exception:
+        log.exception("did not stop in good order")
+    finally:
+        os._exit(0)
 
 
 def _located(ledger: LedgerConfig) -> LedgerConfig:

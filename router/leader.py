@@ -99,6 +99,10 @@ class Leader:
 
     # leadership
 
+    async def stand_back(self) -> None:
+        """Gives the lead to another replica. Where there is none, this one leads again."""
+        await self._lease.stand_back()
+
     def heard(self, membership: Membership) -> None:
         """Who is there, by this replica's last beat."""
         self._ledger_ahead = membership.now - now()

@@ -43,6 +43,8 @@ class Lease:
         self._began = began
         self._ended = ended
         self._ends = 0.0
+        self._stands_back_until = 0.0
+        self._asking = asyncio.Lock()
         self._hurry = asyncio.Event()
         self.term = _fresh_term()
         self.is_held = False
@@ -52,7 +54,9 @@ class Lease:
     async def campaign(self) -> None:
         """Until cancelled."""
         while True:
-            await self._renew(now())
+            async with self._asking:
+                if (moment := now()) >= self._stands_back_until:
+                    await self._renew(moment)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.beat):
                     await self._hurry.wait()
@@ -94,6 +98,12 @@ class Lease:
             self.is_held = self.is_confirmed = False
             self.term = _fresh_term()
             self._ended()
+
+    async def stand_back(self) -> None:
+        """Gives it back, if it is held, and leaves it to others for as long as it lasts."""
+        async with self._asking:
+            self._stands_back_until = now() + self._config.lease
+            await self.resign()
 
     async def resign(self) -> None:
         """Gives it back, if it is held."""

@@ -69,6 +69,7 @@ class Router:
         self._public = transport.server(SERVER_OPTIONS)
         self._internal = transport.server(SERVER_OPTIONS)
         self._tasks: list[asyncio.Task[None]] = []
+        self._stopping: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -190,8 +191,9 @@ class Router:
         await self._fleet.announce(info)
 
     async def wait(self) -> None:
-        """Until a part fails; raises its error."""
-        await asyncio.gather(*self._tasks)
+        """Until a part fails; raises its error. To give up waiting disturbs none."""
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        self.check()
 
     def check(self) -> None:
         """Raises the error of a part that failed."""
@@ -200,10 +202,15 @@ class Router:
                 task.result()
 
     async def stop(self) -> None:
-        """Lets streams finish for the configured drain, sends the rest elsewhere, gives leases
-        back."""
+        """Gives the lead away, lets streams finish for the configured drain, sends the rest
+        elsewhere and gives its own lease back. Who calls it again waits for the same."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await self._stopping
+
+    async def _stop(self) -> None:
         log.info("router stops", router_id=self.router_id, requests=len(self._requests))
-        await self._requests.stop(self.config.drain)
+        await asyncio.gather(self._requests.stop(self.config.drain), self._leader.stand_back())
         await self._public.stop(grace=0.5)
         for task in self._tasks:
             task.cancel()

@@ -1,6 +1,7 @@
 """What of the chart follows from elsewhere.
 
     helm/files/model_defaults.yaml   settings by which workers must agree, from the dataclasses
+    helm/files/router_defaults.yaml  settings of routers that pods follow, from the dataclass
     helm/files/alerts.yaml, dashboard.json   copies of deploy/'s: a chart reads no file beside it
     helm/values.schema.json          from values.yaml, and for `config` from the dataclasses
     helm/README.md                   its table of values, from values.yaml
@@ -14,7 +15,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -24,13 +25,17 @@ import yaml
 
 from cluster.config import Config
 from everlift import settings
+from router.config import RouterConfig
 from router.ledger.config import PROMISES
+from worker.config import WorkerConfig
 
 CHART = Path(__file__).parents[1] / "helm"
 DEPLOY = CHART.parent / "deploy"
 BEGIN, END = "<!-- values -->\n", "<!-- end of values -->\n"
 #: By these workers of one ledger must agree, beside the model.
 _MODEL_SETTINGS = ("dtype", "load_format", "max_model_len")
+#: A router's pod has time for its drain.
+_POD_SETTINGS = ("drain",)
 #: Defaults that only mean something on the machine that this runs on.
 _OF_THE_MACHINE = frozenset({"model", "state_dir"})
 
@@ -88,7 +93,12 @@ def main() -> None:
 
 def _generated() -> dict[Path, str]:
     return {
-        CHART / "files" / "model_defaults.yaml": model_defaults(),
+        CHART / "files" / "model_defaults.yaml": defaults_of(
+            WorkerConfig(), "worker", _MODEL_SETTINGS
+        ),
+        CHART / "files" / "router_defaults.yaml": defaults_of(
+            RouterConfig(), "router", _POD_SETTINGS
+        ),
         CHART / "files" / "alerts.yaml": (DEPLOY / "prometheus" / "alerts.yaml").read_text(),
         CHART / "files" / "dashboard.json": (DEPLOY / "grafana" / "everlift.json").read_text(),
         CHART / "values.schema.json": json.dumps(schema(), indent=1) + "\n",
@@ -96,10 +106,10 @@ def _generated() -> dict[Path, str]:
     }
 
 
-def model_defaults() -> str:
-    worker = settings.to_dict(Config().worker)
-    return "# Made by make chart from worker/config.py.\n" + yaml.safe_dump(
-        {name: worker[name] for name in _MODEL_SETTINGS}
+def defaults_of(part: WorkerConfig | RouterConfig, package: str, names: Sequence[str]) -> str:
+    values = settings.to_dict(part)
+    return f"# Made by make chart from {package}/config.py.\n" + yaml.safe_dump(
+        {name: values[name] for name in names}
     )
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from ray.util import get_node_ip_address
 
 from everlift import logs
+from everlift.notice import on_signal
 from worker.config import WorkerConfig
 from worker.rank import Rank
-from worker.reclaim import on_signal
 
 
 class RankActor:

@@ -1,17 +1,13 @@
-"""How a worker hears that its machine is about to be taken away: by a signal, or at an address.
+"""How a worker hears at an address that its machine is about to be taken away.
 
-What follows is a drain without an end: the routers get back what is here and send nothing more, and
-the process stays until it is told to stop.
+What follows, there as after a signal (everlift.notice), is a drain without an end: the routers get
+back what is here and send nothing more, and the process stays until it is told to stop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
-import os
-import signal
 import urllib.request
-from collections.abc import Callable
 from http import HTTPStatus
 from http.client import HTTPException
 
@@ -53,23 +49,3 @@ def _direct() -> urllib.request.OpenerDirector:
 
 
 _DIRECT = _direct()
-
-
-def on_signal(notice: Callable[[], None]) -> None:
-    """Calls ``notice`` in the running event loop when SIGUSR1 comes, though its thread may not be
-    the main one: an actor's is not, and Python installs handlers there alone.
-
-    faulthandler's is the exception. What it writes, a traceback, is read and thrown away: that
-    there is something to read is the notice.
-    """
-    reader, writer = os.pipe()
-    for end in (reader, writer):
-        os.set_blocking(end, False)
-
-    def heard() -> None:
-        os.read(reader, 1 << 16)
-        log.warning("reclaim notice", signal="SIGUSR1")
-        notice()
-
-    asyncio.get_running_loop().add_reader(reader, heard)
-    faulthandler.register(signal.SIGUSR1, file=writer, all_threads=False)

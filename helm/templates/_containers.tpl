@@ -30,9 +30,9 @@ livenessProbe:
   initialDelaySeconds: 30
   {{- include "everlift.rayletProbe" 24 | nindent 2 }}
 lifecycle:
-  # New connections go elsewhere before this router ends.
-  preStop:
-    exec: {command: [sleep, "5"]}
+  # It takes new requests until the Service has forgotten it.
+  {{- $atMost := include "everlift.routerDrain" . | int | add 10 -}}
+  {{- include "everlift.leave" (dict "root" . "before" 5 "atMost" $atMost) | nindent 2 }}
 {{- end -}}
 
 {{- define "everlift.workerContainer" -}}
@@ -42,14 +42,28 @@ livenessProbe:
   initialDelaySeconds: 30
   {{- include "everlift.rayletProbe" 24 | nindent 2 }}
 lifecycle:
-  # Ranks hand their requests back with their tokens, as when a machine is reclaimed.
-  preStop:
-    exec:
-      command:
-        - bash
-        - -c
-        - |
-          {{- .Files.Get "files/hand_back.sh" | trim | nindent 10 }}
+  {{- include "everlift.leave" (dict "root" . "before" 0 "atMost" 3) | nindent 2 }}
+{{- end -}}
+
+{{/* Takes (dict "root" $ "before" SECONDS "atMost" SECONDS), as the script does. */}}
+{{- define "everlift.leave" -}}
+preStop:
+  exec:
+    command:
+      - bash
+      - -c
+      - |
+        {{- .root.Files.Get "files/leave.sh" | trim | nindent 8 }}
+      - leave
+      - {{ .before | quote }}
+      - {{ .atMost | quote }}
+{{- end -}}
+
+{{/* Whole seconds for which a router that stops lets its streams finish. */}}
+{{- define "everlift.routerDrain" -}}
+{{- $router := dig "router" dict .Values.config | default dict -}}
+{{- $drain := (.Files.Get "files/router_defaults.yaml" | fromYaml).drain -}}
+{{ hasKey $router "drain" | ternary $router.drain $drain | ceil | int }}
 {{- end -}}
 
 {{- define "everlift.workerResources" -}}

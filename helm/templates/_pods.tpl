@@ -97,7 +97,10 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* Takes "extra", the rest of the container, and "token", whether the pod speaks to Kubernetes. */}}
+{{/*
+Takes "extra", the rest of the container, "token", whether the pod speaks to Kubernetes, and "grace", the seconds
+in which it has to end.
+*/}}
 {{- define "everlift.podTemplate" -}}
 metadata:
   labels:
@@ -112,7 +115,7 @@ spec:
   automountServiceAccountToken: {{ .token }}
   # A Service named everlift would otherwise set EVERLIFT_PORT, which is no setting.
   enableServiceLinks: false
-  terminationGracePeriodSeconds: 30
+  terminationGracePeriodSeconds: {{ .grace }}
   securityContext:
     {{- toYaml .root.Values.podSecurityContext | nindent 4 }}
   {{- with .root.Values.image.pullSecrets }}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -94,14 +96,13 @@ async def test_a_leader_that_froze_is_fenced_off_when_it_wakes(tmp_path: Path) -
         load.check()
         assert not load.moved
         report("leader frozen", cluster, load, since)
-        await until(lambda: has_stepped_down(cluster, leader, since))
+        await until(lambda: has_said(cluster, leader, "no longer leading", since))
         statuses = await asyncio.gather(*(cluster.status(index) for index in range(3)))
         assert len({status.leader for status in statuses}) == 1
 
 
-def has_stepped_down(cluster: Cluster, router: int, since: float) -> bool:
-    events = cluster.events(f"router-{router}", since)
-    return "no longer leading" in {event["event"] for event in events}
+def has_said(cluster: Cluster, router: int, event: str, since: float = 0.0) -> bool:
+    return event in {each["event"] for each in cluster.events(f"router-{router}", since)}
 
 
 @pytest.mark.long
@@ -126,6 +127,35 @@ async def test_clients_of_a_frozen_router_find_their_requests_elsewhere(tmp_path
 def adopted(cluster: Cluster, since: float) -> list[str]:
     events = cluster.events(since=since)
     return [e["request_id"] for e in events if e["event"] == "request adopted"]
+
+
+@pytest.mark.parametrize("drain", [0.2, 30.0])
+async def test_a_leader_that_is_told_to_leave_costs_no_token_and_no_lease(
+    tmp_path: Path, drain: float
+) -> None:
+    """Another one leads at once. Its streams end within the drain, or go on elsewhere when that is
+    over."""
+    fake = FakeModel(step_time=0.01)
+    settings = config(tmp_path, routers=2, fake=fake, router={"drain": drain, "lease": 20.0})
+    async with (
+        running(settings) as cluster,
+        Load(cluster.addresses, 12, seed=1, fake=fake, max_tokens=200) as load,
+    ):
+        leader = cluster.leader
+        await load.until(20)
+        since = time.time()
+        os.kill(cluster.routers[leader].pids[0], signal.SIGUSR1)
+        await until(lambda: has_said(cluster, leader, "router stops"))
+        newcomers = [cluster.addresses[index] for index in (leader, 1 - leader)]
+        async with Load(newcomers, 4, seed=2, fake=fake, max_tokens=50) as new:
+            await new.finish()
+        await until(lambda: cluster.leader != leader, seconds=10.0)
+        await load.finish()
+        for each in (load, new):
+            each.check()
+        assert bool(load.moved) == (drain < 1.0)
+        await until(lambda: not cluster.routers[leader].is_running)
+        report(f"router left, drain {drain:g} s", cluster, load, since)
 
 
 async def test_all_routers_are_restarted_one_by_one_and_no_request_fails(tmp_path: Path) -> None:

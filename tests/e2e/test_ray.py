@@ -137,9 +137,12 @@ async def test_a_redeployed_worker_hands_everything_back(running: RayCluster) ->
 
 
 def router_events(running: RayCluster) -> list[dict[str, Any]]:
-    logs = (running.config.state_dir / "logs").glob("router-*.log")
-    lines = [line for log in logs for line in log.read_text().splitlines()]
-    return [event for line in lines if (event := json.loads(line))["event"] == "worker lost"]
+    return [event for event in log_of(running, "router-*") if event["event"] == "worker lost"]
+
+
+def log_of(running: RayCluster, name: str) -> list[dict[str, Any]]:
+    logs = (running.config.state_dir / "logs").glob(f"{name}.log")
+    return [json.loads(line) for log in logs for line in log.read_text().splitlines()]
 
 
 @pytest.mark.long
@@ -187,6 +190,30 @@ async def test_a_router_replica_that_is_killed_is_replaced_and_its_clients_go_on
             await asyncio.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     assert [text for _, text in await work] == [task.answer for task in TASKS]
+
+
+@pytest.mark.long
+async def test_a_router_replica_that_is_told_to_leave_does_and_is_replaced(
+    running: RayCluster,
+) -> None:
+    """Its process ends by itself, with nothing in its hands."""
+    from ray import serve
+
+    router = serve.get_deployment_handle("router", "everlift")
+    pid = (await router.describe.remote())["pid"]
+    work = asyncio.create_task(answers(running.address))
+    async with AsyncClient(running.address) as client:
+        while (await only_worker(client)).num_running == 0:
+            await asyncio.sleep(0.01)
+    os.kill(pid, signal.SIGUSR1)
+    assert [text for _, text in await work] == [task.answer for task in TASKS]
+    while Path(f"/proc/{pid}").exists():
+        await asyncio.sleep(0.01)
+    assert [text for _, text in await answers(running.address)] == [t.answer for t in TASKS]
+    assert (await router.describe.remote())["pid"] != pid
+    said = [event["event"] for event in log_of(running, f"router-{pid}")]
+    assert said[said.index("told to leave") :][:2] == ["told to leave", "router stops"]
+    assert "no longer leading" in said and "did not stop in good order" not in said
 
 
 @pytest.mark.long

@@ -10,8 +10,9 @@ from random import Random
 import grpc
 import pytest
 
-from everlift.client import AsyncClient
-from everlift.errors import NoWorker, PromptTooLong
+from everlift import wire
+from everlift.client import AsyncClient, submission_message
+from everlift.errors import NoWorker, PromptTooLong, RouterStopping
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
@@ -216,6 +217,38 @@ async def test_a_router_that_is_told_to_stop_sends_its_clients_to_another_one() 
         entries = [await parts.ledger.get((await task).request_id) for task in work]
         assert {entry.gateway for entry in entries} <= {first.router_id, second.router_id}
         assert second.router_id in {entry.gateway for entry in entries}
+
+
+async def test_a_leader_that_leaves_finishes_its_streams_and_another_one_takes_the_rest() -> None:
+    """That leads before it has left, and does not wait for the end of its lease."""
+    config = replace(ROUTER, drain=20.0, lease=20.0)
+    async with cluster(routers=2, workers=1, router_config=config) as parts:
+        await until(lambda: all(router._fleet.leader_id for router in parts.routers))
+        leaving, other = sorted(parts.routers, key=lambda r: r._leader.is_leading, reverse=True)
+        parts.routers.remove(leaving)
+        [held] = parts.hold()
+        async with AsyncClient([leaving.address, other.address]) as client:
+            old = asyncio.create_task(receive(client, [5, 6], 40))
+            await until(lambda: held.num_requests)
+            stops = [asyncio.create_task(leaving.stop()) for _ in range(2)]
+            await until(lambda: not leaving._requests.takes_new)
+            with pytest.raises(RouterStopping):
+                await submitted(leaving.address)
+            new = asyncio.create_task(receive(client, [7, 8], 40))
+            await until(lambda: held.num_requests == 2)
+            await until(lambda: other._leader.is_leading, seconds=10.0)
+            assert len(leaving._requests) == len(other._requests) == 1
+            assert not any(stop.done() for stop in stops)
+            held.release()
+            check([await old, await new], [[5, 6], [7, 8]], 40)
+            await asyncio.gather(*stops)
+
+
+async def submitted(address: str) -> None:
+    """A request that is not tried again."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+        await wire.read(stub.Generate(submission_message([1], {})))
 
 
 async def test_a_restarted_router_knows_what_was_waiting() -> None:

@@ -175,31 +175,5 @@ async def test_a_process_that_is_signalled_hands_everything_back_and_stays() -> 
         assert await process.wait() == 0
 
 
-async def test_a_signal_is_heard_outside_the_main_thread_too() -> None:
-    """As in an actor's process, whose event loop has a thread of its own."""
-    script = """
-import asyncio, os, signal, threading
-from worker.reclaim import on_signal
-
-async def main():
-    noticed = asyncio.Event()
-    on_signal(noticed.set)
-    for _ in range(3):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        await noticed.wait()
-        noticed.clear()
-
-thread = threading.Thread(target=asyncio.run, args=(main(),))
-thread.start()
-thread.join()
-print("heard")
-"""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", script), env=environment(), stdout=PIPE
-    )
-    out, _ = await process.communicate()
-    assert (out, process.returncode) == (b"heard\n", 0)
-
-
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}

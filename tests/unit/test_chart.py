@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import yaml
 from cluster import build, ray_cluster
 from cluster.config import Config
 from everlift import settings
+from router.config import RouterConfig
 from router.ledger.config import EMBEDDED
 from tests.chart import CHART, NAMESPACE, Helm, Object, Refused, Rendered, container, running_helm
 
@@ -710,33 +712,115 @@ def test_the_notes_and_the_test_hook_send_a_request(rendered: dict[str, Rendered
     assert {"name": "EVERLIFT_ADDRESS", "value": "ev-everlift:443"} in test["env"]
 
 
+ROUTER, RANK = "ray::ServeReplica:everlift:router.wait", "ray::RankActor.wait"
+
+
+@contextmanager
+def processes(*titles: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """By these names. At SIGUSR1 each says so, and ends when its input does."""
+    script = """
+import signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: print("told", flush=True))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    command = ("-c", script)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen([title, *command], executable=sys.executable, **pipes)  # type: ignore[call-overload]
+        for title in titles
+    ]
+    try:
+        assert [heard(each) for each in started] == ["ready"] * len(titles)
+        yield started
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()
+
+
+def heard(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def leave(
+    release: Rendered, group: str, directory: Path, pod: list[subprocess.Popen[str]], *times: int
+) -> subprocess.Popen[bytes]:
+    """The hook of a pod that has these processes and no other, with its times or these."""
+    directory.mkdir(exist_ok=True)
+    for process in pod:
+        (directory / str(process.pid)).symlink_to(f"/proc/{process.pid}")
+    *command, script, name, before, at_most = hook(release.group(group))
+    script = script.replace("/proc/", f"{directory}/")
+    return subprocess.Popen([*command, script, name, *map(str, times or (before, at_most))])
+
+
+def hook(group: Object) -> list[str]:
+    found: list[str] = container(group)["lifecycle"]["preStop"]["exec"]["command"]
+    return found
+
+
 def test_a_worker_that_is_told_to_go_tells_its_ranks(
     rendered: dict[str, Rendered], tmp_path: Path
 ) -> None:
-    hook = container(rendered["defaults"].group("workers"))["lifecycle"]["preStop"]["exec"][
-        "command"
-    ]
-    rank, other = (
-        subprocess.Popen(
-            [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"],
-            stdout=subprocess.PIPE,
-        )
-        for _ in range(2)
-    )
-    try:
-        for process, title in ((rank, "ray::RankActor.wait"), (other, "ray::ServeReplica")):
-            assert process.stdout is not None
-            process.stdout.readline()
-            (tmp_path / str(process.pid)).mkdir()
-            (tmp_path / str(process.pid) / "cmdline").write_bytes(title.encode() + b"\0")
-        script = hook[-1].replace("/proc/", f"{tmp_path}/").replace("sleep 2", "true")
-        subprocess.run([*hook[:-1], script], check=True)
-        assert rank.wait() == -signal.SIGUSR1
-        assert other.poll() is None
-    finally:
-        for process in (rank, other):
-            process.kill()
-            process.communicate()
+    """All of them, and nobody else; they stay, and it waits a moment."""
+    with processes(RANK, RANK, "ray::ServeReplica:everlift:worker", "raylet") as pod:
+        since = time.monotonic()
+        leaving = leave(rendered["defaults"], "workers", tmp_path, pod)
+        assert [heard(rank) for rank in pod[:2]] == ["told"] * 2
+        assert leaving.wait() == 0
+        assert 1.0 < time.monotonic() - since < 10.0
+        assert [process.poll() for process in pod] == [None] * 4
+        assert [process.communicate()[0] for process in pod] == [""] * 4
+
+
+def test_a_router_that_is_told_to_go_is_waited_for(
+    rendered: dict[str, Rendered], tmp_path: Path
+) -> None:
+    with processes(ROUTER, "ray::ServeReplica:everlift:worker") as [router, other]:
+        leaving = leave(rendered["defaults"], "routers", tmp_path, [router, other], 0, 60)
+        assert heard(router) == "told"
+        with pytest.raises(subprocess.TimeoutExpired):
+            leaving.wait(0.5)
+        router.communicate()
+        assert leaving.wait(10.0) == 0
+        assert other.communicate()[0] == ""
+
+
+def test_a_router_that_does_not_end_is_waited_for_so_long(
+    rendered: dict[str, Rendered], tmp_path: Path
+) -> None:
+    with processes(ROUTER) as [router]:
+        assert leave(rendered["defaults"], "routers", tmp_path, [router], 0, 2).wait(20.0) == 0
+        assert (heard(router), router.poll()) == ("told", None)
+
+
+def test_a_pod_without_a_router_goes_at_once(rendered: dict[str, Rendered], tmp_path: Path) -> None:
+    assert leave(rendered["defaults"], "routers", tmp_path, [], 0, 60).wait(10.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "drain"),
+    [
+        ({}, RouterConfig().drain),
+        ({"router": {"drain": 9.5}}, 9.5),
+        ({"router": {"drain": 600}}, 600),
+        ({"router": {"drain": 0}}, 0),
+        ({"router": {"beat": 0.2}}, RouterConfig().drain),
+    ],
+)
+def test_a_pod_has_the_time_that_its_router_may_take(
+    helm: Helm, config: Object, drain: float
+) -> None:
+    """The hook counts as well, and in the end Ray has some seconds."""
+    release = helm.render({"config": config})
+    assert settings.load(Config, release.settings).router.drain == drain
+    group = release.group("routers")
+    before, at_most = map(int, hook(group)[-2:])
+    # As much as Serve gives it.
+    assert at_most >= drain + 5
+    assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= before + at_most + 10
 
 
 def test_the_readme_says_what_was_never_tried() -> None:

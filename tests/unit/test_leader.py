@@ -249,6 +249,26 @@ async def test_who_sees_that_nobody_leads_does_not_wait_for_its_next_beat(
         await until(lambda: leader.is_leading)
 
 
+async def test_a_leader_that_stands_back_leads_again_only_where_nobody_else_does(
+    ledger: FlakyLedger,
+) -> None:
+    async with running(ledger, "old") as old:
+        await until(lambda: old.is_leading)
+        term = old._lease.term
+        await old.stand_back()
+        for _ in range(4):
+            old._lease.hurry()
+            await asyncio.sleep(CONFIG.beat)
+            assert not old.is_leading
+        async with running(ledger, "new") as new:
+            # It is given back, and has not run out.
+            await until(lambda: new.is_leading, seconds=CONFIG.lease / 2)
+            await asyncio.sleep(CONFIG.lease)
+            assert new.is_leading and not old.is_leading
+        await until(lambda: old.is_leading)
+        assert old._lease.term != term
+
+
 async def test_who_did_not_hear_that_it_leads_asks_again_under_the_same_term(
     ledger: FlakyLedger,
 ) -> None:

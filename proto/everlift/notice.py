@@ -1,0 +1,33 @@
+"""How a process hears that it has to leave, since its machine is about to be taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+from collections.abc import Callable
+
+from everlift import logs
+
+log = logs.get(__name__)
+
+
+def on_signal(leave: Callable[[], None]) -> None:
+    """Calls ``leave`` in the running event loop when SIGUSR1 comes, though its thread may not be
+    the main one: an actor's is not, and Python installs handlers there alone.
+
+    faulthandler's is the exception. What it writes, a traceback, is read and thrown away: that
+    there is something to read is the notice.
+    """
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+
+    def heard() -> None:
+        os.read(reader, 1 << 16)
+        log.warning("told to leave", signal="SIGUSR1")
+        leave()
+
+    asyncio.get_running_loop().add_reader(reader, heard)
+    faulthandler.register(signal.SIGUSR1, file=writer, all_threads=False)
