@@ -74,14 +74,22 @@ async def _metrics(addresses: Sequence[str]) -> list[str]:
     return [f"http://{address}/metrics" for address in found if address]
 
 
+def workers(config: Config) -> str:
+    """How many there are, in words."""
+    count, scaling = config.num_workers, config.autoscale
+    if scaling.is_on:
+        return f"{scaling.min_workers} to {scaling.max_workers} workers, as its queue needs them"
+    return f"{count} worker{'s' * (count != 1)}"
+
+
 def _welcome(config: Config, cluster: Cluster, metrics: Sequence[str], console: Console) -> None:
     elsewhere = config.state_dir != Config().state_dir
     option = f" --address {','.join(cluster.addresses)}" if elsewhere else ""
     chaos = "  [red]chaos is allowed: everlift chaos --help[/]\n" if config.chaos else ""
     metrics_line = f"  metrics  {', '.join(metrics)}\n" if metrics else ""
-    workers = f"{config.num_workers} worker{'s' * (config.num_workers != 1)}"
     console.print(
-        f"[bold]everlift[/] serves [bold]{config.worker.name}[/] with {workers}; Ctrl-C stops it\n"
+        f"[bold]everlift[/] serves [bold]{config.worker.name}[/] with {workers(config)}; "
+        "Ctrl-C stops it\n"
         f"  gRPC     {', '.join(cluster.addresses)}\n"
         f"{metrics_line}"
         f"  logs     {config.state_dir / 'logs'}\n"

@@ -9,25 +9,28 @@ that wait,
                 used blocks / (kv_utilisation * blocks of a worker) )
 
 Workers are added when requests wait and would wait for longer than the target allows, as many as
-are needed then. They go when fewer would have been enough all the time for ``down_delay``. Who
-turned round, adding after it had taken away or the other way, takes none away for ten minutes, and
-adds only where the target is missed.
+are needed then. That is sooner in a rush: where more comes of late than can be done, and by more
+than chance makes of what came before, a short wait will be a long one. They go when fewer would
+have been enough all the time for ``down_delay``. Who turned round, adding after it had taken away
+or the other way, takes none away for ten minutes, and adds only where the target is missed.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from math import ceil, exp, inf
+from math import ceil, exp, inf, sqrt
 
 from cluster.autoscale.config import AutoscaleConfig
 from everlift.v1.session_pb2 import ClusterLoad
 
 #: What comes is averaged over so long: to see a change, and to know how much it is.
 _SOON_S, _LATER_S = 2.0, 30.0
-#: Part of the TTFT target that a request may be expected to wait; and where more comes than can be
-#: done, so that it will wait longer.
+#: Part of the TTFT target that a request may be expected to wait; and in a rush.
 _PATIENCE, _PATIENCE_IN_A_RUSH = 0.5, 0.1
+#: What comes of late is more than before if by so many standard deviations: by chance it is so in
+#: one of 740 looks.
+_SIGNIFICANT = 3.0
 #: After a reversal another one takes more for so long.
 _CALM_S = 600.0
 #: Needs just above a whole number of workers are not worth another one.
@@ -72,7 +75,7 @@ class Autoscaler:
         if load.queued or load.running or self._busy_at is None:
             self._busy_at = now
         self._complete_at = min(self._complete_at, now) if load.workers >= workers else inf
-        need, wait_s = self._need(load), self._wait_s(load)
+        need, wait_s = self._need(load, self._arrivals.later), self._wait_s(load)
         self._needs.note(need, now)
         target, reason = self._target(load, need, wait_s, workers, now)
         self._turn(target - workers, now)
@@ -84,12 +87,12 @@ class Autoscaler:
     def _within(self, workers: int) -> int:
         return min(max(workers, self._config.min_workers), self._most)
 
-    def _need(self, load: ClusterLoad) -> float:
+    def _need(self, load: ClusterLoad, comes: float) -> float:
         config, one = self._config, self._capacity
         flow = 0.0
         if one.rate:
-            comes = self._arrivals.later / config.utilisation
-            flow = (comes + load.queued_tokens / config.drain_target) / one.rate
+            waits = load.queued_tokens / config.drain_target
+            flow = (comes / config.utilisation + waits) / one.rate
         slots = load.running / (config.utilisation * one.slots) if one.slots else 0.0
         blocks = load.blocks_used / (config.kv_utilisation * one.blocks) if one.blocks else 0.0
         return max(flow, slots, blocks)
@@ -101,23 +104,28 @@ class Autoscaler:
     def _target(
         self, load: ClusterLoad, need: float, wait_s: float, workers: int, now: float
     ) -> tuple[int, str]:
+        if is_rush := self._is_rush(load):
+            need = self._need(load, self._arrivals.soon_at_least)
         enough = max(1, ceil(need - _SLACK))
         if workers < self._config.min_workers or workers > self._most:
             return self._within(workers), "limits"
         if workers == 0:
             return (self._within(enough), "requests wait") if load.queued else (0, "nothing to do")
-        if load.queued and self._is_short(load, wait_s, now):
+        if load.queued and self._is_short(wait_s, is_rush, now):
             more = enough if self._capacity.rate else workers + self._lets_one_more(now)
             if more > workers:
                 return self._within(more), f"requests would wait {wait_s:.1f} s"
             return workers, "enough are on their way" if load.workers < workers else "enough"
         return self._fewer(load, workers, now)
 
-    def _is_short(self, load: ClusterLoad, wait_s: float, now: float) -> bool:
+    def _is_rush(self, load: ClusterLoad) -> bool:
+        arrivals = self._arrivals
+        return 0 < load.workers * self._capacity.rate < arrivals.soon and arrivals.have_risen
+
+    def _is_short(self, wait_s: float, is_rush: bool, now: float) -> bool:
         """Whether requests wait for too long, or are about to."""
         if now < self._calm_until:
             return wait_s > self._config.ttft_target
-        is_rush = 0 < load.workers * self._capacity.rate < self._arrivals.soon
         patience = _PATIENCE_IN_A_RUSH if is_rush else _PATIENCE
         return wait_s > patience * self._config.ttft_target
 
@@ -153,6 +161,8 @@ class Arrivals:
 
     def __init__(self) -> None:
         self.soon = self.later = 0.0
+        #: of what comes in a second
+        self._variance = 0.0
         self._term = 0
         self._offered = 0
         self._at = -inf
@@ -167,8 +177,24 @@ class Arrivals:
         self._at, self._term, self._offered = moment, load.term, load.offered_tokens
         if counts_on:
             self._observed_s += since
+            differs = (came - self.later * since) ** 2 / since
+            self._variance += self._weight(since, _LATER_S) * (differs - self._variance)
             self.soon += self._weight(since, _SOON_S) * (came / since - self.soon)
             self.later += self._weight(since, _LATER_S) * (came / since - self.later)
+
+    @property
+    def have_risen(self) -> bool:
+        """More than chance explains."""
+        return self.soon - self.later > _SIGNIFICANT * self._deviation
+
+    @property
+    def soon_at_least(self) -> float:
+        return self.soon - self._deviation
+
+    @property
+    def _deviation(self) -> float:
+        """Of ``soon``: an average that forgets in ``T`` seconds varies like one over ``2 T``."""
+        return sqrt(self._variance / (2 * _SOON_S))
 
     def _weight(self, since: float, memory_s: float) -> float:
         """Until so much is remembered, all that came counts the same."""

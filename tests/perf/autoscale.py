@@ -1,11 +1,13 @@
 """Workers that come and go with the load: one step up to twice as much, and back.
 
-    python tests/perf/autoscale.py [--phase 90] [--out build/bench/autoscale.json]
+    python tests/perf/autoscale.py [--phase 75] [--out build/bench/autoscale.json]
 
-Ray on one machine with four nodes, of which three have a GPU that is none; the fake model makes 80
-tokens a second on each. Requests come at random, as many as 0.6 workers can do, then 1.2, then 0.6.
+Ray on one machine with four nodes, of which three have a GPU that is none; the fake model makes 240
+tokens a second on each, 30 requests. They come at random, as many as 0.65 workers can do, then 1.3,
+then 0.65 for twice as long: workers go when fewer were enough for a while.
 
-    decision_s                      from the step up to the decision for more workers
+    decision_s                      from the step up to the decision for more workers, which cannot
+                                    be told from chance before some tens of requests have come
     first_work_after_ready_ms       from the router's word that a new worker is up to its first
                                     dispatch
     worker_seconds_vs_clairvoyant   workers that were asked for, over the whole time, by those of a
@@ -43,12 +45,14 @@ from worker.config import FakeModel, WorkerConfig
 from worker.fake_runner import expected_tokens
 
 MODEL = FakeModel(step_time=0.05)
-SLOTS = 4
+SLOTS = 12
 #: Tokens a second of a full worker.
 RATE = SLOTS / MODEL.step_time
-LOADS = (0.6, 1.2, 0.6)
-SCALING = AutoscaleConfig(min_workers=1, max_workers=3, drain_target=10.0, down_delay=30.0)
-_MEAN_TOKENS = 40
+LOADS = (0.65, 1.3, 0.65)
+_PHASES = (1, 1, 2)
+SCALING = AutoscaleConfig(min_workers=1, max_workers=3, down_delay=30.0)
+_TOKENS = (4, 12)
+_MEAN_TOKENS = sum(_TOKENS) / 2
 _PROMPT = 8
 _LOOK_S = 0.1
 _GPU_NODES = 3
@@ -79,7 +83,7 @@ class Run:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    arguments.add_argument("--phase", type=float, default=90.0, help="seconds of each load")
+    arguments.add_argument("--phase", type=float, default=75.0, help="seconds of a load")
     arguments.add_argument("--out", type=Path, default=Path("build/bench/autoscale.json"))
     options = arguments.parse_args()
     with TemporaryDirectory(prefix="everlift-autoscale-") as directory:
@@ -126,12 +130,12 @@ async def _loaded(cluster: RayCluster, phase_s: float) -> Run:
         looking = asyncio.create_task(_look(client, run))
         asked: list[asyncio.Task[None]] = []
         rng = Random(5)
-        for load in LOADS:
+        for load, phases in zip(LOADS, _PHASES, strict=True):
             run.steps.append(time.time())
-            end = run.steps[-1] + phase_s
+            end = run.steps[-1] + phases * phase_s
             while time.time() < end:
                 await asyncio.sleep(rng.expovariate(load * RATE / _MEAN_TOKENS))
-                asked.append(asyncio.create_task(_ask(client, rng.randint(20, 60), rng.random())))
+                asked.append(asyncio.create_task(_ask(client, rng.randint(*_TOKENS), rng.random())))
         run.ended = time.time()
         await asyncio.gather(*asked)
         looking.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from statistics import median
 
 import pytest
 
@@ -30,6 +31,20 @@ def test_twice_the_load_adds_workers_within_two_seconds_of_a_queue(seed: int) ->
     assert change > 0
     assert moment - fleet.queued_since(moment) <= 2.0
     assert 5 <= fleet.target <= 7
+
+
+@pytest.mark.parametrize("load", [0.6, 0.65, 0.7])
+def test_twice_as_many_small_requests_are_seen_within_two_seconds(load: float) -> None:
+    waits = []
+    for seed in range(20):
+        fleet = Fleet(CONFIG, rate=480, speed=30, job_tokens=16, seed=seed).run(90, load)
+        if fleet.target == 1:
+            step = fleet.now
+            fleet.run(30, 2 * load)
+            waits.append(fleet.changes[0][0] - step)
+            assert fleet.target <= 3
+    assert len(waits) > 8
+    assert median(waits) <= 2.0
 
 
 @pytest.mark.parametrize("seed", range(5))
