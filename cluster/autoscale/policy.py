@@ -8,6 +8,9 @@ that wait,
                 running sequences / (utilisation * slots of a worker),
                 used blocks / (kv_utilisation * blocks of a worker) )
 
+or, until the last worker that came has shown what it changes, the first of these alone: who works
+off a queue has all slots in use.
+
 Workers are added when requests wait and would wait for longer than the target allows, as many as
 are needed then. That is sooner in a rush: where more comes of late than can be done, and by more
 than chance makes of what came before, a short wait will be a long one. They go when fewer would
@@ -75,7 +78,8 @@ class Autoscaler:
         if load.queued or load.running or self._busy_at is None:
             self._busy_at = now
         self._complete_at = min(self._complete_at, now) if load.workers >= workers else inf
-        need, wait_s = self._need(load, self._arrivals.later), self._wait_s(load)
+        flow, held = self._flow(load, self._arrivals.later), self._held(load)
+        need, wait_s = max(flow, held), self._wait_s(load)
         self._needs.note(need, now)
         target, reason = self._target(load, need, wait_s, workers, now)
         self._turn(target - workers, now)
@@ -87,15 +91,19 @@ class Autoscaler:
     def _within(self, workers: int) -> int:
         return min(max(workers, self._config.min_workers), self._most)
 
-    def _need(self, load: ClusterLoad, comes: float) -> float:
+    def _flow(self, load: ClusterLoad, comes: float) -> float:
+        """What is needed for what comes and waits."""
+        config, rate = self._config, self._capacity.rate
+        if not rate:
+            return 0.0
+        return (comes / config.utilisation + load.queued_tokens / config.drain_target) / rate
+
+    def _held(self, load: ClusterLoad) -> float:
+        """What is needed for what runs. While a queue is worked off that is all there is."""
         config, one = self._config, self._capacity
-        flow = 0.0
-        if one.rate:
-            waits = load.queued_tokens / config.drain_target
-            flow = (comes / config.utilisation + waits) / one.rate
         slots = load.running / (config.utilisation * one.slots) if one.slots else 0.0
         blocks = load.blocks_used / (config.kv_utilisation * one.blocks) if one.blocks else 0.0
-        return max(flow, slots, blocks)
+        return max(slots, blocks)
 
     def _wait_s(self, load: ClusterLoad) -> float:
         rate = load.workers * self._capacity.rate
@@ -104,23 +112,27 @@ class Autoscaler:
     def _target(
         self, load: ClusterLoad, need: float, wait_s: float, workers: int, now: float
     ) -> tuple[int, str]:
-        if is_rush := self._is_rush(load):
-            need = self._need(load, self._arrivals.soon_at_least)
+        is_rush, has_settled = self._is_rush(workers), self._has_settled(now)
+        if is_rush:
+            need = self._flow(load, self._arrivals.soon_at_least)
+        elif self._capacity.rate and not has_settled:
+            need = self._flow(load, self._arrivals.later)
         enough = max(1, ceil(need - _SLACK))
         if workers < self._config.min_workers or workers > self._most:
             return self._within(workers), "limits"
         if workers == 0:
             return (self._within(enough), "requests wait") if load.queued else (0, "nothing to do")
         if load.queued and self._is_short(wait_s, is_rush, now):
-            more = enough if self._capacity.rate else workers + self._lets_one_more(now)
+            more = enough if self._capacity.rate else workers + has_settled
             if more > workers:
                 return self._within(more), f"requests would wait {wait_s:.1f} s"
             return workers, "enough are on their way" if load.workers < workers else "enough"
         return self._fewer(load, workers, now)
 
-    def _is_rush(self, load: ClusterLoad) -> bool:
+    def _is_rush(self, workers: int) -> bool:
+        """Also for those that are on their way."""
         arrivals = self._arrivals
-        return 0 < load.workers * self._capacity.rate < arrivals.soon and arrivals.have_risen
+        return 0 < workers * self._capacity.rate < arrivals.soon and arrivals.have_risen
 
     def _is_short(self, wait_s: float, is_rush: bool, now: float) -> bool:
         """Whether requests wait for too long, or are about to."""
@@ -129,8 +141,8 @@ class Autoscaler:
         patience = _PATIENCE_IN_A_RUSH if is_rush else _PATIENCE
         return wait_s > patience * self._config.ttft_target
 
-    def _lets_one_more(self, now: float) -> bool:
-        """What the workers can do is not known: the last one shall show first what it changes."""
+    def _has_settled(self, now: float) -> bool:
+        """The last worker that came has shown what it changes."""
         return now - self._complete_at >= self._config.ttft_target
 
     def _fewer(self, load: ClusterLoad, workers: int, now: float) -> tuple[int, str]:

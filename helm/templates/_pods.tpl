@@ -55,6 +55,9 @@ topologySpreadConstraints:
     secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}
 {{- end }}
 {{- end }}
+{{- with .Values.env }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* Routers read the tokenizer, workers all of it. */}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.request
 from pathlib import Path
 from random import Random
 
@@ -42,6 +43,22 @@ async def until_workers(client: AsyncClient, count: int) -> None:
             await asyncio.sleep(0.1)
 
 
+async def until_exported(text: str) -> None:
+    """Ray's own metrics have a line that begins with it. They come every ten seconds."""
+    import ray
+
+    node = next(node for node in ray.nodes() if node["Alive"])
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    async with asyncio.timeout(_PATIENCE_S):
+        while not any(line.startswith(text) for line in await asyncio.to_thread(read, url)):
+            await asyncio.sleep(0.5)
+
+
+def read(url: str) -> list[str]:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return response.read().decode().splitlines()
+
+
 async def check_some(client: AsyncClient, count: int) -> None:
     """Requests at once; each answer is the right one."""
 
@@ -64,3 +81,5 @@ async def test_none_without_work_one_for_a_request_and_two_for_a_queue(tmp_path:
         await until_workers(client, 2)
         await crowd
         await until_workers(client, 0)
+        await until_exported("ray_everlift_autoscaler_max_workers{")
+        await until_exported("ray_everlift_autoscaler_reason{")

@@ -102,6 +102,16 @@ VALUES: dict[str, Object] = {
             "dashboard": {"enabled": True},
         }
     },
+    "traced": {
+        "config": {"router": {"trace_endpoint": "https://otel.example:4317", "trace_sample": 0.1}},
+        "env": [
+            {
+                "name": "OTEL_EXPORTER_OTLP_HEADERS",
+                "valueFrom": {"secretKeyRef": {"name": "otel", "key": "headers"}},
+            },
+            {"name": "OTEL_SERVICE_NAME", "value": "chat"},
+        ],
+    },
     "closed": {
         "networkPolicy": {
             "clients": [{"namespaceSelector": {"matchLabels": {"team": "apps"}}}],
@@ -490,6 +500,16 @@ def test_the_ledgers_url_comes_from_a_secret(rendered: dict[str, Rendered]) -> N
     for group in rendered["ledger elsewhere"].groups:
         assert environment(group)["EVERLIFT_LEDGER__URL"] == secret("their-redis", "uri")
     assert "StatefulSet" not in rendered["ledger elsewhere"].kinds
+
+
+def test_traces_go_where_they_are_wanted(rendered: dict[str, Rendered]) -> None:
+    release = rendered["traced"]
+    router = settings.load(Config, release.settings).router
+    assert (router.trace_endpoint, router.trace_sample) == ("https://otel.example:4317", 0.1)
+    for group in release.groups:
+        assert environment(group)["OTEL_EXPORTER_OTLP_HEADERS"] == secret("otel", "headers")
+        assert environment(group)["OTEL_SERVICE_NAME"] == "chat"
+        assert "EVERLIFT_LEDGER__URL" in environment(group)
 
 
 def test_no_secret_is_in_what_is_applied(rendered: dict[str, Rendered]) -> None:
