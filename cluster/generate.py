@@ -21,6 +21,7 @@ from cluster.options import generate_options, takes_options
 from everlift.client import GenerateOptions
 from everlift.sampling import TokenLogprobs
 from everlift.stream import Chunk
+from everlift.trace_context import TraceContext
 
 EXAMPLES = """
 **Examples**
@@ -56,7 +57,9 @@ def generate(
     screen = _Screen(as_json=as_json, is_live=not as_json and given.get("n", 1) == 1)
     config = local_config(no_ray, model, assignments)
     if config is None:
-        asyncio.run(_through_cluster(address, prompt, traceparent, given, screen))
+        # The variable may have been meant for somebody else.
+        known = traceparent if TraceContext.parse(traceparent) else ""
+        asyncio.run(_through_cluster(address, prompt, known, given, screen))
     else:
         _here(config, prompt, given, screen)
 

@@ -219,11 +219,12 @@ class Router:
         await self._sessions.close()
         await self._internal.stop(grace=0.5)
         await self._metrics.stop()
-        await asyncio.to_thread(self._traces.close)
         try:
             await self._ledger.leave(self.router_id)
         except LedgerUnavailable:
             log.info("gateway lease left to run out", router_id=self.router_id)
+        # Others go on with what is left here already.
+        await asyncio.to_thread(self._traces.close)
         await self._ledger.close()
 
     # workers, as the sessions hear them

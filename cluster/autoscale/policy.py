@@ -31,9 +31,11 @@ from everlift.v1.session_pb2 import ClusterLoad
 _SOON_S, _LATER_S = 2.0, 30.0
 #: Part of the TTFT target that a request may be expected to wait; and in a rush.
 _PATIENCE, _PATIENCE_IN_A_RUSH = 0.5, 0.1
-#: What comes of late is more than before if by so many standard deviations: by chance it is so in
-#: one of 740 looks.
+#: What comes of late is more than before if by so many standard deviations. By chance it is so in
+#: one look of some hundred, the more often the more requests differ in size.
 _SIGNIFICANT = 3.0
+#: What comes at once, beyond so many of them, is a crowd that waits and no rate that lasts.
+_CROWD = 4.0
 #: After a reversal another one takes more for so long.
 _CALM_S = 600.0
 #: Needs just above a whole number of workers are not worth another one.
@@ -98,6 +100,10 @@ class Autoscaler:
             return 0.0
         return (comes / config.utilisation + load.queued_tokens / config.drain_target) / rate
 
+    def _rush(self) -> float:
+        """What is needed for what comes of late. What waits has come with it."""
+        return self._arrivals.soon_at_least / (self._config.utilisation * self._capacity.rate)
+
     def _held(self, load: ClusterLoad) -> float:
         """What is needed for what runs. While a queue is worked off that is all there is."""
         config, one = self._config, self._capacity
@@ -114,7 +120,7 @@ class Autoscaler:
     ) -> tuple[int, str]:
         is_rush, has_settled = self._is_rush(workers), self._has_settled(now)
         if is_rush:
-            need = self._flow(load, self._arrivals.soon_at_least)
+            need = max(self._flow(load, self._arrivals.later), self._rush())
         elif self._capacity.rate and not has_settled:
             need = self._flow(load, self._arrivals.later)
         enough = max(1, ceil(need - _SLACK))
@@ -189,9 +195,10 @@ class Arrivals:
         self._at, self._term, self._offered = moment, load.term, load.offered_tokens
         if counts_on:
             self._observed_s += since
+            lasting = min(came, self.later * since + _CROWD * sqrt(self._variance * since))
+            self.soon += self._weight(since, _SOON_S) * (lasting / since - self.soon)
             differs = (came - self.later * since) ** 2 / since
             self._variance += self._weight(since, _LATER_S) * (differs - self._variance)
-            self.soon += self._weight(since, _SOON_S) * (came / since - self.soon)
             self.later += self._weight(since, _LATER_S) * (came / since - self.later)
 
     @property

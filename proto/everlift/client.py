@@ -21,6 +21,7 @@ from everlift.errors import EverliftError, InvalidRequest, NotUtf8, OutOfRange
 from everlift.messages import OnDisconnect, check_request_id
 from everlift.routers import Routers
 from everlift.stream import Stream
+from everlift.trace_context import TraceContext
 from everlift.transport import GRPC, Transport
 from everlift.v1 import inference_pb2 as pb
 
@@ -122,6 +123,8 @@ class AsyncClient:
 
         Raises InvalidRequest for what cannot be sent at all.
         """
+        if traceparent and TraceContext.parse(traceparent) is None:
+            raise InvalidRequest("traceparent is not as W3C Trace Context writes it")
         submission = submission_message(prompt, options)
         return Stream(
             self._routers,

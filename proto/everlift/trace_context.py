@@ -13,8 +13,13 @@ TRACEPARENT, TRACESTATE, TRACERESPONSE = "traceparent", "tracestate", "traceresp
 
 #: What follows them in a later version is not known and not used.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+#: One tracer's part of a tracestate.
+_MEMBER = re.compile(
+    r"([a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
 _SAMPLED = 0x01
-_MAX_STATE = 512
+_MAX_STATE, _MAX_MEMBERS = 512, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,7 @@ class TraceContext:
             return None
         if not int(trace_id, 16) or not int(span_id, 16):
             return None
-        kept = state if len(state) <= _MAX_STATE and state.isascii() else ""
-        return cls(trace_id, span_id, bool(int(flags, 16) & _SAMPLED), state=kept)
+        return cls(trace_id, span_id, bool(int(flags, 16) & _SAMPLED), state=_checked(state))
 
     def child(self, span_id: str) -> Self:
         return replace(self, span_id=span_id, parent_id=self.span_id)
@@ -64,3 +68,11 @@ class TraceContext:
     def __str__(self) -> str:
         """As a traceparent."""
         return f"00-{self.trace_id}-{self.span_id}-{_SAMPLED if self.is_sampled else 0:02x}"
+
+
+def _checked(state: str) -> str:
+    """A tracestate of which a part is none is none."""
+    members = [member.strip(" \t") for member in state.split(",")]
+    members = [member for member in members if member]
+    is_one = len(state) <= _MAX_STATE and len(members) <= _MAX_MEMBERS
+    return ",".join(members) if is_one and all(map(_MEMBER.fullmatch, members)) else ""

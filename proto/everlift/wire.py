@@ -19,6 +19,8 @@ from everlift.errors import (
 
 T = TypeVar("T")
 
+#: Characters of a cause: gRPC refuses answers with more than 8 KiB of metadata, as it writes them.
+_MAX_CAUSE = 512
 #: Statuses that gRPC itself gives when a connection or a server goes away.
 _BROKEN = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL}
@@ -31,7 +33,12 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: EverliftErro
     if error.retry_after_s is not None:
         metadata.append((RETRY_AFTER_METADATA_KEY, f"{error.retry_after_s:g}"))
     code: grpc.StatusCode = getattr(grpc.StatusCode, error.grpc_status)
-    await context.abort(code, str(error), tuple(metadata))
+    await context.abort(code, _bounded(str(error)), tuple(metadata))
+
+
+def _bounded(cause: str) -> str:
+    """It may quote what a client sent."""
+    return cause if len(cause) <= _MAX_CAUSE else f"{cause[: _MAX_CAUSE - 1]}…"
 
 
 async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:

@@ -230,7 +230,7 @@ class Attempts:
             log.error("tokens missing", request_id=live.request_id, offset=progress.offset)
             self._lost(live, f"worker {worker_id} left out tokens")
             return
-        self._note(live, choice, progress)
+        self._note(live, choice, progress, len(choice.output) - offset)
         stop = progress.stop
         finish = FinishReason.STOP if choice.output.stopped else _FINISHED_BY.get(stop)
         choice.finish_reason = finish
@@ -243,11 +243,13 @@ class Attempts:
         elif stop:
             self._stopped_short(live, progress)
 
-    def _note(self, live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> None:
-        """What became of its KV blocks."""
+    def _note(
+        self, live: LiveRequest, choice: Choice, progress: session_pb2.Progress, num_new: int
+    ) -> None:
+        """What became of its KV blocks, beside so many new tokens."""
         note(live, choice, progress)
         if live.journal is not None:
-            live.journal.progress(progress, now())
+            live.journal.progress(progress, num_new, now())
         self._custody.counters.preempted += progress.preemptions
         self._custody.counters.recomputed_tokens += progress.recomputed_tokens
         self._tell_residence(live)

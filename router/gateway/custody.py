@@ -23,6 +23,7 @@ from everlift.errors import (
 )
 from router.admission.predictor import OutputLengths
 from router.clock import now
+from router.gateway.journal import Journal
 from router.gateway.keyed_lock import KeyedLock
 from router.gateway.ledger_health import LedgerHealth
 from router.gateway.live import LiveRequest
@@ -38,6 +39,8 @@ T = TypeVar("T")
 
 #: Between two tries while the ledger is away.
 _RETRY_S = 0.1
+#: Of a router that stops.
+_TRACING_S = 1.0
 
 
 class Counters:
@@ -63,7 +66,7 @@ class Custody:
         self.health = health
         self.recent = recent
         self.observer = observer
-        self._tracer = tracer
+        self.tracer = tracer
         self.counters = Counters()
         self.lengths = OutputLengths()
         #: the router stops: nothing more is taken, and no client that goes is missed
@@ -72,6 +75,7 @@ class Custody:
         self.moving = KeyedLock()
         self._live: dict[str, LiveRequest] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._tracing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -87,6 +91,8 @@ class Custody:
 
     def take(self, live: LiveRequest) -> None:
         live.observe(self.observer.of_class(live.priority))
+        if self.tracer.wants(live.request.trace):
+            live.journal = Journal()
         self.recent.begin(live.request_id)
         self._live[live.request_id] = live
 
@@ -116,7 +122,9 @@ class Custody:
 
     def _trace(self, live: LiveRequest) -> None:
         if live.journal is not None:
-            self.spawn(self._tracer.ended(live))
+            task = self.spawn(self.tracer.ended(live))
+            self._tracing.add(task)
+            task.add_done_callback(self._tracing.discard)
 
     def is_ours(self, live: LiveRequest, entry: Entry) -> bool:
         """Nobody else has gone on with it."""
@@ -237,6 +245,9 @@ class Custody:
             log.exception("request work failed")
 
     async def cancel_work(self) -> None:
+        """But what is to be told of requests that have ended has a moment."""
+        if self._tracing:
+            await asyncio.wait(self._tracing, timeout=_TRACING_S)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

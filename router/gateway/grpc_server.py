@@ -47,7 +47,7 @@ class InferenceServer:
         coming = _Coming(self._tracer.begin(context.invocation_metadata() or ()))
         with self._telling_refusals(coming):
             message = parse(pb.GenerateRequest, data)
-            coming.model, coming.request_id = message.model, message.request_id or new_request_id()
+            coming.request_id = message.request_id or new_request_id()
             submission = Submission.from_proto(
                 message, coming.request_id, secrets.randbits(63), coming.trace
             )
@@ -81,7 +81,7 @@ class InferenceServer:
             known = error if isinstance(error, EverliftError) else EverliftError()
             self._requests.turned_away(known)
             elapsed_s = now() - coming.since
-            self._tracer.refused(coming.trace, coming.model, elapsed_s, known.slug)
+            self._tracer.refused(coming.trace, elapsed_s, known.slug)
             raise
 
     async def attach(self, data: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -146,12 +146,12 @@ class InferenceServer:
 
 
 class _Coming:
-    """A call to Generate that is not accepted yet. ``model`` is what its client calls it."""
+    """A call to Generate that is not accepted yet."""
 
     def __init__(self, trace: TraceContext | None) -> None:
         self.trace = trace
         self.since = now()
-        self.model = self.request_id = ""
+        self.request_id = ""
 
 
 async def _greet(context: Context, request_id: str, trace: TraceContext | None = None) -> None:

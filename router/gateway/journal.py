@@ -43,13 +43,13 @@ class Attempt:
     new_tokens: int = 0
     pauses: list[Pause] = field(default_factory=list)
 
-    def progress(self, message: session_pb2.Progress, now: float) -> None:
+    def progress(self, message: session_pb2.Progress, num_new: int, now: float) -> None:
         if message.HasField("waited_s") and self.waited_s is None:
             self.waited_s, self.cached_tokens = message.waited_s, message.cached_tokens
-        if message.token_ids:
+        if num_new:
             self.first_token = now if self.first_token is None else self.first_token
             self.last_token = now
-            self.new_tokens += len(message.token_ids)
+            self.new_tokens += num_new
         if message.residence == session_pb2.RESIDENCE_PREEMPTED:
             self._pause(message.choice, now)
         elif message.residence == session_pb2.RESIDENCE_RESUMED:
@@ -84,9 +84,10 @@ class Journal:
     def dispatched(self, number: int, now: float) -> None:
         self._attempts.append(Attempt(number, now))
 
-    def progress(self, message: session_pb2.Progress, now: float) -> None:
+    def progress(self, message: session_pb2.Progress, num_new: int, now: float) -> None:
+        """With it came so many tokens that the request did not have."""
         if self._attempts:
-            self._attempts[-1].progress(message, now)
+            self._attempts[-1].progress(message, num_new, now)
 
     def readable(self, since_begun_s: float) -> None:
         """By clients, for the first time here."""

@@ -93,8 +93,8 @@ class LiveRequest:
         #: by choice, when more could be read last
         self._readable_since: dict[int, float] = {}
         self._observer: ClassObserver = NOBODY
-        is_traced = request.trace is not None and request.trace.is_sampled
-        self.journal = Journal() if is_traced else None
+        #: where it is traced
+        self.journal: Journal | None = None
 
     @property
     def arrived(self) -> float:
@@ -153,6 +153,10 @@ class LiveRequest:
 
     def runs_under(self, epoch: int) -> bool:
         return self.phase is Phase.RUNNING and self.epoch == epoch
+
+    def age_s(self, now: float) -> float:
+        """Since this gateway has it."""
+        return now - self._began
 
     # what happens to it
 

@@ -137,9 +137,9 @@ class Requests:
         if timeout_s is not None:
             request = replace(request, deadline=entry.arrived + timeout_s)
         live = begun(request, entry, self._model.tokenizer)
+        self._custody.take(live)
         if live.journal is not None:
             live.journal.accepted(now() - began)
-        self._custody.take(live)
         self._custody.observer.of_class(live.priority).accepted(len(request.prompt_ids))
         self.attempts.enqueue(live)
         self._patience.expire_in(live, timeout_s)
@@ -326,7 +326,9 @@ class Requests:
             if entry is not None:
                 # Another gateway went on with it meanwhile, or it has ended.
                 self._custody.settle_as(live, entry)
-        live.settle(now(), QueueFull("too many requests wait", retry_after_s=1.0))
+        refusal = QueueFull("too many requests wait", retry_after_s=1.0)
+        self._custody.tracer.refused(live.request.trace, live.age_s(now()), refusal.slug)
+        live.settle(now(), refusal)
 
     def adopt_soon(self, request_id: str) -> None:
         """The leader found it without a living gateway."""

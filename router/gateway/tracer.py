@@ -16,9 +16,12 @@ class Tracer(Protocol):
         """The span of a request whose call came with this metadata; None: it is in no trace."""
         ...
 
-    def refused(self, trace: TraceContext | None, model: str, elapsed_s: float, slug: str) -> None:
-        """A request that was never accepted, so long after its call came. ``model`` is what its
-        client called it."""
+    def wants(self, trace: TraceContext | None) -> bool:
+        """Whether a request of this span is to have a journal."""
+        ...
+
+    def refused(self, trace: TraceContext | None, elapsed_s: float, slug: str) -> None:
+        """A request that was not accepted, so long after its call came."""
         ...
 
     async def ended(self, live: LiveRequest) -> None:
@@ -30,9 +33,10 @@ class _Nobody:
     def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
         return None
 
-    def refused(
-        self, trace: TraceContext | None, model: str, elapsed_s: float, slug: str
-    ) -> None: ...
+    def wants(self, trace: TraceContext | None) -> bool:
+        return False
+
+    def refused(self, trace: TraceContext | None, elapsed_s: float, slug: str) -> None: ...
 
     async def ended(self, live: LiveRequest) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,7 +14,7 @@ from router.traces.spans import Span
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import SpanContext
+    from opentelemetry.trace import SpanContext, TraceState
 
 _SCOPE = "everlift"
 #: How long a router that stops waits for its collector.
@@ -99,7 +100,7 @@ def otlp(endpoint: str, router_id: str) -> Exporter:
 
 
 def _context(span_id: str, span: Span) -> SpanContext:
-    from opentelemetry.trace import SpanContext, TraceFlags, TraceState
+    from opentelemetry.trace import SpanContext, TraceFlags
 
     context = span.context
     return SpanContext(
@@ -107,8 +108,16 @@ def _context(span_id: str, span: Span) -> SpanContext:
         int(span_id, 16),
         is_remote=span_id != context.span_id,
         trace_flags=TraceFlags(context.is_sampled),
-        trace_state=TraceState.from_header([context.state]) if context.state else None,
+        trace_state=_state(context.state) if context.state else None,
     )
+
+
+@lru_cache(maxsize=64)
+def _state(state: str) -> TraceState:
+    """The spans of a request have the same."""
+    from opentelemetry.trace import TraceState
+
+    return TraceState.from_header([state])
 
 
 def _nanoseconds(time: float) -> int:

@@ -64,7 +64,8 @@ def request_spans(
         spans.append(Span("everlift.accept", walk.child(), began, accepted))
     spans.append(
         Span(
-            root_name(request.model),
+            # As OpenTelemetry's conventions for generative AI have it.
+            f"{_OPERATION} {request.model}",
             request.trace,
             began,
             ended,
@@ -77,16 +78,11 @@ def request_spans(
     return spans
 
 
-def refusal_span(trace: TraceContext, model: str, start: float, end: float, slug: str) -> Span:
-    """Of a request that was never accepted. ``model`` is what its client called it, "" where that
-    is not known."""
+def refusal_span(trace: TraceContext, start: float, end: float, slug: str) -> Span:
+    """Of a request that was never accepted. What it said may be anything, so nothing of it is
+    here."""
     attributes: dict[str, Value] = {**_OURS, "error.type": slug}
-    return Span(root_name(model), trace, start, end, attributes, slug, is_root=True)
-
-
-def root_name(model: str) -> str:
-    """As OpenTelemetry's conventions for generative AI have it."""
-    return f"{_OPERATION} {model}".strip()
+    return Span(_OPERATION, trace, start, end, attributes, slug, is_root=True)
 
 
 class _Walk:

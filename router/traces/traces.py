@@ -35,8 +35,11 @@ class Traces:
         self._draw = draw
 
     def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
-        headers = {key: value for key, value in metadata if isinstance(value, str)}
-        parent = TraceContext.parse(headers.get(TRACEPARENT, ""), headers.get(TRACESTATE, ""))
+        headers: dict[str, list[str]] = {TRACEPARENT: [], TRACESTATE: []}
+        for key, value in metadata:
+            if key in headers and isinstance(value, str):
+                headers[key].append(value)
+        parent = TraceContext.parse(*map(",".join, headers.values()))
         if parent is not None:
             return parent.child(_new_span_id())
         if self._exporter is None:
@@ -56,10 +59,13 @@ class Traces:
             request_spans(live.request, entry, events, live.journal, _new_span_id)
         )
 
-    def refused(self, trace: TraceContext | None, model: str, elapsed_s: float, slug: str) -> None:
+    def wants(self, trace: TraceContext | None) -> bool:
+        return self._exporter is not None and trace is not None and trace.is_sampled
+
+    def refused(self, trace: TraceContext | None, elapsed_s: float, slug: str) -> None:
         if self._exporter is not None and trace is not None and trace.is_sampled:
             now = time.time()
-            self._exporter.export([refusal_span(trace, model, now - elapsed_s, now, slug)])
+            self._exporter.export([refusal_span(trace, now - elapsed_s, now, slug)])
 
     def close(self) -> None:
         """Sends what is left. Waits for that: not for the event loop's thread."""

@@ -164,6 +164,11 @@ BAD_REQUESTS = {
     ),
     "no time": (dict(text="a", timeout_ms=0), "INVALID_ARGUMENT", "out_of_range"),
     "unknown model": (dict(text="a", model="gpt-9"), "NOT_FOUND", "unknown_model"),
+    "model of a novel's length": (
+        dict(text="a", model="ä" * 600_000),
+        "NOT_FOUND",
+        "unknown_model",
+    ),
     "model by path": (dict(text="a", model="../../etc"), "NOT_FOUND", "unknown_model"),
     "request id with a newline": (
         dict(text="a", request_id="a\nb"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,13 +15,22 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from everlift.client import AsyncClient
-from everlift.errors import Cancelled, OutOfRange, UnknownModel
+from everlift.errors import Cancelled, InvalidRequest, OutOfRange, QueueFull, UnknownModel
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
+from router.ledger.entry import Event
 from router.traces.exporter import CLOSE_S
 from tests.free_port import free_port
-from tests.in_process import ROUTER, Cluster, cluster, receive, right_tokens, until
+from tests.in_process import (
+    ROUTER,
+    Cluster,
+    KeptLedger,
+    cluster,
+    receive,
+    right_tokens,
+    until,
+)
 from tests.otlp_collector import Collector, attributes, collector
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -60,7 +70,7 @@ def is_within(inner: Span, outer: Span) -> bool:
 
 
 async def test_a_request_is_one_trace_under_its_callers_span() -> None:
-    prompt = list(b"do not tell")
+    prompt = list(b"any prompt")
     async with traced() as (parts, collecting), AsyncClient(parts.address) as client:
         received = await receive(client, prompt, 20, traceparent=PARENT)
         spans = await trace_of(collecting, TRACE)
@@ -79,10 +89,9 @@ async def test_a_request_is_one_trace_under_its_callers_span() -> None:
     assert collecting.resources[0]["service.instance.id"] == router_id
     told = attributes(root)
     assert told["gen_ai.response.id"] == received.request_id
-    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (11, 20)
+    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (10, 20)
     assert attributes(attempt)["everlift.new_tokens"] == 20
     assert [event.name for event in root.events] == ["first_token"]
-    assert not any(b"do not tell" in export.SerializeToString() for export in collecting.exports)
 
 
 async def test_a_caller_without_a_trace_is_told_the_one_that_begins() -> None:
@@ -172,16 +181,77 @@ async def test_the_trace_goes_on_when_its_gateway_is_lost() -> None:
 async def test_a_refusal_is_told_with_its_cause() -> None:
     async with traced() as (parts, collecting), AsyncClient(parts.address) as client:
         with pytest.raises(UnknownModel):
-            await client.generate("hi", traceparent=PARENT, model="other").text()
+            await client.generate("hi", traceparent=PARENT, model="marker" * 100_000).text()
         with pytest.raises(OutOfRange):
             await client.generate("hi", priority=99).text()
         await until(lambda: len(collecting.spans) == 2)
-        spans = {span.name: span for span in collecting.spans}
-    refused = spans["text_completion other"]
+        refused, other = collecting.spans
     assert refused.trace_id.hex() == TRACE and refused.parent_span_id.hex() == SPAN
     assert refused.status.code == Status.STATUS_CODE_ERROR
     assert attributes(refused)["error.type"] == UnknownModel.slug
-    assert attributes(spans["text_completion"])["error.type"] == OutOfRange.slug
+    assert "marker" not in str(refused)
+    assert attributes(other)["error.type"] == OutOfRange.slug
+
+
+async def test_who_is_refused_by_the_leader_is_told_too() -> None:
+    async with collector() as collecting:
+        config = replace(ROUTER, trace_endpoint=collecting.endpoint, max_queued=1)
+        async with cluster(workers=0, router_config=config) as parts:
+            async with AsyncClient(parts.address, reconnect_s=0.0) as client:
+                asked = [
+                    asyncio.create_task(client.generate("hi", timeout_s=2.0).text())
+                    for _ in range(6)
+                ]
+                results = await asyncio.gather(*asked, return_exceptions=True)
+        refused = sum(isinstance(result, QueueFull) for result in results)
+        await until(lambda: len(collecting.spans) >= 6)
+    slugs = [attributes(span)["error.type"] for span in collecting.spans if not span.parent_span_id]
+    assert slugs.count(QueueFull.slug) == refused >= 4
+
+
+async def test_what_ends_as_the_router_stops_is_told() -> None:
+    class Slow(KeptLedger):
+        async def events(self, request_id: str) -> tuple[Event, ...]:
+            await asyncio.sleep(0.05)
+            return await super().events(request_id)
+
+    async with collector() as collecting:
+        config = replace(ROUTER, trace_endpoint=collecting.endpoint, drain=5.0)
+        parts = Cluster(Slow(time.monotonic), config)
+        router = await parts.add_router()
+        await parts.add_worker()
+        async with AsyncClient(parts.address) as client:
+            work = asyncio.create_task(receive(client, [1], 100, traceparent=PARENT))
+            await until(lambda: len(router._requests))
+            parts.routers.remove(router)
+            await router.stop()
+            await work
+        await parts.stop()
+        assert ROOT in collecting.trace(TRACE)
+
+
+@pytest.mark.parametrize("traceparent", ["ä", "abc\n", "x" * 20_000])
+async def test_a_client_is_told_at_once_what_is_no_traceparent(traceparent: str) -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(InvalidRequest, match="traceparent"):
+            client.generate("hi", traceparent=traceparent)
+
+
+@pytest.mark.parametrize(
+    "state, kept", [(("a=1", "b=2"), "a=1,b=2"), (("SECRET token",), ""), (("a=1", "B"), "")]
+)
+async def test_a_tracestate_goes_along_if_it_is_one(
+    state: tuple[str, ...], kept: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata = (("traceparent", PARENT), *(("tracestate", each) for each in state))
+    async with traced() as (parts, collecting):
+        async with grpc.aio.insecure_channel(parts.address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            call = stub.Generate(pb.GenerateRequest(text="hi", max_tokens=2), metadata=metadata)
+            assert [piece async for piece in call]
+        spans = await trace_of(collecting, TRACE)
+    assert {span.trace_state for named in spans.values() for span in named} == {kept}
+    assert "SECRET" not in caplog.text
 
 
 async def test_a_cancelled_request_is_told_as_such() -> None:

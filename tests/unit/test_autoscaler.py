@@ -11,7 +11,7 @@ from cluster.autoscale.config import AutoscaleConfig
 from cluster.autoscale.policy import Autoscaler
 from everlift.settings import SettingsError, load
 from everlift.v1.session_pb2 import ClusterLoad
-from tests.fleet import Fleet
+from tests.fleet import Fleet, Job
 
 CONFIG = AutoscaleConfig(min_workers=1, max_workers=8)
 FROM_ZERO = AutoscaleConfig(min_workers=0, max_workers=8)
@@ -45,6 +45,15 @@ def test_twice_as_many_small_requests_are_seen_within_two_seconds(load: float) -
             assert fleet.target <= 3
     assert len(waits) > 8
     assert median(waits) <= 2.0
+
+
+def test_a_crowd_is_worked_off_within_the_drain_target_and_is_no_rate_that_lasts() -> None:
+    config = AutoscaleConfig(min_workers=1, max_workers=40)
+    fleet = Fleet(config).run(120, load=0.3)
+    fleet.waiting.extend(Job(fleet.now, 300.0, 10) for _ in range(200))
+    fleet.offered += 200 * 300.0
+    fleet.run(60, load=0.3)
+    assert 3 <= max(decision.workers for _, decision in fleet.decisions) <= 8
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -44,10 +44,18 @@ def test_what_is_none_is_none(traceparent: str) -> None:
     assert TraceContext.parse(traceparent) is None
 
 
-@pytest.mark.parametrize("state", ["x" * 513, "k=ä"])
+@pytest.mark.parametrize(
+    "state",
+    ["x" * 513, "k=ä", "k", "K=1", "k=1,k 2", "k=1=2", "k=1," * 32 + "k=1"],
+)
 def test_a_state_that_cannot_go_along_does_not(state: str) -> None:
     context = TraceContext.parse(f"00-{TRACE}-{SPAN}-01", state)
     assert context is not None and context.state == ""
+
+
+def test_empty_members_of_a_state_are_left_out() -> None:
+    context = TraceContext.parse(f"00-{TRACE}-{SPAN}-01", "a=1, ,b@c=2 ,")
+    assert context is not None and context.state == "a=1,b@c=2"
 
 
 def test_a_child_knows_its_parent() -> None:

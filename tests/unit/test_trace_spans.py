@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
-import pytest
-
 from everlift.messages import FinishReason, Request, Submission
 from everlift.trace_context import TraceContext
 from everlift.v1 import inference_pb2 as pb
@@ -23,7 +21,7 @@ CLOCK = 5000.0
 
 
 def request() -> Request:
-    message = pb.GenerateRequest(text="secret", max_tokens=8, priority=3)
+    message = pb.GenerateRequest(text="prompt", max_tokens=8, priority=3)
     return ServedModel.load("fake").resolve(Submission.from_proto(message, "r", 1, TRACE))
 
 
@@ -53,16 +51,16 @@ def told(spans: list[Span]) -> list[tuple[str, float, float]]:
     return [(span.name.removeprefix("everlift."), span.start, span.end) for span in spans]
 
 
-def progress(tokens: int = 0, **fields: object) -> session_pb2.Progress:
-    return session_pb2.Progress(epoch=1, token_ids=range(tokens), **fields)  # type: ignore[arg-type]
+def progress(**fields: object) -> session_pb2.Progress:
+    return session_pb2.Progress(epoch=1, **fields)  # type: ignore[arg-type]
 
 
 def test_a_request_that_nothing_happens_to() -> None:
     journal = Journal()
     journal.accepted(0.5)
     journal.dispatched(1, CLOCK + 102)
-    journal.progress(progress(1, waited_s=0.25, cached_tokens=16), CLOCK + 103)
-    journal.progress(progress(3), CLOCK + 104)
+    journal.progress(progress(waited_s=0.25, cached_tokens=16), 1, CLOCK + 103)
+    journal.progress(progress(), 3, CLOCK + 104)
     journal.readable(3.5)
     events = moves((100, "open", "g"), (102, "dispatch", "w"), (105, "finish"))
     made = spans(events, journal, entry())
@@ -92,7 +90,7 @@ def test_a_request_that_nothing_happens_to() -> None:
     assert {span.context.trace_id for span in made} == {TRACE.trace_id}
 
 
-def test_attributes_say_what_was_asked_and_what_became_of_it_but_no_text() -> None:
+def test_attributes_say_what_was_asked_and_what_became_of_it() -> None:
     finished = entry(tally=Tally(2, 1, 30), losses=1, attempts=2)
     root = spans(moves((100, "open"), (101, "finish")), Journal(), finished)[-1]
     assert (
@@ -113,7 +111,6 @@ def test_attributes_say_what_was_asked_and_what_became_of_it_but_no_text() -> No
         }.items()
     )
     assert root.attributes["gen_ai.response.finish_reasons"] == ["length"]
-    assert "secret" not in str(root)
 
 
 def test_each_attempt_is_there_and_says_how_it_ended() -> None:
@@ -156,10 +153,10 @@ def test_times_without_blocks_lie_within_the_attempt() -> None:
     journal = Journal()
     journal.dispatched(1, CLOCK)
     preempted = progress(residence=session_pb2.RESIDENCE_PREEMPTED)
-    journal.progress(progress(1, waited_s=0.0), CLOCK + 1)
-    journal.progress(preempted, CLOCK + 2)
-    journal.progress(progress(residence=session_pb2.RESIDENCE_RESUMED), CLOCK + 3)
-    journal.progress(preempted, CLOCK + 4)
+    journal.progress(progress(waited_s=0.0), 1, CLOCK + 1)
+    journal.progress(preempted, 0, CLOCK + 2)
+    journal.progress(progress(residence=session_pb2.RESIDENCE_RESUMED), 0, CLOCK + 3)
+    journal.progress(preempted, 0, CLOCK + 4)
     events = moves((0, "open"), (0, "dispatch", "w"), (4.5, "end", "expired"))
     made = spans(events, journal, entry())
     pauses = [(s.start, s.end) for s in made if s.name == "everlift.engine.preempted"]
@@ -169,7 +166,7 @@ def test_times_without_blocks_lie_within_the_attempt() -> None:
 def test_a_gateway_that_saw_the_end_late_does_not_stretch_the_attempt() -> None:
     journal = Journal()
     journal.dispatched(1, CLOCK)
-    journal.progress(progress(1, waited_s=9.0), CLOCK + 9)
+    journal.progress(progress(waited_s=9.0), 1, CLOCK + 9)
     made = spans(moves((0, "open"), (1, "dispatch", "w"), (2, "finish")), journal, entry())
     assert all(1 <= span.start <= span.end <= 2 for span in made if "engine" in span.name)
 
@@ -177,17 +174,35 @@ def test_a_gateway_that_saw_the_end_late_does_not_stretch_the_attempt() -> None:
 def test_an_attempt_without_a_token_has_no_decode() -> None:
     journal = Journal()
     journal.dispatched(1, CLOCK)
-    journal.progress(progress(waited_s=0.5), CLOCK + 1)
+    journal.progress(progress(waited_s=0.5), 0, CLOCK + 1)
     events = moves((0, "open"), (0, "dispatch", "w"), (2, "release", "worker w was lost"))
     names = [span.name for span in spans(events, journal, entry())]
     assert "everlift.engine.prefill" in names and "everlift.engine.decode" not in names
 
 
-@pytest.mark.parametrize("model, name", [("m", "text_completion m"), ("", "text_completion")])
-def test_a_refusal_is_a_trace_of_one_span(model: str, name: str) -> None:
-    span = refusal_span(TRACE, model, 1.0, 2.0, "queue_full")
-    assert (span.name, span.error, span.attributes["error.type"]) == (
-        name,
-        "queue_full",
-        "queue_full",
-    )
+def test_a_refusal_is_a_trace_of_one_span() -> None:
+    span = refusal_span(TRACE, 1.0, 2.0, "queue_full")
+    assert (span.name, span.error, span.context) == ("text_completion", "queue_full", TRACE)
+    assert span.attributes["error.type"] == "queue_full"
+
+
+def test_a_span_has_these_attributes_and_no_others() -> None:
+    """Errors may quote what a client sent."""
+    journal = Journal()
+    journal.dispatched(1, CLOCK)
+    journal.progress(progress(waited_s=0.0, token_ids=[1], error="marker"), 1, CLOCK + 1)
+    events = moves((0, "open"), (0, "dispatch", "w"), (1, "release", "marker"), (2, "end", "slug"))
+    failed = entry(state=State.FAILED, error_slug="slug", error_message="marker")
+    made = spans(events, journal, failed)
+    assert "marker" not in str(made) and "prompt" not in str(made)
+    assert {key for span in made for key in span.attributes} == {
+        *("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model"),
+        *("gen_ai.request.max_tokens", "gen_ai.request.choice.count"),
+        *("gen_ai.request.temperature", "gen_ai.request.top_p", "gen_ai.request.top_k"),
+        *("gen_ai.response.id", "gen_ai.response.finish_reasons", "error.type"),
+        *("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"),
+        *("everlift.priority", "everlift.state", "everlift.attempts", "everlift.losses"),
+        *("everlift.preemptions", "everlift.migrations", "everlift.recomputed_tokens"),
+        *("everlift.attempt", "everlift.worker_id", "everlift.outcome"),
+        *("everlift.new_tokens", "everlift.cached_tokens"),
+    }
