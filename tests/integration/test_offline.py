@@ -82,9 +82,9 @@ def test_only_a_window_of_the_prompts_is_with_the_engine(
     waiting: list[int] = []
     step = Engine.step
 
-    def counted(engine: Engine, held: Collection[int]) -> object:
+    def counted(engine: Engine, held: Collection[int], now: float) -> object:
         waiting.append(len(engine.sequences()))
-        return step(engine, held)
+        return step(engine, held, now)
 
     monkeypatch.setattr(Engine, "step", counted)
     llm.generate(prompts(100), max_tokens=3, n=2)
