@@ -138,7 +138,9 @@ def test_ranks_make_the_logits_of_one(family: str, ranks: Ranks) -> None:
     assert alone is not None
     together = load_file(ranks.logits / directory.name)
     for i, logits in enumerate(alone):
-        torch.testing.assert_close(together[str(i)], logits, atol=1e-4, rtol=0)
+        # Logits of 10 are 1.0e-4 to 1.7e-4 from their fp64 values, here and in transformers.
+        atol = max(1e-4, 2e-5 * float(logits.abs().max()))
+        torch.testing.assert_close(together[str(i)], logits, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("model", [*MODELS, *CHECKPOINTS])
