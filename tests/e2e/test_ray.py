@@ -48,13 +48,18 @@ def config(state_dir: Path, ranks: int) -> Config:
     )
 
 
+#: A resource that the head alone has.
+HEAD = "head"
+
+
 @pytest.fixture(scope="module")
 def two_nodes() -> Any:
     local_ray.prepare()
     from ray.cluster_utils import Cluster
 
     with leaving_nothing():
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        head = {"num_cpus": 1, "resources": {HEAD: 1.0}}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         cluster.add_node(num_cpus=1)
         yield cluster
         cluster.shutdown()
@@ -240,14 +245,16 @@ async def test_streams_go_on_while_the_head_of_ray_answers_nothing(
 async def test_a_node_whose_raylet_is_killed_loses_its_worker_and_no_token(
     running: RayCluster, two_nodes: Any
 ) -> None:
-    """A worker on each node. The killed raylet's worker may live on for seconds: whatever it still
-    makes comes once. Its replacement finds room on a node that joins."""
+    """A worker on each node, and the router on the head. The killed raylet's worker may live on for
+    seconds: whatever it still makes comes once. Its replacement finds room on a node that joins."""
     from ray import serve
 
     # In two steps: Serve keeps the old replica, which has both nodes, until there is a second one.
     for num_workers in (1, 2):
         worker = replace(running.config.worker, tensor_parallel=1)
-        changed = replace(running.config, num_workers=num_workers, worker=worker)
+        changed = replace(
+            running.config, num_workers=num_workers, worker=worker, router_resource=HEAD
+        )
         await asyncio.to_thread(
             serve.run, running.application(changed), name="everlift", route_prefix=None
         )
