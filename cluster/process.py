@@ -22,6 +22,7 @@ from cluster.announcer import Announcer
 from cluster.launch import Launch, RankLaunch, Report, RouterLaunch, decode
 from everlift import logs
 from everlift.errors import EverliftError
+from everlift.settings import SettingsError
 from everlift.v1 import session_pb2
 from router.ledger.config import LedgerSetupError
 from worker.parent import die_with_parent
@@ -41,7 +42,7 @@ def main() -> None:
     logs.configure(launch.name, launch.log_level)
     try:
         asyncio.run(_run(launch, tell))
-    except (EverliftError, LedgerSetupError, OSError, ValueError) as error:
+    except (EverliftError, LedgerSetupError, SettingsError, OSError, ValueError) as error:
         log.error("failed", cause=str(error))
         tell({"error": str(error)})
         sys.exit(1)

@@ -100,7 +100,7 @@ class Leader:
     # leadership
 
     async def stand_back(self) -> None:
-        """Gives the lead to another replica. Where there is none, this one leads again."""
+        """Leaves the lead to other replicas for as long as a lease lasts."""
         await self._lease.stand_back()
 
     def heard(self, membership: Membership) -> None:

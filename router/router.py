@@ -93,6 +93,7 @@ class Router:
             router._bind()
         except OSError:
             await router._metrics.stop()
+            router._traces.close()
             raise
         router._wire(cluster_id)
         await router._internal.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,9 +18,11 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from everlift.client import AsyncClient
 from everlift.errors import Cancelled, InvalidRequest, OutOfRange, QueueFull, UnknownModel
 from everlift.messages import OnDisconnect
+from everlift.settings import SettingsError
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.ledger.entry import Event
+from router.router import Router
 from router.traces.exporter import CLOSE_S
 from tests.free_port import free_port
 from tests.in_process import (
@@ -290,6 +293,15 @@ async def test_headers_are_the_operators_and_no_secret_is_logged(
     assert collecting.metadata[0]["authorization"] == "Bearer s3cret"
     assert collecting.resources[0]["service.name"] == "chat"
     assert "s3cret" not in caplog.text
+
+
+async def test_a_router_without_the_exporter_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    config = replace(ROUTER, trace_endpoint="http://127.0.0.1:1")
+    with pytest.raises(SettingsError, match=r"pip install 'everlift\[traces\]'"):
+        await Router.start(config, KeptLedger(time.monotonic))
 
 
 async def test_without_a_collector_a_callers_trace_is_still_kept() -> None:
