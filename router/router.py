@@ -20,8 +20,10 @@ from router.config import RouterConfig
 from router.fleet import Fleet
 from router.gateway.admin_server import AdminServer
 from router.gateway.chaos_server import ChaosServer
+from router.gateway.door import OPEN
 from router.gateway.grpc_server import InferenceServer
 from router.gateway.health_server import HealthServer
+from router.gateway.inference import Inference
 from router.gateway.model import ServedModel
 from router.gateway.requests import Requests
 from router.gateway.status import Status
@@ -155,8 +157,8 @@ class Router:
             self._leader,
             self.metrics_address,
         )
-        server = InferenceServer(self._requests, status, self._transport, self._traces)
-        inference = server.handlers()
+        inference = Inference(self._requests, self._model, self._transport, self._traces)
+        server = InferenceServer(inference, status)
         chaos = Chaos(
             self.config,
             self.router_id,
@@ -165,13 +167,17 @@ class Router:
             self._fleet,
             self._transport,
         )
-        admin = AdminServer(self._sessions).handlers()
-        health = HealthServer(self._requests).handlers()
+        door = OPEN
         self._public.add_generic_rpc_handlers(
-            (inference, health, admin, ChaosServer(chaos).handlers())
+            (
+                server.handlers(door),
+                HealthServer(self._requests).handlers(),
+                AdminServer(self._sessions).handlers(door),
+                ChaosServer(chaos).handlers(door),
+            )
         )
         # Other gateways relay their clients' Attach and Cancel to the one that has the request.
-        self._internal.add_generic_rpc_handlers((inference,))
+        self._internal.add_generic_rpc_handlers((server.handlers(OPEN),))
         session_pb2_grpc.add_RouterInternalServicer_to_server(
             InternalServer(self._fleet, self._leader, chaos), self._internal
         )

@@ -71,15 +71,14 @@ class Gateway:
         self.name = name
         self.workers = RecordedWorkers()
         self.line = RecordedLine()
-        self.requests = Requests(
-            config, name, ledger, ServedModel.load("fake"), self.workers, self.line
-        )
+        self.model = ServedModel.load("fake")
+        self.requests = Requests(config, name, ledger, self.model, self.workers, self.line)
         self.epochs = iter(range(100, 1000))
 
     async def submit(self, timeout_s: float | None = None, **fields: object) -> LiveRequest:
         message = pb.GenerateRequest(**{"text": "hi", "request_id": "r", "max_tokens": 8} | fields)
-        submission = Submission.from_proto(message, request_id="made", seed=1)
-        return await self.requests.submit(submission, timeout_s)
+        submission = Submission.from_proto(message, message.request_id, seed=1)
+        return await self.requests.submit(self.model.resolve(submission), timeout_s)
 
     async def dispatch(self, request_id: str = "r", worker_id: str = "w") -> int:
         epoch = next(self.epochs)

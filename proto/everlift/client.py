@@ -18,7 +18,8 @@ import grpc
 
 from everlift import wire
 from everlift.errors import EverliftError, InvalidRequest, NotUtf8, OutOfRange
-from everlift.messages import OnDisconnect, check_request_id
+from everlift.messages import OnDisconnect
+from everlift.request_id import check_request_id
 from everlift.routers import Routers
 from everlift.stream import Stream
 from everlift.trace_context import TraceContext

@@ -7,11 +7,15 @@
     │   ├── NotUtf8
     │   ├── OutOfRange            a parameter's value
     │   └── InvalidGrammar        no output can be kept to it
+    ├── Unauthenticated           no credential, or none that is known
+    ├── Forbidden                 the credential is not for this
+    │   └── ChaosForbidden        the cluster was started without chaos
     ├── UnknownModel
     ├── UnknownRequest            never seen, or past its retention
     ├── OffsetOutOfRange          Attach beyond what exists
     ├── RequestConflict           the request id is taken by another body
     ├── QueueFull                 try again later
+    ├── RateLimited               the same: the tenant has had its share for now
     ├── LedgerFull                the same: the ledger's memory is short
     ├── DeadlineExceeded
     ├── Cancelled
@@ -20,7 +24,6 @@
     ├── LedgerUnavailable
     ├── NoWorker                  it waited for one, and none came
     ├── UnknownWorker
-    ├── ChaosForbidden            the cluster was started without chaos
     ├── RouterStopping            this replica drains: go to another one, nothing is lost
     ├── Moved                     another router goes on with the request: attach again
     ├── Unreachable               no router answers: what the client itself finds
@@ -77,6 +80,18 @@ class InvalidGrammar(InvalidRequest):
     slug = "invalid_grammar"
 
 
+class Unauthenticated(EverliftError):
+    slug = "unauthenticated"
+    grpc_status = "UNAUTHENTICATED"
+    http_status = 401
+
+
+class Forbidden(EverliftError):
+    slug = "forbidden"
+    grpc_status = "PERMISSION_DENIED"
+    http_status = 403
+
+
 class UnknownModel(EverliftError):
     slug = "unknown_model"
     grpc_status = "NOT_FOUND"
@@ -103,6 +118,12 @@ class RequestConflict(EverliftError):
 
 class QueueFull(EverliftError):
     slug = "queue_full"
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 429
+
+
+class RateLimited(EverliftError):
+    slug = "rate_limited"
     grpc_status = "RESOURCE_EXHAUSTED"
     http_status = 429
 
@@ -151,10 +172,8 @@ class UnknownWorker(EverliftError):
     http_status = 404
 
 
-class ChaosForbidden(EverliftError):
+class ChaosForbidden(Forbidden):
     slug = "chaos_forbidden"
-    grpc_status = "PERMISSION_DENIED"
-    http_status = 403
 
 
 class RouterStopping(EverliftError):

@@ -8,13 +8,13 @@ keeps ``Request``; together with the tokens generated so far it is all that a co
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Self
 
 from everlift.checks import check_range
 from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange
+from everlift.request_id import check_qualified, tenant_of
 from everlift.sampling import SamplingParams
 from everlift.trace_context import TraceContext
 from everlift.v1 import inference_pb2 as pb
@@ -27,8 +27,6 @@ MAX_N = 128
 MAX_CACHE_SALT_BYTES = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 MAX_PRIORITY = 10
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class OnDisconnect(Enum):
@@ -47,19 +45,13 @@ class FinishReason(Enum):
     LENGTH = pb.FINISH_REASON_LENGTH
 
 
-def check_request_id(request_id: str) -> str:
-    """Returns ``request_id`` if it is one; raises InvalidRequest."""
-    if not _REQUEST_ID.fullmatch(request_id):
-        raise InvalidRequest("request_id must be 1 to 128 characters of A-Z a-z 0-9 . _ : -")
-    return request_id
-
-
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A client's request as it came, checked as far as this is possible without the model.
 
     ``max_tokens`` and ``timeout_s`` are None where the client set none. ``body_hash`` names
     everything that shapes the result, so that a repeated request id can be told from a reused one.
+    ``request_id`` has its tenant's name before it (request_id.py).
     """
 
     request_id: str
@@ -81,7 +73,7 @@ class Submission:
     trace: TraceContext | None = None
 
     def __post_init__(self) -> None:
-        check_request_id(self.request_id)
+        check_qualified(self.request_id)
         check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         check_range("n", self.n, 1, MAX_N)
         if not self.prompt:
@@ -100,10 +92,11 @@ class Submission:
 
     @property
     def salt(self) -> bytes:
-        """Of the block hashes: requests share what is computed under the same salt alone. All that
-        has to keep requests apart goes in here; so far that is ``cache_salt``, and a tenant's name
-        is to be hashed with it once there are tenants."""
-        return hashlib.sha256(self.cache_salt.encode()).digest() if self.cache_salt else b""
+        """Of the block hashes: requests share what is computed under the same salt alone, and so
+        does no tenant with another, who could tell by the time that it takes."""
+        if not self.cache_salt and not tenant_of(self.request_id):
+            return b""
+        return hashlib.sha256(f"{tenant_of(self.request_id)}/{self.cache_salt}".encode()).digest()
 
     @classmethod
     def from_proto(
@@ -113,11 +106,11 @@ class Submission:
         seed: int,
         trace: TraceContext | None = None,
     ) -> Self:
-        """``request_id`` and ``seed`` are used where the message has none. Raises
-        InvalidRequest."""
+        """``request_id`` is its name inside the cluster; ``seed`` is used where the message has
+        none. Raises InvalidRequest."""
         _check_best_of(message)
         return cls(
-            request_id=message.request_id or request_id,
+            request_id=request_id,
             model=message.model,
             prompt=_prompt(message),
             max_tokens=message.max_tokens if message.HasField("max_tokens") else None,

@@ -212,7 +212,9 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer):
         self.calls.append("Generate")
         try:
             fault = self._next_fault()
-            known = self._submit(Submission.from_proto(request, uuid.uuid4().hex, seed=0))
+            known = self._submit(
+                Submission.from_proto(request, request.request_id or uuid.uuid4().hex, seed=0)
+            )
             async for piece in self._stream(known, (), fault, context):
                 yield piece
         except EverliftError as error:

@@ -8,7 +8,9 @@ from everlift import logs
 from everlift.errors import UnknownWorker
 from everlift.v1 import admin_pb2 as pb
 from router import beginnings
-from router.gateway.handlers import Context, parse, unary
+from router.gateway.caller import Scope
+from router.gateway.door import Door
+from router.gateway.handlers import Call, Handlers, parse
 from router.sessions import Sessions
 
 log = logs.get(__name__)
@@ -18,7 +20,7 @@ class AdminServer:
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
 
-    async def drain(self, data: bytes, context: Context) -> pb.DrainResponse:
+    async def drain(self, data: bytes, call: Call) -> pb.DrainResponse:
         message = parse(pb.DrainRequest, data)
         worker_id = self._worker(message.worker_id)
         num_running = self._sessions.drain(worker_id)
@@ -33,7 +35,8 @@ class AdminServer:
             raise UnknownWorker(f"no worker {beginning!r} is connected")
         return worker_id
 
-    def handlers(self) -> grpc.GenericRpcHandler:
+    def handlers(self, door: Door) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""
+        methods = {"Drain": Handlers(door).unary(self.drain, Scope.ADMIN)}
         name = pb.DESCRIPTOR.services_by_name["Admin"].full_name
-        return grpc.method_handlers_generic_handler(name, {"Drain": unary(self.drain)})
+        return grpc.method_handlers_generic_handler(name, methods)

@@ -6,17 +6,20 @@ import grpc
 
 from everlift.v1 import chaos_pb2 as pb
 from router.chaos import Chaos
-from router.gateway.handlers import Context, parse, unary
+from router.gateway.caller import Scope
+from router.gateway.door import Door
+from router.gateway.handlers import Call, Handlers, parse
 
 
 class ChaosServer:
     def __init__(self, chaos: Chaos) -> None:
         self._chaos = chaos
 
-    async def inject(self, data: bytes, context: Context) -> pb.InjectResponse:
+    async def inject(self, data: bytes, call: Call) -> pb.InjectResponse:
         return pb.InjectResponse(target=await self._chaos.inject(parse(pb.Fault, data)))
 
-    def handlers(self) -> grpc.GenericRpcHandler:
+    def handlers(self, door: Door) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""
+        methods = {"Inject": Handlers(door).unary(self.inject, Scope.ADMIN)}
         name = pb.DESCRIPTOR.services_by_name["Chaos"].full_name
-        return grpc.method_handlers_generic_handler(name, {"Inject": unary(self.inject)})
+        return grpc.method_handlers_generic_handler(name, methods)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from everlift.messages import FinishReason
+from everlift.request_id import bare
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.output import Output
 
@@ -20,7 +21,7 @@ class Choice:
         self, request_id: str, index: int, output: Output, finish_reason: FinishReason | None
     ) -> None:
         """``output`` and its end are what the ledger has."""
-        self.request_id = request_id
+        self.request_id = bare(request_id)
         self.index = index
         self.output = output
         self.stored = self.readable = len(output)

@@ -1,13 +1,15 @@
 """What a service on a gateway's public port is made of: bytes in, messages out, errors as statuses.
 
 Handlers get bytes and parse them themselves, so that a message that cannot be parsed is answered
-with a cause like every other bad request.
+with a cause like every other bad request. A caller is known, and has the scope that the handler
+asks for, before a byte of the message is looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -16,11 +18,22 @@ from google.protobuf.message import DecodeError, Message
 
 from everlift import logs, wire
 from everlift.errors import EverliftError, InvalidRequest, NotUtf8
+from router.gateway.caller import Caller, Scope
+from router.gateway.door import Door
 
 log = logs.get(__name__)
 
 M = TypeVar("M", bound=Message)
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call whose caller may make it. Names of ``headers`` are in small letters."""
+
+    caller: Caller
+    headers: Mapping[str, str]
+    context: Context
 
 
 def parse(kind: type[M], data: bytes) -> M:
@@ -43,35 +56,57 @@ def _is_well_formed(data: bytes) -> bool:
     return len(fields) > 0
 
 
-def streaming(
-    handler: Callable[[bytes, Context], AsyncIterator[Message]],
-) -> grpc.RpcMethodHandler[Any, Any]:
-    async def answer(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[Message]:
-        try:
-            async with aclosing(handler(await _only(messages), context)) as pieces:  # type: ignore[type-var]
-                async for piece in pieces:
-                    yield piece
-        except Exception as error:
-            await _abort(context, error)
+class Handlers:
+    """Makes handlers of a service behind ``door``."""
 
-    return grpc.stream_stream_rpc_method_handler(
-        answer, response_serializer=lambda message: message.SerializeToString()
-    )
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    def streaming(
+        self, handler: Callable[[bytes, Call], AsyncIterator[Message]], scope: Scope
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        async def answer(
+            messages: AsyncIterator[bytes], context: Context
+        ) -> AsyncIterator[Message]:
+            try:
+                call = self._admit(context, scope)
+                async with aclosing(handler(await _only(messages), call)) as pieces:  # type: ignore[type-var]
+                    async for piece in pieces:
+                        yield piece
+            except Exception as error:
+                await _abort(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(
+            answer, response_serializer=lambda message: message.SerializeToString()
+        )
+
+    def unary(
+        self, handler: Callable[[bytes, Call], Awaitable[Message]], scope: Scope
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        async def answer(messages: AsyncIterator[bytes], context: Context) -> Message | None:
+            try:
+                call = self._admit(context, scope)
+                return await handler(await _only(messages), call)
+            except Exception as error:
+                await _abort(context, error)
+                return None
+
+        return grpc.stream_unary_rpc_method_handler(
+            answer, response_serializer=lambda message: message.SerializeToString()
+        )
+
+    def _admit(self, context: Context, scope: Scope) -> Call:
+        """Raises Unauthenticated, Forbidden."""
+        headers = _headers(context)
+        caller = self._door.admit(headers)
+        caller.check(scope)
+        return Call(caller, headers, context)
 
 
-def unary(
-    handler: Callable[[bytes, Context], Awaitable[Message]],
-) -> grpc.RpcMethodHandler[Any, Any]:
-    async def answer(messages: AsyncIterator[bytes], context: Context) -> Message | None:
-        try:
-            return await handler(await _only(messages), context)
-        except Exception as error:
-            await _abort(context, error)
-            return None
-
-    return grpc.stream_unary_rpc_method_handler(
-        answer, response_serializer=lambda message: message.SerializeToString()
-    )
+def _headers(context: Context) -> Mapping[str, str]:
+    """What is not text is left out."""
+    metadata = context.invocation_metadata() or ()
+    return {key: value for key, value in metadata if isinstance(value, str)}
 
 
 async def _only(messages: AsyncIterator[bytes]) -> bytes:

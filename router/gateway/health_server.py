@@ -20,7 +20,9 @@ import grpc
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.handlers import Context, parse, streaming, unary
+from router.gateway.caller import Scope
+from router.gateway.door import OPEN
+from router.gateway.handlers import Call, Handlers, parse
 
 _NAME = "grpc.health.v1.Health"
 _READINESS = ("", pb.DESCRIPTOR.services_by_name["Inference"].full_name)
@@ -53,13 +55,13 @@ class HealthServer:
         known = service == _LIVENESS
         return ServingStatus.SERVING if known else ServingStatus.SERVICE_UNKNOWN
 
-    async def check(self, data: bytes, context: Context) -> Int32Value:
+    async def check(self, data: bytes, call: Call) -> Int32Value:
         status = self.status(parse(StringValue, data).value)
         if status is ServingStatus.SERVICE_UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
+            await call.context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
         return Int32Value(value=status)
 
-    async def watch(self, data: bytes, context: Context) -> AsyncIterator[Int32Value]:
+    async def watch(self, data: bytes, call: Call) -> AsyncIterator[Int32Value]:
         service, told = parse(StringValue, data).value, None
         while True:
             if (status := self.status(service)) is not told:
@@ -69,5 +71,10 @@ class HealthServer:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""
-        methods = {"Check": unary(self.check), "Watch": streaming(self.watch)}
+        # Probes have no credentials.
+        handlers = Handlers(OPEN)
+        methods = {
+            "Check": handlers.unary(self.check, Scope.METRICS),
+            "Watch": handlers.streaming(self.watch, Scope.METRICS),
+        }
         return grpc.method_handlers_generic_handler(_NAME, methods)

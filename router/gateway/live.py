@@ -10,6 +10,7 @@ from enum import Enum
 
 from everlift.errors import EverliftError
 from everlift.messages import Request
+from everlift.request_id import bare
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
@@ -304,7 +305,7 @@ class LiveRequest:
 
     def head(self, offset: int) -> pb.GenerateResponse:
         """The first piece of a stream: the request is known."""
-        return pb.GenerateResponse(request_id=self.request_id, offset=offset)
+        return pb.GenerateResponse(request_id=bare(self.request_id), offset=offset)
 
     def piece(self, choice: Choice, offset: int) -> pb.GenerateResponse:
         """As the choice's own, with what belongs to the request."""

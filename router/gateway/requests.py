@@ -28,7 +28,7 @@ from everlift.errors import (
     UnknownModel,
     UnknownRequest,
 )
-from everlift.messages import Request, Submission
+from everlift.messages import Request
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.policy import Fifo
@@ -94,14 +94,13 @@ class Requests:
 
     # a client comes
 
-    async def submit(self, submission: Submission, timeout_s: float | None) -> LiveRequest:
-        """The request of a new submission, or the one that its id already names.
+    async def submit(self, request: Request, timeout_s: float | None) -> LiveRequest:
+        """A new request, or the one that its id already names.
 
-        Raises InvalidRequest, UnknownModel, RequestConflict, QueueFull, LedgerFull, RouterStopping,
-        LedgerUnavailable, Elsewhere.
+        Raises RequestConflict, QueueFull, LedgerFull, RouterStopping, LedgerUnavailable,
+        Elsewhere.
         """
         began = now()
-        request = self._model.resolve(submission)
         opening = self._custody.spawn(self._open(request, timeout_s, began))
         try:
             return await asyncio.shield(opening)

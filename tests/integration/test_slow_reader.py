@@ -11,7 +11,9 @@ import grpc
 from everlift.transport import GRPC
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc, session_pb2
+from router.gateway.door import OPEN
 from router.gateway.grpc_server import InferenceServer
+from router.gateway.inference import Inference
 from router.gateway.requests import Requests
 from router.gateway.status import Status
 from tests.gateway_support import Gateway, started_gateway, until
@@ -56,8 +58,9 @@ async def test_what_is_not_read_does_not_pile_up_and_holds_nobody_up() -> None:
         gateway.requests._model.max_model_len = NUM_TOKENS + 2
         requests = Counting(gateway.requests)
         server = grpc.aio.server()
-        inference = InferenceServer(cast("Requests", requests), cast("Status", None), GRPC)
-        server.add_generic_rpc_handlers((inference.handlers(),))
+        inference = Inference(cast("Requests", requests), gateway.model, GRPC)
+        handlers = InferenceServer(inference, cast("Status", None)).handlers(OPEN)
+        server.add_generic_rpc_handlers((handlers,))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         live = await gateway.submit(

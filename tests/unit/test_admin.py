@@ -16,6 +16,7 @@ from cluster.operating import Operator, operating
 from everlift.errors import UnknownWorker, Unreachable
 from everlift.v1 import inference_pb2, inference_pb2_grpc, session_pb2
 from router.gateway.admin_server import AdminServer
+from router.gateway.door import OPEN
 from tests.restored_logging import restored_logging
 
 GONE = "127.0.0.1:1"
@@ -65,7 +66,7 @@ async def router() -> AsyncIterator[Router]:
     sessions = RecordedSessions([Link(session_pb2.WorkerInfo(worker_id=name)) for name in names])
     sessions.links[2].is_up = False
     server, status = grpc.aio.server(), Emptying(sessions)
-    server.add_generic_rpc_handlers((AdminServer(sessions).handlers(),))  # type: ignore[arg-type]
+    server.add_generic_rpc_handlers((AdminServer(sessions).handlers(OPEN),))  # type: ignore[arg-type]
     inference_pb2_grpc.add_InferenceServicer_to_server(status, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -26,6 +26,7 @@ from router.chaos import Chaos
 from router.config import RouterConfig
 from router.faults import Part, check_fault
 from router.gateway.chaos_server import ChaosServer
+from router.gateway.door import OPEN
 from router.internal_server import InternalServer
 from router.ledger.memory import MemoryLedger
 from tests.ledgers import Clock
@@ -343,7 +344,7 @@ async def test_what_another_router_refuses_is_the_callers_error(me: Place, other
 async def test_clients_inject_over_the_public_port_and_get_errors_as_statuses(me: Place) -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
-    server.add_generic_rpc_handlers((ChaosServer(me.chaos).handlers(),))
+    server.add_generic_rpc_handlers((ChaosServer(me.chaos).handlers(OPEN),))
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub: chaos_pb2_grpc.ChaosAsyncStub = chaos_pb2_grpc.ChaosStub(channel)

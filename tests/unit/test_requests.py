@@ -31,8 +31,9 @@ from everlift.errors import (
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway import recent
+from router.gateway.caller import ANYONE
 from router.gateway.custody import Elsewhere
-from router.gateway.grpc_server import InferenceServer
+from router.gateway.inference import Inference
 from router.gateway.live import LiveRequest, Phase
 from router.ledger.base import Membership, Opened
 from router.ledger.entry import Append, Appended, Entry, State
@@ -568,19 +569,13 @@ async def test_the_same_of_what_the_other_gateway_does_not_know_any_more(
         raise UnknownRequest("no request r")
         yield
 
-    server = InferenceServer(Gateway(ledger, "other").requests, None, None)  # type: ignore[arg-type]
-    monkeypatch.setattr(server._relay, "attach", unknown)
+    other = Gateway(ledger, "other")
+    inference = Inference(other.requests, other.model, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(inference._relay, "attach", unknown)
     message = pb.GenerateRequest(text="hi", request_id="r", max_tokens=8)
+    opened = await inference.generate(ANYONE, message, {})
     with pytest.raises(Moved, match="send it again"):
-        await anext(server.generate(message.SerializeToString(), _Call()))  # type: ignore[arg-type]
-
-
-class _Call:
-    async def send_initial_metadata(self, metadata: object) -> None: ...
-
-    def invocation_metadata(self) -> None: ...
-
-    def time_remaining(self) -> None: ...
+        await anext(opened.pieces)
 
 
 async def test_what_is_cancelled_while_an_heir_takes_it_is_cancelled_by_the_heir(

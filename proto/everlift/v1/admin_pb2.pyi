@@ -50,3 +50,108 @@ class DrainResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["num_running", b"num_running", "worker_id", b"worker_id"]) -> None: ...
 
 Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
+
+@typing.final
+class SetPolicyRequest(google.protobuf.message.Message):
+    """What is unset stays as it is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: builtins.int
+    MAX_QUEUED_FIELD_NUMBER: builtins.int
+    order: builtins.str
+    """which request leaves first, within a priority class: fifo or deadline"""
+    max_queued: builtins.int
+    """requests that may wait; one more is refused"""
+    def __init__(
+        self,
+        *,
+        order: builtins.str | None = ...,
+        max_queued: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_queued", b"_max_queued", "_order", b"_order", "max_queued", b"max_queued", "order", b"order"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_queued", b"_max_queued", "_order", b"_order", "max_queued", b"max_queued", "order", b"order"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_queued", b"_max_queued"]) -> typing.Literal["max_queued"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_order", b"_order"]) -> typing.Literal["order"] | None: ...
+
+Global___SetPolicyRequest: typing_extensions.TypeAlias = SetPolicyRequest
+
+@typing.final
+class SetPolicyResponse(google.protobuf.message.Message):
+    """What holds from now on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: builtins.int
+    MAX_QUEUED_FIELD_NUMBER: builtins.int
+    order: builtins.str
+    max_queued: builtins.int
+    def __init__(
+        self,
+        *,
+        order: builtins.str = ...,
+        max_queued: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_queued", b"max_queued", "order", b"order"]) -> None: ...
+
+Global___SetPolicyResponse: typing_extensions.TypeAlias = SetPolicyResponse
+
+@typing.final
+class CapacityRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___CapacityRequest: typing_extensions.TypeAlias = CapacityRequest
+
+@typing.final
+class CapacityResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    SLOTS_USED_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    BLOCKS_USED_FIELD_NUMBER: builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: builtins.int
+    QUEUED_FIELD_NUMBER: builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    workers: builtins.int
+    """that are connected and not draining"""
+    slots: builtins.int
+    """sequences that they can run at once"""
+    slots_used: builtins.int
+    blocks: builtins.int
+    """KV blocks, of 32 tokens each"""
+    blocks_used: builtins.int
+    tokens_per_s: builtins.float
+    """that a full fleet computes, as measured lately; 0: not known yet"""
+    queued: builtins.int
+    """requests that wait"""
+    queued_tokens: builtins.int
+    """to be computed for them, as predicted"""
+    wait_s: builtins.float
+    """until what waits now is dispatched, as predicted; unset: not known"""
+    def __init__(
+        self,
+        *,
+        workers: builtins.int = ...,
+        slots: builtins.int = ...,
+        slots_used: builtins.int = ...,
+        blocks: builtins.int = ...,
+        blocks_used: builtins.int = ...,
+        tokens_per_s: builtins.float = ...,
+        queued: builtins.int = ...,
+        queued_tokens: builtins.int = ...,
+        wait_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "wait_s", b"wait_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "blocks", b"blocks", "blocks_used", b"blocks_used", "queued", b"queued", "queued_tokens", b"queued_tokens", "slots", b"slots", "slots_used", b"slots_used", "tokens_per_s", b"tokens_per_s", "wait_s", b"wait_s", "workers", b"workers"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_wait_s", b"_wait_s"]) -> typing.Literal["wait_s"] | None: ...
+
+Global___CapacityResponse: typing_extensions.TypeAlias = CapacityResponse

@@ -39,6 +39,16 @@ class AdminStub(object):
                 request_serializer=everlift_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=everlift_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetPolicy = channel.unary_unary(
+                '/everlift.v1.Admin/SetPolicy',
+                request_serializer=everlift_dot_v1_dot_admin__pb2.SetPolicyRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_admin__pb2.SetPolicyResponse.FromString,
+                _registered_method=True)
+        self.Capacity = channel.unary_unary(
+                '/everlift.v1.Admin/Capacity',
+                request_serializer=everlift_dot_v1_dot_admin__pb2.CapacityRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_admin__pb2.CapacityResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -51,6 +61,20 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPolicy(self, request, context):
+        """Changes how the admission queue works, in the whole cluster and until it is changed again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Capacity(self, request, context):
+        """What the cluster can hold and do, and how much of it is in use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +82,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=everlift_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=everlift_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicy,
+                    request_deserializer=everlift_dot_v1_dot_admin__pb2.SetPolicyRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_admin__pb2.SetPolicyResponse.SerializeToString,
+            ),
+            'Capacity': grpc.unary_unary_rpc_method_handler(
+                    servicer.Capacity,
+                    request_deserializer=everlift_dot_v1_dot_admin__pb2.CapacityRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_admin__pb2.CapacityResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +121,60 @@ class Admin(object):
             '/everlift.v1.Admin/Drain',
             everlift_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             everlift_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.Admin/SetPolicy',
+            everlift_dot_v1_dot_admin__pb2.SetPolicyRequest.SerializeToString,
+            everlift_dot_v1_dot_admin__pb2.SetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Capacity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.Admin/Capacity',
+            everlift_dot_v1_dot_admin__pb2.CapacityRequest.SerializeToString,
+            everlift_dot_v1_dot_admin__pb2.CapacityResponse.FromString,
             options,
             channel_credentials,
             insecure,

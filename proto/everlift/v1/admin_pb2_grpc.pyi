@@ -41,12 +41,52 @@ _AdminDrainType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminDrainType]):
+_AdminSetPolicyType = typing_extensions.TypeVar(
+    '_AdminSetPolicyType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.SetPolicyRequest,
+        everlift.v1.admin_pb2.SetPolicyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.SetPolicyRequest,
+        everlift.v1.admin_pb2.SetPolicyResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.SetPolicyRequest,
+        everlift.v1.admin_pb2.SetPolicyResponse,
+    ],
+)
+
+_AdminCapacityType = typing_extensions.TypeVar(
+    '_AdminCapacityType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.CapacityRequest,
+        everlift.v1.admin_pb2.CapacityResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.CapacityRequest,
+        everlift.v1.admin_pb2.CapacityResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.CapacityRequest,
+        everlift.v1.admin_pb2.CapacityResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminDrainType, _AdminSetPolicyType, _AdminCapacityType]):
     @typing.overload
     def __init__(self: AdminStub[
         grpc.UnaryUnaryMultiCallable[
             everlift.v1.admin_pb2.DrainRequest,
             everlift.v1.admin_pb2.DrainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.admin_pb2.SetPolicyRequest,
+            everlift.v1.admin_pb2.SetPolicyResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.admin_pb2.CapacityRequest,
+            everlift.v1.admin_pb2.CapacityResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -56,15 +96,37 @@ class AdminStub(typing.Generic[_AdminDrainType]):
             everlift.v1.admin_pb2.DrainRequest,
             everlift.v1.admin_pb2.DrainResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.admin_pb2.SetPolicyRequest,
+            everlift.v1.admin_pb2.SetPolicyResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.admin_pb2.CapacityRequest,
+            everlift.v1.admin_pb2.CapacityResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Drain: _AdminDrainType
     """A worker hands its running requests back to the queue, with their tokens, and takes no more."""
 
+    SetPolicy: _AdminSetPolicyType
+    """Changes how the admission queue works, in the whole cluster and until it is changed again."""
+
+    Capacity: _AdminCapacityType
+    """What the cluster can hold and do, and how much of it is in use."""
+
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.admin_pb2.DrainRequest,
         everlift.v1.admin_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.SetPolicyRequest,
+        everlift.v1.admin_pb2.SetPolicyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.admin_pb2.CapacityRequest,
+        everlift.v1.admin_pb2.CapacityResponse,
     ],
 ]
 
@@ -76,5 +138,21 @@ class AdminServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[everlift.v1.admin_pb2.DrainResponse, collections.abc.Awaitable[everlift.v1.admin_pb2.DrainResponse]]:
         """A worker hands its running requests back to the queue, with their tokens, and takes no more."""
+
+    @abc.abstractmethod
+    def SetPolicy(
+        self,
+        request: everlift.v1.admin_pb2.SetPolicyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.admin_pb2.SetPolicyResponse, collections.abc.Awaitable[everlift.v1.admin_pb2.SetPolicyResponse]]:
+        """Changes how the admission queue works, in the whole cluster and until it is changed again."""
+
+    @abc.abstractmethod
+    def Capacity(
+        self,
+        request: everlift.v1.admin_pb2.CapacityRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.admin_pb2.CapacityResponse, collections.abc.Awaitable[everlift.v1.admin_pb2.CapacityResponse]]:
+        """What the cluster can hold and do, and how much of it is in use."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

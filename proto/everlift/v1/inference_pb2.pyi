@@ -391,6 +391,96 @@ class GenerateRequest(google.protobuf.message.Message):
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
 
 @typing.final
+class GenerateManyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GenerateRequest]:
+        """at most 1024; each request_id once"""
+
+    def __init__(
+        self,
+        *,
+        requests: collections.abc.Iterable[Global___GenerateRequest] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["requests", b"requests"]) -> None: ...
+
+Global___GenerateManyRequest: typing_extensions.TypeAlias = GenerateManyRequest
+
+@typing.final
+class GenerateManyResponse(google.protobuf.message.Message):
+    """Pieces of several requests that could be read at the same moment, those of each request in their order."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PIECES_FIELD_NUMBER: builtins.int
+    @property
+    def pieces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ManyPiece]: ...
+    def __init__(
+        self,
+        *,
+        pieces: collections.abc.Iterable[Global___ManyPiece] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pieces", b"pieces"]) -> None: ...
+
+Global___GenerateManyResponse: typing_extensions.TypeAlias = GenerateManyResponse
+
+@typing.final
+class ManyPiece(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    PIECE_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """of the request in GenerateManyRequest.requests"""
+    @property
+    def piece(self) -> Global___GenerateResponse: ...
+    @property
+    def failure(self) -> Global___Failure:
+        """nothing more comes of this request"""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        piece: Global___GenerateResponse | None = ...,
+        failure: Global___Failure | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["failure", b"failure", "piece", b"piece", "what", b"what"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["failure", b"failure", "index", b"index", "piece", b"piece", "what", b"what"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["what", b"what"]) -> typing.Literal["piece", "failure"] | None: ...
+
+Global___ManyPiece: typing_extensions.TypeAlias = ManyPiece
+
+@typing.final
+class Failure(google.protobuf.message.Message):
+    """What a call of its own would have failed with."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLUG_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: builtins.int
+    slug: builtins.str
+    message: builtins.str
+    retry_after_s: builtins.float
+    """unset: nothing says when a retry makes sense"""
+    def __init__(
+        self,
+        *,
+        slug: builtins.str = ...,
+        message: builtins.str = ...,
+        retry_after_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "message", b"message", "retry_after_s", b"retry_after_s", "slug", b"slug"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_retry_after_s", b"_retry_after_s"]) -> typing.Literal["retry_after_s"] | None: ...
+
+Global___Failure: typing_extensions.TypeAlias = Failure
+
+@typing.final
 class AttachRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -689,6 +779,207 @@ class RequestEvent(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["detail", b"detail", "move", b"move", "time", b"time"]) -> None: ...
 
 Global___RequestEvent: typing_extensions.TypeAlias = RequestEvent
+
+@typing.final
+class ListRequestsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATES_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    page_size: builtins.int
+    """up to 1000; 0: 100"""
+    page_token: builtins.str
+    """next_page_token of the page before; empty: from the newest on"""
+    @property
+    def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___RequestState.ValueType]:
+        """only these; none: all"""
+
+    def __init__(
+        self,
+        *,
+        states: collections.abc.Iterable[Global___RequestState.ValueType] | None = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "states", b"states"]) -> None: ...
+
+Global___ListRequestsRequest: typing_extensions.TypeAlias = ListRequestsRequest
+
+@typing.final
+class ListRequestsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """empty: there are no more"""
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestSummary]: ...
+    def __init__(
+        self,
+        *,
+        requests: collections.abc.Iterable[Global___RequestSummary] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "requests", b"requests"]) -> None: ...
+
+Global___ListRequestsResponse: typing_extensions.TypeAlias = ListRequestsResponse
+
+@typing.final
+class RequestSummary(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    ARRIVED_FIELD_NUMBER: builtins.int
+    ATTEMPTS_FIELD_NUMBER: builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    ERROR_SLUG_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    state: Global___RequestState.ValueType
+    arrived: builtins.float
+    """seconds since 1970, by the ledger's clock"""
+    attempts: builtins.int
+    output_tokens: builtins.int
+    """of all choices"""
+    error_slug: builtins.str
+    """while FAILED, CANCELLED or EXPIRED: the cause"""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        state: Global___RequestState.ValueType = ...,
+        arrived: builtins.float = ...,
+        attempts: builtins.int = ...,
+        output_tokens: builtins.int = ...,
+        error_slug: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "attempts", b"attempts", "error_slug", b"error_slug", "output_tokens", b"output_tokens", "request_id", b"request_id", "state", b"state"]) -> None: ...
+
+Global___RequestSummary: typing_extensions.TypeAlias = RequestSummary
+
+@typing.final
+class TokenizeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """empty: the model that the cluster serves"""
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "text", b"text"]) -> None: ...
+
+Global___TokenizeRequest: typing_extensions.TypeAlias = TokenizeRequest
+
+@typing.final
+class TokenizeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
+    max_model_len: builtins.int
+    """so many tokens may prompt and output have together"""
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        max_model_len: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_model_len", b"max_model_len", "token_ids", b"token_ids"]) -> None: ...
+
+Global___TokenizeResponse: typing_extensions.TypeAlias = TokenizeResponse
+
+@typing.final
+class DetokenizeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """empty: the model that the cluster serves"""
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "token_ids", b"token_ids"]) -> None: ...
+
+Global___DetokenizeRequest: typing_extensions.TypeAlias = DetokenizeRequest
+
+@typing.final
+class DetokenizeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["text", b"text"]) -> None: ...
+
+Global___DetokenizeResponse: typing_extensions.TypeAlias = DetokenizeResponse
+
+@typing.final
+class ListModelsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListModelsRequest: typing_extensions.TypeAlias = ListModelsRequest
+
+@typing.final
+class ListModelsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: builtins.int
+    @property
+    def models(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Model]: ...
+    def __init__(
+        self,
+        *,
+        models: collections.abc.Iterable[Global___Model] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["models", b"models"]) -> None: ...
+
+Global___ListModelsResponse: typing_extensions.TypeAlias = ListModelsResponse
+
+@typing.final
+class Model(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    max_model_len: builtins.int
+    """so many tokens may prompt and output have together"""
+    vocab_size: builtins.int
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        max_model_len: builtins.int = ...,
+        vocab_size: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]) -> None: ...
+
+Global___Model: typing_extensions.TypeAlias = Model
 
 @typing.final
 class ForgetRequest(google.protobuf.message.Message):

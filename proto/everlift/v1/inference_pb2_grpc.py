@@ -39,6 +39,11 @@ class InferenceStub(object):
                 request_serializer=everlift_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=everlift_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.unary_stream(
+                '/everlift.v1.Inference/GenerateMany',
+                request_serializer=everlift_dot_v1_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_inference__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Attach = channel.unary_stream(
                 '/everlift.v1.Inference/Attach',
                 request_serializer=everlift_dot_v1_dot_inference__pb2.AttachRequest.SerializeToString,
@@ -54,10 +59,30 @@ class InferenceStub(object):
                 request_serializer=everlift_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
                 response_deserializer=everlift_dot_v1_dot_inference__pb2.GetRequestResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/everlift.v1.Inference/ListRequests',
+                request_serializer=everlift_dot_v1_dot_inference__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_inference__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
         self.Forget = channel.unary_unary(
                 '/everlift.v1.Inference/Forget',
                 request_serializer=everlift_dot_v1_dot_inference__pb2.ForgetRequest.SerializeToString,
                 response_deserializer=everlift_dot_v1_dot_inference__pb2.ForgetResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/everlift.v1.Inference/Tokenize',
+                request_serializer=everlift_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/everlift.v1.Inference/Detokenize',
+                request_serializer=everlift_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/everlift.v1.Inference/ListModels',
+                request_serializer=everlift_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/everlift.v1.Inference/GetStatus',
@@ -72,6 +97,14 @@ class InferenceServicer(object):
     def Generate(self, request, context):
         """Submits a request and streams its tokens. A request_id that is already known with the same body
         attaches to that request from offset 0; with another body the call fails with ALREADY_EXISTS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request, context):
+        """Submits many requests, each one of its own, and streams all of them. One that is refused or fails does not
+        disturb the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,8 +131,36 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """The caller's own requests that the ledger knows, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Forget(self, request, context):
         """Erases a request, its prompt and its outputs; one that goes on is cancelled first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Text to token ids, as a prompt is read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Token ids to text.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListModels(self, request, context):
+        """What may be asked for as GenerateRequest.model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +181,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=everlift_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=everlift_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'GenerateMany': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=everlift_dot_v1_dot_inference__pb2.GenerateManyRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_inference__pb2.GenerateManyResponse.SerializeToString,
+            ),
             'Attach': grpc.unary_stream_rpc_method_handler(
                     servicer.Attach,
                     request_deserializer=everlift_dot_v1_dot_inference__pb2.AttachRequest.FromString,
@@ -135,10 +201,30 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=everlift_dot_v1_dot_inference__pb2.GetRequestRequest.FromString,
                     response_serializer=everlift_dot_v1_dot_inference__pb2.GetRequestResponse.SerializeToString,
             ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=everlift_dot_v1_dot_inference__pb2.ListRequestsRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_inference__pb2.ListRequestsResponse.SerializeToString,
+            ),
             'Forget': grpc.unary_unary_rpc_method_handler(
                     servicer.Forget,
                     request_deserializer=everlift_dot_v1_dot_inference__pb2.ForgetRequest.FromString,
                     response_serializer=everlift_dot_v1_dot_inference__pb2.ForgetResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=everlift_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=everlift_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=everlift_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -173,6 +259,33 @@ class Inference(object):
             '/everlift.v1.Inference/Generate',
             everlift_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             everlift_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/everlift.v1.Inference/GenerateMany',
+            everlift_dot_v1_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+            everlift_dot_v1_dot_inference__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -265,6 +378,33 @@ class Inference(object):
             _registered_method=True)
 
     @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.Inference/ListRequests',
+            everlift_dot_v1_dot_inference__pb2.ListRequestsRequest.SerializeToString,
+            everlift_dot_v1_dot_inference__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Forget(request,
             target,
             options=(),
@@ -281,6 +421,87 @@ class Inference(object):
             '/everlift.v1.Inference/Forget',
             everlift_dot_v1_dot_inference__pb2.ForgetRequest.SerializeToString,
             everlift_dot_v1_dot_inference__pb2.ForgetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.Inference/Tokenize',
+            everlift_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            everlift_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.Inference/Detokenize',
+            everlift_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            everlift_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.Inference/ListModels',
+            everlift_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
+            everlift_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

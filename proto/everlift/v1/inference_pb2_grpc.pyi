@@ -43,6 +43,22 @@ _InferenceGenerateType = typing_extensions.TypeVar(
     ],
 )
 
+_InferenceGenerateManyType = typing_extensions.TypeVar(
+    '_InferenceGenerateManyType',
+    grpc.UnaryStreamMultiCallable[
+        everlift.v1.inference_pb2.GenerateManyRequest,
+        everlift.v1.inference_pb2.GenerateManyResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        everlift.v1.inference_pb2.GenerateManyRequest,
+        everlift.v1.inference_pb2.GenerateManyResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        everlift.v1.inference_pb2.GenerateManyRequest,
+        everlift.v1.inference_pb2.GenerateManyResponse,
+    ],
+)
+
 _InferenceAttachType = typing_extensions.TypeVar(
     '_InferenceAttachType',
     grpc.UnaryStreamMultiCallable[
@@ -91,6 +107,22 @@ _InferenceGetRequestType = typing_extensions.TypeVar(
     ],
 )
 
+_InferenceListRequestsType = typing_extensions.TypeVar(
+    '_InferenceListRequestsType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ListRequestsRequest,
+        everlift.v1.inference_pb2.ListRequestsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ListRequestsRequest,
+        everlift.v1.inference_pb2.ListRequestsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ListRequestsRequest,
+        everlift.v1.inference_pb2.ListRequestsResponse,
+    ],
+)
+
 _InferenceForgetType = typing_extensions.TypeVar(
     '_InferenceForgetType',
     grpc.UnaryUnaryMultiCallable[
@@ -104,6 +136,54 @@ _InferenceForgetType = typing_extensions.TypeVar(
     default=grpc.UnaryUnaryMultiCallable[
         everlift.v1.inference_pb2.ForgetRequest,
         everlift.v1.inference_pb2.ForgetResponse,
+    ],
+)
+
+_InferenceTokenizeType = typing_extensions.TypeVar(
+    '_InferenceTokenizeType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.TokenizeRequest,
+        everlift.v1.inference_pb2.TokenizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.TokenizeRequest,
+        everlift.v1.inference_pb2.TokenizeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.TokenizeRequest,
+        everlift.v1.inference_pb2.TokenizeResponse,
+    ],
+)
+
+_InferenceDetokenizeType = typing_extensions.TypeVar(
+    '_InferenceDetokenizeType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.DetokenizeRequest,
+        everlift.v1.inference_pb2.DetokenizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.DetokenizeRequest,
+        everlift.v1.inference_pb2.DetokenizeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.DetokenizeRequest,
+        everlift.v1.inference_pb2.DetokenizeResponse,
+    ],
+)
+
+_InferenceListModelsType = typing_extensions.TypeVar(
+    '_InferenceListModelsType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ListModelsRequest,
+        everlift.v1.inference_pb2.ListModelsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ListModelsRequest,
+        everlift.v1.inference_pb2.ListModelsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ListModelsRequest,
+        everlift.v1.inference_pb2.ListModelsResponse,
     ],
 )
 
@@ -123,12 +203,16 @@ _InferenceGetStatusType = typing_extensions.TypeVar(
     ],
 )
 
-class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceAttachType, _InferenceCancelType, _InferenceGetRequestType, _InferenceForgetType, _InferenceGetStatusType]):
+class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceGenerateManyType, _InferenceAttachType, _InferenceCancelType, _InferenceGetRequestType, _InferenceListRequestsType, _InferenceForgetType, _InferenceTokenizeType, _InferenceDetokenizeType, _InferenceListModelsType, _InferenceGetStatusType]):
     @typing.overload
     def __init__(self: InferenceStub[
         grpc.UnaryStreamMultiCallable[
             everlift.v1.inference_pb2.GenerateRequest,
             everlift.v1.inference_pb2.GenerateResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            everlift.v1.inference_pb2.GenerateManyRequest,
+            everlift.v1.inference_pb2.GenerateManyResponse,
         ],
         grpc.UnaryStreamMultiCallable[
             everlift.v1.inference_pb2.AttachRequest,
@@ -143,8 +227,24 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceAttachType,
             everlift.v1.inference_pb2.GetRequestResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
+            everlift.v1.inference_pb2.ListRequestsRequest,
+            everlift.v1.inference_pb2.ListRequestsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             everlift.v1.inference_pb2.ForgetRequest,
             everlift.v1.inference_pb2.ForgetResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.inference_pb2.TokenizeRequest,
+            everlift.v1.inference_pb2.TokenizeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.inference_pb2.DetokenizeRequest,
+            everlift.v1.inference_pb2.DetokenizeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.inference_pb2.ListModelsRequest,
+            everlift.v1.inference_pb2.ListModelsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             everlift.v1.inference_pb2.GetStatusRequest,
@@ -159,6 +259,10 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceAttachType,
             everlift.v1.inference_pb2.GenerateResponse,
         ],
         grpc.aio.UnaryStreamMultiCallable[
+            everlift.v1.inference_pb2.GenerateManyRequest,
+            everlift.v1.inference_pb2.GenerateManyResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
             everlift.v1.inference_pb2.AttachRequest,
             everlift.v1.inference_pb2.GenerateResponse,
         ],
@@ -171,8 +275,24 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceAttachType,
             everlift.v1.inference_pb2.GetRequestResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.inference_pb2.ListRequestsRequest,
+            everlift.v1.inference_pb2.ListRequestsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             everlift.v1.inference_pb2.ForgetRequest,
             everlift.v1.inference_pb2.ForgetResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.inference_pb2.TokenizeRequest,
+            everlift.v1.inference_pb2.TokenizeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.inference_pb2.DetokenizeRequest,
+            everlift.v1.inference_pb2.DetokenizeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.inference_pb2.ListModelsRequest,
+            everlift.v1.inference_pb2.ListModelsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             everlift.v1.inference_pb2.GetStatusRequest,
@@ -185,6 +305,11 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceAttachType,
     attaches to that request from offset 0; with another body the call fails with ALREADY_EXISTS.
     """
 
+    GenerateMany: _InferenceGenerateManyType
+    """Submits many requests, each one of its own, and streams all of them. One that is refused or fails does not
+    disturb the others.
+    """
+
     Attach: _InferenceAttachType
     """Streams a known request from a token offset on, whatever router took it and whatever its state."""
 
@@ -194,8 +319,20 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceAttachType,
     GetRequest: _InferenceGetRequestType
     """What the ledger knows of a request, without its tokens."""
 
+    ListRequests: _InferenceListRequestsType
+    """The caller's own requests that the ledger knows, newest first."""
+
     Forget: _InferenceForgetType
     """Erases a request, its prompt and its outputs; one that goes on is cancelled first."""
+
+    Tokenize: _InferenceTokenizeType
+    """Text to token ids, as a prompt is read."""
+
+    Detokenize: _InferenceDetokenizeType
+    """Token ids to text."""
+
+    ListModels: _InferenceListModelsType
+    """What may be asked for as GenerateRequest.model."""
 
     GetStatus: _InferenceGetStatusType
     """Workers, queue and requests of the cluster, as the leading router sees them."""
@@ -204,6 +341,10 @@ InferenceAsyncStub: typing_extensions.TypeAlias = InferenceStub[
     grpc.aio.UnaryStreamMultiCallable[
         everlift.v1.inference_pb2.GenerateRequest,
         everlift.v1.inference_pb2.GenerateResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        everlift.v1.inference_pb2.GenerateManyRequest,
+        everlift.v1.inference_pb2.GenerateManyResponse,
     ],
     grpc.aio.UnaryStreamMultiCallable[
         everlift.v1.inference_pb2.AttachRequest,
@@ -218,8 +359,24 @@ InferenceAsyncStub: typing_extensions.TypeAlias = InferenceStub[
         everlift.v1.inference_pb2.GetRequestResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ListRequestsRequest,
+        everlift.v1.inference_pb2.ListRequestsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.inference_pb2.ForgetRequest,
         everlift.v1.inference_pb2.ForgetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.TokenizeRequest,
+        everlift.v1.inference_pb2.TokenizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.DetokenizeRequest,
+        everlift.v1.inference_pb2.DetokenizeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ListModelsRequest,
+        everlift.v1.inference_pb2.ListModelsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.inference_pb2.GetStatusRequest,
@@ -236,6 +393,16 @@ class InferenceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[everlift.v1.inference_pb2.GenerateResponse], collections.abc.AsyncIterator[everlift.v1.inference_pb2.GenerateResponse]]:
         """Submits a request and streams its tokens. A request_id that is already known with the same body
         attaches to that request from offset 0; with another body the call fails with ALREADY_EXISTS.
+        """
+
+    @abc.abstractmethod
+    def GenerateMany(
+        self,
+        request: everlift.v1.inference_pb2.GenerateManyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[everlift.v1.inference_pb2.GenerateManyResponse], collections.abc.AsyncIterator[everlift.v1.inference_pb2.GenerateManyResponse]]:
+        """Submits many requests, each one of its own, and streams all of them. One that is refused or fails does not
+        disturb the others.
         """
 
     @abc.abstractmethod
@@ -263,12 +430,44 @@ class InferenceServicer(metaclass=abc.ABCMeta):
         """What the ledger knows of a request, without its tokens."""
 
     @abc.abstractmethod
+    def ListRequests(
+        self,
+        request: everlift.v1.inference_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.inference_pb2.ListRequestsResponse, collections.abc.Awaitable[everlift.v1.inference_pb2.ListRequestsResponse]]:
+        """The caller's own requests that the ledger knows, newest first."""
+
+    @abc.abstractmethod
     def Forget(
         self,
         request: everlift.v1.inference_pb2.ForgetRequest,
         context: _ServicerContext,
     ) -> typing.Union[everlift.v1.inference_pb2.ForgetResponse, collections.abc.Awaitable[everlift.v1.inference_pb2.ForgetResponse]]:
         """Erases a request, its prompt and its outputs; one that goes on is cancelled first."""
+
+    @abc.abstractmethod
+    def Tokenize(
+        self,
+        request: everlift.v1.inference_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.inference_pb2.TokenizeResponse, collections.abc.Awaitable[everlift.v1.inference_pb2.TokenizeResponse]]:
+        """Text to token ids, as a prompt is read."""
+
+    @abc.abstractmethod
+    def Detokenize(
+        self,
+        request: everlift.v1.inference_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.inference_pb2.DetokenizeResponse, collections.abc.Awaitable[everlift.v1.inference_pb2.DetokenizeResponse]]:
+        """Token ids to text."""
+
+    @abc.abstractmethod
+    def ListModels(
+        self,
+        request: everlift.v1.inference_pb2.ListModelsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.inference_pb2.ListModelsResponse, collections.abc.Awaitable[everlift.v1.inference_pb2.ListModelsResponse]]:
+        """What may be asked for as GenerateRequest.model."""
 
     @abc.abstractmethod
     def GetStatus(

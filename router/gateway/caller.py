@@ -1,0 +1,48 @@
+"""Who calls, and what they may do. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from everlift.errors import Forbidden
+from everlift.request_id import bare, check_qualified, check_request_id, is_qualified, qualified
+
+
+class Scope(Enum):
+    """What a credential is good for."""
+
+    #: requests, and what belongs to them
+    INFER = "infer"
+    #: what changes a cluster, and every tenant's requests
+    ADMIN = "admin"
+    #: what is to be seen of a cluster, without its requests
+    METRICS = "metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """``tenant`` is empty where tenants are not told apart."""
+
+    tenant: str = ""
+    scopes: frozenset[Scope] = frozenset(Scope)
+
+    def check(self, scope: Scope) -> None:
+        """Raises Forbidden."""
+        if scope not in self.scopes:
+            raise Forbidden(f"this credential is not for {scope.value}")
+
+    def qualify(self, request_id: str) -> str:
+        """The name inside the cluster of what this caller calls ``request_id``. Who administers the
+        cluster may name any tenant's. Raises InvalidRequest."""
+        if is_qualified(request_id) and Scope.ADMIN in self.scopes:
+            return check_qualified(request_id)
+        return qualified(self.tenant, check_request_id(request_id))
+
+    def name(self, request_id: str) -> str:
+        """What this caller is told of a name inside the cluster."""
+        return request_id if Scope.ADMIN in self.scopes else bare(request_id)
+
+
+#: Where nobody has to say who they are, and for routers among themselves.
+ANYONE = Caller()

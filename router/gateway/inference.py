@@ -1,0 +1,191 @@
+"""What clients may ask of a gateway, whatever they speak: who calls is known, and what goes wrong
+is an EverliftError."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from everlift.errors import EverliftError, UnknownRequest
+from everlift.messages import Submission
+from everlift.request_id import bare
+from everlift.trace_context import TraceContext
+from everlift.transport import Transport
+from everlift.v1 import inference_pb2 as pb
+from router.clock import now
+from router.gateway.caller import Caller
+from router.gateway.custody import Elsewhere
+from router.gateway.live import LiveRequest
+from router.gateway.model import ServedModel
+from router.gateway.relay import Relay
+from router.gateway.requests import Requests, given_up, new_request_id
+from router.gateway.tracer import NO_TRACES, Tracer
+from router.ledger.entry import Entry, Event, State
+
+_WIRE_STATE = {state: pb.RequestState.Value(f"REQUEST_STATE_{state.name}") for state in State}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A request that is known, and its pieces from where they were asked for. ``request_id`` is
+    its client's name for it.
+
+    Who has it reads the first piece, which is there at once, before anything else: only then is it
+    noticed when its client goes. Who leaves before the end closes ``pieces``."""
+
+    request_id: str
+    trace: TraceContext | None
+    pieces: AsyncIterator[pb.GenerateResponse]
+
+
+class Inference:
+    def __init__(
+        self,
+        requests: Requests,
+        model: ServedModel,
+        transport: Transport,
+        tracer: Tracer = NO_TRACES,
+    ) -> None:
+        self._requests = requests
+        self._model = model
+        self._relay = Relay(transport)
+        self._tracer = tracer
+
+    async def generate(
+        self,
+        caller: Caller,
+        message: pb.GenerateRequest,
+        headers: Mapping[str, str],
+        timeout_s: float | None = None,
+    ) -> Opened:
+        """A request of this message, or the one that its id already names. ``timeout_s`` holds
+        beside the message's own.
+
+        A message without an id is given one, also where it is refused then. Raises InvalidRequest,
+        UnknownModel, RequestConflict, QueueFull, LedgerFull, RouterStopping, LedgerUnavailable,
+        Moved.
+        """
+        began, trace = now(), self._tracer.begin(headers.items())
+        message.request_id = message.request_id or new_request_id()
+        with self._telling_refusals(trace, began):
+            request_id = caller.qualify(message.request_id)
+            submission = Submission.from_proto(message, request_id, secrets.randbits(63), trace)
+            request = self._model.resolve(submission)
+            try:
+                live = await self._requests.submit(
+                    request, _earlier(submission.timeout_s, timeout_s)
+                )
+            except Elsewhere as elsewhere:
+                attach = pb.AttachRequest(request_id=request_id)
+                pieces = self._known_elsewhere(elsewhere.address, attach)
+                return Opened(bare(request_id), None, pieces)
+        return self._opened(live)
+
+    async def attach(
+        self, caller: Caller, message: pb.AttachRequest, *, is_relayed: bool = False
+    ) -> Opened:
+        """A known request from the offsets of ``message`` on. Raises UnknownRequest, UnknownModel,
+        RouterStopping, LedgerUnavailable; what is wrong with the offsets is raised by its
+        pieces."""
+        request_id = caller.qualify(message.request_id)
+        try:
+            live = await self._requests.attach(request_id)
+        except Elsewhere as elsewhere:
+            message.request_id = request_id
+            pieces = self._relay.attach(elsewhere.address, message)
+            return Opened(bare(request_id), None, pieces)
+        return self._opened(live, message.from_offsets, message.digests, is_relayed=is_relayed)
+
+    def _opened(
+        self,
+        live: LiveRequest,
+        offsets: Sequence[int] = (),
+        digests: Sequence[int] = (),
+        *,
+        is_relayed: bool = False,
+    ) -> Opened:
+        pieces = self._requests.stream(live, offsets, digests, is_relayed=is_relayed)
+        return Opened(bare(live.request_id), live.request.trace, pieces)
+
+    async def _known_elsewhere(
+        self, address: str, message: pb.AttachRequest
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        try:
+            async for piece in self._relay.attach(address, message):
+                yield piece
+        except UnknownRequest:
+            raise given_up() from None
+
+    async def cancel(self, caller: Caller, message: pb.CancelRequest) -> pb.CancelResponse:
+        """Raises UnknownRequest, LedgerUnavailable."""
+        message.request_id = caller.qualify(message.request_id)
+        try:
+            entry = await self._requests.cancel(message.request_id)
+        except Elsewhere as elsewhere:
+            return await self._relay.ask(elsewhere.address, lambda stub: stub.Cancel, message)
+        return pb.CancelResponse(state=_WIRE_STATE[entry.state])
+
+    async def forget(self, caller: Caller, message: pb.ForgetRequest) -> pb.ForgetResponse:
+        """Raises UnknownRequest, Moved, LedgerUnavailable."""
+        message.request_id = caller.qualify(message.request_id)
+        try:
+            await self._requests.forget(message.request_id)
+        except Elsewhere as elsewhere:
+            return await self._relay.ask(elsewhere.address, lambda stub: stub.Forget, message)
+        return pb.ForgetResponse()
+
+    async def get_request(
+        self, caller: Caller, message: pb.GetRequestRequest
+    ) -> pb.GetRequestResponse:
+        """Raises UnknownRequest, LedgerUnavailable."""
+        stored, events = await self._requests.get(caller.qualify(message.request_id))
+        response = _described(stored.entry)
+        response.request_id = caller.name(stored.entry.request_id)
+        response.model = stored.request.model
+        response.prompt_tokens = len(stored.request.prompt_ids)
+        response.priority = stored.request.priority
+        if stored.request.trace is not None:
+            response.trace_id = stored.request.trace.trace_id
+        response.events.extend(map(_event, events))
+        return response
+
+    def turned_away(self, error: EverliftError) -> None:
+        """A submission that could not even be read."""
+        self._requests.turned_away(error)
+
+    @contextmanager
+    def _telling_refusals(self, trace: TraceContext | None, began: float) -> Iterator[None]:
+        """What fails in it was never accepted."""
+        try:
+            yield
+        except Exception as error:
+            known = error if isinstance(error, EverliftError) else EverliftError()
+            self._requests.turned_away(known)
+            self._tracer.refused(trace, now() - began, known.slug)
+            raise
+
+
+def _described(entry: Entry) -> pb.GetRequestResponse:
+    return pb.GetRequestResponse(
+        state=_WIRE_STATE[entry.state],
+        attempts=entry.attempts,
+        worker_id=entry.worker,
+        output_tokens=sum(entry.num_tokens),
+        finish_reasons=[
+            reason.value if reason else pb.FINISH_REASON_UNSPECIFIED
+            for reason in entry.finish_reasons
+        ],
+        error_slug=entry.error_slug,
+        error_message=entry.error_message,
+        losses=entry.losses,
+    )
+
+
+def _event(event: Event) -> pb.RequestEvent:
+    return pb.RequestEvent(time=event.time, move=event.move, detail=event.detail)
+
+
+def _earlier(a: float | None, b: float | None) -> float | None:
+    return min((t for t in (a, b) if t is not None), default=None)
