@@ -104,9 +104,12 @@ class Handlers:
 
 
 def _headers(context: Context) -> Mapping[str, str]:
-    """What is not text is left out."""
-    metadata = context.invocation_metadata() or ()
-    return {key: value for key, value in metadata if isinstance(value, str)}
+    """What is not text is left out; what comes several times is one list."""
+    headers: dict[str, str] = {}
+    for key, value in context.invocation_metadata() or ():
+        if isinstance(value, str):
+            headers[key] = f"{headers[key]},{value}" if key in headers else value
+    return headers
 
 
 async def _only(messages: AsyncIterator[bytes]) -> bytes:
