@@ -5,6 +5,8 @@ VENV := .venv
 # A second environment: protobuf 6's compiler and the linter. The stubs are made here, so that they run on
 # protobuf 6 and 7, and the client library is tested here on protobuf 6.
 PROTO_VENV := .venv-proto
+# A third one: other people's clients, of which one wants protobuf 6.
+CLIENTS_VENV := .venv-clients
 BIN := $(VENV)/bin
 PROTO_BIN := $(PROTO_VENV)/bin
 PROTOS := $(sort $(wildcard proto/everlift/v1/*.proto))
@@ -37,14 +39,19 @@ $(PROTO_VENV)/.installed: Makefile
 	$(PROTO_BIN)/pip install -q grpcio-tools==1.76.0 buf-bin==1.75.0 mypy-protobuf==3.7.0
 	@touch $@
 
+$(CLIENTS_VENV)/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/pip install -q -r tests/clients/requirements.txt
+	@touch $@
+
 demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no token
 	@$(BIN)/everlift demo --picture build/demo.png
 
-test: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests (under 20 minutes on 2 cores)
+test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests (under 20 minutes on 2 cores)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up" $(addprefix --ignore=,$(ANYWHERE))
 
-test-long: $(VENV)/.installed $(PROTO_VENV)/.installed ## the tests that take longer, and a short soak
+test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests that take longer, and a short soak
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} $(BIN)/pytest -q -m "long or soak"
 
 e2e-ray-up: $(VENV)/.installed ## ray up over ssh to hosts made of namespaces (Linux, as root, with iproute2, openssh-server, rsync)
@@ -119,4 +126,4 @@ lock: $(VENV)/.installed ## write what .venv holds into constraints.txt
 	  $(BIN)/pip freeze --exclude-editable | grep -vE '^(torch|triton)=='; echo torch==$(TORCH); } > constraints.txt
 
 clean: ## remove the environments and everything built
-	rm -rf $(VENV) $(PROTO_VENV) build
+	rm -rf $(VENV) $(PROTO_VENV) $(CLIENTS_VENV) build

@@ -23,7 +23,7 @@ P = TypeVar("P", RouterConfig, WorkerConfig)
 DEMO_MODEL = Path(__file__).with_name("demo_model")
 ADDRESS_VARIABLE = "EVERLIFT_ADDRESS"
 #: Variables of ours that are no settings: for client commands, and for the tests.
-_OTHER_VARIABLES = frozenset({ADDRESS_VARIABLE, "EVERLIFT_PROTO_VENV"})
+_OTHER_VARIABLES = frozenset({ADDRESS_VARIABLE, "EVERLIFT_PROTO_VENV", "EVERLIFT_CLIENTS_VENV"})
 
 
 def _default_state_dir() -> Path:
