@@ -37,6 +37,7 @@ from router.metrics.http_server import MetricsServer
 from router.metrics.instruments import Instruments
 from router.metrics.timed_ledger import timed
 from router.metrics.vllm import VllmCollector
+from router.rpc.server import Server
 from router.sessions import Sessions
 from router.traces.exporter import otlp
 from router.traces.traces import Traces
@@ -68,7 +69,7 @@ class Router:
         self._metrics = MetricsServer(self._instruments.registry)
         self._ledger = ledger
         self._model = model
-        self._public = transport.server(SERVER_OPTIONS)
+        self._public = Server() if transport is GRPC else transport.server(SERVER_OPTIONS)
         self._internal = transport.server(SERVER_OPTIONS)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
@@ -257,7 +258,7 @@ class Router:
         self._model.limit([link.info for link in self._sessions.links if link.is_up])
 
 
-def _listen(server: grpc.aio.Server, host: str, port: int) -> str:
+def _listen(server: grpc.aio.Server | Server, host: str, port: int) -> str:
     """Binds; raises OSError when the port is taken."""
     try:
         bound = server.add_insecure_port(f"{host}:{port}")

@@ -6,7 +6,10 @@
     │   ├── PromptTooLong
     │   ├── NotUtf8
     │   ├── OutOfRange            a parameter's value
-    │   └── InvalidGrammar        no output can be kept to it
+    │   ├── InvalidGrammar        no output can be kept to it
+    │   ├── MessageTooLarge
+    │   └── MetadataTooLarge
+    ├── Unimplemented             no such method, or one that is not served here
     ├── Unauthenticated           no credential, or none that is known
     ├── Forbidden                 the credential is not for this
     │   └── ChaosForbidden        the cluster was started without chaos
@@ -78,6 +81,24 @@ class OutOfRange(InvalidRequest):
 
 class InvalidGrammar(InvalidRequest):
     slug = "invalid_grammar"
+
+
+class MessageTooLarge(InvalidRequest):
+    slug = "message_too_large"
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 413
+
+
+class MetadataTooLarge(InvalidRequest):
+    slug = "metadata_too_large"
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 431
+
+
+class Unimplemented(EverliftError):
+    slug = "unimplemented"
+    grpc_status = "UNIMPLEMENTED"
+    http_status = 501
 
 
 class Unauthenticated(EverliftError):

@@ -1,0 +1,263 @@
+"""One call: its messages in, its answers out, and what its handler is given as context."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import grpc
+from h2.connection import H2Connection
+
+from everlift import logs
+from everlift.errors import EverliftError
+from router.rpc import heads
+from router.rpc.framing import IDENTITY, MessageReader, framed
+from router.rpc.heads import Head, Metadata
+
+if TYPE_CHECKING:
+    from router.rpc.connection import Connection
+
+log = logs.get(__name__)
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class Call:
+    """Has what a handler for grpc.aio needs of its ServicerContext.
+
+    Answers are queued; the connection takes them (``pump``) when the event loop has done what it
+    was about, so that what is written in one turn leaves together.
+    """
+
+    def __init__(self, connection: Connection, stream_id: int, head: Head, max_bytes: int) -> None:
+        self.stream_id = stream_id
+        self._connection = connection
+        self._head = head
+        self._limits = connection.limits
+        self._loop = asyncio.get_running_loop()
+        self._ends_at = None if head.timeout_s is None else self._loop.time() + head.timeout_s
+        self._alarm = (
+            None if self._ends_at is None else self._loop.call_at(self._ends_at, self._expire)
+        )
+        self._reader = MessageReader(max_bytes, head.encoding)
+        self._inbox: deque[tuple[bytes, int]] = deque()
+        self._unread_bytes = self._unacknowledged = 0
+        self._has_all = False
+        self._came = asyncio.Event()
+        self._failure: EverliftError | None = None
+        # answers
+        self._encoding = IDENTITY
+        self._initial: Metadata = ()
+        self._has_begun = self._must_begin = False
+        self._queue: deque[bytes] = deque()
+        self._unsent_bytes = 0
+        self._room: asyncio.Future[None] | None = None
+        self._status: tuple[int, str, Metadata] | None = None
+        self._abort: tuple[int, str, Metadata] = (grpc.StatusCode.OK.value[0], "", ())
+        self._task: asyncio.Task[None] | None = None
+
+    # its messages
+
+    def feed(self, data: bytes, flow_bytes: int) -> None:
+        """Bytes of the caller's messages, which took so many of the windows."""
+        try:
+            messages = self._reader.feed(data)
+        except EverliftError as error:
+            self._failure, messages = error, []
+            self._has_all = True
+        for message in messages:
+            self._inbox.append((message, len(message)))
+            self._unread_bytes += len(message)
+        self._unacknowledged += flow_bytes
+        if messages or self._has_all:
+            self._came.set()
+        self._let_in()
+
+    def half_close(self) -> None:
+        """No message follows."""
+        self._has_all = True
+        self._came.set()
+
+    @property
+    def num_held(self) -> int:
+        """Bytes of messages that nobody has read yet."""
+        return self._unread_bytes + self._reader.num_held
+
+    def _let_in(self) -> None:
+        """More may come, unless too much is unread."""
+        if self._unacknowledged and self._unread_bytes <= self._limits.max_unread_bytes:
+            self._connection.acknowledge(self, self._unacknowledged)
+            self._unacknowledged = 0
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Raises InvalidRequest, MessageTooLarge."""
+        while True:
+            while self._inbox:
+                message, size = self._inbox.popleft()
+                self._unread_bytes -= size
+                self._let_in()
+                yield message
+            if self._failure is not None:
+                raise self._failure
+            if self._has_all:
+                return
+            self._came.clear()
+            await self._came.wait()
+
+    # its handler
+
+    def run(self, handler: Handler) -> None:
+        self._task = self._loop.create_task(self._run(handler))
+
+    async def _run(self, handler: Handler) -> None:
+        try:
+            await self._handle(handler)
+            self._end(*self._abort)
+        except grpc.aio.AbortError:
+            self._end(*self._abort)
+        except asyncio.CancelledError:
+            self._end(grpc.StatusCode.CANCELLED.value[0], "")
+        except Exception:
+            log.exception("a call's handler failed", method=self._head.path)
+            self._end(grpc.StatusCode.UNKNOWN.value[0], "the handler failed")
+
+    async def _handle(self, handler: Handler) -> None:
+        parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
+        serialize: Callable[[Any], bytes] = handler.response_serializer or bytes
+        requests = self._parsed(parse)
+        asked = requests if handler.request_streaming else await anext(requests)
+        result = _behaviour(handler)(asked, self)
+        if handler.response_streaming:
+            async for answer in result:
+                await self.write_bytes(serialize(answer))
+        elif (answer := await result) is not None:
+            await self.write_bytes(serialize(answer))
+
+    async def _parsed(self, parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+        async for message in self.messages():
+            yield parse(message)
+
+    # the handler's context
+
+    def invocation_metadata(self) -> Metadata:
+        return self._head.metadata
+
+    def time_remaining(self) -> float | None:
+        return None if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
+
+    def peer(self) -> str:
+        return self._connection.peer
+
+    async def send_initial_metadata(self, metadata: Metadata) -> None:
+        self._initial, self._must_begin = tuple(metadata), True
+        self._connection.mark(self)
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()
+    ) -> NoReturn:
+        self._abort = (code.value[0], details, tuple(trailing_metadata))
+        raise grpc.aio.AbortError
+
+    async def write_bytes(self, answer: bytes) -> None:
+        """Waits while too much is unsent."""
+        self.put(answer)
+        if self._unsent_bytes > self._limits.max_unsent_bytes:
+            self._room = self._loop.create_future()
+            await self._room
+
+    @property
+    def is_writable(self) -> bool:
+        return self._unsent_bytes <= self._limits.max_unsent_bytes
+
+    def put(self, answer: bytes) -> None:
+        self._queue.append(framed(answer, self._head.encoding))
+        self._unsent_bytes += len(answer)
+        self._connection.mark(self)
+
+    # its end
+
+    def _expire(self) -> None:
+        self._end(grpc.StatusCode.DEADLINE_EXCEEDED.value[0], "the call's deadline has passed")
+        self._stop()
+
+    def shut_down(self) -> None:
+        """Its server ends."""
+        self._end(grpc.StatusCode.UNAVAILABLE.value[0], "the server stops")
+        self._stop()
+
+    def cancel(self) -> None:
+        """Its caller is gone: nothing can be answered any more."""
+        self._status = self._status or (grpc.StatusCode.CANCELLED.value[0], "", ())
+        self._stop()
+        self.close()
+
+    def refuse(self, error: EverliftError) -> None:
+        """Before it has a handler."""
+        code: grpc.StatusCode = getattr(grpc.StatusCode, error.grpc_status)
+        self._end(code.value[0], str(error))
+
+    def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _end(self, code: int, details: str, metadata: Metadata = ()) -> None:
+        if self._status is None:
+            self._status = (code, details, metadata)
+            self._connection.mark(self)
+
+    def close(self) -> None:
+        """It is over for its connection too."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._queue.clear()
+        self._unsent_bytes = 0
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    # the connection takes what is to be sent
+
+    def pump(self, http2: H2Connection) -> bool:
+        """Sends what the windows allow. True when the call is over."""
+        if self._status is not None and not (self._has_begun or self._queue or self._must_begin):
+            headers = heads.opening(self._initial, IDENTITY) + heads.closing(*self._status)
+            http2.send_headers(self.stream_id, headers, end_stream=True)
+            return True
+        if not self._has_begun:
+            self._has_begun = True
+            http2.send_headers(self.stream_id, heads.opening(self._initial, self._head.encoding))
+        if self._queue:
+            self._send_queue(http2)
+        if self._queue or self._status is None:
+            return False
+        http2.send_headers(self.stream_id, heads.closing(*self._status), end_stream=True)
+        return True
+
+    def _send_queue(self, http2: H2Connection) -> None:
+        data = self._queue.popleft() if len(self._queue) == 1 else b"".join(self._queue)
+        self._queue.clear()
+        window = http2.local_flow_control_window(self.stream_id)
+        frame = http2.max_outbound_frame_size
+        if len(data) <= window and len(data) <= frame:
+            http2.send_data(self.stream_id, data)
+            sent = len(data)
+        else:
+            sent = 0
+            while sent < min(len(data), window):
+                part = data[sent : min(sent + frame, window)]
+                http2.send_data(self.stream_id, part)
+                sent += len(part)
+            if sent < len(data):
+                self._queue.append(data[sent:])
+        self._unsent_bytes = len(data) - sent
+        if self._room is not None and self.is_writable and not self._room.done():
+            self._room.set_result(None)
+
+
+def _behaviour(handler: Handler) -> Callable[[Any, Any], Any]:
+    kinds = (
+        *(handler.unary_unary, handler.unary_stream),
+        *(handler.stream_unary, handler.stream_stream),
+    )
+    return next(kind for kind in kinds if kind is not None)

@@ -1,0 +1,91 @@
+"""Messages on a stream of bytes, as gRPC writes them: a flag, a length, the message. Pure.
+
+Of compressed ones no more is made than may be held.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+
+from everlift.errors import InvalidRequest, MessageTooLarge, Unimplemented
+
+_HEAD = struct.Struct(">BI")
+IDENTITY = "identity"
+#: As zlib takes them for its window: with gzip's header, or its own.
+_WINDOW_BITS = {"gzip": 31, "deflate": 15}
+ENCODINGS = (IDENTITY, *_WINDOW_BITS)
+#: To compress less would make it longer.
+_WORTHWHILE_BYTES = 256
+
+Compress = Callable[[bytes], bytes]
+
+
+def check_encoding(name: str) -> str:
+    """Returns an encoding that is spoken here; raises Unimplemented."""
+    if name not in ENCODINGS:
+        raise Unimplemented(f"grpc-encoding {name[:32]!r} is not known; {', '.join(ENCODINGS)} are")
+    return name
+
+
+def framed(message: bytes, encoding: str = IDENTITY) -> bytes:
+    """The message with what goes before it, compressed where that is worth while."""
+    if encoding == IDENTITY or len(message) < _WORTHWHILE_BYTES:
+        return _HEAD.pack(0, len(message)) + message
+    compressor = zlib.compressobj(1, zlib.DEFLATED, _WINDOW_BITS[encoding])
+    compressed = compressor.compress(message) + compressor.flush()
+    return _HEAD.pack(1, len(compressed)) + compressed
+
+
+class MessageReader:
+    """Takes bytes as they come, answers messages as they are whole."""
+
+    def __init__(self, max_bytes: int, encoding: str = IDENTITY) -> None:
+        self._max_bytes = max_bytes
+        self._encoding = encoding
+        self._buffer = bytearray()
+
+    @property
+    def num_held(self) -> int:
+        """Bytes of a message that is not whole."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Raises InvalidRequest, MessageTooLarge."""
+        buffer = self._buffer
+        buffer += data
+        messages = []
+        start = 0
+        while len(buffer) - start >= _HEAD.size:
+            flag, length = _HEAD.unpack_from(buffer, start)
+            if length > self._max_bytes:
+                raise self._too_large(length)
+            end = start + _HEAD.size + length
+            if len(buffer) < end:
+                break
+            messages.append(self._message(flag, bytes(buffer[start + _HEAD.size : end])))
+            start = end
+        del buffer[:start]
+        return messages
+
+    def _message(self, flag: int, data: bytes) -> bytes:
+        if flag == 0:
+            return data
+        if flag != 1 or self._encoding == IDENTITY:
+            raise InvalidRequest("a message is marked as compressed, its call not")
+        inflater = zlib.decompressobj(_WINDOW_BITS[self._encoding])
+        try:
+            message = inflater.decompress(data, self._max_bytes + 1)
+        except zlib.error:
+            raise InvalidRequest(f"a message is not {self._encoding}") from None
+        if len(message) > self._max_bytes:
+            raise self._too_large(len(message))
+        if not inflater.eof:
+            raise InvalidRequest(f"a message breaks off inside its {self._encoding}")
+        return message
+
+    def _too_large(self, length: int) -> MessageTooLarge:
+        return MessageTooLarge(
+            f"a message of {length} bytes or more; at most {self._max_bytes} are taken"
+        )

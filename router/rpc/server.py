@@ -1,0 +1,143 @@
+"""A gRPC server for a gateway's clients.
+
+It has the interface of grpc.aio.Server, as far as a router uses it, and its handlers. What a turn
+of the event loop has to say on a connection leaves in one write: a message of a stream costs a
+sixth of what it costs with grpc.aio, where each is an operation of its own that another thread
+reports back (README.md has the figures).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from everlift.errors import Unimplemented
+from router.rpc.call import Call
+from router.rpc.connection import Connection
+from router.rpc.heads import Head, Metadata
+from router.rpc.limits import Limits
+
+_BACKLOG = 1024
+
+
+class Server:
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._handlers: list[grpc.GenericRpcHandler] = []
+        self._methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        self._bound: list[tuple[socket.socket, ssl.SSLContext | None]] = []
+        self._listening: list[asyncio.Server] = []
+        self._connections: set[Connection] = set()
+        self._stopped = asyncio.Event()
+
+    # before it starts
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        self._handlers.extend(handlers)
+
+    def add_insecure_port(self, address: str) -> int:
+        """Raises RuntimeError where it cannot be had."""
+        return self._bind(address, None)
+
+    def add_secure_port(self, address: str, context: ssl.SSLContext) -> int:
+        """Speaks TLS by ``context``, which is told to speak HTTP/2. Raises RuntimeError."""
+        context.set_alpn_protocols(["h2"])
+        return self._bind(address, context)
+
+    def _bind(self, address: str, context: ssl.SSLContext | None) -> int:
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            # What listened there before may be gone a moment only; two at once are refused.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, int(port)))
+            bound.listen(_BACKLOG)
+        except OSError as error:
+            bound.close()
+            raise RuntimeError(f"cannot listen on {address}: {error.strerror}") from error
+        bound.setblocking(False)
+        self._bound.append((bound, context))
+        return int(bound.getsockname()[1])
+
+    # its life
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        for bound, context in self._bound:
+            self._listening.append(
+                await loop.create_server(
+                    lambda: Connection(self, self._limits),
+                    sock=bound,
+                    ssl=context,
+                    backlog=_BACKLOG,
+                )
+            )
+
+    async def stop(self, grace: float | None) -> None:
+        """Takes no new calls; those under way have ``grace`` seconds to end."""
+        for listening in self._listening:
+            listening.close()
+        for bound, _ in self._bound:
+            bound.close()
+        for connection in tuple(self._connections):
+            connection.leave()
+        if grace:
+            await self._wait_for_calls(grace)
+        for connection in tuple(self._connections):
+            connection.shut_down()
+        await self._wait_for_calls(_FAREWELL_S)
+        for connection in tuple(self._connections):
+            connection.abort()
+        self._stopped.set()
+
+    async def wait_for_termination(self) -> None:
+        await self._stopped.wait()
+
+    async def _wait_for_calls(self, patience_s: float) -> None:
+        deadline = asyncio.get_running_loop().time() + patience_s
+        while self._connections and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_LOOK_S)
+
+    # its connections
+
+    def joined(self, connection: Connection) -> bool:
+        """False where there are too many."""
+        if len(self._connections) >= self._limits.max_connections:
+            return False
+        self._connections.add(connection)
+        return True
+
+    def left(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+
+    def begin(self, call: Call, head: Head) -> None:
+        handler = self._methods.get(head.path) or self._find(head.path, head.metadata)
+        if handler is None:
+            call.refuse(Unimplemented(f"no method {head.path[:128]!r} here"))
+        else:
+            call.run(handler)
+
+    def _find(self, path: str, metadata: Metadata) -> grpc.RpcMethodHandler[Any, Any] | None:
+        details = _Details(path, metadata)
+        for generic in self._handlers:
+            if (handler := generic.service(details)) is not None:
+                self._methods[path] = handler
+                return handler
+        return None
+
+
+class _Details(grpc.HandlerCallDetails):
+    def __init__(self, method: str, metadata: Metadata) -> None:
+        self.method = method
+        self.invocation_metadata = tuple(metadata)
+
+
+#: How often one looks whether calls have ended, and how long their ends may take to leave.
+_LOOK_S = 0.01
+_FAREWELL_S = 0.2
