@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-
 import grpc
 
 from everlift.errors import EverliftError
@@ -29,7 +26,7 @@ class InferenceServer:
         self._inference = inference
         self._status = status
 
-    async def generate(self, data: bytes, call: Call) -> AsyncIterator[pb.GenerateResponse]:
+    async def generate(self, data: bytes, call: Call) -> Opened:
         message = self._submitted(data)
         try:
             opened = await self._inference.generate(
@@ -39,8 +36,8 @@ class InferenceServer:
             if is_request_id(message.request_id):
                 await _greet(call, message.request_id)
             raise
-        async for piece in _read(call, opened):
-            yield piece
+        await _greet(call, opened.request_id, opened.trace)
+        return opened
 
     def _submitted(self, data: bytes) -> pb.GenerateRequest:
         try:
@@ -49,13 +46,13 @@ class InferenceServer:
             self._inference.turned_away(error)
             raise
 
-    async def attach(self, data: bytes, call: Call) -> AsyncIterator[pb.GenerateResponse]:
+    async def attach(self, data: bytes, call: Call) -> Opened:
         message = parse(pb.AttachRequest, data)
         opened = await self._inference.attach(
-            call.caller, message, is_relayed=is_relayed(call.context)
+            call.caller, message, is_relayed=is_relayed(call.headers)
         )
-        async for piece in _read(call, opened):
-            yield piece
+        await _greet(call, opened.request_id, opened.trace)
+        return opened
 
     async def cancel(self, data: bytes, call: Call) -> pb.CancelResponse:
         return await self._inference.cancel(call.caller, parse(pb.CancelRequest, data))
@@ -74,8 +71,8 @@ class InferenceServer:
         """To be added to a grpc.aio server."""
         handlers = Handlers(door)
         methods = {
-            "Generate": handlers.streaming(self.generate, Scope.INFER),
-            "Attach": handlers.streaming(self.attach, Scope.INFER),
+            "Generate": handlers.pieces(self.generate, Scope.INFER),
+            "Attach": handlers.pieces(self.attach, Scope.INFER),
             "Cancel": handlers.unary(self.cancel, Scope.INFER),
             "Forget": handlers.unary(self.forget, Scope.INFER),
             "GetRequest": handlers.unary(self.get_request, Scope.INFER),
@@ -83,15 +80,6 @@ class InferenceServer:
         }
         name = pb.DESCRIPTOR.services_by_name["Inference"].full_name
         return grpc.method_handlers_generic_handler(name, methods)
-
-
-async def _read(call: Call, opened: Opened) -> AsyncIterator[pb.GenerateResponse]:
-    async with aclosing(opened.pieces) as pieces:  # type: ignore[type-var]
-        head = await anext(pieces)
-        await _greet(call, opened.request_id, opened.trace)
-        yield head
-        async for piece in pieces:
-            yield piece
 
 
 async def _greet(call: Call, request_id: str, trace: TraceContext | None = None) -> None:

@@ -20,6 +20,9 @@ from everlift import logs, wire
 from everlift.errors import EverliftError, InvalidRequest, NotUtf8
 from router.gateway.caller import Caller, Scope
 from router.gateway.door import Door
+from router.gateway.inference import Opened
+from router.gateway.pieces import Pieces
+from router.rpc import call as rpc
 
 log = logs.get(__name__)
 
@@ -80,6 +83,24 @@ class Handlers:
             answer, response_serializer=lambda message: message.SerializeToString()
         )
 
+    def pieces(
+        self, handler: Callable[[bytes, Call], Awaitable[Opened]], scope: Scope
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Of a request's stream."""
+
+        async def answer(messages: AsyncIterator[bytes], context: Context) -> None:
+            try:
+                call = self._admit(context, scope)
+                opened = await handler(await _only(messages), call)
+                async with aclosing(opened.pieces):  # type: ignore[type-var]
+                    await _send(opened.pieces, context)
+            except Exception as error:
+                await _abort(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(
+            answer, response_serializer=lambda message: message.SerializeToString()
+        )
+
     def unary(
         self, handler: Callable[[bytes, Call], Awaitable[Message]], scope: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
@@ -101,6 +122,14 @@ class Handlers:
         caller = self._door.admit(headers)
         caller.check(scope)
         return Call(caller, headers, context)
+
+
+async def _send(pieces: AsyncIterator[Message], context: Context) -> None:
+    if isinstance(pieces, Pieces) and isinstance(context, rpc.Call):
+        await context.write_from(pieces)
+        return
+    async for piece in pieces:
+        await context.write(piece)
 
 
 def _headers(context: Context) -> Mapping[str, str]:

@@ -32,8 +32,7 @@ class Opened:
     """A request that is known, and its pieces from where they were asked for. ``request_id`` is
     its client's name for it.
 
-    Who has it reads the first piece, which is there at once, before anything else: only then is it
-    noticed when its client goes. Who leaves before the end closes ``pieces``."""
+    Who has it closes ``pieces`` in the end: until then it counts as read."""
 
     request_id: str
     trace: TraceContext | None
@@ -87,8 +86,7 @@ class Inference:
         self, caller: Caller, message: pb.AttachRequest, *, is_relayed: bool = False
     ) -> Opened:
         """A known request from the offsets of ``message`` on. Raises UnknownRequest, UnknownModel,
-        RouterStopping, LedgerUnavailable; what is wrong with the offsets is raised by its
-        pieces."""
+        OffsetOutOfRange, RouterStopping, LedgerUnavailable."""
         request_id = caller.qualify(message.request_id)
         try:
             live = await self._requests.attach(request_id)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -82,7 +81,7 @@ class LiveRequest:
         self.deadline: asyncio.TimerHandle | None = None
         self.grace: asyncio.TimerHandle | None = None
         self.worker_wait: asyncio.TimerHandle | None = None
-        self._watchers: set[asyncio.Event] = set()
+        self._watchers: set[Callable[[], None]] = set()
         self._num_readers = 0
         self._began = self._waiting_since = now
         self._queued_s = 0.0
@@ -270,36 +269,31 @@ class LiveRequest:
 
     # who reads it
 
-    @contextmanager
-    def reader(self) -> Iterator[asyncio.Event]:
-        """A client that reads: an event that is set whenever there may be more."""
+    def join(self, wake: Callable[[], None]) -> None:
+        """A client that reads: ``wake`` is called whenever there may be more."""
         self._num_readers += 1
         self.end_grace()
-        try:
-            with self._watch() as wake:
-                yield wake
-        finally:
-            self._num_readers -= 1
-
-    @contextmanager
-    def _watch(self) -> Iterator[asyncio.Event]:
-        wake = asyncio.Event()
         self._watchers.add(wake)
-        try:
-            yield wake
-        finally:
-            self._watchers.discard(wake)
+
+    def part(self, wake: Callable[[], None]) -> None:
+        """It reads no more."""
+        self._num_readers -= 1
+        self._watchers.discard(wake)
 
     def wake(self) -> None:
-        for event in self._watchers:
-            event.set()
+        for wake in self._watchers:
+            wake()
 
     async def all_stored(self) -> None:
         """Waits until the ledger has all that came so far, or the request is over."""
-        with self._watch() as wake:
+        changed = asyncio.Event()
+        self._watchers.add(changed.set)
+        try:
             while not self.is_over and not all(choice.is_stored for choice in self.choices):
-                wake.clear()
-                await wake.wait()
+                changed.clear()
+                await changed.wait()
+        finally:
+            self._watchers.discard(changed.set)
 
     # what it looks like outside
 

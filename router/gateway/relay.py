@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TypeVar
 
 import grpc
@@ -11,7 +11,6 @@ from everlift import wire
 from everlift.transport import Transport
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from router.gateway.handlers import Context
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -23,8 +22,9 @@ _Method = Callable[
 _RELAYED = ("everlift-relayed", "1")
 
 
-def is_relayed(context: Context) -> bool:
-    return _RELAYED in (context.invocation_metadata() or ())
+def is_relayed(headers: Mapping[str, str]) -> bool:
+    name, value = _RELAYED
+    return headers.get(name) == value
 
 
 class Relay:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -42,6 +42,7 @@ from router.gateway.live import LiveRequest, Phase
 from router.gateway.model import ServedModel
 from router.gateway.observer import NOBODY, Observer
 from router.gateway.patience import Patience
+from router.gateway.pieces import Pieces
 from router.gateway.reading import Reading
 from router.gateway.reassertion import Reassertion
 from router.gateway.recent import Recent
@@ -174,33 +175,19 @@ class Requests:
 
     # a client reads, and goes
 
-    async def stream(
+    def stream(
         self,
         live: LiveRequest,
         offsets: Sequence[int] = (),
         digests: Sequence[int] = (),
         *,
         is_relayed: bool = False,
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """The pieces of a stream, of each choice from its offset on; raises the request's error at
-        its end, and OffsetOutOfRange, DataLoss as Reading does. A client that another gateway
-        speaks for ``is_relayed``: if it goes, it may be that gateway that died."""
+    ) -> Pieces:
+        """The pieces of a stream, of each choice from its offset on. A client that another gateway
+        speaks for ``is_relayed``: if it goes, it may be that gateway that died. Raises
+        OffsetOutOfRange."""
         reading = Reading(live, offsets, digests)
-        try:
-            with live.reader() as wake:
-                yield reading.head()
-                while True:
-                    wake.clear()
-                    for piece in reading.pieces():
-                        yield piece
-                    if reading.is_at_end:
-                        return
-                    # While a piece was on its way, more may have come before the error.
-                    if live.error is not None and not wake.is_set():
-                        raise live.error.with_traceback(None)
-                    await wake.wait()
-        finally:
-            self._reader_left(live, has_grace=is_relayed)
+        return Pieces(live, reading, lambda: self._reader_left(live, has_grace=is_relayed))
 
     def _reader_left(self, live: LiveRequest, *, has_grace: bool = False) -> None:
         if not self._custody.is_closing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 from h2.connection import H2Connection
@@ -22,6 +22,20 @@ if TYPE_CHECKING:
 log = logs.get(__name__)
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class Source(Protocol):
+    """Where answers come from as fast as a client takes them."""
+
+    #: the call sets it: there may be more
+    on_more: Callable[[], None]
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def take(self) -> Any | None:
+        """The next answer, if there is one now."""
+        ...
 
 
 class Call:
@@ -54,6 +68,9 @@ class Call:
         self._queue: deque[bytes] = deque()
         self._unsent_bytes = 0
         self._room: asyncio.Future[None] | None = None
+        self._serialize: Callable[[Any], bytes] = bytes
+        self._source: Source | None = None
+        self._drawn: asyncio.Future[None] | None = None
         self._status: tuple[int, str, Metadata] | None = None
         self._abort: tuple[int, str, Metadata] = (grpc.StatusCode.OK.value[0], "", ())
         self._task: asyncio.Task[None] | None = None
@@ -125,15 +142,15 @@ class Call:
 
     async def _handle(self, handler: Handler) -> None:
         parse: Callable[[bytes], Any] = handler.request_deserializer or bytes
-        serialize: Callable[[Any], bytes] = handler.response_serializer or bytes
+        self._serialize = handler.response_serializer or bytes
         requests = self._parsed(parse)
         asked = requests if handler.request_streaming else await anext(requests)
         result = _behaviour(handler)(asked, self)
-        if handler.response_streaming:
+        if hasattr(result, "__aiter__"):
             async for answer in result:
-                await self.write_bytes(serialize(answer))
+                await self.write(answer)
         elif (answer := await result) is not None:
-            await self.write_bytes(serialize(answer))
+            await self.write(answer)
 
     async def _parsed(self, parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
         async for message in self.messages():
@@ -160,21 +177,52 @@ class Call:
         self._abort = (code.value[0], details, tuple(trailing_metadata))
         raise grpc.aio.AbortError
 
-    async def write_bytes(self, answer: bytes) -> None:
+    async def write(self, answer: Any) -> None:
         """Waits while too much is unsent."""
-        self.put(answer)
-        if self._unsent_bytes > self._limits.max_unsent_bytes:
+        self._put(answer)
+        self._more()
+        if not self._has_room:
             self._room = self._loop.create_future()
             await self._room
 
+    async def write_from(self, source: Source) -> None:
+        """All that comes from ``source``, until it is over: no more than the client takes is taken
+        there. Raises what it raises."""
+        self._drawn, self._source = self._loop.create_future(), source
+        source.on_more = self._more
+        self._more()
+        await self._drawn
+
+    def _more(self) -> None:
+        self._connection.mark(self)
+
     @property
-    def is_writable(self) -> bool:
+    def _has_room(self) -> bool:
         return self._unsent_bytes <= self._limits.max_unsent_bytes
 
-    def put(self, answer: bytes) -> None:
-        self._queue.append(framed(answer, self._head.encoding))
-        self._unsent_bytes += len(answer)
-        self._connection.mark(self)
+    def _put(self, answer: Any) -> None:
+        message = framed(self._serialize(answer), self._head.encoding)
+        self._queue.append(message)
+        self._unsent_bytes += len(message)
+
+    def _draw(self, source: Source) -> None:
+        """What its source has, as far as there is room."""
+        try:
+            while self._has_room and (answer := source.take()) is not None:
+                self._put(answer)
+        except Exception as error:
+            self._have_drawn(error)
+        else:
+            if source.is_over:
+                self._have_drawn(None)
+
+    def _have_drawn(self, error: Exception | None) -> None:
+        self._source = None
+        if self._drawn is not None and not self._drawn.done():
+            if error is None:
+                self._drawn.set_result(None)
+            else:
+                self._drawn.set_exception(error)
 
     # its end
 
@@ -213,6 +261,7 @@ class Call:
             self._alarm.cancel()
         self._queue.clear()
         self._unsent_bytes = 0
+        self._source = None
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
@@ -220,6 +269,8 @@ class Call:
 
     def pump(self, http2: H2Connection) -> bool:
         """Sends what the windows allow. True when the call is over."""
+        if self._source is not None:
+            self._draw(self._source)
         if self._status is not None and not (self._has_begun or self._queue or self._must_begin):
             headers = heads.opening(self._initial, IDENTITY) + heads.closing(*self._status)
             http2.send_headers(self.stream_id, headers, end_stream=True)
@@ -251,7 +302,7 @@ class Call:
             if sent < len(data):
                 self._queue.append(data[sent:])
         self._unsent_bytes = len(data) - sent
-        if self._room is not None and self.is_writable and not self._room.done():
+        if self._room is not None and self._has_room and not self._room.done():
             self._room.set_result(None)
 
 
