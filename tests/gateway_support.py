@@ -6,7 +6,7 @@ import asyncio
 import copy
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
 from everlift.messages import Submission
@@ -118,7 +118,8 @@ class Gateway:
         return stored.entry.state, bytes(stored.choices[0].tokens)
 
     async def read(self, live: LiveRequest, *offsets: int) -> list[pb.GenerateResponse]:
-        return [piece async for piece in self.requests.stream(live, offsets)]
+        async with aclosing(self.requests.stream(live, offsets)) as pieces:
+            return [piece async for piece in pieces]
 
 
 async def gateway_ledger(ledger: Ledgers) -> Ledgers:

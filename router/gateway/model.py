@@ -60,18 +60,20 @@ class HuggingFaceTokenizer:
         return token_id not in self._special and token_id < self.vocab_size
 
 
+#: Each of the byte tokenizer's tokens.
+_BYTES = [bytes([token]) if token < 256 else f"<{token}>".encode() for token in range(1024)]
+
+
 class ByteTokenizer:
     """The fake runner's: a token is a byte, and what lies beyond is written as its number."""
 
-    vocab_size = 1024
+    vocab_size = len(_BYTES)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(
-            bytes([token]) if token < 256 else f"<{token}>".encode() for token in ids
-        ).decode(errors="replace")
+        return b"".join(map(_BYTES.__getitem__, ids)).decode(errors="replace")
 
     def is_text(self, token_id: int) -> bool:
         return True

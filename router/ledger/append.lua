@@ -1,8 +1,9 @@
--- running -> running, or with the end of the last choice that went on -> finished. Answers one word of
--- Appended an item.
--- ARGV: retention_ms, and for each item: id, epoch, offset, tokens, and '' if they are of choice 0 and
---       that is all, else 'more' and: choice, letter of its end or '', logprobs, prompt_logprobs, and
---       the tally that comes with an end, or ''
+-- running -> running, or with the end of the last choice that went on -> finished. Answers by pairs what is
+-- not simply ok: the number of an item, and its word of Appended.
+-- ARGV: retention_ms, and all items as one MessagePack array, since every argument of its own costs the
+--       client as much as a token: for each item id, epoch, offset, tokens, and '' if they are of choice 0
+--       and that is all, else 'more' and: choice, letter of its end or '', logprobs, prompt_logprobs, and
+--       the tally that comes with an end, or ''. All but the offset are text.
 
 local retention_ms = ARGV[1]
 
@@ -58,16 +59,21 @@ local function append(id, epoch, offset, tokens, choice, letter, logprobs, promp
     return letter == '' and 'ok' or end_choice(id, epoch, choice, letter, finishes, tally)
 end
 
-local answers, num_arguments = {}, #ARGV
-local i = 2
-while i <= num_arguments do
-    local id, epoch, offset, tokens = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
-    if ARGV[i + 4] == '' then
-        answers[#answers + 1] = append(id, epoch, offset, tokens, '0', '', '', '', '')
+local items, answers = cmsgpack.unpack(ARGV[2]), {}
+local i, number, last = 1, 0, #items
+while i <= last do
+    local id, epoch, offset, tokens = items[i], items[i + 1], items[i + 2], items[i + 3]
+    local answer
+    if items[i + 4] == '' then
+        answer = append(id, epoch, offset, tokens, '0', '', '', '', '')
         i = i + 5
     else
-        answers[#answers + 1] = append(id, epoch, offset, tokens, unpack(ARGV, i + 5, i + 9))
+        answer = append(id, epoch, offset, tokens, unpack(items, i + 5, i + 9))
         i = i + 10
+    end
+    number = number + 1
+    if answer ~= 'ok' then
+        answers[#answers + 1], answers[#answers + 2] = number, answer
     end
 end
 return answers

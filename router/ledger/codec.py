@@ -11,15 +11,18 @@ from functools import cache
 from itertools import chain, repeat
 from typing import Any
 
+import msgpack
+
 from everlift.messages import FinishReason, Request
 from everlift.sampling import TokenLogprobs
 from router.ledger.base import Membership
-from router.ledger.entry import Append, Entry, Event, State, Stored, StoredChoice, Tally
+from router.ledger.entry import Append, Appended, Entry, Event, State, Stored, StoredChoice, Tally
 
 _UINT32 = "I"
 #: How a choice ended, as one letter of ``finishes``.
 _LETTERS = {None: "-", FinishReason.STOP: "s", FinishReason.LENGTH: "l"}
 _REASONS = {letter: reason for reason, letter in _LETTERS.items()}
+_APPENDED = {word.value.encode(): word for word in Appended}
 #: Fields of ENTRY in common.lua.
 _NUM_TEXTS = 12
 
@@ -90,24 +93,39 @@ def _tally(text: bytes) -> Tally:
     return Tally(*map(int, text.split()))
 
 
-def append_fields(item: Append) -> list[str | int | bytes]:
-    """One item of append.lua. Most have five fields: to send each costs the client its time."""
+def appends(items: Sequence[Append]) -> bytes:
+    """What append.lua takes of all items."""
+    fields: list[str | int | bytes] = []
+    for item in items:
+        fields += _append_fields(item)
+    return bytes(msgpack.packb(fields, use_bin_type=False))
+
+
+def _append_fields(item: Append) -> Sequence[str | int | bytes]:
     tokens = pack_tokens(item.tokens)
     if not (item.choice or item.finish_reason or item.logprobs or item.prompt_logprobs):
-        return [item.request_id, item.epoch, item.offset, tokens, ""]
+        return (item.request_id, str(item.epoch), item.offset, tokens, "")
     letter = _LETTERS[item.finish_reason] if item.finish_reason else ""
-    return [
+    return (
         item.request_id,
-        item.epoch,
+        str(item.epoch),
         item.offset,
         tokens,
         "more",
-        item.choice,
+        str(item.choice),
         letter,
         pack_logprobs(item.logprobs),
         pack_logprobs(item.prompt_logprobs),
         tally_text(item.tally) if letter and item.tally else "",
-    ]
+    )
+
+
+def appended(answer: Sequence[Any], count: int) -> list[Appended]:
+    """Of so many items, by append.lua's answer."""
+    words = [Appended.OK] * count
+    for number, word in zip(answer[::2], answer[1::2], strict=True):
+        words[number - 1] = _APPENDED[word]
+    return words
 
 
 def told_fields(stored: Stored, retention_ms: int, unfinished_ms: int) -> list[str | int | bytes]:

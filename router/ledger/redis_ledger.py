@@ -164,6 +164,9 @@ class RedisLedger:
         return codec.entry(request_id, rest[0])
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
+        if len(self._shards) == 1:
+            [answer] = await self._shards.run_all([self._append_call(0, appends)])
+            return codec.appended(answer, len(appends))
         places = [self._shards.of(item.request_id) for item in appends]
         by_shard: dict[int, list[Append]] = {}
         for shard, item in zip(places, appends, strict=True):
@@ -172,13 +175,15 @@ class RedisLedger:
             [self._append_call(shard, items) for shard, items in by_shard.items()]
         )
         # Each shard answers in the order of its own items.
-        words = {shard: iter(answer) for shard, answer in zip(by_shard, answers, strict=True)}
-        return [Appended(next(words[shard]).decode()) for shard in places]
+        words = {
+            shard: iter(codec.appended(answer, len(items)))
+            for (shard, items), answer in zip(by_shard.items(), answers, strict=True)
+        }
+        return [next(words[shard]) for shard in places]
 
     def _append_call(self, shard: int, items: Sequence[Append]) -> Call:
-        fields = (field for item in items for field in codec.append_fields(item))
         settles = any(item.finish_reason is not None for item in items)
-        return Call(scripts.APPEND, shard, [self._retention_ms, *fields], settles)
+        return Call(scripts.APPEND, shard, [self._retention_ms, codec.appends(items)], settles)
 
     async def release(
         self,
