@@ -252,7 +252,8 @@ class Attempts:
             live.journal.progress(progress, num_new, now())
         self._custody.counters.preempted += progress.preemptions
         self._custody.counters.recomputed_tokens += progress.recomputed_tokens
-        self._tell_residence(live)
+        if progress.residence:
+            self._tell_residence(live)
 
     def _tell_residence(self, live: LiveRequest) -> None:
         if live.is_preempted is not live.is_known_preempted:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 log = logs.get(__name__)
 
+#: A handler that knows of its deadline has its own answer to it, with a cause.
+_MARGIN_S = 0.5
+
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
@@ -53,7 +56,9 @@ class Call:
         self._loop = asyncio.get_running_loop()
         self._ends_at = None if head.timeout_s is None else self._loop.time() + head.timeout_s
         self._alarm = (
-            None if self._ends_at is None else self._loop.call_at(self._ends_at, self._expire)
+            None
+            if self._ends_at is None
+            else self._loop.call_at(self._ends_at + _MARGIN_S, self._expire)
         )
         self._reader = MessageReader(max_bytes, head.encoding)
         self._inbox: deque[tuple[bytes, int]] = deque()
@@ -136,6 +141,8 @@ class Call:
             self._end(*self._abort)
         except asyncio.CancelledError:
             self._end(grpc.StatusCode.CANCELLED.value[0], "")
+        except EverliftError as error:
+            self.refuse(error)
         except Exception:
             log.exception("a call's handler failed", method=self._head.path)
             self._end(grpc.StatusCode.UNKNOWN.value[0], "the handler failed")
@@ -242,7 +249,7 @@ class Call:
         self.close()
 
     def refuse(self, error: EverliftError) -> None:
-        """Before it has a handler."""
+        """What its handler does not answer, or because it has none."""
         code: grpc.StatusCode = getattr(grpc.StatusCode, error.grpc_status)
         self._end(code.value[0], str(error))
 

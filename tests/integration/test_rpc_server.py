@@ -1,0 +1,468 @@
+"""The gateway's gRPC server, spoken to by grpcio's client and by raw HTTP/2."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import h2.connection
+import h2.events
+import pytest
+from h2.errors import ErrorCodes
+from h2.settings import SettingCodes
+
+from everlift import wire
+from everlift.errors import MessageTooLarge
+from router.rpc.limits import Limits
+from router.rpc.server import Server
+
+SERVICE = "test.Service"
+Context = Any
+
+
+class Service:
+    """One method of each kind."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+        self.waiting = asyncio.Event()
+        self.sent = 0
+
+    async def echo(self, message: bytes, context: Context) -> bytes:
+        metadata = dict(context.invocation_metadata())
+        if "initial" in metadata:
+            await context.send_initial_metadata((("got", metadata["initial"]), ("raw-bin", b"\0")))
+        return message
+
+    async def count(self, message: bytes, context: Context) -> AsyncIterator[bytes]:
+        for number in range(int(message)):
+            yield b"%d" % number
+
+    async def join(self, messages: AsyncIterator[bytes], context: Context) -> bytes:
+        return b",".join([message async for message in messages])
+
+    async def talk(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        async for message in messages:
+            yield message.upper()
+
+    async def fail(self, message: bytes, context: Context) -> bytes:
+        await context.abort(
+            grpc.StatusCode.DATA_LOSS, "100 % gone: ü", (("slug", "gone"), ("it-bin", b"\1\2"))
+        )
+
+    async def crash(self, message: bytes, context: Context) -> bytes:
+        raise RuntimeError("secret")
+
+    async def hang(self, message: bytes, context: Context) -> bytes:
+        self.waiting.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return b""
+
+    async def flood(self, message: bytes, context: Context) -> AsyncIterator[bytes]:
+        while True:
+            self.sent += 1
+            yield bytes(10_000)
+
+    async def left(self, message: bytes, context: Context) -> bytes:
+        return b"some" if context.time_remaining() is not None else b"none"
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        unary, streaming = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        methods = {
+            "Echo": unary(self.echo),
+            "Count": streaming(self.count),
+            "Join": grpc.stream_unary_rpc_method_handler(self.join),
+            "Talk": grpc.stream_stream_rpc_method_handler(self.talk),
+            "Fail": unary(self.fail),
+            "Crash": unary(self.crash),
+            "Hang": unary(self.hang),
+            "Flood": streaming(self.flood),
+            "Left": unary(self.left),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+
+class Bench:
+    def __init__(self, limits: Limits) -> None:
+        self.service = Service()
+        self.server = Server(limits)
+        self.server.add_generic_rpc_handlers((self.service.handlers(),))
+        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}")
+
+    def unary(self, name: str) -> Callable[..., Any]:
+        return self.channel.unary_unary(f"/{SERVICE}/{name}")
+
+    def streaming(self, name: str) -> Callable[..., Any]:
+        return self.channel.unary_stream(f"/{SERVICE}/{name}")
+
+
+@asynccontextmanager
+async def bench(limits: Limits | None = None) -> AsyncIterator[Bench]:
+    it = Bench(limits or Limits())
+    await it.server.start()
+    try:
+        yield it
+    finally:
+        await it.channel.close()
+        await it.server.stop(None)
+        assert not it.server._connections
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return error.value.code()
+
+
+async def test_each_kind_of_method() -> None:
+    async with bench() as it:
+        assert await it.unary("Echo")(b"hello") == b"hello"
+        assert await it.unary("Echo")(b"") == b""
+        assert [m async for m in it.streaming("Count")(b"3")] == [b"0", b"1", b"2"]
+        assert [m async for m in it.streaming("Count")(b"0")] == []
+        join = it.channel.stream_unary(f"/{SERVICE}/Join")
+        assert await join(iter([b"a", b"b"])) == b"a,b"
+        assert await join(iter([])) == b""
+        talk = it.channel.stream_stream(f"/{SERVICE}/Talk")()
+        for word in (b"one", b"two"):
+            await talk.write(word)
+            assert await talk.read() == word.upper()
+        await talk.done_writing()
+        assert await talk.read() is grpc.aio.EOF
+
+
+async def test_metadata_both_ways() -> None:
+    async with bench() as it:
+        call = it.unary("Echo")(b"", metadata=(("initial", "i"),))
+        await call
+        initial = dict(await call.initial_metadata())
+        assert (initial["got"], initial["raw-bin"]) == ("i", b"\0")
+        failed = it.unary("Fail")(b"")
+        assert await code_of(failed) is grpc.StatusCode.DATA_LOSS
+        assert await failed.details() == "100 % gone: ü"
+        trailing = dict(await failed.trailing_metadata())
+        assert (trailing["slug"], trailing["it-bin"]) == ("gone", b"\1\2")
+
+
+async def test_what_a_handler_fails_with_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    async with bench() as it:
+        call = it.unary("Crash")(b"")
+        assert await code_of(call) is grpc.StatusCode.UNKNOWN
+        assert "secret" not in await call.details()
+        assert "secret" in caplog.text
+        assert await it.unary("Echo")(b"on") == b"on"
+
+
+async def test_a_method_that_is_not_there() -> None:
+    async with bench() as it:
+        assert await code_of(it.unary("Nothing")(b"")) is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_large_messages_and_too_large_ones() -> None:
+    async with bench(Limits(max_message_bytes=3 << 20)) as it:
+        large = bytes(range(256)) * (12 << 10)
+        options = [("grpc.max_receive_message_length", -1)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{it.port}", options=options) as channel:
+            echo = channel.unary_unary(f"/{SERVICE}/Echo")
+            assert await echo(large) == large
+            with pytest.raises(MessageTooLarge):
+                call = echo(large + b"x")
+                await wire.answer(call, call)
+            # Many at once, none disturbed by another's windows.
+            assert await asyncio.gather(*(echo(large[:n]) for n in range(0, 3 << 20, 300_000))) == [
+                large[:n] for n in range(0, 3 << 20, 300_000)
+            ]
+
+
+@pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_compressed_calls(algorithm: grpc.Compression) -> None:
+    async with bench() as it:
+        text = b"again and again " * 1000
+        call = it.unary("Echo")(text, compression=algorithm)
+        assert await call == text
+        assert await it.unary("Echo")(b"short", compression=algorithm) == b"short"
+
+
+async def test_deadlines() -> None:
+    async with bench() as it:
+        assert await it.unary("Left")(b"") == b"none"
+        assert await it.unary("Left")(b"", timeout=30) == b"some"
+        code = await code_of(it.unary("Hang")(b"", timeout=0.1))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        async with asyncio.timeout(10):
+            await it.service.cancelled.wait()
+
+
+async def test_a_call_that_is_cancelled_ends_its_handler() -> None:
+    async with bench() as it:
+        call = it.unary("Hang")(b"")
+        async with asyncio.timeout(10):
+            await it.service.waiting.wait()
+            call.cancel()
+            await it.service.cancelled.wait()
+
+
+async def test_a_connection_that_breaks_ends_its_handlers() -> None:
+    async with bench() as it:
+        call = asyncio.ensure_future(it.unary("Hang")(b""))
+        async with asyncio.timeout(10):
+            await it.service.waiting.wait()
+            await it.channel.close()
+            await it.service.cancelled.wait()
+        with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)):
+            await call
+
+
+async def test_who_does_not_read_holds_its_handler_up() -> None:
+    async with bench() as it, raw(it) as client:
+        stream_id = client.call("Flood")
+        client.http2.send_data(stream_id, bytes(5), end_stream=True)
+        client.send()
+        # As much as its windows hold, and then what may wait here.
+        got = 0
+        while got < 65_535:
+            got += (await client.until(h2.events.DataReceived)).flow_controlled_length
+        assert it.service.sent * 10_000 < got + Limits().max_unsent_bytes + 30_000
+        assert await it.unary("Echo")(b"on") == b"on"
+        sent = it.service.sent
+        client.http2.acknowledge_received_data(got, stream_id)
+        client.send()
+        await client.until(h2.events.DataReceived)
+        assert it.service.sent > sent
+
+
+async def test_many_streams_at_once_on_one_connection() -> None:
+    async with bench() as it:
+        streams = [it.streaming("Count")(b"20") for _ in range(500)]
+
+        async def read(stream: Any) -> int:
+            return len([m async for m in stream])
+
+        assert await asyncio.gather(*map(read, streams)) == [20] * 500
+        [connection] = it.server._connections
+        assert connection.num_calls == 0
+        # The library's own book-keeping does not grow either.
+        assert len(connection._http2.streams) == 0
+
+
+async def test_a_stop_lets_calls_end_and_says_so() -> None:
+    async with bench() as it:
+        stream = it.streaming("Flood")(b"")
+        await stream.read()
+        echo = asyncio.ensure_future(it.unary("Hang")(b""))
+        await it.service.waiting.wait()
+        await it.server.stop(0.1)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await echo
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert it.service.cancelled.is_set()
+
+
+async def test_a_port_that_is_taken() -> None:
+    async with bench() as it:
+        with pytest.raises(RuntimeError, match="cannot listen"):
+            Server().add_insecure_port(f"127.0.0.1:{it.port}")
+
+
+async def test_tls(tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        f"-subj /CN=localhost -addext subjectAltName=DNS:localhost -keyout {key} -out {cert}"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *command.split(), stderr=asyncio.subprocess.DEVNULL
+    )
+    assert await process.wait() == 0
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    server = Server()
+    server.add_generic_rpc_handlers((Service().handlers(),))
+    port = server.add_secure_port("127.0.0.1:0", context)
+    await server.start()
+    credentials = grpc.ssl_channel_credentials(cert.read_bytes())
+    async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
+        assert await channel.unary_unary(f"/{SERVICE}/Echo")(b"safe") == b"safe"
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        code = await code_of(channel.unary_unary(f"/{SERVICE}/Echo")(b"", timeout=5))
+        assert code is grpc.StatusCode.UNAVAILABLE
+    await server.stop(None)
+
+
+# raw HTTP/2
+
+
+class Raw:
+    """A client that does what no library would."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.http2 = h2.connection.H2Connection()
+        self.http2.initiate_connection()
+        self.events: deque[h2.events.Event] = deque()
+
+    def send(self) -> None:
+        self.writer.write(self.http2.data_to_send())
+
+    def call(self, method: str, *more: tuple[str, str], end: bool = False) -> int:
+        stream_id: int = self.http2.get_next_available_stream_id()
+        headers = [
+            (":method", "POST"),
+            (":scheme", "http"),
+            (":authority", "x"),
+            (":path", f"/{SERVICE}/{method}"),
+            ("te", "trailers"),
+            ("content-type", "application/grpc"),
+        ]
+        replaced = dict(more)
+        headers = [(name, replaced.pop(name, value)) for name, value in headers]
+        self.http2.send_headers(stream_id, [*headers, *replaced.items()], end_stream=end)
+        self.send()
+        return stream_id
+
+    async def until(self, kind: type[h2.events.Event]) -> Any:
+        """The first event of this kind; None when the server hangs up."""
+        async with asyncio.timeout(10):
+            while True:
+                while self.events:
+                    if isinstance(event := self.events.popleft(), kind):
+                        return event
+                if not (data := await self.reader.read(1 << 16)):
+                    return None
+                self.events.extend(self.http2.receive_data(data))
+                self.send()
+
+
+@asynccontextmanager
+async def raw(it: Bench) -> AsyncIterator[Raw]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+    client = Raw(reader, writer)
+    client.send()
+    try:
+        yield client
+    finally:
+        writer.close()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+
+
+def status_of(event: Any) -> tuple[str, str]:
+    headers = {name.decode(): value.decode() for name, value in event.headers}
+    return headers.get(":status", ""), headers.get("grpc-status", "")
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ((":method", "GET"), ("405", "")),
+        (("content-type", "text/plain"), ("415", "")),
+        (("grpc-timeout", "soon"), ("200", "3")),
+        (("grpc-encoding", "zip"), ("200", "12")),
+        (("x-bin", "???"), ("200", "3")),
+        (("x-long", "x" * 20_000), ("200", "8")),
+        ((":path", "/"), ("200", "12")),
+        ((":path", ""), ("200", "12")),
+    ],
+)
+async def test_heads_that_are_refused(header: tuple[str, str], status: tuple[str, str]) -> None:
+    async with bench() as it, raw(it) as client:
+        if header == (":path", ""):
+            pytest.skip("h2 does not let it through")
+        client.call("Echo", header, end=True)
+        assert status_of(await client.until(h2.events.ResponseReceived)) == status
+        assert await it.unary("Echo")(b"on") == b"on"
+
+
+async def test_a_head_without_end_breaks_its_own_connection_only() -> None:
+    async with bench() as it, raw(it) as client:
+        client.call("Echo", ("x-long", "x" * 200_000))
+        assert await client.until(h2.events.ConnectionTerminated) is not None
+        assert await it.unary("Echo")(b"on") == b"on"
+
+
+async def test_calls_that_are_given_up_by_the_thousand() -> None:
+    async with bench(Limits(resets_per_s=50)) as it, raw(it) as client:
+        for _ in range(200):
+            stream_id = client.call("Hang")
+            client.http2.reset_stream(stream_id)
+        client.send()
+        ended = await client.until(h2.events.ConnectionTerminated)
+        assert ended.error_code == ErrorCodes.ENHANCE_YOUR_CALM
+        assert await it.unary("Echo")(b"on") == b"on"
+
+
+async def test_who_is_silent_is_asked_and_then_hung_up_on() -> None:
+    async with bench(Limits(keepalive=0.1)) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        http2 = h2.connection.H2Connection()
+        http2.initiate_connection()
+        writer.write(http2.data_to_send())
+        async with asyncio.timeout(10):
+            while await reader.read(1 << 16):
+                pass
+        writer.close()
+
+
+async def test_an_idle_connection_is_closed() -> None:
+    async with bench(Limits(keepalive=0.05, idle=0.2)) as it, raw(it) as client:
+        ended = await client.until(h2.events.ConnectionTerminated)
+        assert ended.error_code == ErrorCodes.NO_ERROR
+        assert await client.until(h2.events.ConnectionTerminated) is None
+
+
+async def test_more_connections_than_are_taken() -> None:
+    async with bench(Limits(max_connections=2)) as it, raw(it) as first, raw(it):
+        await first.until(h2.events.RemoteSettingsChanged)
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        with pytest.raises((OSError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n\r\n", bytes(300), b"\x16\x03\x01" + bytes(200), b"PRI * HTTP/2"]
+)
+async def test_what_is_no_http2(data: bytes) -> None:
+    async with bench() as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        writer.write(data)
+        writer.write_eof()
+        async with asyncio.timeout(10):
+            await reader.read()
+        writer.close()
+        assert await it.unary("Echo")(b"on") == b"on"
+
+
+async def test_tiny_windows_of_the_client() -> None:
+    """What it may be sent comes in as many parts as it likes."""
+    async with bench() as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        client = Raw(reader, writer)
+        client.http2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 7})
+        client.send()
+        stream_id = client.call("Echo")
+        client.http2.send_data(stream_id, b"\0\0\0\0\x14" + b"12345678901234567890", True)
+        client.send()
+        got = b""
+        async with asyncio.timeout(10):
+            while len(got) < 25:
+                for event in client.http2.receive_data(await reader.read(1 << 16)):
+                    if isinstance(event, h2.events.DataReceived):
+                        assert len(event.data) <= 7
+                        got += event.data
+                        size = event.flow_controlled_length
+                        if len(got) < 25:
+                            client.http2.increment_flow_control_window(size, stream_id)
+                client.send()
+        assert got[5:] == b"12345678901234567890"
+        writer.close()
