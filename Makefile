@@ -10,6 +10,8 @@ CLIENTS_VENV := .venv-clients
 BIN := $(VENV)/bin
 PROTO_BIN := $(PROTO_VENV)/bin
 PROTOS := $(sort $(wildcard proto/everlift/v1/*.proto))
+# A contract of others, that customers who import everlift need not have.
+SERVER_PROTOS := $(sort $(wildcard router/gateway/kserve/v2/*.proto))
 TORCH := 2.13.0
 # Tests that no clock but their own looks at run side by side; those of whole clusters one after another.
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
@@ -102,16 +104,17 @@ types: $(VENV)/.installed
 imports: $(VENV)/.installed
 	$(BIN)/lint-imports
 
-proto: $(PROTO_VENV)/.installed ## generate the stubs in proto/everlift/v1
-	@tools/generate_stubs.sh $(PROTO_BIN) proto $(PROTOS)
+proto: $(PROTO_VENV)/.installed ## generate the stubs beside every .proto
+	@tools/generate_stubs.sh $(PROTO_BIN) proto proto $(PROTOS)
+	@tools/generate_stubs.sh $(PROTO_BIN) . . $(SERVER_PROTOS)
 
 proto-check: $(PROTO_VENV)/.installed
 	$(PROTO_BIN)/buf lint
-	@rm -rf build/stubs && mkdir -p build/stubs
-	@tools/generate_stubs.sh $(PROTO_BIN) build/stubs $(PROTOS)
-	@for stub in build/stubs/everlift/v1/*; do \
-	  cmp -s $$stub proto/everlift/v1/$$(basename $$stub) || \
-	  { echo "proto/everlift/v1/$$(basename $$stub) is not current: run make proto"; exit 1; }; done
+	@rm -rf build/stubs && mkdir -p build/stubs/proto
+	@tools/generate_stubs.sh $(PROTO_BIN) proto build/stubs/proto $(PROTOS)
+	@tools/generate_stubs.sh $(PROTO_BIN) . build/stubs $(SERVER_PROTOS)
+	@cd build/stubs && for stub in $$(find . -type f); do \
+	  cmp -s $$stub ../../$$stub || { echo "$$stub is not current: run make proto"; exit 1; }; done
 	@echo "stubs are current"
 
 chart: $(VENV)/.installed ## generate helm/'s schema, its table of values, the defaults that it needs

@@ -24,6 +24,7 @@ from router.gateway.door import OPEN
 from router.gateway.grpc_server import InferenceServer
 from router.gateway.health_server import HealthServer
 from router.gateway.inference import Inference
+from router.gateway.kserve.server import KserveServer
 from router.gateway.model import ServedModel
 from router.gateway.requests import Requests
 from router.gateway.status import Status
@@ -172,6 +173,7 @@ class Router:
         self._public.add_generic_rpc_handlers(
             (
                 server.handlers(door),
+                KserveServer(inference, self._requests, self._model).handlers(door),
                 HealthServer(self._requests).handlers(),
                 AdminServer(self._sessions).handlers(door),
                 ChaosServer(chaos).handlers(door),

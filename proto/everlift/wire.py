@@ -33,11 +33,11 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: EverliftErro
     if error.retry_after_s is not None:
         metadata.append((RETRY_AFTER_METADATA_KEY, f"{error.retry_after_s:g}"))
     code: grpc.StatusCode = getattr(grpc.StatusCode, error.grpc_status)
-    await context.abort(code, _bounded(str(error)), tuple(metadata))
+    await context.abort(code, bounded(str(error)), tuple(metadata))
 
 
-def _bounded(cause: str) -> str:
-    """It may quote what a client sent."""
+def bounded(cause: str) -> str:
+    """A cause, which may quote what a client sent, at a length that gRPC takes."""
     return cause if len(cause) <= _MAX_CAUSE else f"{cause[: _MAX_CAUSE - 1]}…"
 
 

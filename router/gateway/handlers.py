@@ -68,12 +68,34 @@ class Handlers:
     def streaming(
         self, handler: Callable[[bytes, Call], AsyncIterator[Message]], scope: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
+        """One message, answered with any number of them."""
+
+        async def begin(messages: AsyncIterator[bytes], call: Call) -> AsyncIterator[Message]:
+            return handler(await _only(messages), call)
+
+        return self._stream(begin, scope)
+
+    def bidirectional(
+        self, handler: Callable[[AsyncIterator[bytes], Call], AsyncIterator[Message]], scope: Scope
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Any number of messages, of which some come after the first answers went."""
+
+        async def begin(messages: AsyncIterator[bytes], call: Call) -> AsyncIterator[Message]:
+            return handler(messages, call)
+
+        return self._stream(begin, scope)
+
+    def _stream(
+        self,
+        begin: Callable[[AsyncIterator[bytes], Call], Awaitable[AsyncIterator[Message]]],
+        scope: Scope,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         async def answer(
             messages: AsyncIterator[bytes], context: Context
         ) -> AsyncIterator[Message]:
             try:
                 call = self._admit(context, scope)
-                async with aclosing(handler(await _only(messages), call)) as pieces:  # type: ignore[type-var]
+                async with aclosing(await begin(messages, call)) as pieces:  # type: ignore[type-var]
                     async for piece in pieces:
                         yield piece
             except Exception as error:
@@ -104,6 +126,8 @@ class Handlers:
     def unary(
         self, handler: Callable[[bytes, Call], Awaitable[Message]], scope: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
+        """One message, answered with one."""
+
         async def answer(messages: AsyncIterator[bytes], context: Context) -> Message | None:
             try:
                 call = self._admit(context, scope)
@@ -150,10 +174,16 @@ async def _only(messages: AsyncIterator[bytes]) -> bytes:
 
 
 async def _abort(context: Context, error: Exception) -> None:
-    """Answers with the error's status, slug and cause; an unforeseen one is logged, not shown."""
+    """Answers with the error's status, slug and cause."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if not isinstance(error, EverliftError):
-        log.exception("unforeseen error")
-        error = EverliftError("internal error; the router's log says more")
-    await wire.abort(context, error)
+    await wire.abort(context, answerable(error))
+
+
+def answerable(error: Exception) -> EverliftError:
+    """What a client is told of an error that is being handled. An unforeseen one is logged, not
+    shown."""
+    if isinstance(error, EverliftError):
+        return error
+    log.exception("unforeseen error")
+    return EverliftError("internal error; the router's log says more")

@@ -1,8 +1,9 @@
 """``grpc.health.v1.Health`` on a gateway's public port.
 
-    ""                       this router takes new requests: whether to send any here
-    everlift.v1.Inference    the same
-    live                     this process answers: whether to start another one in its place
+    ""                                this router takes new requests: whether to send any here
+    everlift.v1.Inference             the same
+    inference.GRPCInferenceService    the same
+    live                              this process answers: whether to start another one instead
 
 It takes none from the moment that it stops, and while its ledger is away; what it has goes on, and
 can be attached to. Its messages have one field each, which on the wire is that of StringValue and
@@ -23,9 +24,14 @@ from everlift.v1 import inference_pb2 as pb
 from router.gateway.caller import Scope
 from router.gateway.door import OPEN
 from router.gateway.handlers import Call, Handlers, parse
+from router.gateway.kserve.v2 import open_inference_pb2
 
 _NAME = "grpc.health.v1.Health"
-_READINESS = ("", pb.DESCRIPTOR.services_by_name["Inference"].full_name)
+_READINESS = (
+    "",
+    pb.DESCRIPTOR.services_by_name["Inference"].full_name,
+    open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
+)
 _LIVENESS = "live"
 #: Who watches hears of a change so soon.
 _LOOK_S = 0.1

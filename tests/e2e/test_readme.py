@@ -16,6 +16,7 @@ from cluster import endpoint
 from cluster.config import DEMO_MODEL, Config
 from cluster.processes import ProcessCluster
 from router.config import RouterConfig
+from tests.other_clients import program
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -35,9 +36,9 @@ async def environment(tmp_path: Path) -> AsyncIterator[dict[str, str]]:
             }
 
 
-async def output(environment: dict[str, str], *arguments: str) -> str:
+async def output(environment: dict[str, str], *arguments: str, python: str = sys.executable) -> str:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, env=environment, stdout=PIPE, stderr=PIPE
+        python, *arguments, env=environment, stdout=PIPE, stderr=PIPE
     )
     out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
@@ -59,6 +60,15 @@ async def test_the_python_example_runs(environment: dict[str, str]) -> None:
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     script = f"import asyncio\nasync def main():\n{lines}\nasyncio.run(main())"
     assert await output(environment, "-c", script) == " 17 18 19 20 21 22 23 24 25 26 27 28 29 30"
+
+
+async def test_the_triton_example_runs(environment: dict[str, str]) -> None:
+    example = re.search(r"```python\n(import numpy.*?)```", README, re.DOTALL)
+    assert example is not None
+    script = example[1].replace("127.0.0.1:50051", environment["ADDRESS"])
+    printed = await output({}, "-c", script, python=program("python"))
+    answer = " 17 18 19 20 21 22 23 24 25 26 27 28 29 30"
+    assert printed == f"{answer}\n{answer}"
 
 
 async def test_the_example_without_a_cluster_runs() -> None:
