@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.live import LiveRequest
@@ -22,7 +22,7 @@ class Pieces(AsyncIterator[pb.GenerateResponse]):
         self._live = live
         self._reading = reading
         self._left = left
-        self._now: Iterator[pb.GenerateResponse] = iter((reading.head(),))
+        self._head: pb.GenerateResponse | None = reading.head()
         self._came = asyncio.Event()
         #: called in the event loop's thread, and must not block
         self.on_more: Callable[[], None] = self._came.set
@@ -40,11 +40,11 @@ class Pieces(AsyncIterator[pb.GenerateResponse]):
     def take(self) -> pb.GenerateResponse | None:
         """The next piece that can be read now, if there is one. Raises the request's error where
         it ends with one and all before it was taken, and DataLoss as Reading does."""
-        piece = next(self._now, None)
-        if piece is None and not self.is_over:
-            self._now = self._reading.pieces()
-            piece = next(self._now, None)
-            if piece is None and self._live.error is not None:
+        if (piece := self._head) is not None:
+            self._head = None
+        elif not self._is_closed:
+            piece = self._reading.next()
+            if piece is None and self._live.error is not None and not self.is_over:
                 raise self._live.error.with_traceback(None)
         return piece
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from everlift.digest import token_digest
 from everlift.errors import DataLoss, OffsetOutOfRange
@@ -26,6 +26,8 @@ class Reading:
         self._digests = dict(zip(live.choices, digests, strict=False))
         #: choices whose last piece has not been read
         self._open = list(live.choices)
+        #: of these, whose turn it is
+        self._turn = 0
         self._check()
 
     def _check(self) -> None:
@@ -47,21 +49,29 @@ class Reading:
     def is_at_end(self) -> bool:
         return not self._open
 
-    def pieces(self) -> Iterator[pb.GenerateResponse]:
-        """All that can be read now. The last piece of all has usage and timing. Raises DataLoss
-        where the client has other tokens, or more than were made in the end."""
-        for choice in tuple(self._open):
-            while self._may_read(choice):
-                piece = self._live.piece(choice, self._offsets[choice.index])
-                self._offsets[choice.index] += len(piece.token_ids)
-                if piece.finish_reason:
-                    self._end(choice, piece)
-                    yield piece
-                    break
-                yield piece
+    def next(self) -> pb.GenerateResponse | None:
+        """The next piece that can be read now, of each choice in turn what it has. The last one of
+        all has usage and timing. Raises DataLoss where the client has other tokens, or more than
+        were made in the end."""
+        for _ in range(len(self._open)):
+            self._turn %= len(self._open)
+            choice = self._open[self._turn]
+            if self._may_read(choice):
+                return self._read(choice)
+            self._turn += 1
+        return None
+
+    def _read(self, choice: Choice) -> pb.GenerateResponse:
+        piece = self._live.piece(choice, self._offsets[choice.index])
+        self._offsets[choice.index] += len(piece.token_ids)
+        if piece.finish_reason:
+            self._end(choice, piece)
+        return piece
 
     def _may_read(self, choice: Choice) -> bool:
         offset = self._offsets[choice.index]
+        if not self._digests and offset < choice.readable:
+            return True
         if choice in self._digests and choice.readable >= offset:
             self._compare(choice, offset)
         if choice.is_complete and offset > len(choice.output):

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 import grpc
-from h2.connection import H2Connection
 
 from everlift import logs
 from everlift.errors import EverliftError
@@ -17,7 +16,7 @@ from router.rpc.framing import IDENTITY, MessageReader, framed
 from router.rpc.heads import Head, Metadata
 
 if TYPE_CHECKING:
-    from router.rpc.connection import Connection
+    from router.rpc.connection import Connection, Http2
 
 log = logs.get(__name__)
 
@@ -274,7 +273,7 @@ class Call:
 
     # the connection takes what is to be sent
 
-    def pump(self, http2: H2Connection) -> bool:
+    def pump(self, http2: Http2) -> bool:
         """Sends what the windows allow. True when the call is over."""
         if self._source is not None:
             self._draw(self._source)
@@ -292,19 +291,19 @@ class Call:
         http2.send_headers(self.stream_id, heads.closing(*self._status), end_stream=True)
         return True
 
-    def _send_queue(self, http2: H2Connection) -> None:
+    def _send_queue(self, http2: Http2) -> None:
         data = self._queue.popleft() if len(self._queue) == 1 else b"".join(self._queue)
         self._queue.clear()
-        window = http2.local_flow_control_window(self.stream_id)
+        window = http2.window(self.stream_id)
         frame = http2.max_outbound_frame_size
         if len(data) <= window and len(data) <= frame:
-            http2.send_data(self.stream_id, data)
+            http2.send(self.stream_id, data)
             sent = len(data)
         else:
             sent = 0
             while sent < min(len(data), window):
                 part = data[sent : min(sent + frame, window)]
-                http2.send_data(self.stream_id, part)
+                http2.send(self.stream_id, part)
                 sent += len(part)
             if sent < len(data):
                 self._queue.append(data[sent:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from typing import TYPE_CHECKING, Any, cast
 
 from h2.config import H2Configuration
@@ -44,15 +45,32 @@ _HEAD_ROOM = 4
 #: answer and does not read.
 _MOST_UNSENT = 4 << 20
 _WRITE_HIGH = 256 << 10
+#: Length (of 24 bits), type, flags, stream.
+_DATA_HEAD = struct.Struct(">HBBBI")
 _UNKNOWN_HEAD = Head("", (), None, "identity")
 
 
-class _Http2(H2Connection):
-    """Counts its streams instead of looking at each of them for every new one."""
+class Http2(H2Connection):
+    """With what every token would pay for made cheaper: h2 looks at each stream for a new one,
+    and makes objects of each frame."""
 
     def _open_streams(self, remainder: int) -> int:
         # Clients have the odd numbers.
         return len(self.streams) if remainder else 0
+
+    def window(self, stream_id: int) -> int:
+        """Bytes of data that may be sent now."""
+        return min(
+            self.outbound_flow_control_window, self.streams[stream_id].outbound_flow_control_window
+        )
+
+    def send(self, stream_id: int, data: bytes) -> None:
+        """A DATA frame (RFC 9113, section 6.1) within the window, on a stream that is open: what
+        ``send_data`` does, at a tenth of its cost."""
+        size = len(data)
+        self._data_to_send += _DATA_HEAD.pack(size >> 8, size & 0xFF, 0, 0, stream_id) + data
+        self.outbound_flow_control_window -= size
+        self.streams[stream_id].outbound_flow_control_window -= size
 
     def forget(self, stream_id: int) -> None:
         """A stream that both ends have closed."""
@@ -75,7 +93,7 @@ class Connection(asyncio.Protocol):
         self._is_asked = False
         self._resets, self._resets_at = 0.0, self._heard_at
         self._watch: asyncio.TimerHandle | None = None
-        self._http2 = _Http2(
+        self._http2 = Http2(
             H2Configuration(
                 client_side=False,
                 header_encoding=None,
