@@ -66,7 +66,7 @@ def infer(client: triton.InferenceServerClient) -> Any:
     sampling = json.dumps({"temperature": "0", "max_tokens": "6", "logprobs": 2})
     wanted = [triton.InferRequestedOutput(name) for name in ("output_ids", "finish_reason")]
     return {
-        "tokens": outputs(client.infer(MODEL, prompt(5, 8), request_id="mine")),
+        "tokens": outputs(client.infer(MODEL, prompt(5, 8), request_id="1")),
         "text": outputs(
             client.infer(MODEL, [text, tensor("sampling_parameters", "BYTES", sampling)])
         ),
@@ -123,7 +123,8 @@ def cancel(client: triton.InferenceServerClient) -> Any:
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     for name in ("a", "b"):
-        client.async_stream_infer(MODEL, prompt(1, 3000), request_id=name)
+        parameters = {"request_id": name}
+        client.async_stream_infer(MODEL, prompt(1, 3000), request_id=name, parameters=parameters)
     first = told(*answers.get())
     client.stop_stream(cancel_requests=True)
     return first["id"]

@@ -22,6 +22,7 @@ from router.gateway.kserve.v2 import open_inference_pb2 as pb
 
 #: By name: a value that a client sends, and what of the request it becomes.
 MEANINGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "request_id": ("mine:1", {"request_id": "mine:1"}),
     "max_tokens": (7, {"max_tokens": 7}),
     "min_tokens": (3, {"sampling": {"min_tokens": 3}}),
     "min_length": (3, {"sampling": {"min_tokens": 3}}),
@@ -144,12 +145,12 @@ def test_a_prompt_may_be_tokens(name: str, datatype: str, shape: list[int]) -> N
     assert list(generate(request).tokens.ids) == [5, 6, 7]
 
 
-def test_the_id_is_the_requests_name_where_it_can_be_one() -> None:
-    names = {"mine:1": "mine:1", "not this one": "", "a/b": "", "x" * 129: "", "": ""}
-    for request_id, name in names.items():
-        request = asking()
-        request.id = request_id
-        assert generate(request).request_id == name
+def test_the_id_is_for_the_client_alone() -> None:
+    request = asking()
+    request.id = "1"
+    assert generate(request).request_id == ""
+    request.parameters["request_id"].string_param = "mine:1"
+    assert generate(request).request_id == "mine:1"
 
 
 @pytest.mark.parametrize(

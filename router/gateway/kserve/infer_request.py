@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from everlift.errors import InvalidRequest, NotUtf8, OutOfRange
-from everlift.request_id import is_request_id
 from everlift.v1 import inference_pb2 as wire
 from router.gateway.kserve import infer_response, parameters, tensors
 from router.gateway.kserve.parameters import Values, Wanted
@@ -27,8 +26,6 @@ def read(request: pb.ModelInferRequest) -> Wanted:
     if wanted.outputs & infer_response.LOGPROBS:
         parameters.ask_for_logprobs(wanted.generate)
     wanted.generate.model = request.model_name
-    if is_request_id(request.id):
-        wanted.generate.request_id = request.id
     _set_prompt(wanted.generate, prompts)
     return wanted
 

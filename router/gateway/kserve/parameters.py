@@ -246,6 +246,7 @@ def _always(wanted: Wanted, name: str, values: Values) -> None:
 
 
 PARAMETERS = (
+    Parameter(("request_id",), "BYTES", 1, _of_request("request_id", _text)),
     Parameter(("max_tokens",), "INT32", 1, _of_request("max_tokens", _integer)),
     Parameter(("min_tokens", "min_length"), "INT32", 1, _of_sampling("min_tokens", _integer)),
     Parameter(("temperature",), "FP32", 1, _of_sampling("temperature", _number)),
