@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Coroutine
-from ipaddress import ip_address
 from typing import Any, Self
 
 import grpc
@@ -19,6 +18,7 @@ from everlift.v1 import session_pb2, session_pb2_grpc
 from router import stalls
 from router.chaos import Chaos
 from router.config import RouterConfig
+from router.exposure import exposures
 from router.fleet import Fleet
 from router.gateway.admin_server import AdminServer
 from router.gateway.chaos_server import ChaosServer
@@ -107,7 +107,8 @@ class Router:
         await router._internal.start()
         await router._public.start()
         router._metrics.readiness = router._requests
-        _warn_of_strangers(config)
+        for line in exposures(config, has_keys=False):
+            log.warning(line, host=config.host, internal_host=config.internal_host)
         log.info("router ready", router_id=router.router_id, address=router.address)
         return router
 
@@ -278,23 +279,6 @@ class Router:
 
     def _limit_model(self) -> None:
         self._model.limit([link.info for link in self._sessions.links if link.is_up])
-
-
-def _warn_of_strangers(config: RouterConfig) -> None:
-    """What is meant for this machine or a closed network needs neither."""
-    missing = [name for name, is_on in (("TLS", config.tls), ("API keys", False)) if not is_on]
-    if missing and not _is_loopback(config.host):
-        log.warning("clients come in from other machines", host=config.host, without=missing)
-    if not config.internal_tls.is_on and not _is_loopback(config.internal_host):
-        host = config.internal_host
-        log.warning("routers and workers trust whoever reaches them: no internal_tls", host=host)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _guarded(work: Coroutine[Any, Any, None]) -> None:
