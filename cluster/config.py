@@ -28,6 +28,7 @@ TLS_VARIABLES = {
     "ca": "EVERLIFT_TLS_CA",
     "cert": "EVERLIFT_TLS_CERT",
     "key": "EVERLIFT_TLS_KEY",
+    "name": "EVERLIFT_TLS_NAME",
 }
 #: Variables of ours that are no settings: for client commands, and for the tests.
 _OTHER_VARIABLES = frozenset(

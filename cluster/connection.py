@@ -43,9 +43,9 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
 
 def tls() -> Tls | None:
     """What the environment says of TLS to the routers. Raises SettingsError."""
-    files = {name: os.environ.get(variable, "") for name, variable in TLS_VARIABLES.items()}
+    said = {name: os.environ.get(variable, "") for name, variable in TLS_VARIABLES.items()}
     try:
-        return Tls(**files) if any(files.values()) else None
+        return Tls(**said) if any(said.values()) else None
     except ValueError:
         raise SettingsError(
             f"{TLS_VARIABLES['cert']} must be set together with {TLS_VARIABLES['key']}"

@@ -95,5 +95,5 @@ def _tls_line(config: Config) -> str:
     """What clients need to get in."""
     if not config.router.tls_cert:
         return ""
-    needed = TLS_VARIABLES.values() if config.router.tls_client_ca else [TLS_VARIABLES["ca"]]
-    return f"  TLS      clients need {', '.join(needed)}\n"
+    names = ("ca", "cert", "key") if config.router.tls_client_ca else ("ca",)
+    return f"  TLS      clients need {', '.join(TLS_VARIABLES[name] for name in names)}\n"

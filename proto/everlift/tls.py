@@ -21,6 +21,9 @@ class Tls:
     ca: str = ""
     cert: str = ""
     key: str = ""
+    #: at a client: what the server's certificate has to be for; not set: the name or address by
+    #: which the server is reached
+    name: str = ""
 
     def __post_init__(self) -> None:
         check_pair(self.cert, self.key)
@@ -57,7 +60,7 @@ class InternalTls:
 
     @property
     def tls(self) -> Tls:
-        return Tls(self.ca, self.cert, self.key)
+        return Tls(self.ca, self.cert, self.key, self.name)
 
 
 def check_pair(cert: str, key: str, prefix: str = "") -> None:

@@ -55,13 +55,12 @@ class TlsTransport:
     """What the files of ``tls`` hold when a connection is made: at the client's end one channel
     shows the same for as long as it lives."""
 
-    def __init__(self, tls: Tls, name: str = "") -> None:
-        """``name`` is asked for in servers' certificates, in place of the name or address by which
-        they are reached. Raises SettingsError for files that are of no use."""
+    def __init__(self, tls: Tls) -> None:
+        """Raises SettingsError for files that are of no use."""
         self._pem = certificates.pem(tls)
         self._options: list[tuple[str, int | str]] = [*CLIENT_OPTIONS]
-        if name:
-            self._options.append(("grpc.ssl_target_name_override", name))
+        if tls.name:
+            self._options.append(("grpc.ssl_target_name_override", tls.name))
 
     @property
     def credentials(self) -> Pem:
@@ -118,4 +117,4 @@ def secured(tls: Tls | None) -> Transport:
 
 def internal(tls: InternalTls) -> Transport:
     """Between routers and workers. Raises SettingsError."""
-    return TlsTransport(tls.tls, tls.name) if tls.is_on else GRPC
+    return TlsTransport(tls.tls) if tls.is_on else GRPC

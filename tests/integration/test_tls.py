@@ -93,6 +93,8 @@ async def test_clients_come_in_over_tls_and_no_other_way(files: Files) -> None:
         # A name that leads there, and that the certificate lacks.
         address = parts.address.replace("127.0.0.1", "localhost")
         assert "for another name or address" in await reason(address, trusting)
+        named = replace(trusting, name="127.0.0.1")
+        assert await tokens(address, named) == right_tokens(PROMPT, 8)
 
 
 async def test_whoever_has_no_certificate_of_the_clients_authority_is_kept_out(
@@ -213,14 +215,14 @@ def strangers(files: Files) -> dict[str, Transport]:
     foreign = files.others.issue("foreign", "DNS:everlift")
     return {
         "plain": GRPC,
-        "without a certificate": TlsTransport(Tls(ca=str(files.ours.ca)), "everlift"),
+        "without a certificate": TlsTransport(Tls(ca=str(files.ours.ca), name="everlift")),
         "of another authority": TlsTransport(
-            Tls(str(files.ours.ca), str(foreign.cert), str(foreign.key)), "everlift"
+            Tls(str(files.ours.ca), str(foreign.cert), str(foreign.key), "everlift")
         ),
         "that trusts another one": TlsTransport(
-            Tls(str(files.others.ca), str(files.member.cert), str(files.member.key)), "everlift"
+            Tls(str(files.others.ca), str(files.member.cert), str(files.member.key), "everlift")
         ),
-        "that looks for another name": TlsTransport(files.internal.tls, "elsewhere"),
+        "that looks for another name": TlsTransport(replace(files.internal, name="elsewhere").tls),
     }
 
 
@@ -231,7 +233,7 @@ async def test_a_stranger_is_nobody_inside(files: Files) -> None:
         for who, transport in strangers(files).items():
             assert await is_refused_by_router(router, transport), who
             assert await is_refused_by_worker(worker, transport), who
-        member = TlsTransport(files.internal.tls, "everlift")
+        member = TlsTransport(files.internal.tls)
         assert not await is_refused_by_router(router, member)
         assert not await is_refused_by_worker(worker, member)
 
@@ -276,7 +278,7 @@ async def test_parts_dial_with_what_the_files_hold_by_then(files: Files, tmp_pat
             await parts.add_worker()
             await parts.kill_worker(parts.workers[0])
             assert await tokens(parts.address, None) == right_tokens(PROMPT, 8)
-        old = TlsTransport(files.internal.tls, "everlift")
+        old = TlsTransport(files.internal.tls)
         assert await is_refused_by_router(parts.routers[0].internal_address, old)
 
 
