@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -303,6 +304,36 @@ async def test_a_worker_whose_files_are_of_no_use_does_not_start(files: Files) -
     with pytest.raises(SettingsError, match=r"client\.key: must hold"):
         await rank.start()
     await rank.stop()
+
+
+def made(directory: Path) -> tuple[RouterConfig, InternalTls, Tls]:
+    """What deploy/certificates.sh makes, for a router, for the inside and for a client."""
+    script = [*("bash", CERTIFICATES, directory), "IP:127.0.0.1,DNS:llm.example", "alice"]
+    subprocess.run(script, check=True, capture_output=True)
+
+    def files(name: str) -> tuple[str, str, str]:
+        ca, cert, key = (str(directory / name / each) for each in ("ca.crt", "tls.crt", "tls.key"))
+        return ca, cert, key
+
+    ca, cert, key = files("router")
+    router = replace(ROUTER, tls_cert=cert, tls_key=key, tls_client_ca=ca)
+    return router, InternalTls(*files("internal")), Tls(*files("client-alice"))
+
+
+CERTIFICATES = Path(__file__).parents[2] / "deploy" / "certificates.sh"
+
+
+async def test_what_the_script_makes_is_taken_and_renewed(tmp_path: Path) -> None:
+    router, internal, client = made(tmp_path)
+    router = replace(router, internal_tls=internal)
+    async with cluster(1, 1, router, replace(WORKER, internal_tls=internal)) as parts:
+        assert await tokens(parts.address, client) == right_tokens(PROMPT, 8)
+        before = Path(client.cert).read_bytes()
+        assert made(tmp_path)[2] == client
+        assert Path(client.cert).read_bytes() != before
+        await parts.add_worker()
+        await parts.kill_worker(parts.workers[0])
+        assert await tokens(parts.address, client) == right_tokens(PROMPT, 8)
 
 
 # a whole cluster
