@@ -7,8 +7,6 @@ import secrets
 from collections.abc import Coroutine
 from typing import Any, Self
 
-import grpc
-
 from everlift import logs, model_files
 from everlift.certificates import server_context
 from everlift.channels import SERVER_OPTIONS
@@ -87,8 +85,8 @@ class Router:
         memory_limit: float = LEDGER_DEFAULTS.memory_limit,
     ) -> Self:
         """A replica that serves. A ``transport`` takes the place of gRPC, and of its TLS.
-        ``memory_limit`` is the ledger's. Raises UnknownModel,
-        ModelUnavailable, LedgerUnavailable, SettingsError, OSError (port taken)."""
+        ``memory_limit`` is the ledger's. Raises UnknownModel, ModelUnavailable, LedgerUnavailable,
+        SettingsError, OSError (port taken)."""
         await model_files.fetch(config.model, config.model_revision, weights=False)
         model = ServedModel.load(config.model, config.model_revision)
         if (last := await ledger.last_worker()) is not None:
