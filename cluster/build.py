@@ -64,11 +64,17 @@ def check_shown(config: Config) -> None:
 def _set(config: Config) -> dict[str, Any]:
     """What differs from the defaults. The model is there in any case, since people look for it."""
     # What is set for the whole cluster is no setting of a part.
-    whole = Config(model=config.model, model_revision=config.model_revision, chaos=config.chaos)
+    whole = Config(
+        model=config.model,
+        model_revision=config.model_revision,
+        chaos=config.chaos,
+        internal_tls=config.internal_tls,
+    )
     values = settings.to_dict(config)
-    in_common = {name: values[name] for name in ("model", "model_revision", "chaos")}
-    defaults = settings.to_dict(Config())
-    shown = {name: value for name, value in in_common.items() if value != defaults[name]}
+    in_common = {
+        name: values[name] for name in ("model", "model_revision", "chaos", "internal_tls")
+    }
+    shown = _different(in_common, settings.to_dict(Config()))
     return {"model": config.model} | shown | _different(values, settings.to_dict(whole))
 
 

@@ -19,7 +19,7 @@ from cluster import generate, ledger_command, serving
 from cluster.batch import command as batching
 from cluster.build import serve_yaml
 from cluster.chaos import command as chaos
-from cluster.connection import Address, addresses, connected
+from cluster.connection import Address, addresses, connected, tls
 from cluster.demo import demonstrate
 from cluster.doctor import command as doctoring
 from cluster.errors import BatchFailed, ClusterFailed
@@ -271,11 +271,11 @@ async def _forget(address: str | None, request_id: str) -> None:
 
 
 async def _drain(routers: list[str], worker: str, wait: bool) -> None:
-    async with operating(routers) as operator:
+    async with operating(routers, tls()) as operator:
         answer = await operator.drain(worker)
     typer.echo(f"{answer.worker_id} hands back {answer.num_running} sequences")
     if wait:
-        async with AsyncClient(routers) as client:
+        async with AsyncClient(routers, tls=tls()) as client:
             while await _has_work(client, answer.worker_id):
                 await asyncio.sleep(_LOOK_S)
         typer.echo(f"{answer.worker_id} is empty")

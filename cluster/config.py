@@ -14,6 +14,7 @@ from cluster.autoscale.config import AutoscaleConfig
 from everlift import settings
 from everlift.model_name import is_hub_id
 from everlift.settings import SettingsError
+from everlift.tls import InternalTls
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 from worker.config import FAKE, WorkerConfig
@@ -22,8 +23,24 @@ P = TypeVar("P", RouterConfig, WorkerConfig)
 
 DEMO_MODEL = Path(__file__).with_name("demo_model")
 ADDRESS_VARIABLE = "EVERLIFT_ADDRESS"
+#: By the names of Tls's fields.
+TLS_VARIABLES = {
+    "ca": "EVERLIFT_TLS_CA",
+    "cert": "EVERLIFT_TLS_CERT",
+    "key": "EVERLIFT_TLS_KEY",
+    "name": "EVERLIFT_TLS_NAME",
+}
 #: Variables of ours that are no settings: for client commands, and for the tests.
-_OTHER_VARIABLES = frozenset({ADDRESS_VARIABLE, "EVERLIFT_PROTO_VENV", "EVERLIFT_CLIENTS_VENV"})
+_OTHER_VARIABLES = frozenset(
+    {
+        ADDRESS_VARIABLE,
+        *TLS_VARIABLES.values(),
+        "EVERLIFT_PROTO_VENV",
+        "EVERLIFT_CLIENTS_VENV",
+    }
+)
+#: What is set for the whole cluster, as it is in a part where nobody has set it.
+_UNSET: Mapping[str, object] = {"model": "", "model_revision": "", "internal_tls": InternalTls()}
 
 
 def _default_state_dir() -> Path:
@@ -53,6 +70,8 @@ class Config:
     chaos: bool = False
     #: a running Ray cluster's address or "auto"; "local" starts one on this machine
     ray_address: str = "local"
+    #: TLS between routers and workers: each shows its certificate
+    internal_tls: InternalTls = field(default_factory=InternalTls)
     router: RouterConfig = field(default_factory=RouterConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
@@ -70,8 +89,8 @@ class Config:
         if not is_hub_id(self.model, self.model_revision):
             self._find_directory()
         for part in (self.router, self.worker):
-            for name in ("model", "model_revision"):
-                if getattr(part, name) not in ("", getattr(self, name)):
+            for name in ("model", "model_revision", "internal_tls"):
+                if getattr(part, name) not in (_UNSET[name], getattr(self, name)):
                     raise ValueError(f"{name} is set for the whole cluster, not for a part of it")
         for name in ("router", "worker"):
             self._set(name, self._completed(getattr(self, name)))
@@ -88,6 +107,7 @@ class Config:
             model=self.model,
             model_revision=self.model_revision,
             chaos=self.chaos or part.chaos,
+            internal_tls=self.internal_tls,
         )
 
     def _find_directory(self) -> None:

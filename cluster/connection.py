@@ -11,8 +11,10 @@ import typer
 
 from cluster import config as configuration
 from cluster import endpoint
-from cluster.config import ADDRESS_VARIABLE
-from everlift import AsyncClient, Unreachable
+from cluster.config import ADDRESS_VARIABLE, TLS_VARIABLES
+from everlift import AsyncClient, Tls, Unreachable
+from everlift.handshake import refusal
+from everlift.settings import SettingsError
 from router.config import RouterConfig
 
 Address = Annotated[
@@ -29,15 +31,25 @@ Address = Annotated[
 async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
     """A client of a cluster that answers. Raises Unreachable with advice."""
     routers = addresses(address)
-    async with AsyncClient(routers) as client:
+    async with AsyncClient(routers, tls=tls()) as client:
         try:
             await client.status()
-        except Unreachable:
-            place = ", ".join(routers)
-            raise Unreachable(
-                f"no cluster answers at {place}: start one with `everlift up`"
-            ) from None
+        except Unreachable as error:
+            place, reason = ", ".join(routers), refusal(str(error))
+            advice = reason or "start one with `everlift up`"
+            raise Unreachable(f"no cluster answers at {place}: {advice}") from None
         yield client
+
+
+def tls() -> Tls | None:
+    """What the environment says of TLS to the routers. Raises SettingsError."""
+    said = {name: os.environ.get(variable, "") for name, variable in TLS_VARIABLES.items()}
+    try:
+        return Tls(**said) if any(said.values()) else None
+    except ValueError:
+        raise SettingsError(
+            f"{TLS_VARIABLES['cert']} must be set together with {TLS_VARIABLES['key']}"
+        ) from None
 
 
 def addresses(given: str | None) -> list[str]:

@@ -9,8 +9,9 @@ from typing import TypeAlias, TypeVar
 import grpc
 
 from everlift import wire
-from everlift.channels import CLIENT_OPTIONS
 from everlift.errors import DeadlineExceeded, EverliftError, Unreachable
+from everlift.tls import Tls
+from everlift.transport import secured
 from everlift.v1 import admin_pb2, admin_pb2_grpc, chaos_pb2, chaos_pb2_grpc
 
 Q = TypeVar("Q")
@@ -24,10 +25,10 @@ _TIMEOUT_S = 5.0
 class Operator:
     """Errors are those of ``everlift.errors``."""
 
-    def __init__(self, routers: Sequence[str]) -> None:
-        self._channels = [
-            grpc.aio.insecure_channel(router, options=CLIENT_OPTIONS) for router in routers
-        ]
+    def __init__(self, routers: Sequence[str], tls: Tls | None) -> None:
+        """Raises SettingsError."""
+        transport = secured(tls)
+        self._channels = [transport.channel(router) for router in routers]
 
     async def drain(self, worker: str) -> admin_pb2.DrainResponse:
         """``worker`` is an id or a beginning of one. Raises UnknownWorker, Unreachable."""
@@ -68,8 +69,8 @@ def _inject(
 
 
 @asynccontextmanager
-async def operating(routers: Sequence[str]) -> AsyncIterator[Operator]:
-    operator = Operator(routers)
+async def operating(routers: Sequence[str], tls: Tls | None = None) -> AsyncIterator[Operator]:
+    operator = Operator(routers, tls)
     try:
         yield operator
     finally:

@@ -23,6 +23,7 @@ from cluster.launch import Launch, RankLaunch, Report, RouterLaunch, decode
 from everlift import logs
 from everlift.errors import EverliftError
 from everlift.settings import SettingsError
+from everlift.transport import internal
 from everlift.v1 import session_pb2
 from router.ledger.config import LedgerSetupError
 from worker.parent import die_with_parent
@@ -119,7 +120,7 @@ async def _live(rank: Rank, launch: RankLaunch, tell: Tell) -> None:
 async def _announce(
     rank: Rank, info: session_pb2.WorkerInfo, launch: RankLaunch, tell: Tell
 ) -> None:
-    announcer = Announcer(info, launch.routers)
+    announcer = Announcer(info, launch.routers, internal(launch.worker.internal_tls))
     await announcer.announce()
     tell({"worker_id": info.worker_id, "address": info.address})
     await announcer.keep(lambda: rank.is_alone)

@@ -30,6 +30,7 @@ from cluster.threads import rank_environment, threads_per_rank
 from everlift import logs
 from everlift.client import AsyncClient
 from everlift.errors import EverliftError
+from everlift.transport import GRPC, internal
 from router.ledger.config import LedgerConfig
 
 log = logs.get(__name__)
@@ -56,6 +57,7 @@ class ProcessCluster:
         self._log_dir = config.state_dir / "logs"
         self._ledger = OwnLedger(config)
         self._nursery: Nursery | None = None
+        self._transport = GRPC
 
     @property
     def address(self) -> str:
@@ -67,6 +69,11 @@ class ProcessCluster:
         return [router.address for router in self.routers]
 
     @property
+    def metrics_addresses(self) -> list[str]:
+        """Empty where metrics are read nowhere."""
+        return [router.metrics_address for router in self.routers]
+
+    @property
     def pids(self) -> list[int]:
         """Of every process: the embedded ledger, the routers, the ranks of the workers."""
         ledger = [self._ledger.pid] if self._ledger.pid else []
@@ -74,8 +81,8 @@ class ProcessCluster:
         return [*ledger, *(pid for replica in replicas for pid in replica.pids)]
 
     async def start(self) -> None:
-        """Raises ModelUnavailable, ClusterFailed, LedgerSetupError, OSError; then nothing of it is
-        left."""
+        """Raises ModelUnavailable, ClusterFailed, LedgerSetupError, SettingsError, OSError; then
+        nothing of it is left."""
         try:
             await self._start()
         except BaseException:
@@ -85,6 +92,7 @@ class ProcessCluster:
     async def _start(self) -> None:
         if self.config.autoscale.is_on:
             raise ClusterFailed("autoscale.max_workers is set: workers come and go under Ray alone")
+        self._transport = internal(self.config.internal_tls)
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.config = await pinned(self.config)
         ledger = await self._ledger.start()
@@ -191,7 +199,8 @@ class ProcessCluster:
             ) from None
 
     async def _knows_all(self, router: RouterReplica) -> bool:
-        async with AsyncClient(router.address) as client:
+        # Inside, where nobody asks for a key or for a certificate of clients.
+        async with AsyncClient(router.internal_address, transport=self._transport) as client:
             try:
                 status = await client.status()
             except EverliftError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from everlift.tls import InternalTls, Tls, check_pair, make_absolute
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +20,19 @@ class RouterConfig:
     #: where clients connect
     host: str = "127.0.0.1"
     port: int = 50051
+    #: PEM files with the certificate that clients are shown, and its key; not set: no TLS
+    tls_cert: str = ""
+    tls_key: str = ""
+    #: PEM file with who signed the certificates of clients, which then have to show one; not set:
+    #: they need none
+    tls_client_ca: str = ""
     #: where workers and other routers connect
     internal_host: str = "127.0.0.1"
     internal_port: int = 0
-    #: where Prometheus reads metrics (GET /metrics); an empty host: nowhere
+    #: TLS there, as workers have it
+    internal_tls: InternalTls = field(default_factory=InternalTls)
+    #: where Prometheus reads metrics (GET /metrics) and probes ask (GET /ready, GET /live), without
+    #: TLS; an empty host: nowhere
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     #: under vLLM's names too, for dashboards that know these
@@ -79,9 +90,21 @@ class RouterConfig:
     drain: float = 5.0
 
     def __post_init__(self) -> None:
+        self._check_tls()
         if self.beat * 2 > self.lease:
             raise ValueError(f"router.lease ({self.lease:g}) must be twice router.beat or more")
         if self.max_queued < 1 or self.max_losses < 1:
             raise ValueError("router.max_queued and router.max_losses must be at least 1")
         if not 0 <= self.trace_sample <= 1:
             raise ValueError("router.trace_sample must be from 0 to 1")
+
+    def _check_tls(self) -> None:
+        check_pair(self.tls_cert, self.tls_key, "tls_")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("tls_client_ca must be set together with tls_cert")
+        make_absolute(self, "tls_cert", "tls_key", "tls_client_ca")
+
+    @property
+    def tls(self) -> Tls | None:
+        """What clients find."""
+        return Tls(self.tls_client_ca, self.tls_cert, self.tls_key) if self.tls_cert else None

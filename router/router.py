@@ -7,16 +7,16 @@ import secrets
 from collections.abc import Coroutine
 from typing import Any, Self
 
-import grpc
-
 from everlift import logs, model_files
+from everlift.certificates import server_context
 from everlift.channels import SERVER_OPTIONS
 from everlift.errors import LedgerUnavailable
-from everlift.transport import GRPC, Transport
+from everlift.transport import Transport, internal
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router import stalls
 from router.chaos import Chaos
 from router.config import RouterConfig
+from router.exposure import exposures
 from router.fleet import Fleet
 from router.gateway.admin_server import AdminServer
 from router.gateway.chaos_server import ChaosServer
@@ -54,13 +54,14 @@ class Router:
         config: RouterConfig,
         ledger: Ledger,
         model: ServedModel,
-        transport: Transport,
+        transport: Transport | None,
         memory_limit: float,
     ) -> None:
         """Raises SettingsError."""
         self.config = config
         self._memory_limit = memory_limit
-        self._transport = transport
+        self._context = server_context(config.tls, ["h2"]) if config.tls else None
+        self._transport = transport or internal(config.internal_tls)
         self.router_id = secrets.token_hex(8)
         endpoint = config.trace_endpoint
         exporter = otlp(endpoint, self.router_id) if endpoint else None
@@ -70,8 +71,8 @@ class Router:
         self._metrics = MetricsServer(self._instruments.registry)
         self._ledger = ledger
         self._model = model
-        self._public = Server() if transport is GRPC else transport.server(SERVER_OPTIONS)
-        self._internal = transport.server(SERVER_OPTIONS)
+        self._public = Server() if transport is None else transport.server(SERVER_OPTIONS)
+        self._internal = self._transport.server(SERVER_OPTIONS)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
 
@@ -80,11 +81,12 @@ class Router:
         cls,
         config: RouterConfig,
         ledger: Ledger,
-        transport: Transport = GRPC,
+        transport: Transport | None = None,
         memory_limit: float = LEDGER_DEFAULTS.memory_limit,
     ) -> Self:
-        """A replica that serves. ``memory_limit`` is the ledger's. Raises UnknownModel,
-        ModelUnavailable, LedgerUnavailable, SettingsError, OSError (port taken)."""
+        """A replica that serves. A ``transport`` takes the place of gRPC, and of its TLS.
+        ``memory_limit`` is the ledger's. Raises UnknownModel, ModelUnavailable, LedgerUnavailable,
+        SettingsError, OSError (port taken)."""
         await model_files.fetch(config.model, config.model_revision, weights=False)
         model = ServedModel.load(config.model, config.model_revision)
         if (last := await ledger.last_worker()) is not None:
@@ -102,13 +104,30 @@ class Router:
         router._wire(cluster_id)
         await router._internal.start()
         await router._public.start()
+        router._metrics.readiness = router._requests
+        for line in exposures(config, has_keys=False):
+            log.warning(line, host=config.host, internal_host=config.internal_host)
         log.info("router ready", router_id=router.router_id, address=router.address)
         return router
 
     def _bind(self) -> None:
+        """Raises OSError when a port is taken."""
         config = self.config
-        self.address = _listen(self._public, config.host, config.port)
-        self.internal_address = _listen(self._internal, config.internal_host, config.internal_port)
+        port = self._listen_to_clients(f"{config.host}:{config.port}")
+        self.address = f"{config.host}:{port}"
+        host = config.internal_host
+        port = self._transport.listen(self._internal, f"{host}:{config.internal_port}")
+        self.internal_address = f"{host}:{port}"
+
+    def _listen_to_clients(self, address: str) -> int:
+        if not isinstance(self._public, Server):
+            return self._transport.listen(self._public, address)
+        try:
+            if self._context is None:
+                return self._public.add_insecure_port(address)
+            return self._public.add_secure_port(address, self._context)
+        except RuntimeError as error:
+            raise OSError(f"{error}: is another router there?") from error
 
     def _wire(self, cluster_id: str) -> None:
         config, ledger = self.config, timed(self._ledger, self._instruments)
@@ -258,15 +277,6 @@ class Router:
 
     def _limit_model(self) -> None:
         self._model.limit([link.info for link in self._sessions.links if link.is_up])
-
-
-def _listen(server: grpc.aio.Server | Server, host: str, port: int) -> str:
-    """Binds; raises OSError when the port is taken."""
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: is another router there?") from error
-    return f"{host}:{bound}"
 
 
 async def _guarded(work: Coroutine[Any, Any, None]) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from everlift.model_name import name_for_clients
+from everlift.tls import InternalTls
 
 #: The model name that stands for the fake runner.
 FAKE = "fake"
@@ -118,6 +119,8 @@ class WorkerConfig:
     host: str = "127.0.0.1"
     #: 0 takes a free one
     port: int = 0
+    #: TLS there, as routers have it; what ranks say to each other has none
+    internal_tls: InternalTls = field(default_factory=InternalTls)
     #: ranks that share the model
     tensor_parallel: int = 1
     #: blocks of the KV cache; not set: what fits into kv_cache_mib

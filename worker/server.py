@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from everlift import logs
-from everlift.transport import GRPC, Transport
+from everlift.transport import Transport, internal
 from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
 from worker.config import WorkerConfig
 from worker.fault import Wire, strike
@@ -48,25 +48,24 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
     """Serves ``sessions`` at ``config.host``. Bound at birth, serving after ``start``."""
 
     def __init__(
-        self, config: WorkerConfig, sessions: Sessions, transport: Transport = GRPC
+        self, config: WorkerConfig, sessions: Sessions, transport: Transport | None = None
     ) -> None:
-        """Raises OSError when the port is taken."""
+        """A ``transport`` takes the place of gRPC, and of its TLS. Raises SettingsError for files
+        of TLS that are of no use, OSError when the port is taken."""
         self._config = config
         self._sessions = sessions
         self._info = session_pb2.WorkerInfo()
         self._changed = asyncio.Event()
         self._wire = Wire()
         self._open = 0
-        self._server = transport.server(_OPTIONS)
+        self._transport = transport or internal(config.internal_tls)
+        self._server = self._transport.server(_OPTIONS)
         session_pb2_grpc.add_WorkerSessionServicer_to_server(self, self._server)
         self.address = self._bind(config.host, config.port)
 
     def _bind(self, host: str, port: int) -> str:
         place = f"[{host}]" if ":" in host else host
-        try:
-            return f"{place}:{self._server.add_insecure_port(f'{place}:{port}')}"
-        except RuntimeError as error:
-            raise OSError(f"{place}:{port} cannot be bound: {error}") from None
+        return f"{place}:{self._transport.listen(self._server, f'{place}:{port}')}"
 
     @property
     def is_alone(self) -> bool:

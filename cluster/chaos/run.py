@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cluster.chaos.dice import Dice, Happening
 from cluster.operating import Operator, operating
-from everlift import AsyncClient
+from everlift import AsyncClient, Tls
 from everlift.errors import EverliftError
 from everlift.v1 import chaos_pb2, inference_pb2
 
@@ -32,12 +32,17 @@ class Happened:
 
 
 async def run(
-    routers: Sequence[str], seconds: float, every_s: float, seed: int, console: Console
+    routers: Sequence[str],
+    seconds: float,
+    every_s: float,
+    seed: int,
+    console: Console,
+    tls: Tls | None = None,
 ) -> list[Happened]:
     """What has happened. A fault that the cluster does not take, since it has not got over the last
     one yet, is no reason to end."""
     dice, log, end = Dice(seed), list[Happened](), time.monotonic() + seconds
-    async with AsyncClient(routers) as client, operating(routers) as operator:
+    async with AsyncClient(routers, tls=tls) as client, operating(routers, tls) as operator:
         while time.monotonic() < end:
             happening = await _thrown(dice, client, operator)
             if happening is not None:

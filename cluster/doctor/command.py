@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster.config import Config
-from cluster.doctor import ledger, machine
+from cluster.doctor import certificates, ledger, machine
 from cluster.doctor.finding import Finding, Level, broken
 from cluster.ray_cluster import LOCAL
 
@@ -20,7 +20,8 @@ _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}
 
 def examine(config: Config) -> list[Finding]:
     """This machine and the ledger; with a ``ray_address`` the nodes there, too."""
-    findings = [*machine.examine(config), *asyncio.run(_ledger(config))]
+    findings = [*machine.examine(config), *certificates.examine(config)]
+    findings += asyncio.run(_ledger(config))
     if config.ray_address != LOCAL:
         findings += _nodes(config.ray_address)
     return findings

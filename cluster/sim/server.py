@@ -31,10 +31,10 @@ class SimServer:
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
         """The generic ones are the same."""
 
-    def add_insecure_port(self, address: str) -> int:
-        """Raises RuntimeError where somebody else has the port."""
+    def listen(self, address: str) -> int:
+        """Raises OSError where somebody else has the port."""
         if not (port := self._network.bind(address, self)):
-            raise RuntimeError(f"{address} is taken")
+            raise OSError(f"{address} is taken")
         return port
 
     async def start(self) -> None:

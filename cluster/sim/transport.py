@@ -14,6 +14,8 @@ from everlift.transport import Options
 
 
 class SimTransport:
+    credentials = None
+
     def __init__(self, network: Network, process: VirtualLoop) -> None:
         self._network = network
         self._process = process
@@ -23,3 +25,6 @@ class SimTransport:
 
     def server(self, options: Options) -> grpc.aio.Server:
         return cast("grpc.aio.Server", SimServer(self._network, self._process))
+
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        return cast("SimServer", server).listen(address)

@@ -15,7 +15,8 @@ livenessProbe:
 {{- end -}}
 
 {{/*
-Ready when a router answers there. A pod is alive before it has one: Serve places it, asks after its health
+Ready when a router there takes new requests. The kubelet speaks no gRPC over TLS: it asks where metrics are, which
+have none. A pod is alive before it has one: Serve places it, asks after its health
 and starts another, and the kubelet asks after Ray.
 */}}
 {{- define "everlift.routerContainer" -}}
@@ -23,7 +24,7 @@ ports:
   - {name: serve, containerPort: {{ .Values.service.port }}}
   - {name: router-metrics, containerPort: {{ .Values.monitoring.port }}}
 readinessProbe:
-  grpc: {port: {{ .Values.service.port }}, service: everlift.v1.Inference}
+  httpGet: {path: /ready, port: router-metrics}
   periodSeconds: 2
   failureThreshold: 2
 livenessProbe:

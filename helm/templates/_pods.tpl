@@ -66,6 +66,14 @@ topologySpreadConstraints:
 {{- if and (ne .name "head") (or $volume.persistentVolumeClaim $volume.image) }}true{{ end -}}
 {{- end -}}
 
+{{- define "everlift.hasClientsTls" -}}
+{{- if and (eq .name "router") .root.Values.tls.clients.existingSecret }}true{{ end -}}
+{{- end -}}
+
+{{- define "everlift.hasInternalTls" -}}
+{{- if and (ne .name "head") .root.Values.tls.internal.existingSecret }}true{{ end -}}
+{{- end -}}
+
 {{/* The root file system is read-only: these are what is written to, and what is read. */}}
 {{- define "everlift.volumeMounts" -}}
 - {name: home, mountPath: /home/everlift}
@@ -73,6 +81,12 @@ topologySpreadConstraints:
 - {name: shared-memory, mountPath: /dev/shm}
 {{- if include "everlift.hasModels" . }}
 - {name: models, mountPath: {{ .root.Values.model.volume.mountPath }}, readOnly: true}
+{{- end }}
+{{- if include "everlift.hasClientsTls" . }}
+- {name: clients-tls, mountPath: /etc/everlift/clients-tls, readOnly: true}
+{{- end }}
+{{- if include "everlift.hasInternalTls" . }}
+- {name: internal-tls, mountPath: /etc/everlift/internal-tls, readOnly: true}
 {{- end }}
 {{- if .root.Values.ledger.tls.existingSecret }}
 - {name: ledger-tls, mountPath: /etc/everlift/ledger-tls, readOnly: true}
@@ -93,6 +107,14 @@ topologySpreadConstraints:
   persistentVolumeClaim: {claimName: {{ .persistentVolumeClaim }}, readOnly: true}
   {{- end }}
   {{- end }}
+{{- end }}
+{{- if include "everlift.hasClientsTls" . }}
+- name: clients-tls
+  secret: {secretName: {{ .root.Values.tls.clients.existingSecret }}, defaultMode: 0440}
+{{- end }}
+{{- if include "everlift.hasInternalTls" . }}
+- name: internal-tls
+  secret: {secretName: {{ .root.Values.tls.internal.existingSecret }}, defaultMode: 0440}
 {{- end }}
 {{- if .root.Values.ledger.tls.existingSecret }}
 - name: ledger-tls

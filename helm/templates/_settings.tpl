@@ -43,6 +43,14 @@
     {{- fail "gcsFaultTolerance: redisAddress, existingSecret and usernameKey are for ledger.external" -}}
   {{- end -}}
 {{- end -}}
+{{- with .Values.tls.clients -}}
+  {{- if and .mutual (not .existingSecret) -}}
+    {{- fail "tls.clients.existingSecret: must be set with tls.clients.mutual" -}}
+  {{- end -}}
+  {{- if and .testSecret (not .mutual) -}}
+    {{- fail "tls.clients.mutual: must be set with tls.clients.testSecret" -}}
+  {{- end -}}
+{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
   {{- fail "ingress.host: must be set with ingress.enabled" -}}
 {{- end -}}
@@ -79,12 +87,28 @@ Written out or not, a default is the same.
     {{- $_ := set $ledger "tls_key" "/etc/everlift/ledger-tls/tls.key" -}}
   {{- end -}}
 {{- end -}}
+{{- with .Values.tls.clients -}}
+  {{- if .existingSecret -}}
+    {{- $_ := set $router "tls_cert" "/etc/everlift/clients-tls/tls.crt" -}}
+    {{- $_ := set $router "tls_key" "/etc/everlift/clients-tls/tls.key" -}}
+  {{- end -}}
+  {{- if .mutual -}}
+    {{- $_ := set $router "tls_client_ca" "/etc/everlift/clients-tls/ca.crt" -}}
+  {{- end -}}
+{{- end -}}
 {{- $settings := dict "num_routers" (int .Values.routers.replicas) "router_resource" "everlift_router"
       "num_workers" (include "everlift.firstWorkers" . | int) "state_dir" "/home/everlift/state"
       "router" $router "worker" $worker "ledger" $ledger -}}
 {{- if include "everlift.autoscales" . -}}
   {{- $_ := set $settings "autoscale"
         (dict "min_workers" (int .Values.workers.min) "max_workers" (int .Values.workers.max)) -}}
+{{- end -}}
+{{- with .Values.tls.internal -}}
+  {{- if .existingSecret -}}
+    {{- $directory := "/etc/everlift/internal-tls" -}}
+    {{- $_ := set $settings "internal_tls" (dict "ca" (print $directory "/ca.crt")
+          "cert" (print $directory "/tls.crt") "key" (print $directory "/tls.key") "name" .name) -}}
+  {{- end -}}
 {{- end -}}
 {{- if .Values.model.name -}}
   {{- $_ := set $settings "model" .Values.model.name -}}

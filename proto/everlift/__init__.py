@@ -38,6 +38,7 @@ from everlift.errors import (
 from everlift.messages import FinishReason, OnDisconnect
 from everlift.sampling import TokenLogprobs
 from everlift.stream import Chunk, Stream
+from everlift.tls import Tls
 
 __all__ = [
     "AsyncClient",
@@ -73,6 +74,7 @@ __all__ = [
     "RequestConflict",
     "RouterStopping",
     "Stream",
+    "Tls",
     "TokenLogprobs",
     "Unauthenticated",
     "Unimplemented",

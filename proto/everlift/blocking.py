@@ -12,6 +12,7 @@ from everlift.client import AsyncClient, GenerateOptions, Prompt
 from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.stream import Chunk, Stream
+from everlift.tls import Tls
 from everlift.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
@@ -20,8 +21,10 @@ T = TypeVar("T")
 class Client:
     """An AsyncClient on an event loop of its own, in a thread. May be used from several threads."""
 
-    def __init__(self, targets: str | Sequence[str], *, reconnect_s: float = 30.0) -> None:
-        self._client = AsyncClient(targets, reconnect_s=reconnect_s)
+    def __init__(
+        self, targets: str | Sequence[str], *, tls: Tls | None = None, reconnect_s: float = 30.0
+    ) -> None:
+        self._client = AsyncClient(targets, tls=tls, reconnect_s=reconnect_s)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="everlift-client", daemon=True

@@ -22,8 +22,9 @@ from everlift.messages import OnDisconnect
 from everlift.request_id import check_request_id
 from everlift.routers import Routers
 from everlift.stream import Stream
+from everlift.tls import Tls
 from everlift.trace_context import TraceContext
-from everlift.transport import GRPC, Transport
+from everlift.transport import Transport, secured
 from everlift.v1 import inference_pb2 as pb
 
 if TYPE_CHECKING:
@@ -101,19 +102,23 @@ class GenerateOptions(TypedDict, total=False):
 class AsyncClient:
     """Speaks with one router at a time, with the next one when it fails.
 
-    ``targets`` is an address such as "host:50051", or several. ``reconnect_s`` is how long a stream
-    tries to go on while no router answers. Errors are those of ``everlift.errors``. Answers of
-    single calls are the messages of ``everlift.v1``.
+    ``targets`` is an address such as "host:50051", or several. With ``tls`` it connects over TLS;
+    files that are of no use raise SettingsError. A ``transport`` takes the place of gRPC, and of
+    its TLS. ``reconnect_s`` is how long a stream tries to go on while no router answers. Errors are
+    those of ``everlift.errors``. Answers of single calls are the messages of ``everlift.v1``.
     """
 
     def __init__(
         self,
         targets: str | Sequence[str],
         *,
+        tls: Tls | None = None,
         reconnect_s: float = 30.0,
-        transport: Transport = GRPC,
+        transport: Transport | None = None,
     ) -> None:
-        self._routers = Routers([targets] if isinstance(targets, str) else targets, transport)
+        self._routers = Routers(
+            [targets] if isinstance(targets, str) else targets, transport or secured(tls)
+        )
         self._reconnect_s = reconnect_s
 
     def generate(

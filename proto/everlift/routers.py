@@ -25,7 +25,7 @@ class Routers:
         self._transport = transport
         self._current = 0
         self.is_closed = False
-        self._open: dict[str, tuple[grpc.aio.Channel, InferenceAsyncStub]] = {}
+        self._open: dict[tuple[str, object], tuple[grpc.aio.Channel, InferenceAsyncStub]] = {}
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -38,10 +38,12 @@ class Routers:
         """Of the current router. Connects at the first call. Raises Unreachable when closed."""
         if self.is_closed:
             raise Unreachable("the client is closed")
-        if self.current not in self._open:
+        # What runs on a channel of older credentials ends there.
+        place = self.current, self._transport.credentials
+        if place not in self._open:
             channel = self._transport.channel(self.current)
-            self._open[self.current] = channel, inference_pb2_grpc.InferenceStub(channel)
-        return self._open[self.current][1]
+            self._open[place] = channel, inference_pb2_grpc.InferenceStub(channel)
+        return self._open[place][1]
 
     def failed(self, target: str) -> None:
         """``target`` did not answer; of the many calls that may say so only the first counts."""

@@ -1,4 +1,5 @@
-"""Where channels and servers come from: gRPC, or what a simulated cluster has in its place."""
+"""Where channels and servers come from: gRPC, gRPC over TLS, or what a simulated cluster has in
+their place."""
 
 from __future__ import annotations
 
@@ -7,25 +8,113 @@ from typing import Protocol
 
 import grpc
 
+from everlift import certificates
+from everlift.certificates import Pem
 from everlift.channels import CLIENT_OPTIONS
+from everlift.tls import InternalTls, Tls
 
 Options = Sequence[tuple[str, int]]
 
 
 class Transport(Protocol):
+    @property
+    def credentials(self) -> object:
+        """Of channels that are made now. Those that were made with other ones are good for the
+        calls that they have, not for new ones."""
+        ...
+
     def channel(self, address: str) -> grpc.aio.Channel:
         """To the server at ``address``; it connects at the first call."""
         ...
 
     def server(self, options: Options) -> grpc.aio.Server: ...
 
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        """Binds one of these servers to ``address``; returns the port, which is another one than
+        asked for where that was 0. Raises OSError when it is taken."""
+        ...
 
-class _Grpc:
+
+class _Plain:
+    credentials = None
+
     def channel(self, address: str) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
 
     def server(self, options: Options) -> grpc.aio.Server:
         return grpc.aio.server(options=options)
 
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        try:
+            return server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise _taken(address) from error
 
-GRPC: Transport = _Grpc()
+
+class TlsTransport:
+    """What the files of ``tls`` hold when a connection is made: at the client's end one channel
+    shows the same for as long as it lives."""
+
+    def __init__(self, tls: Tls) -> None:
+        """Raises SettingsError for files that are of no use."""
+        self._pem = certificates.pem(tls)
+        self._options: list[tuple[str, int | str]] = [*CLIENT_OPTIONS]
+        if tls.name:
+            self._options.append(("grpc.ssl_target_name_override", tls.name))
+
+    @property
+    def credentials(self) -> Pem:
+        return self._pem.current()
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        pem = self.credentials
+        credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
+        return grpc.aio.secure_channel(address, credentials, options=self._options)
+
+    def server(self, options: Options) -> grpc.aio.Server:
+        return grpc.aio.server(options=options)
+
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        try:
+            return server.add_secure_port(address, self._server_credentials())
+        except RuntimeError as error:
+            raise _taken(address) from error
+
+    def _server_credentials(self) -> grpc.ServerCredentials:
+        shown = self.credentials
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """gRPC asks before every handshake, in threads of its own."""
+            nonlocal shown
+            if (pem := self.credentials) is shown:
+                return None
+            shown = pem
+            return _configuration(pem)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(shown),
+            changed,  # type: ignore[arg-type]  # the stubs do not know of None
+            require_client_authentication=shown.ca is not None,
+        )
+
+
+def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+    assert pem.cert and pem.key, "a server has a certificate"
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
+
+
+def _taken(address: str) -> OSError:
+    return OSError(f"cannot listen on {address}: is another server there?")
+
+
+GRPC: Transport = _Plain()
+
+
+def secured(tls: Tls | None) -> Transport:
+    """Over TLS, if there is any. Raises SettingsError."""
+    return GRPC if tls is None else TlsTransport(tls)
+
+
+def internal(tls: InternalTls) -> Transport:
+    """Between routers and workers. Raises SettingsError."""
+    return TlsTransport(tls.tls) if tls.is_on else GRPC

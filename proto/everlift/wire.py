@@ -16,6 +16,7 @@ from everlift.errors import (
     Unreachable,
     from_slug,
 )
+from everlift.handshake import refusal
 
 T = TypeVar("T")
 
@@ -70,7 +71,10 @@ async def _error(call: grpc.aio.Call) -> EverliftError:
         error.retry_after_s = float(retry_after) if retry_after else None
         return error
     if code in _BROKEN:
-        return Unreachable(f"the connection broke: {details}")
+        reason = refusal(details)
+        return Unreachable(
+            f"the connection broke: {f'{reason} ({details})' if reason else details}"
+        )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(details)
     return EverliftError(f"{code.name}: {details}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
+from everlift.tls import check_pair, make_absolute
 from router.ledger import address
 
 #: Where a ledger's url stands if it is in no configuration.
@@ -68,7 +68,8 @@ class LedgerConfig:
             raise ValueError(
                 "durability_class must be another one: the embedded server has no replica"
             )
-        self._check_tls_files()
+        check_pair(self.tls_cert, self.tls_key, "tls_")
+        make_absolute(self, "tls_ca", "tls_cert", "tls_key")
         if not self.key_prefix or set(self.key_prefix) & set("{}"):
             raise ValueError("key_prefix must not be empty nor contain { or }")
         if not 1 <= self.shards <= MAX_SHARDS:
@@ -80,14 +81,6 @@ class LedgerConfig:
             raise ValueError(
                 f"memory_limit must be above 0 and at most 1, not {self.memory_limit:g}"
             )
-
-    def _check_tls_files(self) -> None:
-        """Relative paths are taken from the working directory, once."""
-        if bool(self.tls_cert) != bool(self.tls_key):
-            raise ValueError("tls_cert must be set together with tls_key")
-        for name in ("tls_ca", "tls_cert", "tls_key"):
-            if path := getattr(self, name):
-                object.__setattr__(self, name, str(Path(path).expanduser().absolute()))
 
 
 DEFAULTS = LedgerConfig()

@@ -6,6 +6,7 @@ What is sent here is tried once: ``shards.py`` tries again.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,9 +28,10 @@ from redis.asyncio.sentinel import (
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException
 
+from everlift.reloaded import Reloaded
 from router.ledger.address import Address, Kind, parse
 from router.ledger.config import LedgerConfig
-from router.ledger.tls import SentinelTlsConnection, Tls, TlsConnection
+from router.ledger.tls import SentinelTlsConnection, TlsConnection, context
 
 #: ``shards.py`` bounds the connections: a pool that counts them too would count for ever those
 #: whose way back was cancelled.
@@ -69,6 +71,7 @@ class Connections(Protocol):
 
 
 def connections(config: LedgerConfig) -> Connections:
+    """Raises LedgerSetupError."""
     address = parse(config.url)
     if address.kind is Kind.CLUSTER:
         return _Cluster(address, config)
@@ -155,21 +158,20 @@ class _Cluster:
 
     def __init__(self, address: Address, config: LedgerConfig) -> None:
         self._address = address
-        self._config = config
+        self._settings = _settings(address, config)
+        self._tls = self._settings.pop("tls", None)
         self._client = self._make()
 
     def _make(self) -> RedisCluster:
-        settings = _settings(self._address, self._config)
-        tls = settings.pop("tls", None)
         client = RedisCluster(
             startup_nodes=[ClusterNode(host, port) for host, port in self._address.hosts],
             # A shard on slots that are covered works without the others.
             require_full_coverage=False,
             max_connections=_ANY_NUMBER,
-            **settings,
+            **self._settings,
         )
-        if tls is not None:
-            _use_tls(client, tls)
+        if self._tls is not None:
+            _use_tls(client, self._tls)
         return client
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
@@ -209,7 +211,7 @@ async def _close(client: RedisCluster) -> None:
         await client.nodes_manager.aclose(nodes)
 
 
-def _use_tls(client: RedisCluster, tls: Tls) -> None:
+def _use_tls(client: RedisCluster, tls: Reloaded[ssl.SSLContext]) -> None:
     """It takes no class of connections: this is what it makes its nodes of."""
     settings = client.connection_kwargs
     settings.update(connection_class=TlsConnection, tls=tls)
@@ -243,5 +245,5 @@ def _settings(address: Address, config: LedgerConfig) -> dict[str, Any]:
         "protocol": 2,
         # It would cost two more commands and their right.
         "driver_info": None,
-        **({"tls": Tls(config)} if address.tls else {}),
+        **({"tls": context(config)} if address.tls else {}),
     }

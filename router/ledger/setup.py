@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import ssl
@@ -32,7 +31,6 @@ async def look(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
 
     Raises LedgerSetupError for what cannot be used, LedgerUnavailable for what does not answer.
     """
-    _check_files(config)
     try:
         server = await check_servers(shards, config)
         return server, await _cluster_id(shards, config)
@@ -40,13 +38,6 @@ async def look(shards: Shards, config: LedgerConfig) -> tuple[str, str]:
         if reason := _refusal(error):
             raise LedgerSetupError(reason) from error
         raise
-
-
-def _check_files(config: LedgerConfig) -> None:
-    for name in ("tls_ca", "tls_cert", "tls_key"):
-        path = getattr(config, name)
-        if path and not os.access(path, os.R_OK):
-            raise LedgerSetupError(f"the ledger's {name} cannot be read: {path}")
 
 
 async def check_servers(shards: Shards, config: LedgerConfig) -> str:

@@ -1,4 +1,5 @@
-"""The endpoint that Prometheus reads: GET /metrics, in the event loop.
+"""The endpoint that Prometheus reads and that probes ask: GET /metrics, /ready, /live, in the event
+loop.
 
 Metrics are collected in the loop's thread, which is the one that changes what they say, and so are
 of one moment. They are written down in another, since that takes longer than tokens shall wait.
@@ -11,6 +12,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import suppress
 from http import HTTPStatus
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
@@ -19,18 +21,25 @@ from everlift import logs
 
 log = logs.get(__name__)
 
-PATH = "/metrics"
+METRICS, READY, LIVE = "/metrics", "/ready", "/live"
 _MOST_CONNECTIONS = 16
 #: For the request to come and for the answer to be taken.
 _TIMEOUT_S = 5.0
 _MOST_REQUEST_BYTES = 8192
 
 
+class Readiness(Protocol):
+    @property
+    def takes_new(self) -> bool: ...
+
+
 class MetricsServer:
-    """``address`` is empty as long as nobody can ask."""
+    """``address`` is empty as long as nobody can ask. ``readiness`` says whether this router takes
+    new requests; without it, it does not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self.readiness: Readiness | None = None
         self._server: asyncio.Server | None = None
         self._answering: set[asyncio.Task[None]] = set()
         self.address = ""
@@ -80,10 +89,17 @@ class MetricsServer:
     async def _answer(self, head: str) -> bytes:
         request, *lines = head.split("\r\n")
         method, _, rest = request.partition(" ")
-        if rest.partition(" ")[0].partition("?")[0] != PATH:
+        path = rest.partition(" ")[0].partition("?")[0]
+        if path not in (METRICS, READY, LIVE):
             return _response(HTTPStatus.NOT_FOUND)
         if method != "GET":
             return _response(HTTPStatus.METHOD_NOT_ALLOWED, "Allow: GET\r\n")
+        if path == METRICS:
+            return await self._metrics(lines)
+        is_well = path == LIVE or (self.readiness is not None and self.readiness.takes_new)
+        return _response(HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _metrics(self, lines: list[str]) -> bytes:
         try:
             encode, content_type = choose_encoder(_accept(lines))
             body = await asyncio.to_thread(encode, _Collected(self._registry))

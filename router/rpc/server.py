@@ -23,6 +23,8 @@ from router.rpc.heads import Head, Metadata
 from router.rpc.limits import Limits
 
 _BACKLOG = 1024
+#: Who connects has so long for TLS.
+_HANDSHAKE_S = 10.0
 
 
 class Server:
@@ -45,7 +47,8 @@ class Server:
         return self._bind(address, None)
 
     def add_secure_port(self, address: str, context: ssl.SSLContext) -> int:
-        """Speaks TLS by ``context``, which is told to speak HTTP/2. Raises RuntimeError."""
+        """Speaks TLS by ``context``, which is told to speak HTTP/2; so must be what it hands its
+        connections over to. Raises RuntimeError."""
         context.set_alpn_protocols(["h2"])
         return self._bind(address, context)
 
@@ -75,6 +78,7 @@ class Server:
                     lambda: Connection(self, self._limits),
                     sock=bound,
                     ssl=context,
+                    ssl_handshake_timeout=_HANDSHAKE_S if context else None,
                     backlog=_BACKLOG,
                 )
             )

@@ -16,7 +16,9 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from everlift.client import AsyncClient
 from everlift.errors import LedgerUnavailable
 from router.ledger.base import Membership
+from router.router import Router
 from tests.in_process import ROUTER, Cluster, KeptLedger, cluster, receive, until
+from tests.scrape import fetch
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 UNKNOWN = HealthCheckResponse.SERVICE_UNKNOWN
@@ -48,6 +50,18 @@ async def check(stub: HealthStub, service: str) -> int:
 async def test_a_router_serves(service: str) -> None:
     async with cluster(workers=0) as parts, probe(parts.address) as stub:
         assert await check(stub, service) == SERVING
+
+
+async def test_probes_that_speak_http_are_answered_where_metrics_are() -> None:
+    """Those of Kubernetes speak no gRPC over TLS."""
+    async with cluster(workers=0) as parts:
+        assert await answered(parts.routers[0], "ready", "live") == ["200", "200"]
+
+
+async def answered(router: Router, *paths: str) -> list[str]:
+    """The status of each."""
+    requests = [f"GET /{path} HTTP/1.1" for path in paths]
+    return [(await fetch(router.metrics_address, each)).split()[1] for each in requests]
 
 
 async def test_a_service_that_is_not_there_is_not_found() -> None:
@@ -85,6 +99,7 @@ async def test_a_router_that_stops_takes_nothing_new_and_lives() -> None:
                 READINESS
             )
             assert await check(stub, "live") == SERVING
+            assert await answered(router, "ready", "live") == ["503", "200"]
             assert not stopping.done()
             watch.cancel()
             held.release()

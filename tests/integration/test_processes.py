@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import Config, load
+from cluster.config import DEMO_MODEL, Config, load
 from cluster.errors import ClusterFailed
 from cluster.processes import ProcessCluster
 from everlift import AsyncClient, OnDisconnect
@@ -145,12 +145,25 @@ async def test_a_port_that_is_taken_is_told(config: Config) -> None:
             await ProcessCluster(replace(config, router=router)).start()
 
 
-async def test_nothing_listens_beyond_loopback(config: Config) -> None:
-    config = replace(config, worker=replace(config.worker, tensor_parallel=2))
-    async with ProcessCluster(config) as cluster:
-        addresses = set(listening(cluster.pids))
-        assert len(addresses) >= 3
+@pytest.mark.parametrize("model", ["fake", str(DEMO_MODEL)])
+async def test_nothing_listens_beyond_loopback(tmp_path: Path, model: str) -> None:
+    """Nor do the processes that these have started. Ranks of a real model have a store and gloo."""
+    settings = [*SETTINGS, f"model={model}", f"state_dir={tmp_path}", "worker.tensor_parallel=2"]
+    async with ProcessCluster(load(None, {}, settings)) as cluster:
+        addresses = set(listening(with_descendants(cluster.pids)))
+        # A router has three and a worker one; ranks that compute meet at a store, and have gloo.
+        assert len(addresses) >= (4 if model == "fake" else 7)
         assert {address.rpartition(":")[0] for address in addresses} <= LOOPBACK
+
+
+def with_descendants(pids: Iterable[int]) -> set[int]:
+    found, left = set[int](), list(pids)
+    while left:
+        pid = left.pop()
+        found.add(pid)
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            left.extend(map(int, children.read_text().split()))
+    return found
 
 
 #: 127.0.0.1, and the same as an IPv6 address.

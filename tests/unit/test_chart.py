@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ import pytest
 import yaml
 
 from cluster import build, ray_cluster
-from cluster.config import Config
+from cluster.config import TLS_VARIABLES, Config
 from everlift import settings
+from everlift.tls import InternalTls, Tls
 from router.config import RouterConfig
 from router.ledger.config import EMBEDDED
+from router.metrics.http_server import READY
 from tests.chart import CHART, NAMESPACE, Helm, Object, Refused, Rendered, container, running_helm
 
 #: Kubernetes' versions that objects are checked against; all of them those of the default values.
@@ -71,6 +74,12 @@ VALUES: dict[str, Object] = {
     "all elsewhere, over TLS": {
         "ledger": EXTERNAL | {"tls": {"existingSecret": "tls", "clientCertificate": True}},
         "gcsFaultTolerance": GCS_ELSEWHERE,
+    },
+    "TLS": {
+        "tls": {"clients": {"existingSecret": "door"}, "internal": {"existingSecret": "inside"}}
+    },
+    "mutual TLS": {
+        "tls": {"clients": {"existingSecret": "door", "mutual": True, "testSecret": "tester"}}
     },
     "durable": {
         "ledger": {
@@ -252,6 +261,8 @@ def test_kuberays_schema_finds_what_is_wrong(
         ({"ledger": EXTERNAL}, "gcsFaultTolerance.redisAddress: must be set"),
         ({"gcsFaultTolerance": {"redisAddress": "x:1"}}, "are for ledger.external"),
         ({"model": {"volume": {"image": "a", "persistentVolumeClaim": "b"}}}, "not both"),
+        ({"tls": {"clients": {"mutual": True}}}, "tls.clients.existingSecret: must be set"),
+        ({"tls": {"clients": {"testSecret": "x"}}}, "tls.clients.mutual: must be set"),
         ({"gateway": {"enabled": True}}, "gateway.parentRefs: must be set"),
         ({"ingress": {"enabled": True}}, "ingress.host: must be set"),
     ],
@@ -413,7 +424,7 @@ def test_ray_reads_what_its_nodes_have(rendered: dict[str, Rendered]) -> None:
 
 def test_each_group_has_probes_of_its_own(rendered: dict[str, Rendered]) -> None:
     head, router, worker = map(container, rendered["exposed"].groups)
-    assert router["readinessProbe"]["grpc"] == {"port": 443, "service": "everlift.v1.Inference"}
+    assert router["readinessProbe"]["httpGet"] == {"path": READY, "port": "router-metrics"}
     ray = {"path": "/api/local_raylet_healthz", "port": 52365}
     assert worker["readinessProbe"]["httpGet"] == ray
     assert head["readinessProbe"]["httpGet"] == {"path": "/api/gcs_healthz", "port": "dashboard"}
@@ -533,6 +544,67 @@ def test_tls_of_the_ledger_is_mounted_where_settings_say(rendered: dict[str, Ren
     for group in release.groups:
         mounts = {each["name"]: each for each in container(group)["volumeMounts"]}
         assert mounts["ledger-tls"]["mountPath"] == directory
+
+
+def test_certificates_are_mounted_where_settings_say(rendered: dict[str, Rendered]) -> None:
+    config = settings.load(Config, rendered["TLS"].settings)
+    tls, internal = config.router.tls, config.internal_tls
+    assert tls == Tls(cert=f"{DOOR}/tls.crt", key=f"{DOOR}/tls.key")
+    assert internal == InternalTls(f"{INSIDE}/ca.crt", f"{INSIDE}/tls.crt", f"{INSIDE}/tls.key")
+    assert [secrets_at(group) for group in rendered["TLS"].groups] == [
+        {},
+        {DOOR: "door", INSIDE: "inside"},
+        {INSIDE: "inside"},
+    ]
+    mutual = settings.load(Config, rendered["mutual TLS"].settings)
+    assert mutual.router.tls == replace(tls, ca=f"{DOOR}/ca.crt")
+    assert not mutual.internal_tls.is_on
+
+
+DOOR, INSIDE = "/etc/everlift/clients-tls", "/etc/everlift/internal-tls"
+
+
+def secrets_at(group: Object) -> dict[str, str]:
+    """Secrets by the directories that they are mounted to."""
+    volumes = group["template"]["spec"]["volumes"]
+    secrets = {each["name"]: each["secret"]["secretName"] for each in volumes if "secret" in each}
+    mounts = container(group)["volumeMounts"]
+    return {each["mountPath"]: secrets[each["name"]] for each in mounts if each["name"] in secrets}
+
+
+def test_helms_test_comes_in_as_clients_do(helm: Helm, rendered: dict[str, Rendered]) -> None:
+    assert told(rendered["defaults"].the("Pod")) == {}
+    assert told(rendered["TLS"].the("Pod")) == {"CA": "/etc/everlift/tls/ca.crt"}
+    pod = rendered["mutual TLS"].the("Pod")
+    assert told(pod) == {
+        "CA": "/etc/everlift/tls/ca.crt",
+        "CERT": "/etc/everlift/client-tls/tls.crt",
+        "KEY": "/etc/everlift/client-tls/tls.key",
+    }
+    # The routers' key is none of its business.
+    [trusted] = (each["secret"] for each in pod["spec"]["volumes"] if each["name"] == "tls")
+    assert trusted == {"secretName": "door", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+    untested = helm.render({"tls": {"clients": {"existingSecret": "door", "mutual": True}}})
+    assert "Pod" not in untested.kinds
+    assert "helm test" not in untested.notes
+
+
+def told(pod: Object) -> dict[str, str]:
+    """Its variables for TLS."""
+    [only] = pod["spec"]["containers"]
+    found = {each["name"]: each["value"] for each in only["env"]}
+    prefix = "EVERLIFT_TLS_"
+    names = {name.removeprefix(prefix): name for name in found if name.startswith(prefix)}
+    assert set(names.values()) <= set(TLS_VARIABLES.values())
+    return {short: found[name] for short, name in names.items()}
+
+
+def test_whoever_routes_to_the_service_is_told_of_tls(rendered: dict[str, Rendered]) -> None:
+    protocols = [
+        rendered[name].the("Service", "ev-everlift")["spec"]["ports"][0]["appProtocol"]
+        for name in ("defaults", "TLS")
+    ]
+    assert protocols == ["kubernetes.io/h2c", "https"]
 
 
 def test_rays_control_plane_is_kept_in_redis(rendered: dict[str, Rendered]) -> None:
@@ -729,7 +801,7 @@ def test_the_notes_and_the_test_hook_send_a_request(rendered: dict[str, Rendered
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     [test] = pod["spec"]["containers"]
     assert test["command"][:2] == ["everlift", "generate"]
-    assert {"name": "EVERLIFT_ADDRESS", "value": "ev-everlift:443"} in test["env"]
+    assert {"name": "EVERLIFT_ADDRESS", "value": f"ev-everlift.{NAMESPACE}.svc:443"} in test["env"]
 
 
 ROUTER, RANK = "ray::ServeReplica:everlift:router.wait", "ray::RankActor.wait"

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DEMO_MODEL, Config, load
-from cluster.doctor import command, ledger, machine
+from cluster.doctor import certificates, command, ledger, machine
 from cluster.doctor.finding import Finding, Level
 from cluster.doctor.nodes import NodeReport, clocks, compare
+from everlift.tls import InternalTls
 from router.ledger.config import LedgerConfig
 from router.ledger.embedded import EmbeddedLedger
+from tests.authority import Authority
 from tests.free_port import free_port
 
 EVERLIFT = Path(sys.executable).with_name("everlift")
@@ -43,6 +45,25 @@ def test_weights_that_are_not_there_are_named(config: Config, tmp_path: Path) ->
     finding = of(list(machine.examine(odd)), "model")
     assert finding.level is Level.ERROR
     assert finding.says == f"{directory} lacks model.safetensors"
+
+
+def test_files_of_tls_are_looked_at(config: Config, tmp_path: Path) -> None:
+    assert list(certificates.examine(config)) == []
+    (tmp_path / "bad").write_text("no PEM")
+    names = {name: str(tmp_path / "bad") for name in ("ca", "cert", "key")}
+    internal = replace(
+        config,
+        internal_tls=InternalTls(**names),
+        router=replace(config.router, internal_tls=InternalTls()),
+        worker=replace(config.worker, internal_tls=InternalTls()),
+    )
+    [finding] = certificates.examine(internal)
+    assert (finding.subject, finding.level) == ("TLS inside", Level.ERROR)
+    assert finding.says == f"{tmp_path / 'bad'}: must hold certificates in PEM"
+    pair = Authority(tmp_path / "ours").issue("router")
+    router = replace(config.router, tls_cert=str(pair.cert), tls_key=str(pair.key))
+    [finding] = certificates.examine(replace(config, router=router))
+    assert (finding.subject, finding.level) == ("TLS for clients", Level.OK)
 
 
 def of(findings: Sequence[Finding], subject: str) -> Finding:

@@ -51,9 +51,10 @@ class World:
         self.error: BaseException | None = None
 
     def _serve(self) -> grpc.aio.Server:
-        server = SimTransport(self.network, self.there).server(())
+        transport = SimTransport(self.network, self.there)
+        server = transport.server(())
         session_pb2_grpc.add_WorkerSessionServicer_to_server(self.echo, server)
-        server.add_insecure_port(ADDRESS)
+        transport.listen(server, ADDRESS)
         self.clock.run(self.there.create_task(server.start()), limit=1)
         return server
 

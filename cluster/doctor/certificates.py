@@ -1,0 +1,27 @@
+"""The files of TLS: can they be used?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cluster.config import Config
+from cluster.doctor.finding import Finding, broken, fine
+from everlift import certificates
+from everlift.settings import SettingsError
+from everlift.tls import Tls
+
+
+def examine(config: Config) -> Iterator[Finding]:
+    """Of those that are configured."""
+    if config.router.tls is not None:
+        yield _finding("TLS for clients", config.router.tls)
+    if config.internal_tls.is_on:
+        yield _finding("TLS inside", config.internal_tls.tls)
+
+
+def _finding(subject: str, tls: Tls) -> Finding:
+    try:
+        certificates.pem(tls)
+    except SettingsError as error:
+        return broken(subject, str(error), "SECURITY.md says how to make certificates")
+    return fine(subject, ", ".join(tls.files))

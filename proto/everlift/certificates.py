@@ -1,0 +1,101 @@
+"""The files of a ``Tls``, read and checked: for gRPC as they are, for others as contexts of ssl.
+
+Each function raises SettingsError, which names the file that cannot be read or be used.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everlift.reloaded import Reloaded
+from everlift.settings import SettingsError
+from everlift.tls import Tls
+
+
+@dataclass(frozen=True, slots=True)
+class Pem:
+    """What the files hold; None of those that are not there."""
+
+    ca: bytes | None
+    cert: bytes | None
+    key: bytes | None = field(repr=False)
+
+
+def pem(tls: Tls) -> Reloaded[Pem]:
+    return Reloaded(tls.files, lambda: _load(tls, _nobodys()))
+
+
+def client_context(tls: Tls) -> Reloaded[ssl.SSLContext]:
+    """For connections to servers: without a ``ca`` it trusts the system's authorities."""
+    return Reloaded(tls.files, lambda: _client_context(tls))
+
+
+def server_context(tls: Tls, protocols: Sequence[str] = ()) -> ssl.SSLContext:
+    """For a server, which may keep it: each new connection has what the files hold by then.
+    ``protocols`` are those of ALPN, the preferred first."""
+    contexts = Reloaded(tls.files, lambda: _server_context(tls, protocols))
+
+    def use_current(
+        connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext
+    ) -> None:
+        connection.context = contexts.current()
+
+    # Called for every client, also for those that name no server.
+    context = _server_context(tls, protocols)
+    context.sni_callback = use_current
+    return context
+
+
+def _client_context(tls: Tls) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if not tls.ca:
+        context.load_default_certs()
+    _load(tls, context)
+    return context
+
+
+def _server_context(tls: Tls, protocols: Sequence[str]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # A session that is resumed would be of what the files held when it began.
+    context.num_tickets = 0
+    if tls.ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+    if protocols:
+        context.set_alpn_protocols(protocols)
+    _load(tls, context)
+    return context
+
+
+def _load(tls: Tls, context: ssl.SSLContext) -> Pem:
+    """What the files hold, also into ``context``, which finds what is wrong with it."""
+    # ssl names no file that it cannot read.
+    found = Pem(
+        *(Path(path).read_bytes() if path else None for path in (tls.ca, tls.cert, tls.key))
+    )
+    if tls.ca:
+        _trust(context, tls.ca)
+    if tls.cert:
+        _trust(_nobodys(), tls.cert)
+        try:
+            # Without a password ssl would ask for one at the terminal.
+            context.load_cert_chain(tls.cert, tls.key, password="")
+        except ssl.SSLError:
+            raise SettingsError(
+                f"{tls.key}: must hold, in PEM and not encrypted, the key of the certificate in "
+                f"{tls.cert}"
+            ) from None
+    return found
+
+
+def _trust(context: ssl.SSLContext, path: str) -> None:
+    try:
+        context.load_verify_locations(path)
+    except ssl.SSLError:
+        raise SettingsError(f"{path}: must hold certificates in PEM") from None
+
+
+def _nobodys() -> ssl.SSLContext:
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,0 +1,71 @@
+"""What is made of files, and made again when they change: certificates, lists of keys.
+
+A file that is half written, missing or wrong changes nothing: what was made before stays, and the
+log says so once. Files of a Kubernetes Secret change by a link that leads elsewhere, all at once:
+what is made of several is of one moment.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from everlift import logs
+from everlift.settings import SettingsError
+
+log = logs.get(__name__)
+
+T = TypeVar("T")
+#: Of each file: who it is, when it was changed, how long it is.
+_Versions = list[tuple[int, int, int, int]]
+
+#: Files that change while they are read are read again so often.
+_TRIES = 5
+
+
+class Reloaded(Generic[T]):
+    """May be asked in any thread."""
+
+    def __init__(self, files: Sequence[str], make: Callable[[], T]) -> None:
+        """``make`` reads the files, and raises SettingsError, or OSError, for what is wrong with
+        them; so does this."""
+        self._files = tuple(files)
+        self._make = make
+        self._complaint = ""
+        self._lock = threading.Lock()
+        self._versions, self._value = self._made()
+
+    def current(self) -> T:
+        """The same object as long as the files are the same. It looks at them, and blocks for that;
+        it does not fail."""
+        with self._lock:
+            try:
+                if self._look() != self._versions:
+                    self._versions, self._value = self._made()
+                    log.info("files read again", files=self._files)
+                self._complaint = ""
+            except (SettingsError, OSError) as error:
+                self._complain(str(error))
+            return self._value
+
+    def _complain(self, cause: str) -> None:
+        if cause != self._complaint:
+            log.error("changed files are of no use: what they held before stays", cause=cause)
+        self._complaint = cause
+
+    def _look(self) -> _Versions:
+        found = map(os.stat, self._files)
+        return [(it.st_dev, it.st_ino, it.st_ctime_ns, it.st_size) for it in found]
+
+    def _made(self) -> tuple[_Versions, T]:
+        for _ in range(_TRIES):
+            try:
+                before = self._look()
+                value = self._make()
+                if self._look() == before:
+                    return before, value
+            except OSError as error:
+                raise SettingsError(f"{error.filename}: cannot be read: {error.strerror}") from None
+        raise SettingsError(f"{self._files[0]}: changes while it is read")

@@ -1,0 +1,76 @@
+"""Which files TLS is made of, at either end. Pure: ``certificates.py`` reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """What one end shows, and whom it trusts: PEM files. A server has ``cert`` and ``key``, and
+    with a ``ca`` it lets nobody in who shows no certificate that this has signed. A client has a
+    ``ca``, or trusts the authorities that gRPC comes with, and ``cert`` and ``key`` where the
+    server asks for them.
+
+    The files may change at any time: connections that are made later have what is there then.
+    Relative paths are taken from the working directory, once. Raises ValueError for half a pair.
+    """
+
+    #: who signed the other end's certificate
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    #: at a client: what the server's certificate has to be for; not set: the name or address by
+    #: which the server is reached
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_pair(self.cert, self.key)
+        make_absolute(self, "ca", "cert", "key")
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(path for path in (self.ca, self.cert, self.key) if path)
+
+
+@dataclass(frozen=True, slots=True)
+class InternalTls:
+    """Between routers and workers, the same for all: each of them shows its certificate, and trusts
+    whoever has one of this authority, which therefore has to be the cluster's own."""
+
+    #: PEM file with who signed the certificates of all routers and workers; not set: no TLS
+    ca: str = ""
+    #: PEM file with the certificate of this machine's, and the one with its key
+    cert: str = ""
+    key: str = ""
+    #: the DNS name in all these certificates: it is asked for in place of addresses, which change
+    name: str = "everlift"
+
+    def __post_init__(self) -> None:
+        if len({bool(path) for path in (self.ca, self.cert, self.key)}) > 1:
+            raise ValueError("ca, cert and key must be set together")
+        if not self.name:
+            raise ValueError("name must not be empty")
+        make_absolute(self, "ca", "cert", "key")
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.ca)
+
+    @property
+    def tls(self) -> Tls:
+        return Tls(self.ca, self.cert, self.key, self.name)
+
+
+def check_pair(cert: str, key: str, prefix: str = "") -> None:
+    """``prefix`` is that of their settings. Raises ValueError."""
+    if bool(cert) != bool(key):
+        raise ValueError(f"{prefix}cert must be set together with {prefix}key")
+
+
+def make_absolute(settings: object, *names: str) -> None:
+    """The paths of a frozen dataclass that is being made."""
+    for name in names:
+        if path := getattr(settings, name):
+            object.__setattr__(settings, name, str(Path(path).expanduser().absolute()))

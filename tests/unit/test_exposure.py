@@ -1,0 +1,42 @@
+"""What a router says at its start of what other machines can reach."""
+
+from dataclasses import replace
+
+import pytest
+
+from everlift.tls import InternalTls
+from router.config import RouterConfig
+from router.exposure import exposures
+
+TLS = RouterConfig(tls_cert="cert", tls_key="key")
+INTERNAL = InternalTls("ca", "cert", "key")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "localhost", "::1", "[::1]"])
+def test_this_machine_alone_needs_nothing(host: str) -> None:
+    assert not [*exposures(RouterConfig(host=host, internal_host=host), has_keys=False)]
+
+
+@pytest.mark.parametrize(
+    ("config", "has_keys", "missing"),
+    [
+        (RouterConfig(), False, "TLS or API keys"),
+        (RouterConfig(), True, "TLS"),
+        (TLS, False, "API keys"),
+        (TLS, True, ""),
+    ],
+)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "router.example"])
+def test_a_door_to_other_machines_has_one_line(
+    config: RouterConfig, has_keys: bool, missing: str, host: str
+) -> None:
+    said = [*exposures(replace(config, host=host), has_keys=has_keys)]
+    line = f"other machines reach the clients' port without {missing}"
+    assert said == ([line] if missing else [])
+
+
+def test_so_has_the_inside() -> None:
+    config = replace(TLS, internal_host="10.0.0.1")
+    [line] = exposures(config, has_keys=True)
+    assert "internal_tls" in line
+    assert not [*exposures(replace(config, internal_tls=INTERNAL), has_keys=True)]

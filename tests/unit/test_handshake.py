@@ -1,0 +1,31 @@
+"""What is said of a connection that did not come about, in place of what gRPC says."""
+
+import pytest
+
+from everlift.handshake import refusal
+
+#: As gRPC 1.85 says it.
+FAILED = "failed to connect to all addresses; last error: "
+VERIFICATION = (
+    "UNKNOWN: ipv4:127.0.0.1:1: Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: "
+    "error:1000007d:SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: "
+)
+
+
+@pytest.mark.parametrize(
+    ("details", "said"),
+    [
+        (f"{VERIFICATION}certificate has expired: OK", "expired"),
+        (f"{VERIFICATION}unable to get local issuer certificate: OK", "authority"),
+        ("UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed", "may want TLS"),
+        ("UNAVAILABLE: ipv4:127.0.0.1:1: recvmsg:Connection reset by peer (104)", "may want TLS"),
+        ("UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: Connection refused", ""),
+    ],
+)
+def test_the_reason(details: str, said: str) -> None:
+    assert said in refusal(FAILED + details)
+    assert bool(refusal(FAILED + details)) is bool(said)
+
+
+def test_a_connection_that_was_there_broke_for_another_reason() -> None:
+    assert refusal("Socket closed") == ""
