@@ -22,8 +22,11 @@ P = TypeVar("P", RouterConfig, WorkerConfig)
 
 DEMO_MODEL = Path(__file__).with_name("demo_model")
 ADDRESS_VARIABLE = "EVERLIFT_ADDRESS"
+API_KEY_VARIABLE = "EVERLIFT_API_KEY"
 #: Variables of ours that are no settings: for client commands, and for the tests.
-_OTHER_VARIABLES = frozenset({ADDRESS_VARIABLE, "EVERLIFT_PROTO_VENV", "EVERLIFT_CLIENTS_VENV"})
+_OTHER_VARIABLES = frozenset(
+    {ADDRESS_VARIABLE, API_KEY_VARIABLE, "EVERLIFT_PROTO_VENV", "EVERLIFT_CLIENTS_VENV"}
+)
 
 
 def _default_state_dir() -> Path:

@@ -11,8 +11,8 @@ import typer
 
 from cluster import config as configuration
 from cluster import endpoint
-from cluster.config import ADDRESS_VARIABLE
-from everlift import AsyncClient, Unreachable
+from cluster.config import ADDRESS_VARIABLE, API_KEY_VARIABLE
+from everlift import AsyncClient, Forbidden, Unauthenticated, Unreachable
 from router.config import RouterConfig
 
 Address = Annotated[
@@ -27,9 +27,9 @@ Address = Annotated[
 
 @asynccontextmanager
 async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
-    """A client of a cluster that answers. Raises Unreachable with advice."""
+    """A client of a cluster that answers. Raises Unreachable and Unauthenticated with advice."""
     routers = addresses(address)
-    async with AsyncClient(routers) as client:
+    async with AsyncClient(routers, api_key=api_key()) as client:
         try:
             await client.status()
         except Unreachable:
@@ -37,7 +37,17 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
             raise Unreachable(
                 f"no cluster answers at {place}: start one with `everlift up`"
             ) from None
+        except Unauthenticated as error:
+            raise Unauthenticated(f"{error}; commands show what is in {API_KEY_VARIABLE}") from None
+        except Forbidden:
+            # It answers, and what this key is for is seen by what is asked next.
+            pass
         yield client
+
+
+def api_key() -> str | None:
+    """What the environment has to show to the routers."""
+    return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def addresses(given: str | None) -> list[str]:

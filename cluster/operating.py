@@ -11,6 +11,7 @@ import grpc
 from everlift import wire
 from everlift.channels import CLIENT_OPTIONS
 from everlift.errors import DeadlineExceeded, EverliftError, Unreachable
+from everlift.routers import authorization
 from everlift.v1 import admin_pb2, admin_pb2_grpc, chaos_pb2, chaos_pb2_grpc
 
 Q = TypeVar("Q")
@@ -24,7 +25,8 @@ _TIMEOUT_S = 5.0
 class Operator:
     """Errors are those of ``everlift.errors``."""
 
-    def __init__(self, routers: Sequence[str]) -> None:
+    def __init__(self, routers: Sequence[str], api_key: str | None) -> None:
+        self._metadata = authorization(api_key)
         self._channels = [
             grpc.aio.insecure_channel(router, options=CLIENT_OPTIONS) for router in routers
         ]
@@ -45,7 +47,7 @@ class Operator:
     async def _ask(self, method: _Method[Q, A], request: Q) -> A:
         last: EverliftError = Unreachable("there is no router to ask")
         for channel in self._channels:
-            call = method(channel)(request, timeout=_TIMEOUT_S)
+            call = method(channel)(request, timeout=_TIMEOUT_S, metadata=self._metadata)
             try:
                 return await wire.answer(call, call)
             except (Unreachable, DeadlineExceeded) as error:
@@ -68,8 +70,8 @@ def _inject(
 
 
 @asynccontextmanager
-async def operating(routers: Sequence[str]) -> AsyncIterator[Operator]:
-    operator = Operator(routers)
+async def operating(routers: Sequence[str], api_key: str | None = None) -> AsyncIterator[Operator]:
+    operator = Operator(routers, api_key)
     try:
         yield operator
     finally:

@@ -67,6 +67,11 @@ class ProcessCluster:
         return [router.address for router in self.routers]
 
     @property
+    def metrics_addresses(self) -> list[str]:
+        """Empty where metrics are read nowhere."""
+        return [router.metrics_address for router in self.routers]
+
+    @property
     def pids(self) -> list[int]:
         """Of every process: the embedded ledger, the routers, the ranks of the workers."""
         ledger = [self._ledger.pid] if self._ledger.pid else []
@@ -191,7 +196,8 @@ class ProcessCluster:
             ) from None
 
     async def _knows_all(self, router: RouterReplica) -> bool:
-        async with AsyncClient(router.address) as client:
+        # Inside, where nobody asks for a key.
+        async with AsyncClient(router.internal_address) as client:
             try:
                 status = await client.status()
             except EverliftError:

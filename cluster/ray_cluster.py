@@ -43,6 +43,8 @@ class RayCluster:
         self.config = config
         #: where clients connect: of one replica, for Serve answers for any
         self.addresses: list[str] = []
+        #: of the same one; empty where metrics are read nowhere
+        self.metrics_addresses: list[str] = []
         self._ledger_config = config.ledger
         self._ledger = OwnLedger(config)
         self._scratch: Path | None = None
@@ -66,7 +68,8 @@ class RayCluster:
         except RuntimeError as error:
             raise ClusterFailed(f"{error} (logs: {log_dir(self.config)})") from error
         router = serve.get_deployment_handle("router", APPLICATION)
-        self.addresses = [(await router.describe.remote())["address"]]
+        found = await router.describe.remote()
+        self.addresses, self.metrics_addresses = [found["address"]], [found["metrics_address"]]
 
     async def stop(self) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 
 from rich.console import Console
@@ -15,8 +15,6 @@ from cluster.model import fetched
 from cluster.processes import ProcessCluster
 from cluster.ray_cluster import LOCAL, RayCluster
 from everlift import logs
-from everlift.client import AsyncClient
-from everlift.errors import EverliftError
 
 Cluster = ProcessCluster | RayCluster
 
@@ -44,7 +42,7 @@ async def _serve(config: Config, console: Console, with_ray: bool) -> None:
         # Ray takes SIGTERM for itself when it starts.
         on_signal(task.cancel)
         stack.enter_context(endpoint.published(config.state_dir, cluster.addresses))
-        _welcome(config, cluster, await _metrics(cluster.addresses), console)
+        _welcome(config, cluster, console)
         try:
             await asyncio.Event().wait()
         finally:
@@ -64,16 +62,6 @@ def on_signal(stop: Callable[[], object]) -> None:
         loop.add_signal_handler(number, once)
 
 
-async def _metrics(addresses: Sequence[str]) -> list[str]:
-    """Where the routers' metrics are, as they say; of a router that does not answer, nowhere."""
-    found = []
-    for address in addresses:
-        with suppress(EverliftError):
-            async with AsyncClient(address) as client:
-                found.append((await client.status()).metrics_address)
-    return [f"http://{address}/metrics" for address in found if address]
-
-
 def workers(config: Config) -> str:
     """How many there are, in words."""
     count, scaling = config.num_workers, config.autoscale
@@ -82,10 +70,11 @@ def workers(config: Config) -> str:
     return f"{count} worker{'s' * (count != 1)}"
 
 
-def _welcome(config: Config, cluster: Cluster, metrics: Sequence[str], console: Console) -> None:
+def _welcome(config: Config, cluster: Cluster, console: Console) -> None:
     elsewhere = config.state_dir != Config().state_dir
     option = f" --address {','.join(cluster.addresses)}" if elsewhere else ""
     chaos = "  [red]chaos is allowed: everlift chaos --help[/]\n" if config.chaos else ""
+    metrics = [f"http://{address}/metrics" for address in cluster.metrics_addresses if address]
     metrics_line = f"  metrics  {', '.join(metrics)}\n" if metrics else ""
     console.print(
         f"[bold]everlift[/] serves [bold]{config.worker.name}[/] with {workers(config)}; "

@@ -32,12 +32,18 @@ class Happened:
 
 
 async def run(
-    routers: Sequence[str], seconds: float, every_s: float, seed: int, console: Console
+    routers: Sequence[str],
+    seconds: float,
+    every_s: float,
+    seed: int,
+    console: Console,
+    api_key: str | None = None,
 ) -> list[Happened]:
     """What has happened. A fault that the cluster does not take, since it has not got over the last
     one yet, is no reason to end."""
     dice, log, end = Dice(seed), list[Happened](), time.monotonic() + seconds
-    async with AsyncClient(routers) as client, operating(routers) as operator:
+    client = AsyncClient(routers, api_key=api_key)
+    async with client, operating(routers, api_key) as operator:
         while time.monotonic() < end:
             happening = await _thrown(dice, client, operator)
             if happening is not None:
