@@ -171,7 +171,8 @@ class Stream(AsyncIterator[Chunk]):
             if remaining is not None:
                 self._submission.timeout_ms = max(1, round(remaining * 1e3))
             return stub.Generate(self._submission, timeout=timeout, metadata=self._metadata)
-        return stub.Attach(self._attach_request(), timeout=timeout)
+        metadata = self._routers.metadata
+        return stub.Attach(self._attach_request(), timeout=timeout, metadata=metadata)
 
     def _attach_request(self) -> pb.AttachRequest:
         """Goes on behind what came. The digests let the router see that what it has is the same, or
