@@ -323,8 +323,11 @@ async def test_ends_are_told_when_the_ledger_is_back(ledger: Counting) -> None:
 
 
 async def test_a_router_that_stops_tells_what_ended(ledger: Counting) -> None:
-    async with limited(ledger, ONE) as gateway:
-        await finish(gateway, await gateway.submit(request_id=R))
+    gateway = Gateway(ledger, limits_of=lambda tenant: ONE)
+    await gateway.submit(request_id=R)
+    await gateway.requests.cancel(R)
+    assert ledger.slots == {R}
+    await gateway.requests.stop(0.0)
     assert not ledger.slots
 
 
