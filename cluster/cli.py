@@ -16,10 +16,11 @@ from rich.markup import escape
 
 from cluster import config as configuration
 from cluster import generate, ledger_command, serving
+from cluster.access import keys, tenants
 from cluster.batch import command as batching
 from cluster.build import serve_yaml
 from cluster.chaos import command as chaos
-from cluster.connection import Address, addresses, connected, tls
+from cluster.connection import Address, addresses, api_key, connected, tls
 from cluster.demo import demonstrate
 from cluster.doctor import command as doctoring
 from cluster.errors import BatchFailed, ClusterFailed
@@ -170,6 +171,8 @@ def ledger(
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=batching.EXAMPLES)(batching.batch)
 app.add_typer(chaos.app, name="chaos")
+app.add_typer(keys.app, name="key")
+app.add_typer(tenants.app, name="tenant")
 
 
 @app.command(epilog="**Example:** `everlift attach 3f2a… --from-offset 100`")
@@ -271,11 +274,11 @@ async def _forget(address: str | None, request_id: str) -> None:
 
 
 async def _drain(routers: list[str], worker: str, wait: bool) -> None:
-    async with operating(routers, tls()) as operator:
+    async with operating(routers, tls(), api_key()) as operator:
         answer = await operator.drain(worker)
     typer.echo(f"{answer.worker_id} hands back {answer.num_running} sequences")
     if wait:
-        async with AsyncClient(routers, tls=tls()) as client:
+        async with AsyncClient(routers, tls=tls(), api_key=api_key()) as client:
             while await _has_work(client, answer.worker_id):
                 await asyncio.sleep(_LOOK_S)
         typer.echo(f"{answer.worker_id} is empty")

@@ -23,6 +23,7 @@ P = TypeVar("P", RouterConfig, WorkerConfig)
 
 DEMO_MODEL = Path(__file__).with_name("demo_model")
 ADDRESS_VARIABLE = "EVERLIFT_ADDRESS"
+API_KEY_VARIABLE = "EVERLIFT_API_KEY"
 #: By the names of Tls's fields.
 TLS_VARIABLES = {
     "ca": "EVERLIFT_TLS_CA",
@@ -34,6 +35,7 @@ TLS_VARIABLES = {
 _OTHER_VARIABLES = frozenset(
     {
         ADDRESS_VARIABLE,
+        API_KEY_VARIABLE,
         *TLS_VARIABLES.values(),
         "EVERLIFT_PROTO_VENV",
         "EVERLIFT_CLIENTS_VENV",

@@ -11,8 +11,8 @@ import typer
 
 from cluster import config as configuration
 from cluster import endpoint
-from cluster.config import ADDRESS_VARIABLE, TLS_VARIABLES
-from everlift import AsyncClient, Tls, Unreachable
+from cluster.config import ADDRESS_VARIABLE, API_KEY_VARIABLE, TLS_VARIABLES
+from everlift import AsyncClient, Forbidden, Tls, Unauthenticated, Unreachable
 from everlift.handshake import refusal
 from everlift.settings import SettingsError
 from router.config import RouterConfig
@@ -29,16 +29,26 @@ Address = Annotated[
 
 @asynccontextmanager
 async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
-    """A client of a cluster that answers. Raises Unreachable with advice."""
+    """A client of a cluster that answers. Raises Unreachable and Unauthenticated with advice."""
     routers = addresses(address)
-    async with AsyncClient(routers, tls=tls()) as client:
+    async with AsyncClient(routers, tls=tls(), api_key=api_key()) as client:
         try:
             await client.status()
         except Unreachable as error:
             place, reason = ", ".join(routers), refusal(str(error))
             advice = reason or "start one with `everlift up`"
             raise Unreachable(f"no cluster answers at {place}: {advice}") from None
+        except Unauthenticated as error:
+            raise Unauthenticated(f"{error}; commands show what is in {API_KEY_VARIABLE}") from None
+        except Forbidden:
+            # It answers, and what this key is for is seen by what is asked next.
+            pass
         yield client
+
+
+def api_key() -> str | None:
+    """What the environment has to show to the routers."""
+    return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def tls() -> Tls | None:

@@ -10,6 +10,7 @@ import grpc
 
 from everlift import wire
 from everlift.errors import DeadlineExceeded, EverliftError, Unreachable
+from everlift.routers import authorization
 from everlift.tls import Tls
 from everlift.transport import secured
 from everlift.v1 import admin_pb2, admin_pb2_grpc, chaos_pb2, chaos_pb2_grpc
@@ -25,9 +26,10 @@ _TIMEOUT_S = 5.0
 class Operator:
     """Errors are those of ``everlift.errors``."""
 
-    def __init__(self, routers: Sequence[str], tls: Tls | None) -> None:
+    def __init__(self, routers: Sequence[str], tls: Tls | None, api_key: str | None) -> None:
         """Raises SettingsError."""
         transport = secured(tls)
+        self._metadata = authorization(api_key)
         self._channels = [transport.channel(router) for router in routers]
 
     async def drain(self, worker: str) -> admin_pb2.DrainResponse:
@@ -46,7 +48,7 @@ class Operator:
     async def _ask(self, method: _Method[Q, A], request: Q) -> A:
         last: EverliftError = Unreachable("there is no router to ask")
         for channel in self._channels:
-            call = method(channel)(request, timeout=_TIMEOUT_S)
+            call = method(channel)(request, timeout=_TIMEOUT_S, metadata=self._metadata)
             try:
                 return await wire.answer(call, call)
             except (Unreachable, DeadlineExceeded) as error:
@@ -69,8 +71,10 @@ def _inject(
 
 
 @asynccontextmanager
-async def operating(routers: Sequence[str], tls: Tls | None = None) -> AsyncIterator[Operator]:
-    operator = Operator(routers, tls)
+async def operating(
+    routers: Sequence[str], tls: Tls | None = None, api_key: str | None = None
+) -> AsyncIterator[Operator]:
+    operator = Operator(routers, tls, api_key)
     try:
         yield operator
     finally:

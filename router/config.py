@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from everlift.tls import InternalTls, Tls, check_pair, make_absolute
@@ -35,6 +36,11 @@ class RouterConfig:
     #: TLS; an empty host: nowhere
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
+    #: who may come in: off, everybody; file or ledger, who has one of the keys there
+    access: Literal["off", "file", "ledger"] = "off"
+    #: with access: file: the file that `everlift key` makes, with hashes of keys and limits of
+    #: tenants
+    access_file: str = ""
     #: under vLLM's names too, for dashboards that know these
     vllm_metrics: bool = False
     #: OTLP collector (gRPC) that gets traces of requests, as http://127.0.0.1:4317; empty: nobody
@@ -95,6 +101,12 @@ class RouterConfig:
             raise ValueError(f"router.lease ({self.lease:g}) must be twice router.beat or more")
         if self.max_queued < 1 or self.max_losses < 1:
             raise ValueError("router.max_queued and router.max_losses must be at least 1")
+        if (self.access == "file") != bool(self.access_file):
+            raise ValueError("access_file must be set with access: file, and then only")
+        if self.access_file:
+            # A relative path is taken from the working directory, once.
+            path = str(Path(self.access_file).expanduser().absolute())
+            object.__setattr__(self, "access_file", path)
         if not 0 <= self.trace_sample <= 1:
             raise ValueError("router.trace_sample must be from 0 to 1")
 

@@ -14,18 +14,20 @@ from everlift.errors import LedgerUnavailable
 from everlift.transport import Transport, internal
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router import stalls
+from router.access.access import Access, store_of
 from router.chaos import Chaos
 from router.config import RouterConfig
 from router.exposure import exposures
 from router.fleet import Fleet
 from router.gateway.admin_server import AdminServer
 from router.gateway.chaos_server import ChaosServer
-from router.gateway.door import OPEN
+from router.gateway.door import OPEN, Door
 from router.gateway.grpc_server import InferenceServer
 from router.gateway.health_server import HealthServer
 from router.gateway.inference import Inference
 from router.gateway.kserve.server import KserveServer
 from router.gateway.model import ServedModel
+from router.gateway.quotas import unlimited
 from router.gateway.requests import Requests
 from router.gateway.status import Status
 from router.internal_server import InternalServer
@@ -56,8 +58,9 @@ class Router:
         model: ServedModel,
         transport: Transport | None,
         memory_limit: float,
+        access: Access | None = None,
     ) -> None:
-        """Raises SettingsError."""
+        """Without ``access`` everybody may come in. Raises SettingsError."""
         self.config = config
         self._memory_limit = memory_limit
         self._context = server_context(config.tls, ["h2"]) if config.tls else None
@@ -70,6 +73,7 @@ class Router:
         self._instruments = Instruments()
         self._metrics = MetricsServer(self._instruments.registry)
         self._ledger = ledger
+        self._access = access
         self._model = model
         self._public = Server() if transport is None else transport.server(SERVER_OPTIONS)
         self._internal = self._transport.server(SERVER_OPTIONS)
@@ -91,7 +95,9 @@ class Router:
         model = ServedModel.load(config.model, config.model_revision)
         if (last := await ledger.last_worker()) is not None:
             model.expect(last)
-        router = cls(config, ledger, model, transport, memory_limit)
+        store = store_of(config, ledger)
+        access = await Access.open(store) if store is not None else None
+        router = cls(config, ledger, model, transport, memory_limit, access)
         cluster_id = await ledger.cluster_id()
         # First what can be given back when a port is taken.
         await router._metrics.start(config.metrics_host, config.metrics_port)
@@ -145,6 +151,7 @@ class Router:
             self._memory_limit,
             self._instruments,
             self._traces,
+            self._access.limits_of if self._access else unlimited,
         )
         self._line.serve(self._requests)
         self._fleet = Fleet(
@@ -159,11 +166,14 @@ class Router:
         )
         self._serve(cluster_id)
         self._collect()
+        following = [self._access.run()] if self._access else []
         for work in (
             self._leader.run(),
             self._fleet.run(),
             self._requests.attempts.run(),
+            self._requests.quotas.run(),
             stalls.report(),
+            *following,
         ):
             self._tasks.append(asyncio.create_task(_guarded(work)))
 
@@ -188,7 +198,7 @@ class Router:
             self._fleet,
             self._transport,
         )
-        door = OPEN
+        door: Door = self._access or OPEN
         self._public.add_generic_rpc_handlers(
             (
                 server.handlers(door),

@@ -12,9 +12,11 @@ from typing import TypeVar
 from everlift.messages import Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.access.limits import Limits
 from router.config import RouterConfig
 from router.gateway.live import LiveRequest
 from router.gateway.model import ServedModel
+from router.gateway.quotas import unlimited
 from router.gateway.requests import Requests
 from router.ledger.entry import State
 from router.ledger.memory import MemoryLedger
@@ -65,14 +67,26 @@ class Gateway:
     """One gateway with everything around it in reach."""
 
     def __init__(
-        self, ledger: MemoryLedger, name: str = "gateway", config: RouterConfig = CONFIG
+        self,
+        ledger: MemoryLedger,
+        name: str = "gateway",
+        config: RouterConfig = CONFIG,
+        limits_of: Callable[[str], Limits] = unlimited,
     ) -> None:
         self.ledger = ledger
         self.name = name
         self.workers = RecordedWorkers()
         self.line = RecordedLine()
         self.model = ServedModel.load("fake")
-        self.requests = Requests(config, name, ledger, self.model, self.workers, self.line)
+        self.requests = Requests(
+            config,
+            name,
+            ledger,
+            self.model,
+            self.workers,
+            self.line,
+            limits_of=limits_of,
+        )
         self.epochs = iter(range(100, 1000))
 
     async def submit(self, timeout_s: float | None = None, **fields: object) -> LiveRequest:

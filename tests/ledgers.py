@@ -28,6 +28,10 @@ from router.ledger.redis_ledger import RedisLedger, connect
 from router.ledger.shards import Call
 
 PATIENCE_S = 10.0
+#: Of a ledger that soon forgets what ended.
+RETENTION_S = 0.25
+#: Lets a little time pass.
+Tick = Callable[[], Awaitable[None]]
 
 
 class Clock:

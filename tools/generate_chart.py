@@ -52,6 +52,7 @@ _RESOURCES: Json = {
 _PORT: Json = {"type": "integer", "minimum": 1, "maximum": 65535}
 #: What a value may be where its default does not say it: by its path, or by its name.
 _SHAPES: dict[str, Json] = {
+    "access.mode": {"enum": list(get_args(get_type_hints(RouterConfig)["access"]))},
     "affinity": {"type": "object"},
     "annotations": _TEXTS,
     "gateway.hostnames": {"type": "array", "items": {"type": "string"}},

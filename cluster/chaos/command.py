@@ -17,7 +17,7 @@ from cluster.chaos.check import PATIENCE_S, Result, check
 from cluster.chaos.run import run
 from cluster.chaos.view import as_json, happened, result_table
 from cluster.config import Config
-from cluster.connection import Address, addresses, tls
+from cluster.connection import Address, addresses, api_key, tls
 from cluster.errors import ClusterFailed
 from cluster.operating import operating
 from everlift.v1 import chaos_pb2 as pb
@@ -100,7 +100,9 @@ def run_many(
     console = Console(highlight=False)
     console.print(f"[dim]seed {seed}[/]")
     routers = addresses(address)
-    console.print(happened(asyncio.run(run(routers, minutes * 60, every, seed, console, tls()))))
+    credentials = tls(), api_key()
+    happening = run(routers, minutes * 60, every, seed, console, *credentials)
+    console.print(happened(asyncio.run(happening)))
 
 
 @app.command("check", epilog="**Example:** `everlift chaos check --json`")
@@ -149,5 +151,5 @@ def _inject(address: str | None, fault: pb.Fault) -> None:
 
 
 async def _injected(routers: list[str], fault: pb.Fault) -> str:
-    async with operating(routers, tls()) as operator:
+    async with operating(routers, tls(), api_key()) as operator:
         return await operator.inject(fault)

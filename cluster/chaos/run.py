@@ -38,11 +38,13 @@ async def run(
     seed: int,
     console: Console,
     tls: Tls | None = None,
+    api_key: str | None = None,
 ) -> list[Happened]:
     """What has happened. A fault that the cluster does not take, since it has not got over the last
     one yet, is no reason to end."""
     dice, log, end = Dice(seed), list[Happened](), time.monotonic() + seconds
-    async with AsyncClient(routers, tls=tls) as client, operating(routers, tls) as operator:
+    client = AsyncClient(routers, tls=tls, api_key=api_key)
+    async with client, operating(routers, tls, api_key) as operator:
         while time.monotonic() < end:
             happening = await _thrown(dice, client, operator)
             if happening is not None:

@@ -27,7 +27,7 @@ from router.ledger.memory import MemoryLedger
 T = TypeVar("T")
 
 #: A call made again is not the call of somebody else: the product's client names each call.
-_NAMED = frozenset({"open", "take_over"})
+_NAMED = frozenset({"open", "take_over", "charge"})
 
 
 class Trouble(Enum):

@@ -74,6 +74,11 @@ topologySpreadConstraints:
 {{- if and (ne .name "head") .root.Values.tls.internal.existingSecret }}true{{ end -}}
 {{- end -}}
 
+{{/* Routers alone ask who comes. A directory is mounted, not a file: that one would never change. */}}
+{{- define "everlift.hasAccess" -}}
+{{- if and (eq .name "router") .root.Values.access.existingSecret }}true{{ end -}}
+{{- end -}}
+
 {{/* The root file system is read-only: these are what is written to, and what is read. */}}
 {{- define "everlift.volumeMounts" -}}
 - {name: home, mountPath: /home/everlift}
@@ -90,6 +95,9 @@ topologySpreadConstraints:
 {{- end }}
 {{- if .root.Values.ledger.tls.existingSecret }}
 - {name: ledger-tls, mountPath: /etc/everlift/ledger-tls, readOnly: true}
+{{- end }}
+{{- if include "everlift.hasAccess" . }}
+- {name: access, mountPath: /etc/everlift/access, readOnly: true}
 {{- end }}
 {{- end -}}
 
@@ -119,6 +127,10 @@ topologySpreadConstraints:
 {{- if .root.Values.ledger.tls.existingSecret }}
 - name: ledger-tls
   secret: {secretName: {{ .root.Values.ledger.tls.existingSecret }}, defaultMode: 0440}
+{{- end }}
+{{- if include "everlift.hasAccess" . }}
+- name: access
+  secret: {secretName: {{ .root.Values.access.existingSecret }}, defaultMode: 0440}
 {{- end }}
 {{- end -}}
 

@@ -17,6 +17,13 @@
 {{- if and .Values.model.volume.persistentVolumeClaim .Values.model.volume.image -}}
   {{- fail "model.volume: set persistentVolumeClaim or image, not both" -}}
 {{- end -}}
+{{- with .Values.access -}}
+  {{- if and (eq .mode "file") (not .existingSecret) -}}
+    {{- fail "access.existingSecret: must be set with access.mode file" -}}
+  {{- else if and (ne .mode "file") .existingSecret -}}
+    {{- fail "access.existingSecret: is for access.mode file" -}}
+  {{- end -}}
+{{- end -}}
 {{- with .Values.ledger -}}
   {{- if .embedded.enabled -}}
     {{- if .external.existingSecret -}}
@@ -78,6 +85,12 @@ Written out or not, a default is the same.
 {{- $worker := dict "device" .Values.workers.device "tensor_parallel" (int .Values.workers.tensorParallel) -}}
 {{- $router := dict "host" "0.0.0.0" "port" (int .Values.service.port)
       "metrics_host" "0.0.0.0" "metrics_port" (int .Values.monitoring.port) -}}
+{{- if ne .Values.access.mode "off" -}}
+  {{- $_ := set $router "access" .Values.access.mode -}}
+{{- end -}}
+{{- if .Values.access.existingSecret -}}
+  {{- $_ := set $router "access_file" (printf "/etc/everlift/access/%s" .Values.access.key) -}}
+{{- end -}}
 {{- $ledger := dict "key_prefix" (include "everlift.keyPrefix" .)
       "durability_class" .Values.ledger.durabilityClass -}}
 {{- if .Values.ledger.tls.existingSecret -}}
@@ -117,4 +130,13 @@ Written out or not, a default is the same.
   {{- $_ := set $settings "model_revision" .Values.model.revision -}}
 {{- end -}}
 {{- mergeOverwrite (deepCopy .Values.config) $settings | toYaml -}}
+{{- end -}}
+
+{{/* By which `everlift key`, run in a router's pod, finds the ledger whose url is there. */}}
+{{- define "everlift.accessOptions" -}}
+{{- $settings := include "everlift.settings" . | fromYaml -}}
+--set router.access=ledger
+{{- range $name := list "key_prefix" "durability_class" "shards" "tls_ca" "tls_cert" "tls_key" -}}
+  {{- if hasKey $settings.ledger $name }} --set ledger.{{ $name }}={{ get $settings.ledger $name }}{{ end -}}
+{{- end -}}
 {{- end -}}

@@ -102,10 +102,11 @@ class GenerateOptions(TypedDict, total=False):
 class AsyncClient:
     """Speaks with one router at a time, with the next one when it fails.
 
-    ``targets`` is an address such as "host:50051", or several. With ``tls`` it connects over TLS;
-    files that are of no use raise SettingsError. A ``transport`` takes the place of gRPC, and of
-    its TLS. ``reconnect_s`` is how long a stream tries to go on while no router answers. Errors are
-    those of ``everlift.errors``. Answers of single calls are the messages of ``everlift.v1``.
+    ``targets`` is an address such as "host:50051", or several. ``api_key`` goes with every call,
+    and nowhere else. With ``tls`` it connects over TLS; files that are of no use raise
+    SettingsError. A ``transport`` takes the place of gRPC, and of its TLS. ``reconnect_s`` is how
+    long a stream tries to go on while no router answers. Errors are those of ``everlift.errors``.
+    Answers of single calls are the messages of ``everlift.v1``.
     """
 
     def __init__(
@@ -113,12 +114,12 @@ class AsyncClient:
         targets: str | Sequence[str],
         *,
         tls: Tls | None = None,
+        api_key: str | None = None,
         reconnect_s: float = 30.0,
         transport: Transport | None = None,
     ) -> None:
-        self._routers = Routers(
-            [targets] if isinstance(targets, str) else targets, transport or secured(tls)
-        )
+        addresses = [targets] if isinstance(targets, str) else targets
+        self._routers = Routers(addresses, transport or secured(tls), api_key)
         self._reconnect_s = reconnect_s
 
     def generate(
@@ -200,7 +201,9 @@ class AsyncClient:
         last: EverliftError | None = None
         for _ in range(len(self._routers)):
             router = self._routers.current
-            call = method(self._routers.stub())(request, timeout=_ASK_TIMEOUT_S)
+            call = method(self._routers.stub())(
+                request, timeout=_ASK_TIMEOUT_S, metadata=self._routers.metadata
+            )
             try:
                 return await wire.answer(call, call)
             except EverliftError as error:

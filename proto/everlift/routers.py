@@ -15,14 +15,28 @@ if TYPE_CHECKING:
     from everlift.v1.inference_pb2_grpc import InferenceAsyncStub
 
 
+Metadata = tuple[tuple[str, str], ...]
+
+
+def authorization(api_key: str | None) -> Metadata:
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
 class Routers:
     """One router is current, until it fails and the next one takes its place."""
 
-    def __init__(self, targets: Sequence[str], transport: Transport = GRPC) -> None:
+    def __init__(
+        self,
+        targets: Sequence[str],
+        transport: Transport = GRPC,
+        api_key: str | None = None,
+    ) -> None:
         if not targets:
             raise ValueError("at least one router address is needed")
         self._targets = tuple(targets)
         self._transport = transport
+        #: what goes with every call
+        self.metadata = authorization(api_key)
         self._current = 0
         self.is_closed = False
         self._open: dict[tuple[str, object], tuple[grpc.aio.Channel, InferenceAsyncStub]] = {}

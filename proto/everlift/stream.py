@@ -89,7 +89,8 @@ class Stream(AsyncIterator[Chunk]):
         self.timing: pb.Timing | None = None
         self._routers = routers
         self._submission = submission
-        self._metadata = ((TRACEPARENT, traceparent),) if traceparent else ()
+        trace = ((TRACEPARENT, traceparent),) if traceparent else ()
+        self._metadata = (*self._routers.metadata, *trace)
         #: by choice, the first offset that has not come
         self._next = defaultdict(int, enumerate(map(len, received) if received else from_offsets))
         #: by choice, of all tokens before that; None where the first ones were never seen
@@ -170,7 +171,8 @@ class Stream(AsyncIterator[Chunk]):
             if remaining is not None:
                 self._submission.timeout_ms = max(1, round(remaining * 1e3))
             return stub.Generate(self._submission, timeout=timeout, metadata=self._metadata)
-        return stub.Attach(self._attach_request(), timeout=timeout)
+        metadata = self._routers.metadata
+        return stub.Attach(self._attach_request(), timeout=timeout, metadata=metadata)
 
     def _attach_request(self) -> pb.AttachRequest:
         """Goes on behind what came. The digests let the router see that what it has is the same, or
@@ -271,7 +273,9 @@ class Stream(AsyncIterator[Chunk]):
     async def _cancel(self) -> None:
         try:
             message = pb.CancelRequest(request_id=self.request_id)
-            call = self._routers.stub().Cancel(message, timeout=_CANCEL_TIMEOUT_S)
+            call = self._routers.stub().Cancel(
+                message, timeout=_CANCEL_TIMEOUT_S, metadata=self._routers.metadata
+            )
             await wire.answer(call, call)
         except EverliftError as error:
             # The router ends it by itself when the grace for its lost client is over.

@@ -99,6 +99,7 @@ class Adoption:
                 self._custody.router_id,
             )
         )
+        self._custody.quotas.settle(entry.request_id, sum(entry.num_tokens))
         return await self._closed(replace(stored, entry=entry))
 
     async def _ended(self, stored: Stored) -> LiveRequest:

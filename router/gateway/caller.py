@@ -7,6 +7,7 @@ from enum import Enum
 
 from everlift.errors import Forbidden
 from everlift.request_id import bare, check_qualified, check_request_id, is_qualified, qualified
+from router.access.limits import NO_LIMITS, Limits
 
 
 class Scope(Enum):
@@ -26,6 +27,7 @@ class Caller:
 
     tenant: str = ""
     scopes: frozenset[Scope] = frozenset(Scope)
+    limits: Limits = NO_LIMITS
 
     def check(self, scope: Scope) -> None:
         """Raises Forbidden."""

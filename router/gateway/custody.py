@@ -28,6 +28,7 @@ from router.gateway.keyed_lock import KeyedLock
 from router.gateway.ledger_health import LedgerHealth
 from router.gateway.live import LiveRequest
 from router.gateway.observer import NOBODY, Observer
+from router.gateway.quotas import Quotas
 from router.gateway.recent import Recent
 from router.gateway.tracer import NO_TRACES, Tracer
 from router.ledger.base import Ledger
@@ -58,6 +59,7 @@ class Custody:
         ledger: Ledger,
         health: LedgerHealth,
         recent: Recent,
+        quotas: Quotas,
         observer: Observer = NOBODY,
         tracer: Tracer = NO_TRACES,
     ) -> None:
@@ -65,6 +67,7 @@ class Custody:
         self.ledger = ledger
         self.health = health
         self.recent = recent
+        self.quotas = quotas
         self.observer = observer
         self.tracer = tracer
         self.counters = Counters()
@@ -94,11 +97,13 @@ class Custody:
         if self.tracer.wants(live.request.trace):
             live.journal = Journal()
         self.recent.begin(live.request_id)
+        self.quotas.hold(live.request_id)
         self._live[live.request_id] = live
 
     def let_go(self, live: LiveRequest) -> None:
         if self.has(live):
             del self._live[live.request_id]
+            self.quotas.let_go(live.request_id)
 
     # a request leaves
 
@@ -107,6 +112,8 @@ class Custody:
         if live.is_over:
             return
         self.let_go(live)
+        if entry.state.is_final:
+            self.quotas.settle(live.request_id, sum(entry.num_tokens))
         if entry.state is State.FINISHED and not self._is_ours_to_the_end(live, entry):
             live.settle(now(), Moved("it finished on another router: attach again"))
             return
@@ -195,6 +202,7 @@ class Custody:
         """Ends it here without the ledger."""
         self.counters.failed += not live.is_over
         self.let_go(live)
+        self.quotas.settle(live.request_id, live.num_tokens)
         live.settle(now(), error)
 
     async def persist(self, move: Callable[[], Awaitable[T]]) -> T:

@@ -65,7 +65,7 @@ class InferenceServer:
 
     async def get_status(self, data: bytes, call: Call) -> pb.GetStatusResponse:
         parse(pb.GetStatusRequest, data)
-        return self._status.describe()
+        return self._status.describe(call.caller)
 
     def handlers(self, door: Door) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""

@@ -63,15 +63,15 @@ class Inference:
         beside the message's own.
 
         A message without an id is given one, also where it is refused then. Raises InvalidRequest,
-        UnknownModel, RequestConflict, QueueFull, LedgerFull, RouterStopping, LedgerUnavailable,
-        Moved.
+        UnknownModel, RequestConflict, QueueFull, RateLimited, LedgerFull, RouterStopping,
+        LedgerUnavailable, Moved.
         """
         began, trace = now(), self._tracer.begin(headers.items())
         message.request_id = message.request_id or new_request_id()
         with self._telling_refusals(trace, began):
             request_id = caller.qualify(message.request_id)
             submission = Submission.from_proto(message, request_id, secrets.randbits(63), trace)
-            request = self._model.resolve(submission)
+            request = self._model.resolve(caller.limits.fitted(submission))
             try:
                 live = await self._requests.submit(
                     request, _earlier(submission.timeout_s, timeout_s)

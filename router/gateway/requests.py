@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -23,14 +23,17 @@ from everlift.errors import (
     LedgerUnavailable,
     Moved,
     QueueFull,
+    RateLimited,
     RequestConflict,
     RouterStopping,
     UnknownModel,
     UnknownRequest,
 )
 from everlift.messages import Request
+from everlift.request_id import tenant_of
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.access.limits import Limits
 from router.admission.policy import Fifo
 from router.clock import now
 from router.config import RouterConfig
@@ -43,12 +46,13 @@ from router.gateway.model import ServedModel
 from router.gateway.observer import NOBODY, Observer
 from router.gateway.patience import Patience
 from router.gateway.pieces import Pieces
+from router.gateway.quotas import Quotas, unlimited
 from router.gateway.reading import Reading
 from router.gateway.reassertion import Reassertion
 from router.gateway.recent import Recent
 from router.gateway.revival import begun
 from router.gateway.tracer import NO_TRACES, Tracer
-from router.ledger.base import Ledger, Membership
+from router.ledger.base import Ledger, Membership, Opened
 from router.ledger.config import DEFAULTS
 from router.ledger.entry import Entry, Event, State, Stored
 
@@ -67,8 +71,9 @@ class Requests:
         memory_limit: float = DEFAULTS.memory_limit,
         observer: Observer = NOBODY,
         tracer: Tracer = NO_TRACES,
+        limits_of: Callable[[str], Limits] = unlimited,
     ) -> None:
-        """``memory_limit`` as in LedgerConfig."""
+        """``memory_limit`` as in LedgerConfig; ``limits_of`` tells a tenant's."""
         self._config = config
         self._router_id = router_id
         self._ledger = ledger
@@ -76,8 +81,9 @@ class Requests:
         self._line = line
         self._ledger_health = LedgerHealth(memory_limit)
         self._recent = Recent(config.reassert)
+        self.quotas = Quotas(ledger, limits_of)
         self._custody = Custody(
-            router_id, ledger, self._ledger_health, self._recent, observer, tracer
+            router_id, ledger, self._ledger_health, self._recent, self.quotas, observer, tracer
         )
         self.attempts = Attempts(config, self._custody, workers, line, self.adopt_soon)
         self._patience = Patience(config.grace, self.attempts)
@@ -98,8 +104,8 @@ class Requests:
     async def submit(self, request: Request, timeout_s: float | None) -> LiveRequest:
         """A new request, or the one that its id already names.
 
-        Raises RequestConflict, QueueFull, LedgerFull, RouterStopping, LedgerUnavailable,
-        Elsewhere.
+        Raises RequestConflict, QueueFull, RateLimited, LedgerFull, RouterStopping,
+        LedgerUnavailable, Elsewhere.
         """
         began = now()
         opening = self._custody.spawn(self._open(request, timeout_s, began))
@@ -119,17 +125,46 @@ class Requests:
             if (known := self._known(request.request_id)) is not None:
                 return _same(known, request)
             self._check_room()
-            try:
-                opened = await self._ledger.open(request, self._router_id, timeout_s)
-            except LedgerUnavailable:
-                self._custody.spawn(self._recover(request.request_id))
-                raise
+            opened = await self._open_charged(request, timeout_s)
             if opened.created:
                 return self._begin(request, opened.entry, timeout_s, began)
         try:
             return await self.attach(request.request_id)
         except UnknownRequest:
             raise given_up() from None
+
+    async def _open_charged(self, request: Request, timeout_s: float | None) -> Opened:
+        is_charged = await self._charge(request)
+        try:
+            opened = await self._ledger.open(request, self._router_id, timeout_s)
+        except LedgerUnavailable:
+            # It may be there: then it is charged, and what it was charged for.
+            self._custody.spawn(self._recover(request.request_id))
+            raise
+        except EverliftError:
+            if is_charged:
+                self.quotas.settle(request.request_id, None)
+            raise
+        if is_charged and opened.entry.state.is_final:
+            # It came before, and what it took is settled.
+            self.quotas.settle(request.request_id, None)
+        return opened
+
+    async def _charge(self, request: Request) -> bool:
+        """As Quotas does. What is known is not refused for its tenant's limits."""
+        try:
+            return await self.quotas.charge(request)
+        except RateLimited:
+            if await self._is_known(request.request_id):
+                return False
+            raise
+
+    async def _is_known(self, request_id: str) -> bool:
+        try:
+            await self._ledger.get(request_id)
+        except UnknownRequest:
+            return False
+        return True
 
     def _begin(
         self, request: Request, entry: Entry, timeout_s: float | None, began: float
@@ -141,6 +176,12 @@ class Requests:
         if live.journal is not None:
             live.journal.accepted(now() - began)
         self._custody.observer.of_class(live.priority).accepted(len(request.prompt_ids))
+        log.info(
+            "accepted",
+            request_id=request.request_id,
+            tenant=tenant_of(request.request_id),
+            prompt_tokens=len(request.prompt_ids),
+        )
         self.attempts.enqueue(live)
         self._patience.expire_in(live, timeout_s)
         return live
@@ -219,6 +260,8 @@ class Requests:
             entry = await self._ledger.end(
                 request_id, State.CANCELLED, error.slug, str(error), entry.gateway
             )
+            if entry.state.is_final:
+                self.quotas.settle(request_id, sum(entry.num_tokens))
         return entry
 
     async def forget(self, request_id: str) -> None:
@@ -309,7 +352,9 @@ class Requests:
             entry = await self._custody.persist(
                 lambda: self._ledger.discard(live.request_id, self._router_id)
             )
-            if entry is not None:
+            if entry is None:
+                self.quotas.settle(live.request_id, None)
+            else:
                 # Another gateway went on with it meanwhile, or it has ended.
                 self._custody.settle_as(live, entry)
         refusal = QueueFull("too many requests wait", retry_after_s=1.0)
@@ -347,6 +392,8 @@ class Requests:
         await self._keep_what_was_seen()
         for live in self._custody:
             live.settle(now(), RouterStopping("this router stops: attach through another one"))
+        with suppress(LedgerUnavailable):
+            await self.quotas.tell()
         await self._custody.cancel_work()
 
     async def _keep_what_was_seen(self) -> None:

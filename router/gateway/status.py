@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from everlift.v1 import inference_pb2 as pb
 from router.fleet import Fleet
+from router.gateway.caller import Caller, Scope
 from router.gateway.model import ServedModel
 from router.gateway.requests import Requests
 from router.leader import Leader
@@ -32,8 +35,12 @@ class Status:
         self._leader = leader
         self._metrics_address = metrics_address
 
-    def describe(self) -> pb.GetStatusResponse:
+    def describe(self, caller: Caller) -> pb.GetStatusResponse:
+        """Whose requests run is nobody's business but an administrator's."""
         workers = sorted(map(self._worker, self._sessions.links), key=lambda w: w.worker_id)
+        if Scope.ADMIN not in caller.scopes:
+            for sequence in chain.from_iterable(worker.running for worker in workers):
+                sequence.ClearField("request_id")
         counters = self._requests.counters
         return pb.GetStatusResponse(
             cluster_id=self._cluster_id,

@@ -11,7 +11,7 @@ where there is no memory for it; other moves that need some are LedgerUnavailabl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from router.ledger.entry import (
     Stored,
     Tally,
 )
+from router.ledger.quota import Charge, Settlement
 
 NOTHING = Tally()
 
@@ -68,6 +69,14 @@ class LoadReport:
 
     load: session_pb2.ClusterLoad
     age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRecords:
+    """Texts by their names. ``version`` changes with every change of them, 0 before the first."""
+
+    version: int
+    texts: Mapping[str, str]
 
 
 class StaleTerm(Exception):
@@ -255,6 +264,33 @@ class Ledger(Protocol):
 
     async def load(self) -> LoadReport | None:
         """What was put last; None if nothing ever was."""
+        ...
+
+    # tenants
+
+    async def charge(self, charge: Charge, lease_s: float) -> bool:
+        """Takes what the request may need of all its tenant's limits, or nothing. It counts among
+        the tenant's requests until it is settled, or for the lease unless it is held. False where
+        it was charged before: nothing more is taken. Raises RateLimited, LedgerFull."""
+        ...
+
+    async def settle(self, ends: Sequence[Settlement]) -> None:
+        """Requests have ended: they count no more, and what they did not use is given back. Nothing
+        for those that were not charged or are settled."""
+        ...
+
+    async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
+        """These requests go on, and count for another lease."""
+        ...
+
+    # who may come in
+
+    async def access(self, known: int = -1) -> AccessRecords | None:
+        """The records of keys and tenants; None if their version is the ``known`` one."""
+        ...
+
+    async def put_access(self, changes: Mapping[str, str | None]) -> None:
+        """Changes records by their names; None removes one."""
         ...
 
     async def cluster_id(self) -> str:

@@ -81,6 +81,11 @@ def microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
+def optional(number: int | None) -> int | str:
+    """None is an empty argument."""
+    return "" if number is None else number
+
+
 def seconds(microseconds: bytes) -> float:
     return int(microseconds) / 1e6
 

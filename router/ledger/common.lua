@@ -20,6 +20,11 @@
 --   owned:<gateway>          SET     unfinished requests of a gateway
 --   owners                   SET     gateways that own some
 --   term                     HASH    term of the newest leader, and since when (µs)
+--   slots:<tenant>           ZSET    its unfinished requests, where it has limits -> until when each counts
+--                                    unless it is held again (µs)
+--   charges:<tenant>         HASH    of these requests, what each took:
+--                                    "<call> <prompt tokens> <tokens> <requests a minute> <tokens a minute>"
+--   buckets:<tenant>         HASH    requests, tokens: when each bucket is full again (µs)
 --
 -- On shard 0 alone, for the whole cluster:
 --
@@ -31,6 +36,10 @@
 --   workers_version          STRING  µs of the worker table's last change
 --   last_worker              STRING  WorkerInfo of the worker that came last, though it is gone
 --   load                     HASH    load: ClusterLoad, moment: µs when its leader said so
+--   access                   HASH    keys and limits of tenants by their names (router/access/document.py)
+--   access_version           STRING  µs of their last change
+--
+-- What belongs to a tenant is on the shard of its name.
 --
 -- Lua's numbers are doubles. Moments in µs stay below 2^53 and are exact. Epochs and terms are
 -- 64-bit nonces: they are passed, stored and compared as text, and never become numbers.
@@ -183,3 +192,20 @@ local function queue(id, unfinished_ms, ...)
     redis.call('HSET', request_key(id), 'state', 'queued', 'worker', '', 'epoch', '0', ...)
 end
 
+local function slots_key(tenant) return ROOT .. 'slots:' .. tenant end
+
+local function charges_key(tenant) return ROOT .. 'charges:' .. tenant end
+
+local function buckets_key(tenant) return ROOT .. 'buckets:' .. tenant end
+
+local MINUTE = 60 * 1000000
+
+-- In how many µs a bucket is filled by `amount`.
+local function cost(amount, a_minute) return math.floor(amount * MINUTE / a_minute) end
+
+-- What nobody holds any more goes after the last lease.
+local function keep_slots(tenant, lease)
+    local ms = digits(math.ceil(lease / 1000) + 1000)
+    redis.call('PEXPIRE', slots_key(tenant), ms)
+    redis.call('PEXPIRE', charges_key(tenant), ms)
+end

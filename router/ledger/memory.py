@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
@@ -16,6 +16,7 @@ from everlift.messages import Request
 from everlift.v1 import session_pb2
 from router.ledger.base import (
     NOTHING,
+    AccessRecords,
     LoadReport,
     Membership,
     NotQueued,
@@ -39,6 +40,8 @@ from router.ledger.entry import (
     lost_too_often,
 )
 from router.ledger.memory_audit import MemoryAudit
+from router.ledger.memory_quotas import MemoryQuotas
+from router.ledger.quota import Charge, Settlement
 from router.ledger.record import Record
 
 
@@ -83,6 +86,8 @@ class MemoryLedger:
         self._workers_version = 0
         self._last_worker: bytes | None = None
         self._load: tuple[float, bytes] | None = None
+        self._quotas = MemoryQuotas(clock)
+        self._access = AccessRecords(0, {})
         self._cluster_id = secrets.token_hex(8)
 
     def _find(self, request_id: str) -> Record | None:
@@ -354,6 +359,29 @@ class MemoryLedger:
             return None
         moment, load = self._load
         return LoadReport(session_pb2.ClusterLoad.FromString(load), self._clock() - moment)
+
+    # tenants
+
+    async def charge(self, charge: Charge, lease_s: float) -> bool:
+        return self._quotas.charge(charge, lease_s)
+
+    async def settle(self, ends: Sequence[Settlement]) -> None:
+        self._quotas.settle(ends)
+
+    async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
+        self._quotas.hold(request_ids, lease_s)
+
+    # who may come in
+
+    async def access(self, known: int = -1) -> AccessRecords | None:
+        return None if self._access.version == known else self._access
+
+    async def put_access(self, changes: Mapping[str, str | None]) -> None:
+        texts = {**self._access.texts, **changes}
+        self._access = AccessRecords(
+            self._access.version + 1,
+            {name: text for name, text in texts.items() if text is not None},
+        )
 
     async def cluster_id(self) -> str:
         return self._cluster_id

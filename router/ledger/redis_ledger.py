@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +25,13 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import Request
+from everlift.request_id import tenant_of
 from everlift.v1 import session_pb2
 from router.ledger import codec, scripts
 from router.ledger.address import parse
 from router.ledger.base import (
     NOTHING,
+    AccessRecords,
     LoadReport,
     Membership,
     NotQueued,
@@ -51,6 +54,7 @@ from router.ledger.entry import (
     Tally,
     lost_too_often,
 )
+from router.ledger.quota import Charge, Settlement, refusal
 from router.ledger.redis_audit import RedisAudit
 from router.ledger.scripts import Script
 from router.ledger.server import generation, memory_used
@@ -121,12 +125,8 @@ class RedisLedger:
     # requests
 
     async def open(self, request: Request, gateway: str, timeout_s: float | None = None) -> Opened:
-        try:
+        with _noticing_full():
             word, rest = await self._open(request, gateway, timeout_s)
-        except LedgerUnavailable as error:
-            if isinstance(error.__cause__, OutOfMemoryError):
-                raise LedgerFull("the ledger is full", retry_after_s=_FULL_S) from error
-            raise
         if word == "conflict":
             raise RequestConflict(f"request id {request.request_id} is taken by another body")
         return Opened(codec.entry(request.request_id, rest[0]), created=word == "created")
@@ -370,6 +370,65 @@ class RedisLedger:
         load, age = answer
         return LoadReport(session_pb2.ClusterLoad.FromString(load), codec.seconds(age))
 
+    # tenants
+
+    async def charge(self, charge: Charge, lease_s: float) -> bool:
+        tenant = tenant_of(charge.request_id)
+        with _noticing_full():
+            word, *rest = await self._shards.run(
+                scripts.CHARGE,
+                self._shards.of(tenant),
+                tenant,
+                charge.request_id,
+                os.urandom(8).hex(),
+                codec.microseconds(lease_s),
+                charge.prompt_tokens,
+                charge.tokens,
+                *map(
+                    codec.optional,
+                    (charge.requests_per_minute, charge.tokens_per_minute, charge.max_concurrent),
+                ),
+            )
+        if word == b"refused":
+            limit, wait_us = rest
+            raise refusal(charge, limit.decode(), int(wait_us))
+        return bool(word == b"charged")
+
+    async def settle(self, ends: Sequence[Settlement]) -> None:
+        fields = (
+            (tenant_of(end.request_id), end.request_id, codec.optional(end.output_tokens))
+            for end in ends
+        )
+        await self._run_by_tenant(scripts.SETTLE, (), fields)
+
+    async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
+        fields = ((tenant_of(request_id), request_id) for request_id in request_ids)
+        await self._run_by_tenant(scripts.HOLD, [codec.microseconds(lease_s)], fields)
+
+    async def _run_by_tenant(
+        self, script: Script, first: Sequence[Argument], fields: Iterable[tuple[Argument, ...]]
+    ) -> None:
+        """One call for each shard; each of ``fields`` begins with its tenant."""
+        by_shard: dict[int, list[Argument]] = {}
+        for each in fields:
+            arguments = by_shard.setdefault(self._shards.of(str(each[0])), [*first])
+            arguments.extend(each)
+        await self._shards.run_all([Call(script, *item) for item in by_shard.items()])
+
+    # who may come in
+
+    async def access(self, known: int = -1) -> AccessRecords | None:
+        answer = await self._shards.run(scripts.GET_ACCESS, _CONTROL, known)
+        if not answer:
+            return None
+        version, fields = answer
+        texts = [field.decode() for field in fields]
+        return AccessRecords(int(version), dict(zip(texts[::2], texts[1::2], strict=True)))
+
+    async def put_access(self, changes: Mapping[str, str | None]) -> None:
+        fields = [field for name, text in changes.items() for field in (name, text or "")]
+        await self._shards.run(scripts.SET_ACCESS, _CONTROL, *fields, settles=True)
+
     async def cluster_id(self) -> str:
         return self._cluster_id
 
@@ -397,6 +456,17 @@ class RedisLedger:
 
     async def close(self) -> None:
         await self._shards.close()
+
+
+@contextmanager
+def _noticing_full() -> Iterator[None]:
+    """What lets a request begin is refused by a server without memory for it. Raises LedgerFull."""
+    try:
+        yield
+    except LedgerUnavailable as error:
+        if isinstance(error.__cause__, OutOfMemoryError):
+            raise LedgerFull("the ledger is full", retry_after_s=_FULL_S) from error
+        raise
 
 
 async def _stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:

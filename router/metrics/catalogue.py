@@ -24,6 +24,7 @@ STEP_PARTS = ("schedule", "model", "sample", "commit")
 LEDGER_OPERATIONS = (
     *("open", "dispatch", "append", "release", "take_over", "discard", "end", "forget"),
     *("reassert", "get", "read", "events", "beat", "lead", "gateways", "orphans", "put_load"),
+    *("charge", "settle"),
 )
 
 _LATENCY_S = (

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, assert_never
 
 import pytest
@@ -19,7 +18,6 @@ from everlift.errors import (
 from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
 from router.ledger.base import Ledger, NotQueued, StaleTerm
-from router.ledger.config import LedgerConfig
 from router.ledger.entry import (
     MAX_EVENTS,
     Append,
@@ -33,18 +31,13 @@ from router.ledger.entry import (
     Tally,
     lost_too_often,
 )
-from router.ledger.memory import MemoryLedger
-from tests.ledger_servers import cluster, cluster_url, tls_ledger
 from tests.ledgers import (
-    Clock,
-    connected,
+    Tick,
     eventually,
     lose_answers,
     make_request,
-    redis_server,
     scored,
     tokens_of,
-    valkey_server,
 )
 
 TERM = 2**63
@@ -54,7 +47,6 @@ NEAR_EPOCH = 2**64 - 2
 #: Long enough to act within, short enough to wait for.
 LEASE_S = 0.25
 AGES_S = 3600.0
-RETENTION_S = 0.25
 
 TARGETS = {
     (State.QUEUED, Move.DISPATCH): State.RUNNING,
@@ -76,67 +68,6 @@ PAIRS = [
     if move is not Move.OPEN
     for state in State
 ]
-
-Tick = Callable[[], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class Backend:
-    """``url`` is empty for the ledger in memory."""
-
-    url: str
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-@pytest.fixture(scope="module", params=["memory", "valkey", "redis", "cluster-4-shards", "tls"])
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    if request.param == "memory":
-        yield Backend("")
-    elif request.param == "valkey":
-        with valkey_server() as url:
-            yield Backend(url)
-    elif request.param == "redis":
-        with redis_server() as url:
-            yield Backend(url)
-    elif request.param == "tls":
-        with tls_ledger() as (url, settings):
-            yield Backend(url, settings)
-    else:
-        with cluster() as nodes:
-            yield Backend(cluster_url(nodes), {"shards": 4})
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-async def ledger(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
-    if not backend.url:
-        yield MemoryLedger(clock)
-        return
-    async with connected(backend.url, **backend.settings) as ledger:
-        yield ledger
-
-
-@pytest.fixture
-async def forgetful(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
-    """A ledger that soon forgets what ended."""
-    if not backend.url:
-        yield MemoryLedger(clock, LedgerConfig(retention=RETENTION_S))
-        return
-    async with connected(backend.url, **backend.settings, retention=RETENTION_S) as ledger:
-        yield ledger
-
-
-@pytest.fixture
-def tick(backend: Backend, clock: Clock) -> Tick:
-    async def pass_time() -> None:
-        clock.now += 0.01
-        await asyncio.sleep(0.01 if backend.url else 0)
-
-    return pass_time
 
 
 async def lead(ledger: Ledger, term: int = TERM) -> None:

@@ -8,14 +8,16 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
+from everlift.errors import RateLimited
 from everlift.messages import FinishReason
 from everlift.v1.session_pb2 import WorkerInfo
 from router.ledger import scripts
 from router.ledger.base import Ledger, StaleTerm
 from router.ledger.config import DEFAULTS
 from router.ledger.entry import Append, Appended, Reasserted, State
+from router.ledger.quota import Charge, Settlement
 from router.ledger.redis_ledger import RedisLedger
-from tests.ledgers import connected, make_request, scored, valkey_server
+from tests.ledgers import connected, eventually, make_request, scored, valkey_server
 
 TERM = 1
 EPOCH = 5
@@ -58,6 +60,11 @@ class Keys:
 
     async def drop(self, *names: str) -> None:
         await self._client.delete(*(self._root + name for name in names))
+
+    async def fields_of(self, slots: str, charges: str) -> set[str]:
+        """Of a sorted set and of a hash."""
+        scored = await self._client.zrange(self._root + slots, 0, -1)
+        return {*scored, *await self._client.hkeys(self._root + charges)}
 
     async def members(self, name: str) -> set[str]:
         return set(await self._client.smembers(self._root + name))
@@ -269,3 +276,48 @@ async def test_a_worker_that_went_leaves_that_something_changed_and_what_it_was(
     assert await keys.names() == {"workers", "worker_addresses", *left}
     await ledger.drop_worker("w")
     assert await keys.names() == left
+
+
+async def test_nothing_of_a_tenant_stays_when_its_buckets_are_full(
+    ledger: RedisLedger, keys: Keys
+) -> None:
+    limits = {"requests_per_minute": 1, "tokens_per_minute": 10, "max_concurrent": 1}
+    await ledger.charge(Charge("acme/r", 1, 9, **limits), 1.0)
+    left = await keys.left_ms()
+    assert left.keys() == {"slots:acme", "charges:acme", "buckets:acme"}
+    assert 0 < min(left.values()) <= max(left.values()) <= 61_000
+    await ledger.hold(["acme/r"], 100.0)
+    left = await keys.left_ms()
+    assert min(left["slots:acme"], left["charges:acme"]) > 61_000
+    await ledger.settle([Settlement("acme/r", 9)])
+    assert await keys.names() == {"buckets:acme"}
+
+
+async def test_a_bucket_is_kept_until_all_of_it_is_made_up_for(
+    ledger: RedisLedger, keys: Keys
+) -> None:
+    await ledger.charge(Charge("acme/a", 0, 30, tokens_per_minute=10), 1.0)
+    await ledger.charge(Charge("acme/b", 0, 1, requests_per_minute=10), 1.0)
+    assert (await keys.left_ms())["buckets:acme"] > 120_000
+
+
+async def test_a_bucket_never_holds_more_than_a_minutes_worth(
+    ledger: RedisLedger, keys: Keys
+) -> None:
+    await keys.put("buckets:acme", "tokens", 1)
+    assert await ledger.charge(Charge("acme/a", 0, 10, tokens_per_minute=10), 1.0)
+    with pytest.raises(RateLimited):
+        await ledger.charge(Charge("acme/b", 0, 1, tokens_per_minute=10), 1.0)
+
+
+async def test_what_nobody_holds_any_more_leaves_nothing(ledger: RedisLedger, keys: Keys) -> None:
+    await ledger.charge(Charge("acme/a", 0, 1, max_concurrent=1), 0.01)
+
+    async def is_free() -> bool:
+        try:
+            return await ledger.charge(Charge("acme/b", 0, 1, max_concurrent=1), 1.0)
+        except RateLimited:
+            return False
+
+    await eventually(is_free)
+    assert await keys.fields_of("slots:acme", "charges:acme") == {"acme/b"}

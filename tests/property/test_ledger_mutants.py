@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from router.ledger import scripts
 from router.ledger.scripts import Script
-from tests.contract import test_ledger, test_ledger_keys
+from tests.contract import test_ledger, test_ledger_keys, test_ledger_tenants
 from tests.ledger_backends import OnServer
 from tests.ledger_machine import check
 from tests.ledger_mutants import MUTANTS, Mutant
@@ -40,7 +40,11 @@ def histories(module: object) -> dict[str, History]:
     }
 
 
-HISTORIES = histories(test_ledger) | histories(test_ledger_keys)
+HISTORIES = {
+    name: history
+    for module in (test_ledger, test_ledger_keys, test_ledger_tenants)
+    for name, history in histories(module).items()
+}
 NAMED = sorted({mutant.caught_by for mutant in MUTANTS})
 SCRIPTS = sorted({mutant.script for mutant in MUTANTS})
 

@@ -81,6 +81,20 @@ VALUES: dict[str, Object] = {
     "mutual TLS": {
         "tls": {"clients": {"existingSecret": "door", "mutual": True, "testSecret": "tester"}}
     },
+    "keys in a Secret": {
+        "access": {
+            "mode": "file",
+            "existingSecret": "who",
+            "key": "who.yaml",
+            "test": {"existingSecret": "probe", "key": "it"},
+        }
+    },
+    "keys in the ledger": {
+        "access": {"mode": "ledger"},
+        "ledger": EXTERNAL | {"tls": {"existingSecret": "tls"}},
+        "gcsFaultTolerance": GCS_ELSEWHERE,
+        "config": {"ledger": {"shards": 4}},
+    },
     "durable": {
         "ledger": {
             "durabilityClass": "always",
@@ -254,6 +268,9 @@ def test_kuberays_schema_finds_what_is_wrong(
         ({"config": {"worker": {"dtype": "fp8"}}}, "'bfloat16'"),
         ({"workers": {"min": 4}}, r"workers.max \(1\) must be at least workers.min \(4\)"),
         ({"ledger": {"durabilityClass": "replicated"}}, "needs ledger.external"),
+        ({"access": {"mode": "file"}}, "access.existingSecret: must be set"),
+        ({"access": {"mode": "ledger", "existingSecret": "who"}}, "is for access.mode file"),
+        ({"access": {"mode": "open"}}, "'off', 'file', 'ledger'"),
         ({"ledger": {"embedded": {"enabled": False}}}, "ledger.external.existingSecret: must"),
         ({"ledger": {"external": {"existingSecret": "x"}}}, "ledger.embedded.enabled to false"),
         ({"ledger": {"tls": {"existingSecret": "x"}}}, "has no TLS"),
@@ -605,6 +622,44 @@ def test_whoever_routes_to_the_service_is_told_of_tls(rendered: dict[str, Render
         for name in ("defaults", "TLS")
     ]
     assert protocols == ["kubernetes.io/h2c", "https"]
+
+
+def test_keys_are_mounted_where_routers_look_for_them(rendered: dict[str, Rendered]) -> None:
+    with_keys = rendered["keys in a Secret"]
+    settings = with_keys.settings["router"]
+    assert (settings["access"], settings["access_file"]) == (
+        "file",
+        "/etc/everlift/access/who.yaml",
+    )
+    for group in with_keys.groups:
+        spec = group["template"]["spec"]
+        mounts = {each["name"]: each for each in container(group)["volumeMounts"]}
+        volumes = {each["name"]: each for each in spec["volumes"]}
+        is_router = group.get("groupName") == "routers"
+        assert ("access" in mounts, "access" in volumes) == (is_router, is_router)
+        if is_router:
+            # A mount of one file would not follow its Secret.
+            assert mounts["access"]["mountPath"] == "/etc/everlift/access"
+            assert "subPath" not in mounts["access"]
+            assert volumes["access"]["secret"] == {"secretName": "who", "defaultMode": 0o440}
+    [test] = with_keys.the("Pod")["spec"]["containers"]
+    assert {
+        "name": "EVERLIFT_API_KEY",
+        "valueFrom": {"secretKeyRef": {"name": "probe", "key": "it"}},
+    } in test["env"]
+    assert "access" not in rendered["defaults"].settings["router"]
+
+
+def test_the_notes_make_the_first_key_in_this_releases_ledger(
+    rendered: dict[str, Rendered],
+) -> None:
+    with_keys = rendered["keys in the ledger"]
+    [line] = (each for each in with_keys.notes.splitlines() if "--set router.access" in each)
+    options = dict(re.findall(r"--set ([a-z_.]+)=([^ )]+)", line))
+    ledger = with_keys.settings["ledger"]
+    assert options.pop("router.access") == with_keys.settings["router"]["access"] == "ledger"
+    assert options == {f"ledger.{name}": str(value) for name, value in ledger.items()}
+    assert ledger.keys() == {"key_prefix", "durability_class", "shards", "tls_ca"}
 
 
 def test_rays_control_plane_is_kept_in_redis(rendered: dict[str, Rendered]) -> None:

@@ -1,0 +1,154 @@
+"""``everlift key``: makes, shows, replaces and revokes keys."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Column, Table
+
+from cluster.access.opening import Assignments, SettingsFile, changed, kept
+from everlift.settings import SettingsError
+from router.access import key as keys
+from router.access.document import Document
+from router.access.key import Key
+from router.gateway.caller import Scope
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Keys by which clients come in, where `router.access` is `file` or `ledger`.",
+)
+
+KeyId = Annotated[
+    str, typer.Argument(metavar="ID", help="The part of a key between its two underscores.")
+]
+
+
+@app.command(
+    epilog="""
+**Examples**
+
+- `everlift key create --tenant acme --name laptop --set router.access=ledger`
+- `everlift key create --tenant ops --scope admin --scope metrics --expires 90d`
+"""
+)
+def create(
+    tenant: Annotated[str, typer.Option(help="Whose it is.")],
+    scope: Annotated[
+        list[Scope] | None,
+        typer.Option(help="What it is good for; default infer. Repeatable."),
+    ] = None,
+    name: Annotated[str, typer.Option(help="For you, to know it by.")] = "",
+    expires: Annotated[
+        str | None, typer.Option(metavar="TIME", help="30m, 12h, 90d. Default: never.")
+    ] = None,
+    config: SettingsFile = None,
+    assignments: Assignments = None,
+) -> None:
+    """Make a key, and print it: it is kept nowhere, and cannot be shown again."""
+    now = time.time()
+    until = None if expires is None else keys.moment(now + _seconds("--expires", expires))
+    key_id, secret = keys.new_id(), keys.new_secret()
+    key = _key(tenant, tuple(scope or [Scope.INFER]), secret, now, until, name)
+    changed(config, assignments, lambda document: document.with_key(key_id, key))
+    typer.echo(keys.whole(key_id, secret))
+
+
+@app.command("list", epilog="**Example:** `everlift key list --config cluster.yaml`")
+def show(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    config: SettingsFile = None,
+    assignments: Assignments = None,
+) -> None:
+    """Show which keys there are, without their secrets."""
+    document, now = kept(config, assignments), time.time()
+    if as_json:
+        plain = document.to_plain()["keys"]
+        typer.echo(json.dumps([{"id": key_id} | _shown(key) for key_id, key in plain.items()]))
+    else:
+        Console(highlight=False).print(_table(document, now))
+
+
+@app.command(epilog="**Example:** `everlift key revoke 3f9a1c2b4d5e`")
+def revoke(key_id: KeyId, config: SettingsFile = None, assignments: Assignments = None) -> None:
+    """Let a key open nothing any more, within two seconds."""
+
+    def edit(document: Document) -> Document:
+        _known(document, key_id)
+        return document.with_key(key_id, None)
+
+    changed(config, assignments, edit)
+    typer.echo(f"{key_id} is revoked")
+
+
+@app.command(epilog="**Example:** `everlift key rotate 3f9a1c2b4d5e --overlap 1d`")
+def rotate(
+    key_id: KeyId,
+    overlap: Annotated[
+        str, typer.Option(metavar="TIME", help="The old key holds for so long: 30m, 12h, 1d.")
+    ] = "1d",
+    config: SettingsFile = None,
+    assignments: Assignments = None,
+) -> None:
+    """Print a new key of the same tenant for the same, and let the old one expire."""
+    now = time.time()
+    ends = now + _seconds("--overlap", overlap)
+    new_id, secret = keys.new_id(), keys.new_secret()
+
+    def edit(document: Document) -> Document:
+        old = _known(document, key_id)
+        new = replace(old, sha256=keys.hash_of(secret), created=keys.moment(now))
+        if not old.has_expired(ends):
+            old = replace(old, expires=keys.moment(ends))
+        return document.with_key(key_id, old).with_key(new_id, new)
+
+    changed(config, assignments, edit)
+    typer.echo(keys.whole(new_id, secret))
+
+
+def _key(
+    tenant: str, scopes: tuple[Scope, ...], secret: str, now: float, until: str | None, name: str
+) -> Key:
+    """Raises SettingsError."""
+    try:
+        return Key(tenant, scopes, keys.hash_of(secret), keys.moment(now), until, name)
+    except ValueError as error:
+        raise SettingsError(f"--{error}") from None
+
+
+def _known(document: Document, key_id: str) -> Key:
+    if (key := document.keys.get(key_id)) is None:
+        raise SettingsError(f"there is no key {key_id}: everlift key list")
+    return key
+
+
+def _seconds(option: str, text: str) -> float:
+    try:
+        return keys.duration(text)
+    except ValueError as error:
+        raise SettingsError(f"{option}: {error}") from None
+
+
+def _shown(key: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in key.items() if name != "sha256"}
+
+
+def _table(document: Document, now: float) -> Table:
+    columns = ("id", "tenant", "scopes", "created", "expires", "name")
+    table = Table(*(Column(name, no_wrap=name != "name") for name in columns), box=SIMPLE)
+    for key_id, key in sorted(document.keys.items(), key=lambda item: item[1].created):
+        scopes = " ".join(scope.value for scope in key.scopes)
+        expires = f"{_day(key.expires)}{' over' if key.has_expired(now) else ''}"
+        table.add_row(key_id, key.tenant, scopes, _day(key.created), expires, key.name)
+    return table
+
+
+def _day(moment: str | None) -> str:
+    """JSON has it to the second."""
+    return moment[:10] if moment else "never"

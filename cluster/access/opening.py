@@ -1,0 +1,84 @@
+"""Where a configuration says that keys and tenants are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster import config as configuration
+from cluster.config import Config
+from cluster.errors import ClusterFailed
+from everlift.settings import SettingsError
+from router.access.document import Document
+from router.access.file_store import FileStore
+from router.access.store import Edit, LedgerStore, Store
+from router.ledger.config import EMBEDDED
+from router.ledger.embedded import running_url
+from router.ledger.redis_ledger import RedisLedger, connect
+
+SettingsFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="The cluster's settings in YAML.")
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. router.access=ledger."),
+]
+
+
+def changed(file: Path | None, assignments: Sequence[str] | None, edit: Edit) -> Document:
+    """What is kept from now on. Raises SettingsError, LedgerSetupError, EverliftError, OSError."""
+    return asyncio.run(_changed(_config(file, assignments), edit))
+
+
+def kept(file: Path | None, assignments: Sequence[str] | None) -> Document:
+    """What is kept. Raises what ``changed`` does."""
+    return changed(file, assignments, lambda document: document)
+
+
+def _config(file: Path | None, assignments: Sequence[str] | None) -> Config:
+    return configuration.load(file, os.environ, assignments or ())
+
+
+async def _changed(config: Config, edit: Edit) -> Document:
+    async with _opened(config) as store:
+        return await store.change(edit)
+
+
+@asynccontextmanager
+async def _opened(config: Config) -> AsyncIterator[Store]:
+    match config.router.access:
+        case "off":
+            raise SettingsError(
+                "router.access is off, and everybody may come in: set it to ledger, or to file "
+                "with router.access_file, here and for `everlift up`"
+            )
+        case "file":
+            yield FileStore(Path(config.router.access_file))
+        case "ledger":
+            async with _ledger(config) as ledger:
+                yield LedgerStore(ledger)
+
+
+@asynccontextmanager
+async def _ledger(config: Config) -> AsyncIterator[RedisLedger]:
+    url = config.ledger.url
+    if url == EMBEDDED:
+        running = running_url(config.state_dir)
+        if running is None:
+            raise ClusterFailed(
+                f"no ledger has ever run on {config.state_dir}: start a cluster with `everlift up`,"
+                " or set ledger.url"
+            )
+        url = running
+    ledger = await connect(replace(config.ledger, url=url))
+    try:
+        yield ledger
+    finally:
+        await ledger.close()

@@ -1,0 +1,138 @@
+"""``everlift tenant``: what tenants may ask for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from cluster.access.opening import Assignments, SettingsFile, changed, kept
+from everlift.errors import InvalidRequest
+from everlift.request_id import check_tenant
+from everlift.settings import SettingsError
+from router.access.document import EVERYBODY, Document
+from router.access.limits import Limits
+
+_NAMES = tuple(field.name for field in fields(Limits))
+#: In place of a number: no limit at all, or the one of EVERYBODY.
+_NONE, _DEFAULT = "none", "default"
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Limits of tenants, where `router.access` is `file` or `ledger`.",
+)
+
+Tenant = Annotated[
+    str,
+    typer.Argument(metavar="TENANT", help=f"Its name; '{EVERYBODY}' is all that have no other."),
+]
+
+
+def _limit(text: str) -> Any:
+    return typer.Option(metavar=f"N|{_NONE}|{_DEFAULT}", help=text)
+
+
+@app.command(
+    "set",
+    epilog="""
+**Examples**
+
+- `everlift tenant set acme --requests-per-minute 600 --max-concurrent 50`
+- `everlift tenant set '*' --tokens-per-minute 100000` for every tenant that has no other limit
+- `everlift tenant set acme --tokens-per-minute none --max-priority default`
+""",
+)
+def change(
+    tenant: Tenant,
+    requests_per_minute: Annotated[
+        str | None, _limit("Requests that may begin in a minute.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        str | None, _limit("Tokens of prompts and outputs in a minute.")
+    ] = None,
+    max_concurrent: Annotated[
+        str | None, _limit("Requests at a time, waiting ones counted in.")
+    ] = None,
+    max_tokens: Annotated[
+        str | None, _limit("Output tokens of a request, of all its choices.")
+    ] = None,
+    max_priority: Annotated[str | None, _limit("The highest class of a request.")] = None,
+    config: SettingsFile = None,
+    assignments: Assignments = None,
+) -> None:
+    """Change a tenant's limits; those that are not named stay as they are."""
+    given = dict(
+        zip(
+            _NAMES,
+            (requests_per_minute, tokens_per_minute, max_concurrent, max_tokens, max_priority),
+            strict=True,
+        )
+    )
+    _check_tenant(tenant)
+    wanted = {name: _value(name, text) for name, text in given.items() if text is not None}
+
+    def edit(document: Document) -> Document:
+        own = {**document.tenants.get(tenant, {}), **wanted}
+        return document.with_tenant(
+            tenant, {name: value for name, value in own.items() if value != _DEFAULT}
+        )
+
+    document = changed(config, assignments, edit)
+    Console(highlight=False).print(_table(document, [tenant]))
+
+
+@app.command("list", epilog="**Example:** `everlift tenant list --json`")
+def show(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    config: SettingsFile = None,
+    assignments: Assignments = None,
+) -> None:
+    """Show the tenants that have keys or limits, and what they may ask for."""
+    document = kept(config, assignments)
+    names = {key.tenant for key in document.keys.values()} | document.tenants.keys() | {EVERYBODY}
+    if as_json:
+        typer.echo(json.dumps({name: _limits(document, name) for name in sorted(names)}))
+    else:
+        Console(highlight=False).print(_table(document, sorted(names)))
+
+
+def _check_tenant(tenant: str) -> None:
+    if tenant != EVERYBODY:
+        try:
+            check_tenant(tenant)
+        except InvalidRequest as error:
+            raise SettingsError(str(error)) from None
+
+
+def _value(name: str, text: str) -> Any:
+    """A number, None for no limit, or _DEFAULT. Raises SettingsError."""
+    if text == _DEFAULT:
+        return text
+    if text == _NONE:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        option = name.replace("_", "-")
+        raise SettingsError(
+            f"--{option}: must be a number, none or default, not {text!r}"
+        ) from None
+
+
+def _limits(document: Document, tenant: str) -> dict[str, int | None]:
+    limits = document.limits_of(tenant)
+    return {name: getattr(limits, name) for name in _NAMES}
+
+
+def _table(document: Document, tenants: list[str]) -> Table:
+    table = Table("tenant", *(name.replace("_", " ") for name in _NAMES), box=SIMPLE)
+    for tenant in tenants:
+        values = _limits(document, tenant).values()
+        table.add_row(tenant, *("-" if value is None else str(value) for value in values))
+    return table

@@ -1,0 +1,11 @@
+-- Requests go on: their slots are theirs for another lease.
+-- ARGV: lease in µs, and for each request its tenant and id
+
+local lease = ARGV[1]
+local ends = digits(now() + lease)
+
+for i = 2, #ARGV, 2 do
+    redis.call('ZADD', slots_key(ARGV[i]), ends, ARGV[i + 1])
+    keep_slots(ARGV[i], lease)
+end
+return {'ok'}

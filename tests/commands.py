@@ -1,0 +1,16 @@
+"""The command line, run in this process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from typer.testing import CliRunner
+
+from cluster.cli import app
+
+
+async def run(*arguments: str, status: int = 0, **environ: str) -> str:
+    """What ``everlift`` with these arguments says; all of it."""
+    result = await asyncio.to_thread(CliRunner().invoke, app, arguments, env=environ)
+    assert result.exit_code == status, result.output
+    return result.output

@@ -1,0 +1,82 @@
+"""The ledgers that the contract is held to: in memory, and on servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from router.ledger.base import Ledger
+from router.ledger.config import LedgerConfig
+from router.ledger.memory import MemoryLedger
+from tests.ledger_servers import cluster, cluster_url, tls_ledger
+from tests.ledgers import (
+    RETENTION_S,
+    Clock,
+    Tick,
+    connected,
+    redis_server,
+    valkey_server,
+)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``url`` is empty for the ledger in memory."""
+
+    url: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module", params=["memory", "valkey", "redis", "cluster-4-shards", "tls"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    if request.param == "memory":
+        yield Backend("")
+    elif request.param == "valkey":
+        with valkey_server() as url:
+            yield Backend(url)
+    elif request.param == "redis":
+        with redis_server() as url:
+            yield Backend(url)
+    elif request.param == "tls":
+        with tls_ledger() as (url, settings):
+            yield Backend(url, settings)
+    else:
+        with cluster() as nodes:
+            yield Backend(cluster_url(nodes), {"shards": 4})
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def ledger(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
+    if not backend.url:
+        yield MemoryLedger(clock)
+        return
+    async with connected(backend.url, **backend.settings) as ledger:
+        yield ledger
+
+
+@pytest.fixture
+async def forgetful(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
+    """A ledger that soon forgets what ended."""
+    if not backend.url:
+        yield MemoryLedger(clock, LedgerConfig(retention=RETENTION_S))
+        return
+    async with connected(backend.url, **backend.settings, retention=RETENTION_S) as ledger:
+        yield ledger
+
+
+@pytest.fixture
+def tick(backend: Backend, clock: Clock) -> Tick:
+    async def pass_time() -> None:
+        clock.now += 0.01
+        await asyncio.sleep(0.01 if backend.url else 0)
+
+    return pass_time

@@ -1,0 +1,28 @@
+"""Keys for tests, made as operators make them, in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from router.access import key as keys
+from router.access.file_store import FileStore
+from router.access.key import Key
+from router.gateway.caller import Scope
+
+
+class Keyring:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._store = FileStore(path)
+
+    async def key(self, tenant: str, *scopes: Scope) -> str:
+        """A new one, good for requests where nothing else is said."""
+        key_id, secret = keys.new_id(), keys.new_secret()
+        key = Key(
+            tenant, scopes or (Scope.INFER,), keys.hash_of(secret), keys.moment(1_900_000_000)
+        )
+        await self._store.change(lambda document: document.with_key(key_id, key))
+        return keys.whole(key_id, secret)
+
+    async def limit(self, tenant: str, **limits: int | None) -> None:
+        await self._store.change(lambda document: document.with_tenant(tenant, limits))
