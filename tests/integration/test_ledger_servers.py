@@ -9,6 +9,7 @@ import resource
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import pytest
 from redis.exceptions import ResponseError
@@ -355,6 +356,20 @@ async def test_a_server_that_asks_for_our_certificate_gets_it(
         await connect(config)
     with pytest.raises(LedgerSetupError, match="/nowhere: cannot be read"):
         await connect(LedgerConfig(url=tls_url(one), **(files | {"tls_ca": "/nowhere"})))
+
+
+async def test_files_that_break_keep_nobody_from_the_ledger(
+    guarded: tuple[Server, dict[str, str]], tmp_path: Path
+) -> None:
+    one, files = guarded
+    for name, path in files.items():
+        (tmp_path / name).write_bytes(Path(path).read_bytes())
+    copies = {name: str(tmp_path / name) for name in files}
+    async with connected(tls_url(one), **copies) as ledger:
+        (tmp_path / "tls_ca").write_text("half a cert")
+        # Connections are made anew.
+        await ledger._shards._connections.look_again()
+        await running(ledger)
 
 
 async def test_sentinels_and_clusters_are_reached_over_tls_too() -> None:
