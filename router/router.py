@@ -111,7 +111,7 @@ class Router:
         await router._internal.start()
         await router._public.start()
         router._metrics.readiness = router._requests
-        for line in exposures(config, has_keys=False):
+        for line in exposures(config, has_keys=config.access != "off"):
             log.warning(line, host=config.host, internal_host=config.internal_host)
         log.info("router ready", router_id=router.router_id, address=router.address)
         return router
