@@ -9,6 +9,7 @@ import xgrammar
 from everlift.errors import InvalidRequest, OutOfRange, ToolsUnsupported
 from router.chat.formats import HERMES, LLAMA3, tool_format
 from router.chat.tools import MAX_TOOLS, Choice, ToolUse
+from router.config import RouterConfig
 from tests import chat_support
 from tests.chat_support import TOOLS, USE, read
 from worker.grammar.keeper import compile_grammar
@@ -181,6 +182,12 @@ def test_a_model_whose_calls_nobody_can_read_has_tools_only_where_a_grammar_enfo
     required = ToolUse.of(TOOLS, "required", True)
     assert allows(required, '[{"name": "search", "arguments": {}}]', None)
     assert json.loads(required.grammar(None).texts[0])["minItems"] == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("setting", [{"template_timeout": 0.0}, {"template_processes": 0}])
+def test_settings_that_would_render_nothing_are_refused(setting: Any) -> None:
+    with pytest.raises(ValueError, match="template"):
+        RouterConfig(**setting)
 
 
 def test_formats_show_in_templates() -> None:
