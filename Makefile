@@ -12,12 +12,14 @@ PROTO_BIN := $(PROTO_VENV)/bin
 PROTOS := $(sort $(wildcard proto/everlift/v1/*.proto))
 # A contract of others, that customers who import everlift need not have.
 SERVER_PROTOS := $(sort $(wildcard router/gateway/kserve/v2/*.proto))
+# The contract of the last release.
+CONTRACT := proto/contract.binpb
 TORCH := 2.13.0
 # Tests that no clock but their own looks at run side by side; those of whole clusters one after another.
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-check chart chart-check lock clean
+.PHONY: help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -108,8 +110,12 @@ proto: $(PROTO_VENV)/.installed ## generate the stubs beside every .proto
 	@tools/generate_stubs.sh $(PROTO_BIN) proto proto $(PROTOS)
 	@tools/generate_stubs.sh $(PROTO_BIN) . . $(SERVER_PROTOS)
 
+proto-release: $(PROTO_VENV)/.installed ## write what is promised from this release on into proto/contract.binpb
+	$(PROTO_BIN)/buf build proto -o $(CONTRACT) --exclude-source-info
+
 proto-check: $(PROTO_VENV)/.installed
 	$(PROTO_BIN)/buf lint
+	$(PROTO_BIN)/buf breaking proto --against $(CONTRACT)
 	@rm -rf build/stubs && mkdir -p build/stubs/proto
 	@tools/generate_stubs.sh $(PROTO_BIN) proto build/stubs/proto $(PROTOS)
 	@tools/generate_stubs.sh $(PROTO_BIN) . build/stubs $(SERVER_PROTOS)

@@ -27,6 +27,9 @@ class RouterConfig:
     #: PEM file with who signed the certificates of clients, which then have to show one; not set:
     #: they need none
     tls_client_ca: str = ""
+    #: of a client's call, uncompressed; a larger one is refused with RESOURCE_EXHAUSTED. A prompt
+    #: of a million tokens has about 5 MB
+    max_message_bytes: int = 8 << 20
     #: where workers and other routers connect
     internal_host: str = "127.0.0.1"
     internal_port: int = 0
@@ -113,6 +116,8 @@ class RouterConfig:
             # A relative path is taken from the working directory, once.
             path = str(Path(self.access_file).expanduser().absolute())
             object.__setattr__(self, "access_file", path)
+        if not 1 << 10 <= self.max_message_bytes < 1 << 31:
+            raise ValueError("router.max_message_bytes must be from 1 KiB to below 2 GiB")
         if not 0 <= self.trace_sample <= 1:
             raise ValueError("router.trace_sample must be from 0 to 1")
         if self.template_timeout <= 0:

@@ -23,11 +23,13 @@ from router.gateway.admin_server import AdminServer
 from router.gateway.chaos_server import ChaosServer
 from router.gateway.door import OPEN, Door
 from router.gateway.grpc_server import InferenceServer
+from router.gateway.handlers import service_name
 from router.gateway.health_server import HealthServer
 from router.gateway.inference import Inference
 from router.gateway.kserve.server import KserveServer
 from router.gateway.model import ServedModel
 from router.gateway.quotas import unlimited
+from router.gateway.reflection_server import ReflectionServer
 from router.gateway.requests import Requests
 from router.gateway.status import Status
 from router.internal_server import InternalServer
@@ -40,6 +42,7 @@ from router.metrics.http_server import MetricsServer
 from router.metrics.instruments import Instruments
 from router.metrics.timed_ledger import timed
 from router.metrics.vllm import VllmCollector
+from router.rpc.limits import Limits
 from router.rpc.server import Server
 from router.sessions import Sessions
 from router.traces.exporter import otlp
@@ -75,7 +78,8 @@ class Router:
         self._ledger = ledger
         self._access = access
         self._model = model
-        self._public = Server() if transport is None else transport.server(SERVER_OPTIONS)
+        limits = Limits(max_message_bytes=config.max_message_bytes)
+        self._public = Server(limits) if transport is None else transport.server(SERVER_OPTIONS)
         self._internal = self._transport.server(SERVER_OPTIONS)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
@@ -199,15 +203,16 @@ class Router:
             self._transport,
         )
         door: Door = self._access or OPEN
-        self._public.add_generic_rpc_handlers(
-            (
-                server.handlers(door),
-                KserveServer(inference, self._requests, self._model).handlers(door),
-                HealthServer(self._requests).handlers(),
-                AdminServer(self._sessions).handlers(door),
-                ChaosServer(chaos).handlers(door),
-            )
+        services = (
+            server.handlers(door),
+            KserveServer(inference, self._requests, self._model).handlers(door),
+            AdminServer(self._sessions).handlers(door),
+            ChaosServer(chaos).handlers(door),
         )
+        names = [*map(service_name, services)]
+        health = HealthServer(self._requests, names).handlers()
+        reflection = ReflectionServer([*names, service_name(health)])
+        self._public.add_generic_rpc_handlers((*services, health, *reflection.handlers()))
         # Other gateways relay their clients' Attach and Cancel to the one that has the request.
         self._internal.add_generic_rpc_handlers((server.handlers(OPEN),))
         session_pb2_grpc.add_RouterInternalServicer_to_server(

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import islice
+from typing import TypeVar
 
 from everlift.errors import OutOfRange
 
+T = TypeVar("T")
 
-def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raises OutOfRange unless ``value`` is a number from ``low`` to ``high``."""
+
+def one_too_many(items: Iterable[T], most: int) -> tuple[T, ...]:
+    """The items, or if there are more than ``most`` no more of them than show it: of what is going
+    to be refused no copy is made."""
+    return tuple(islice(items, most + 1))
+
+
+def check_range(name: str, value: float, low: float, high: float, *, field: str = "") -> None:
+    """Raises OutOfRange unless ``value`` is a number from ``low`` to ``high``. ``field`` is what
+    clients call it where that is not ``name``."""
     if not (math.isfinite(value) and low <= value <= high):
-        raise OutOfRange(f"{name} must be from {low:g} to {high:g}, not {value:g}")
+        raise OutOfRange(
+            f"{name} must be from {low:g} to {high:g}, not {value:g}", field=field or name
+        )

@@ -1,4 +1,7 @@
-"""Everlift's errors on a gRPC call: put on it by a server, read off it by a client."""
+"""Everlift's errors on a gRPC call: put on it by a server, read off it by a client.
+
+Slug, time of a retry and field are in google.rpc's details (error_details.py).
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,14 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from everlift.errors import (
-    RETRY_AFTER_METADATA_KEY,
-    SLUG_METADATA_KEY,
-    DeadlineExceeded,
-    EverliftError,
-    Unreachable,
-    from_slug,
-)
+from everlift import error_details
+from everlift.errors import DeadlineExceeded, EverliftError, MessageTooLarge, Unreachable
 from everlift.handshake import refusal
 
 T = TypeVar("T")
 
-#: Characters of a cause: gRPC refuses answers with more than 8 KiB of metadata, as it writes them.
-_MAX_CAUSE = 512
+#: Trailing metadata, by gRPC's convention.
+DETAILS = "grpc-status-details-bin"
 #: Statuses that gRPC itself gives when a connection or a server goes away.
 _BROKEN = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL}
@@ -29,17 +26,18 @@ _BROKEN = frozenset(
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: EverliftError) -> NoReturn:
-    """Ends a server's call with the error's status, cause and slug."""
-    metadata = [(SLUG_METADATA_KEY, error.slug)]
-    if error.retry_after_s is not None:
-        metadata.append((RETRY_AFTER_METADATA_KEY, f"{error.retry_after_s:g}"))
+    """Ends a server's call with the error's status, cause and details."""
+    await context.abort(status(error), error_details.cause(error), trailing(error))
+
+
+def status(error: EverliftError) -> grpc.StatusCode:
     code: grpc.StatusCode = getattr(grpc.StatusCode, error.grpc_status)
-    await context.abort(code, bounded(str(error)), tuple(metadata))
+    return code
 
 
-def bounded(cause: str) -> str:
-    """A cause, which may quote what a client sent, at a length that gRPC takes."""
-    return cause if len(cause) <= _MAX_CAUSE else f"{cause[: _MAX_CAUSE - 1]}…"
+def trailing(error: EverliftError) -> tuple[tuple[str, bytes]]:
+    """The trailing metadata of a call that ends with this error."""
+    return ((DETAILS, error_details.encode(error, status(error).value[0])),)
 
 
 async def answer(call: grpc.aio.Call, waiting: Awaitable[T]) -> T:
@@ -64,11 +62,7 @@ async def read(call: grpc.aio.UnaryStreamCall[Any, T]) -> T | None:
 
 async def _error(call: grpc.aio.Call) -> EverliftError:
     code, details = await call.code(), await call.details() or ""
-    metadata = {str(key): str(value) for key, value in await call.trailing_metadata() or ()}
-    if slug := metadata.get(SLUG_METADATA_KEY):
-        error = from_slug(slug, details)
-        retry_after = metadata.get(RETRY_AFTER_METADATA_KEY)
-        error.retry_after_s = float(retry_after) if retry_after else None
+    if (error := _told(await call.trailing_metadata())) is not None:
         return error
     if code in _BROKEN:
         reason = refusal(details)
@@ -77,4 +71,15 @@ async def _error(call: grpc.aio.Call) -> EverliftError:
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(details)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        # So gRPC itself refuses, here already, what is larger than a channel takes.
+        return MessageTooLarge(details)
     return EverliftError(f"{code.name}: {details}")
+
+
+def _told(metadata: grpc.aio.Metadata | None) -> EverliftError | None:
+    """What the server itself said."""
+    for key, value in metadata or ():
+        if key == DETAILS and isinstance(value, bytes):
+            return error_details.decode(value)
+    return None

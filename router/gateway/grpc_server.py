@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import grpc
+from collections.abc import AsyncIterator
+from typing import TypeVar
 
-from everlift.errors import EverliftError
+import grpc
+from google.protobuf.message import Message
+
+from everlift.errors import EverliftError, OutOfRange
 from everlift.request_id import is_request_id
 from everlift.trace_context import TRACERESPONSE, TraceContext
 from everlift.v1 import inference_pb2 as pb
+from router.gateway import fields
 from router.gateway.caller import Scope
 from router.gateway.door import Door
 from router.gateway.handlers import Call, Handlers, parse
+from router.gateway.headers import REQUEST_ID
 from router.gateway.inference import Inference, Opened
+from router.gateway.many import MAX_REQUESTS
 from router.gateway.relay import is_relayed
 from router.gateway.status import Status
 
-#: In a call's initial metadata.
-_REQUEST_ID = "x-request-id"
+M = TypeVar("M", bound=Message)
+
+#: A request ends so much sooner than its call: its answer, which has a cause, comes before the
+#: client hangs up.
+_TO_ANSWER_S = 0.05
 
 
 class InferenceServer:
@@ -27,10 +37,10 @@ class InferenceServer:
         self._status = status
 
     async def generate(self, data: bytes, call: Call) -> Opened:
-        message = self._submitted(data)
+        message = self._submitted(pb.GenerateRequest, data)
         try:
             opened = await self._inference.generate(
-                call.caller, message, call.headers, call.context.time_remaining()
+                call.caller, message, call.headers, _timeout_s(call)
             )
         except Exception:
             if is_request_id(message.request_id):
@@ -39,9 +49,15 @@ class InferenceServer:
         await _greet(call, opened.request_id, opened.trace)
         return opened
 
-    def _submitted(self, data: bytes) -> pb.GenerateRequest:
+    def generate_many(self, data: bytes, call: Call) -> AsyncIterator[pb.GenerateManyResponse]:
+        message = self._submitted(pb.GenerateManyRequest, data, most_fields=2 * MAX_REQUESTS)
+        return self._inference.generate_many(call.caller, message, call.headers, _timeout_s(call))
+
+    def _submitted(self, kind: type[M], data: bytes, most_fields: int | None = None) -> M:
         try:
-            return parse(pb.GenerateRequest, data)
+            if most_fields is not None and fields.count(data, most_fields) > most_fields:
+                raise OutOfRange(f"the message has more than {most_fields} fields")
+            return parse(kind, data)
         except EverliftError as error:
             self._inference.turned_away(error)
             raise
@@ -63,6 +79,16 @@ class InferenceServer:
     async def get_request(self, data: bytes, call: Call) -> pb.GetRequestResponse:
         return await self._inference.get_request(call.caller, parse(pb.GetRequestRequest, data))
 
+    async def tokenize(self, data: bytes, call: Call) -> pb.TokenizeResponse:
+        return await self._inference.tokenize(call.caller, parse(pb.TokenizeRequest, data))
+
+    async def detokenize(self, data: bytes, call: Call) -> pb.DetokenizeResponse:
+        return await self._inference.detokenize(call.caller, parse(pb.DetokenizeRequest, data))
+
+    async def list_models(self, data: bytes, call: Call) -> pb.ListModelsResponse:
+        parse(pb.ListModelsRequest, data)
+        return self._inference.list_models()
+
     async def get_status(self, data: bytes, call: Call) -> pb.GetStatusResponse:
         parse(pb.GetStatusRequest, data)
         return self._status.describe(call.caller)
@@ -72,19 +98,29 @@ class InferenceServer:
         handlers = Handlers(door)
         methods = {
             "Generate": handlers.pieces(self.generate, Scope.INFER),
+            "GenerateMany": handlers.streaming(self.generate_many, Scope.INFER),
             "Attach": handlers.pieces(self.attach, Scope.INFER),
             "Cancel": handlers.unary(self.cancel, Scope.INFER),
             "Forget": handlers.unary(self.forget, Scope.INFER),
             "GetRequest": handlers.unary(self.get_request, Scope.INFER),
+            "Tokenize": handlers.unary(self.tokenize, Scope.INFER),
+            "Detokenize": handlers.unary(self.detokenize, Scope.INFER),
+            "ListModels": handlers.unary(self.list_models, Scope.INFER),
             "GetStatus": handlers.unary(self.get_status, Scope.METRICS),
         }
         name = pb.DESCRIPTOR.services_by_name["Inference"].full_name
         return grpc.method_handlers_generic_handler(name, methods)
 
 
+def _timeout_s(call: Call) -> float | None:
+    """Until the end of a request without a deadline of its own."""
+    left_s = call.context.time_remaining()
+    return None if left_s is None else max(left_s - _TO_ANSWER_S, left_s / 2)
+
+
 async def _greet(call: Call, request_id: str, trace: TraceContext | None = None) -> None:
     """What a client knows first."""
-    metadata = [(_REQUEST_ID, request_id)]
+    metadata = [(REQUEST_ID, request_id)]
     if trace is not None:
         metadata.append((TRACERESPONSE, str(trace)))
     await call.context.send_initial_metadata(tuple(metadata))

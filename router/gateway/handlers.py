@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf import empty_pb2, unknown_fields
+from google.protobuf import empty_pb2
 from google.protobuf.message import DecodeError, Message
 
-from everlift import logs, wire
-from everlift.errors import EverliftError, InvalidRequest, NotUtf8
+from everlift import wire
+from everlift.errors import InvalidRequest, NotUtf8
 from router.gateway.caller import Caller, Scope
 from router.gateway.door import Door
+from router.gateway.failures import answerable
 from router.gateway.inference import Opened
 from router.gateway.pieces import Pieces
 from router.rpc import call as rpc
-
-log = logs.get(__name__)
 
 M = TypeVar("M", bound=Message)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -37,6 +36,13 @@ class Call:
     caller: Caller
     headers: Mapping[str, str]
     context: Context
+
+
+def service_name(handlers: grpc.GenericRpcHandler) -> str:
+    """Of the one service that they are of."""
+    assert isinstance(handlers, grpc.ServiceRpcHandler)
+    name: str = handlers.service_name()
+    return name
 
 
 def parse(kind: type[M], data: bytes) -> M:
@@ -53,10 +59,10 @@ def parse(kind: type[M], data: bytes) -> M:
 def _is_well_formed(data: bytes) -> bool:
     """Fields can be told apart, so it is what they hold that cannot be read."""
     try:
-        fields = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(data))
+        empty_pb2.Empty.FromString(data)
     except DecodeError:
         return False
-    return len(fields) > 0
+    return True
 
 
 class Handlers:
@@ -178,12 +184,3 @@ async def _abort(context: Context, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     await wire.abort(context, answerable(error))
-
-
-def answerable(error: Exception) -> EverliftError:
-    """What a client is told of an error that is being handled. An unforeseen one is logged, not
-    shown."""
-    if isinstance(error, EverliftError):
-        return error
-    log.exception("unforeseen error")
-    return EverliftError("internal error; the router's log says more")

@@ -1,48 +1,31 @@
 """``grpc.health.v1.Health`` on a gateway's public port.
 
-    ""                                this router takes new requests: whether to send any here
-    everlift.v1.Inference             the same
-    inference.GRPCInferenceService    the same
-    live                              this process answers: whether to start another one instead
+    ""                       this router takes new requests: whether to send any here
+    everlift.v1.Inference    the same, as every other service that it has
+    live                     this process answers: whether to start another one in its place
 
 It takes none from the moment that it stops, and while its ledger is away; what it has goes on, and
-can be attached to. Its messages have one field each, which on the wire is that of StringValue and
-Int32Value: the package that has them asks for a newer grpcio and protobuf than we do.
+can be attached to.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from enum import IntEnum
+from collections.abc import AsyncIterator, Collection
 from typing import Protocol
 
 import grpc
-from google.protobuf.wrappers_pb2 import Int32Value, StringValue
+from grpc_health.v1 import health_pb2 as pb
 
-from everlift.v1 import inference_pb2 as pb
 from router.gateway.caller import Scope
 from router.gateway.door import OPEN
 from router.gateway.handlers import Call, Handlers, parse
-from router.gateway.kserve.v2 import open_inference_pb2
 
-_NAME = "grpc.health.v1.Health"
-_READINESS = (
-    "",
-    pb.DESCRIPTOR.services_by_name["Inference"].full_name,
-    open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
-)
+_NAME = pb.DESCRIPTOR.services_by_name["Health"].full_name
+_WHOLE = ""
 _LIVENESS = "live"
 #: Who watches hears of a change so soon.
 _LOOK_S = 0.1
-
-
-class ServingStatus(IntEnum):
-    """As in the protocol."""
-
-    SERVING = 1
-    NOT_SERVING = 2
-    SERVICE_UNKNOWN = 3
 
 
 class Readiness(Protocol):
@@ -51,28 +34,30 @@ class Readiness(Protocol):
 
 
 class HealthServer:
-    def __init__(self, requests: Readiness) -> None:
+    def __init__(self, requests: Readiness, services: Collection[str]) -> None:
+        """``services`` are the names of those beside this one."""
         self._requests = requests
+        self._readiness = frozenset({_WHOLE, _NAME, *services})
 
-    def status(self, service: str) -> ServingStatus:
-        if service in _READINESS:
-            ready = self._requests.takes_new
-            return ServingStatus.SERVING if ready else ServingStatus.NOT_SERVING
-        known = service == _LIVENESS
-        return ServingStatus.SERVING if known else ServingStatus.SERVICE_UNKNOWN
+    def status(self, service: str) -> pb.HealthCheckResponse:
+        if service == _LIVENESS or (service in self._readiness and self._requests.takes_new):
+            return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVING)
+        if service in self._readiness:
+            return pb.HealthCheckResponse(status=pb.HealthCheckResponse.NOT_SERVING)
+        return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
 
-    async def check(self, data: bytes, call: Call) -> Int32Value:
-        status = self.status(parse(StringValue, data).value)
-        if status is ServingStatus.SERVICE_UNKNOWN:
+    async def check(self, data: bytes, call: Call) -> pb.HealthCheckResponse:
+        answer = self.status(parse(pb.HealthCheckRequest, data).service)
+        if answer.status == pb.HealthCheckResponse.SERVICE_UNKNOWN:
             await call.context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
-        return Int32Value(value=status)
+        return answer
 
-    async def watch(self, data: bytes, call: Call) -> AsyncIterator[Int32Value]:
-        service, told = parse(StringValue, data).value, None
+    async def watch(self, data: bytes, call: Call) -> AsyncIterator[pb.HealthCheckResponse]:
+        service, told = parse(pb.HealthCheckRequest, data).service, None
         while True:
-            if (status := self.status(service)) is not told:
-                told = status
-                yield Int32Value(value=status)
+            if (answer := self.status(service)) != told:
+                told = answer
+                yield answer
             await asyncio.sleep(_LOOK_S)
 
     def handlers(self) -> grpc.GenericRpcHandler:

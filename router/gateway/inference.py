@@ -8,13 +8,15 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from everlift.errors import EverliftError, UnknownRequest
-from everlift.messages import Submission
+from everlift.errors import EverliftError, OffsetOutOfRange, UnknownRequest
+from everlift.messages import MAX_N, Submission
 from everlift.request_id import bare
 from everlift.trace_context import TraceContext
 from everlift.transport import Transport
 from everlift.v1 import inference_pb2 as pb
 from router.clock import now
+from router.gateway import aside, many
+from router.gateway import headers as request_headers
 from router.gateway.caller import Caller
 from router.gateway.custody import Elsewhere
 from router.gateway.live import LiveRequest
@@ -59,19 +61,63 @@ class Inference:
         headers: Mapping[str, str],
         timeout_s: float | None = None,
     ) -> Opened:
-        """A request of this message, or the one that its id already names. ``timeout_s`` holds
-        beside the message's own.
+        """A request of this message and of what ``headers`` add to it, or the one that its id
+        already names. ``timeout_s`` holds beside the message's own.
 
         A message without an id is given one, also where it is refused then. Raises InvalidRequest,
         UnknownModel, RequestConflict, QueueFull, RateLimited, LedgerFull, RouterStopping,
         LedgerUnavailable, Moved.
         """
+        try:
+            request_headers.apply(message, headers)
+        except EverliftError as error:
+            self.turned_away(error)
+            raise
+        return await self._generate(caller, message, headers, timeout_s)
+
+    def generate_many(
+        self,
+        caller: Caller,
+        message: pb.GenerateManyRequest,
+        headers: Mapping[str, str],
+        timeout_s: float | None = None,
+    ) -> many.Many:
+        """Each request of this message as ``generate`` would have it, but for a name in
+        ``headers``: it is all the requests', each with its place behind it. What is wrong with one
+        of them is told of that one alone. Who has it closes it in the end.
+
+        Raises InvalidRequest."""
+        until = None if timeout_s is None else now() + timeout_s
+        try:
+            many.check_count(len(message.requests))
+            for place, request in enumerate(message.requests):
+                request_headers.apply(request, headers, place)
+            many.check_names(message.requests)
+        except EverliftError as error:
+            self.turned_away(error)
+            raise
+
+        async def opened(request: pb.GenerateRequest) -> Opened:
+            left_s = None if until is None else max(until - now(), 0.001)
+            return await self._generate(caller, request, headers, left_s)
+
+        return many.Many(message.requests, opened)
+
+    async def _generate(
+        self,
+        caller: Caller,
+        message: pb.GenerateRequest,
+        headers: Mapping[str, str],
+        timeout_s: float | None,
+    ) -> Opened:
         began, trace = now(), self._tracer.begin(headers.items())
         message.request_id = message.request_id or new_request_id()
         with self._telling_refusals(trace, began):
             request_id = caller.qualify(message.request_id)
+            self._model.check_fits(message.text or message.tokens.ids)
             submission = Submission.from_proto(message, request_id, secrets.randbits(63), trace)
-            request = self._model.resolve(caller.limits.fitted(submission))
+            fitted = caller.limits.fitted(submission)
+            request = await aside.with_text(len(message.text), lambda: self._model.resolve(fitted))
             try:
                 live = await self._requests.submit(
                     request, _earlier(submission.timeout_s, timeout_s)
@@ -88,6 +134,8 @@ class Inference:
         """A known request from the offsets of ``message`` on. Raises UnknownRequest, UnknownModel,
         OffsetOutOfRange, RouterStopping, LedgerUnavailable."""
         request_id = caller.qualify(message.request_id)
+        if max(len(message.from_offsets), len(message.digests)) > MAX_N:
+            raise OffsetOutOfRange(f"offsets of more than {MAX_N} choices")
         try:
             live = await self._requests.attach(request_id)
         except Elsewhere as elsewhere:
@@ -148,6 +196,33 @@ class Inference:
             response.trace_id = stored.request.trace.trace_id
         response.events.extend(map(_event, events))
         return response
+
+    async def tokenize(self, caller: Caller, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        """Raises UnknownModel, PromptTooLong."""
+        self._model.check_asked(message.model)
+        ids = await aside.with_text(len(message.text), lambda: self._model.encode(message.text))
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len)
+
+    async def detokenize(
+        self, caller: Caller, message: pb.DetokenizeRequest
+    ) -> pb.DetokenizeResponse:
+        """Raises UnknownModel, OutOfRange."""
+        self._model.check_asked(message.model)
+        ids = message.token_ids
+        text = await aside.with_text(len(ids), lambda: self._model.decode(ids))
+        return pb.DetokenizeResponse(text=text)
+
+    def list_models(self) -> pb.ListModelsResponse:
+        model = self._model
+        return pb.ListModelsResponse(
+            models=[
+                pb.Model(
+                    name=model.name,
+                    max_model_len=model.max_model_len,
+                    vocab_size=model.vocab_size,
+                )
+            ]
+        )
 
     def turned_away(self, error: EverliftError) -> None:
         """A submission that could not even be read."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 
-from everlift import logs
+from everlift import error_details, logs, wire
 from everlift.errors import EverliftError
 from router.rpc import heads
 from router.rpc.framing import IDENTITY, MessageReader, framed
@@ -249,8 +249,8 @@ class Call:
 
     def refuse(self, error: EverliftError) -> None:
         """What its handler does not answer, or because it has none."""
-        code: grpc.StatusCode = getattr(grpc.StatusCode, error.grpc_status)
-        self._end(code.value[0], str(error))
+        code = wire.status(error).value[0]
+        self._end(code, error_details.cause(error), wire.trailing(error))
 
     def _stop(self) -> None:
         if self._task is not None:

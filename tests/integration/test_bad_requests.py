@@ -10,8 +10,8 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from everlift import error_details, wire
 from everlift.client import AsyncClient
-from everlift.errors import SLUG_METADATA_KEY
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from tests.in_process import ROUTER, Cluster, cluster, receive, right_tokens, until
@@ -39,8 +39,8 @@ async def refused(address: str, method: str, data: bytes) -> tuple[str, str, str
             async for _ in call:
                 pass
     error = caught.value
-    slug = dict(error.trailing_metadata() or ()).get(SLUG_METADATA_KEY)
-    return error.code().name, str(slug), error.details() or ""
+    told = error_details.decode(dict(error.trailing_metadata() or ()).get(wire.DETAILS, b""))
+    return error.code().name, told.slug if told else "", error.details() or ""
 
 
 BAD_REQUESTS = {
@@ -73,6 +73,19 @@ BAD_REQUESTS = {
         "out_of_range",
     ),
     "absurd n": (dict(text="a", n=1_000_000), "INVALID_ARGUMENT", "out_of_range"),
+    "no choice": (dict(text="a", n=0), "INVALID_ARGUMENT", "out_of_range"),
+    "long session_id": (dict(text="a", session_id="s" * 129), "INVALID_ARGUMENT", "out_of_range"),
+    "long fairness_id": (dict(text="a", fairness_id="ä" * 65), "INVALID_ARGUMENT", "out_of_range"),
+    "a million stop tokens": (
+        dict(text="a", stop_token_ids=[1] * 1_000_000),
+        "INVALID_ARGUMENT",
+        "out_of_range",
+    ),
+    "a million tokens": (
+        dict(tokens=pb.TokenIds(ids=[1] * 1_000_000)),
+        "INVALID_ARGUMENT",
+        "prompt_too_long",
+    ),
     "n above the most": (dict(text="a", n=129), "INVALID_ARGUMENT", "out_of_range"),
     "best_of above n": (dict(text="a", n=2, best_of=3), "INVALID_ARGUMENT", "out_of_range"),
     "best_of without n": (dict(text="a", best_of=2), "INVALID_ARGUMENT", "out_of_range"),
@@ -227,6 +240,7 @@ def _starts_of(parts: Cluster) -> list[str]:
     [
         (b"\x12\x04ab\xff\xfe", "not_utf8"),
         (b"\x12\x03\xed\xa0\x80", "not_utf8"),
+        pytest.param(b"\x32\x01s" * 1_000_000 + b"\x32\x01\xff", "not_utf8", id="at a long end"),
         (b"\xff\xff\xff\xff", "invalid_request"),
         (b"\x12\xff", "invalid_request"),
     ],
@@ -261,6 +275,7 @@ async def test_unknown_requests_and_offsets_are_named(parts: Cluster, client: As
         (received.request_id, [6], "OUT_OF_RANGE", "offset_out_of_range"),
         (received.request_id, [-1], "OUT_OF_RANGE", "offset_out_of_range"),
         (received.request_id, [0, 0], "OUT_OF_RANGE", "offset_out_of_range"),
+        (received.request_id, [0] * 1_000_000, "OUT_OF_RANGE", "offset_out_of_range"),
         ("a\nb", [], "INVALID_ARGUMENT", "invalid_request"),
     ]:
         attach = pb.AttachRequest(request_id=request_id, from_offsets=offsets)
@@ -302,11 +317,13 @@ async def test_a_grpc_deadline_is_the_requests_deadline(
     link = parts.routers[0]._sessions.links[0]
     async with grpc.aio.insecure_channel(parts.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        request = pb.GenerateRequest(text="slow", request_id="late")
+        call = stub.Generate(pb.GenerateRequest(text="slow", request_id="late"), timeout=0.4)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in stub.Generate(request, timeout=0.4):
+            async for _ in call:
                 pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    # The router's own answer, and not what gRPC says where there is none in time.
+    assert wire.DETAILS in dict(caught.value.trailing_metadata() or ())
     assert link.state.step > 0
     await until(lambda: link.state.blocks_used == 0)
     entry = await parts.ledger.get("late")

@@ -22,7 +22,14 @@ from tests.scrape import fetch
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 UNKNOWN = HealthCheckResponse.SERVICE_UNKNOWN
-READINESS = ["", "everlift.v1.Inference", "inference.GRPCInferenceService"]
+READINESS = [
+    "",
+    "everlift.v1.Inference",
+    "inference.GRPCInferenceService",
+    "everlift.v1.Admin",
+    "everlift.v1.Chaos",
+    "grpc.health.v1.Health",
+]
 
 
 class AwayLedger(KeptLedger):

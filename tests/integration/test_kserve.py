@@ -11,12 +11,13 @@ from typing import TypeAlias, cast
 import grpc
 import pytest
 
-from everlift.errors import SLUG_METADATA_KEY, Unauthenticated
+from everlift import error_details, wire
+from everlift.errors import Unauthenticated
 from everlift.transport import GRPC
 from router.gateway.caller import Caller, Scope
 from router.gateway.door import Door
 from router.gateway.inference import Inference
-from router.gateway.kserve.server import KserveServer
+from router.gateway.kserve.server import SLUG, KserveServer
 from router.gateway.kserve.v2 import open_inference_pb2 as pb
 from router.gateway.kserve.v2 import open_inference_pb2_grpc as pb_grpc
 from router.ledger.entry import State
@@ -60,8 +61,8 @@ def tokens(*responses: pb.ModelInferResponse) -> list[int]:
 async def refused(call: grpc.aio.UnaryUnaryCall) -> tuple[str, str]:  # type: ignore[type-arg]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
-    slug = dict(caught.value.trailing_metadata() or ()).get(SLUG_METADATA_KEY)
-    return caught.value.code().name, str(slug)
+    told = error_details.decode(dict(caught.value.trailing_metadata() or ())[wire.DETAILS])
+    return caught.value.code().name, told.slug if told else ""
 
 
 async def read_all(call: grpc.aio.StreamStreamCall) -> list[pb.ModelStreamInferResponse]:  # type: ignore[type-arg]
@@ -159,7 +160,7 @@ async def test_two_hundred_malformed_requests_disturb_no_stream() -> None:
         f"bad-{number}" if number % 8 else "" for number in range(200)
     ]
     assert all(it.infer_response.parameters["triton_final_response"].bool_param for it in errors)
-    assert {it.infer_response.parameters[SLUG_METADATA_KEY].string_param for it in errors} == {
+    assert {it.infer_response.parameters[SLUG].string_param for it in errors} == {
         "invalid_request",
         "unknown_model",
     }

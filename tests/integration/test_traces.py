@@ -115,6 +115,22 @@ async def test_a_caller_without_a_trace_is_told_the_one_that_begins() -> None:
     assert (root.span_id.hex(), root.parent_span_id, flags) == (span_id, b"", "01")
 
 
+async def test_session_and_share_are_told_as_the_call_s_headers_name_them() -> None:
+    headers = (
+        ("traceparent", PARENT),
+        ("x-session-id", "talk-7"),
+        ("x-gateway-inference-fairness-id", "acme"),
+    )
+    async with traced() as (parts, collecting):
+        async with grpc.aio.insecure_channel(parts.address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            request = pb.GenerateRequest(text="hi", max_tokens=2)
+            assert [piece async for piece in stub.Generate(request, metadata=headers)]
+        spans = await trace_of(collecting, TRACE)
+    told = attributes(spans[ROOT][0])
+    assert (told["session.id"], told["everlift.fairness_id"]) == ("talk-7", "acme")
+
+
 @pytest.mark.parametrize("traceparent, sample", [(f"00-{TRACE}-{SPAN}-00", 1.0), ("", 0.0)])
 async def test_what_is_not_sampled_is_not_told(traceparent: str, sample: float) -> None:
     async with traced(sample=sample) as (parts, collecting):

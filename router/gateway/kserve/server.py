@@ -11,17 +11,12 @@ from typing import Protocol
 import grpc
 from google.protobuf.message import Message
 
-from everlift import wire
-from everlift.errors import (
-    SLUG_METADATA_KEY,
-    EverliftError,
-    InvalidRequest,
-    Unimplemented,
-    UnknownModel,
-)
+from everlift import error_details
+from everlift.errors import EverliftError, InvalidRequest, Unimplemented, UnknownModel
 from router.gateway.caller import Scope
 from router.gateway.door import OPEN, Door
-from router.gateway.handlers import Call, Handlers, answerable, parse
+from router.gateway.failures import answerable
+from router.gateway.handlers import Call, Handlers, parse
 from router.gateway.inference import Inference, Opened
 from router.gateway.kserve import description, infer_request, tensors
 from router.gateway.kserve.infer_response import FINAL, Answer
@@ -31,6 +26,8 @@ from router.gateway.kserve.v2 import open_inference_pb2 as pb
 from router.gateway.model import ServedModel
 from router.gateway.requests import Requests
 
+#: Parameter of an answer that is an error, beside its cause.
+SLUG = "everlift-error"
 #: Of Triton's contract, and not served.
 _REPOSITORY = "a cluster serves the one model that it was started with"
 _SHARED_MEMORY = "tensors come in their requests, not in shared memory"
@@ -254,9 +251,9 @@ def _final(head: pb.ModelInferResponse) -> pb.ModelInferResponse:
 
 def _failure(head: pb.ModelInferResponse, error: EverliftError) -> pb.ModelStreamInferResponse:
     response = _final(head)
-    response.parameters[SLUG_METADATA_KEY].string_param = error.slug
+    response.parameters[SLUG].string_param = error.slug
     return pb.ModelStreamInferResponse(
-        error_message=wire.bounded(str(error)), infer_response=response
+        error_message=error_details.cause(error), infer_response=response
     )
 
 

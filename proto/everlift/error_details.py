@@ -1,0 +1,75 @@
+"""Errors as google.rpc.Status, whose details any gRPC client's library reads. Pure."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+
+from everlift.errors import EverliftError, from_slug
+from everlift.v1 import status_pb2 as pb
+
+M = TypeVar("M", bound=Message)
+
+_DOMAIN = "everlift"
+_TYPE_URL = "type.googleapis.com/google.rpc."
+#: Bytes of a cause. gRPC refuses answers with more than 8 KiB of metadata as it writes them: the
+#: cause once with up to three bytes for each of its own, and up to twice within the details, where
+#: four bytes stand for three.
+_MAX_CAUSE_BYTES = 1024
+
+
+def cause(error: EverliftError) -> str:
+    """In words, which may quote what a client sent, but no more of it than fits."""
+    words = str(error).encode(errors="replace")
+    if len(words) > _MAX_CAUSE_BYTES:
+        ellipsis = "…".encode()
+        words = words[: _MAX_CAUSE_BYTES - len(ellipsis)] + ellipsis
+    return words.decode(errors="ignore")
+
+
+def encode(error: EverliftError, code: int) -> bytes:
+    """``code`` is gRPC's, as a number."""
+    status = pb.Status(code=code, message=cause(error))
+    status.details.append(_packed(pb.ErrorInfo(reason=error.slug, domain=_DOMAIN)))
+    if error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        status.details.append(_packed(pb.RetryInfo(retry_delay=delay)))
+    if error.field:
+        violation = pb.BadRequest.FieldViolation(field=error.field, description=cause(error))
+        status.details.append(_packed(pb.BadRequest(field_violations=[violation])))
+    return status.SerializeToString()
+
+
+def decode(data: bytes) -> EverliftError | None:
+    """None for what is no error of ours."""
+    try:
+        status = pb.Status.FromString(data)
+        info = _unpacked(status, pb.ErrorInfo)
+        if info is None or info.domain != _DOMAIN:
+            return None
+        error = from_slug(info.reason, status.message)
+        if (retry := _unpacked(status, pb.RetryInfo)) is not None:
+            error.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+        if (bad := _unpacked(status, pb.BadRequest)) is not None and bad.field_violations:
+            error.field = bad.field_violations[0].field
+    except DecodeError:
+        return None
+    return error
+
+
+def _packed(detail: Message) -> Any:
+    return Any(type_url=_type_url(type(detail)), value=detail.SerializeToString())
+
+
+def _unpacked(status: pb.Status, kind: type[M]) -> M | None:
+    values = (it.value for it in status.details if it.type_url == _type_url(kind))
+    value = next(values, None)
+    return None if value is None else kind.FromString(value)
+
+
+def _type_url(kind: type[Message]) -> str:
+    return f"{_TYPE_URL}{kind.DESCRIPTOR.name}"
