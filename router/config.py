@@ -86,6 +86,12 @@ class RouterConfig:
     #: what ended so short a while ago is told to the ledger again if its server lost its last
     #: second
     reassert: float = 5.0
+    #: how the model writes a tool call; auto: as its chat template shows
+    tool_format: Literal["auto", "hermes", "llama3"] = "auto"
+    #: CPU time that the model's chat template may take over one chat; then its process is killed
+    template_timeout: float = 2.0
+    #: processes that render chats, each one at a time
+    template_processes: int = 1
     #: a stopping router lets its streams finish for so long, then sends them elsewhere
     drain: float = 5.0
 
@@ -97,6 +103,10 @@ class RouterConfig:
             raise ValueError("router.max_queued and router.max_losses must be at least 1")
         if not 0 <= self.trace_sample <= 1:
             raise ValueError("router.trace_sample must be from 0 to 1")
+        if self.template_timeout <= 0:
+            raise ValueError("router.template_timeout must be above 0")
+        if self.template_processes < 1:
+            raise ValueError("router.template_processes must be at least 1")
 
     def _check_tls(self) -> None:
         check_pair(self.tls_cert, self.tls_key, "tls_")

@@ -7,6 +7,10 @@
     │   ├── NotUtf8
     │   ├── OutOfRange            a parameter's value
     │   ├── InvalidGrammar        no output can be kept to it
+    │   ├── UnsupportedContent    a message has a part that is no text
+    │   ├── ToolsUnsupported      how this model calls tools is not known
+    │   ├── TemplateFailed        the model's chat template refuses the messages
+    │   ├── TemplateTimeout       the same: it takes too long over them
     │   ├── MessageTooLarge
     │   └── MetadataTooLarge
     ├── Unimplemented             no such method, or one that is not served here
@@ -81,6 +85,22 @@ class OutOfRange(InvalidRequest):
 
 class InvalidGrammar(InvalidRequest):
     slug = "invalid_grammar"
+
+
+class UnsupportedContent(InvalidRequest):
+    slug = "unsupported_content"
+
+
+class ToolsUnsupported(InvalidRequest):
+    slug = "tools_unsupported"
+
+
+class TemplateFailed(InvalidRequest):
+    slug = "template_error"
+
+
+class TemplateTimeout(InvalidRequest):
+    slug = "template_timeout"
 
 
 class MessageTooLarge(InvalidRequest):

@@ -1,0 +1,49 @@
+"""How large and how deep JSON from a client may be, and what a function may be called. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from everlift.errors import InvalidRequest, NotUtf8, OutOfRange
+
+#: As deep as a grammar's schema may be, and far from what Python's own JSON can take.
+MAX_DEPTH = 64
+_FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def check_json(name: str, value: Any, max_bytes: int) -> None:
+    """Raises OutOfRange where ``value``, which came out of JSON, is too deep or is longer than
+    ``max_bytes`` when written again; NotUtf8; InvalidRequest where JSON has no such number."""
+    check_depth(name, value)
+    try:
+        num_bytes = len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
+    except UnicodeEncodeError:
+        raise NotUtf8(f"{name} has half of a surrogate pair") from None
+    except ValueError:
+        raise InvalidRequest(f"{name} has a number that JSON does not know") from None
+    if num_bytes > max_bytes:
+        raise OutOfRange(f"{name} takes {num_bytes} bytes, and at most {max_bytes} are allowed")
+
+
+def check_depth(name: str, value: Any) -> None:
+    """Raises OutOfRange."""
+    level, depth = [value], 0
+    while level := [part for whole in level for part in _parts(whole)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise OutOfRange(f"{name} is more than {MAX_DEPTH} levels deep")
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def check_function_name(at: str, name: object) -> str:
+    """Returns it; raises InvalidRequest. ``at`` is where it stands."""
+    if not isinstance(name, str) or not _FUNCTION_NAME.fullmatch(name):
+        raise InvalidRequest(f"{at} must be 1 to 64 characters of A-Z a-z 0-9 _ -")
+    return name

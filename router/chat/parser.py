@@ -1,0 +1,389 @@
+"""From an output's text to content and tool calls, character by character. Pure.
+
+What is certain after character k depends on characters 0..k alone, however they come: who reads a
+stream again from anywhere goes on with exactly the next character. Text is held back while it may
+still become another thing: the mark of a call, the call before its name and arguments are known,
+half of an escape in its arguments. What turns out to be no call is content as it stands.
+
+The end of a call's arguments is where their brackets close: whether they are JSON inside, and fit
+the tool, is for the client to check.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from router.chat.deltas import CallBegins, Delta, Deltas
+from router.chat.formats import ToolFormat
+
+T = TypeVar("T")
+#: Asks for characters, one at a time.
+Reading = Generator[None, str, T]
+
+_SPACE = " \t\r\n"
+_HEX = "0123456789abcdefABCDEF"
+_ARGUMENTS = ("arguments", "parameters")
+#: What else models write into a call's object.
+_PASSED_OVER = ("type", "id")
+#: The first half of a character in two escapes.
+_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_ESCAPE_LENGTH = 6
+#: What numbers, true, false and null consist of.
+_SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
+
+
+class Parser(Protocol):
+    @property
+    def has_calls(self) -> bool: ...
+
+    def feed(self, text: str) -> list[Delta]:
+        """What has become certain."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """The rest, when no more text comes."""
+        ...
+
+
+class PlainParser:
+    """Of an output without tools: everything is content."""
+
+    has_calls = False
+
+    def feed(self, text: str) -> list[Delta]:
+        deltas = Deltas()
+        deltas.content(text)
+        return deltas.take()
+
+    def finish(self) -> list[Delta]:
+        return []
+
+
+class _NoCall(Exception):
+    """What was read is not one."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """What is known of it before it begins."""
+
+    name: str = ""
+    arguments: str = "{}"
+    has_begun: bool = False
+
+
+class _CharParser:
+    """Reads an output by ``_output``, a grammar written down as generators: each asks for the
+    characters that it needs, with ``yield``."""
+
+    def __init__(self, call_id: Callable[[int], str]) -> None:
+        self._call_id = call_id
+        self._num_calls = 0
+        self._deltas = Deltas()
+        #: to be read next
+        self._unread: deque[str] = deque()
+        #: read, and neither told nor dropped
+        self._held: list[str] = []
+        #: what becomes of that when the output ends here
+        self._at_end: Callable[[], None] = self._tell_content
+        self._reading = self._output()
+        next(self._reading)
+
+    @property
+    def has_calls(self) -> bool:
+        return self._num_calls > 0
+
+    def feed(self, text: str) -> list[Delta]:
+        for char in text:
+            self._unread.append(char)
+            while self._unread:
+                self._reading.send(self._unread.popleft())
+        return self._deltas.take()
+
+    def finish(self) -> list[Delta]:
+        self._reading.close()
+        self._at_end()
+        return self._deltas.take()
+
+    def _output(self) -> Reading[None]:
+        raise NotImplementedError
+
+    def _read(self) -> Reading[str]:
+        """The next character, which is held."""
+        char = yield
+        self._held.append(char)
+        return char
+
+    def _read_solid(self) -> Reading[str]:
+        """The next one that is no space; what is before it is held too."""
+        while (char := (yield from self._read())) in _SPACE:
+            pass
+        return char
+
+    def _nothing_more(self) -> Reading[None]:
+        """Drops the rest of the output."""
+        while True:
+            yield
+
+    def _arguments(self, name: str) -> Reading[None]:
+        """A call of ``name``, whose arguments begin with the bracket that was just read."""
+        del self._held[:-1]
+        self._begin(name)
+        self._at_end = self._tell_arguments
+        self._tell_arguments()
+        depth = 1
+        while depth:
+            char = yield from self._read()
+            if char == '"':
+                yield from self._string_of_arguments()
+            depth += (char in "{[") - (char in "}]")
+            self._tell_arguments()
+        self._at_end = self._drop
+
+    def _string_of_arguments(self) -> Reading[None]:
+        """To its closing quote."""
+        while (char := (yield from self._read())) != '"':
+            if char == "\\":
+                yield from self._escape()
+            if not self._is_half():
+                self._tell_arguments()
+
+    def _is_half(self) -> bool:
+        """What is held ends with half of a character, and the other half may follow."""
+        last = self._held[-_ESCAPE_LENGTH:]
+        return len(last) == _ESCAPE_LENGTH and _HALF.fullmatch("".join(last)) is not None
+
+    def _escape(self) -> Reading[None]:
+        if (yield from self._read()) != "u":
+            return
+        for _ in range(4):
+            if (yield from self._read()) not in _HEX:
+                self._unread.appendleft(self._held.pop())
+                return
+
+    def _begin(self, name: str) -> None:
+        index = self._num_calls
+        self._num_calls += 1
+        self._deltas.call(CallBegins(index, self._call_id(index), name))
+
+    def _tell_arguments(self) -> None:
+        self._deltas.arguments(self._num_calls - 1, "".join(self._held))
+        self._held.clear()
+
+    def _tell_content(self) -> None:
+        self._deltas.content("".join(self._held))
+        self._held.clear()
+        self._at_end = self._tell_content
+
+    def _drop(self) -> None:
+        self._held.clear()
+
+    def _put_back(self, count: int) -> None:
+        """The last ``count`` characters that are held are read again."""
+        self._unread.extendleft(self._held.pop() for _ in range(count))
+
+
+class ArgumentsParser(_CharParser):
+    """Of an output that is nothing but the arguments of one function."""
+
+    def __init__(self, name: str, call_id: Callable[[int], str]) -> None:
+        self._name = name
+        super().__init__(call_id)
+
+    def _output(self) -> Reading[None]:
+        if (yield from self._read_solid()) == "{":
+            yield from self._arguments(self._name)
+            yield from self._nothing_more()
+        while True:
+            self._tell_content()
+            yield from self._read()
+
+
+class CallParser(_CharParser):
+    """Of an output in ``form`` that may call functions of ``names``. Unless ``is_parallel``, the
+    output ends for its reader with the first call.
+
+    Space next to a call is no content, nor is a tool's name that is none of ``names`` a call.
+    """
+
+    def __init__(
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        call_id: Callable[[int], str],
+        *,
+        is_parallel: bool = True,
+    ) -> None:
+        self._form = form
+        self._names = names
+        self._is_parallel = is_parallel
+        super().__init__(call_id)
+        if form.is_enforced:
+            self._at_end = self._drop
+
+    def _output(self) -> Reading[None]:
+        char = yield from self._read_solid()
+        self._put_back(1)
+        if self._form.may_be_bare and char == "{":
+            yield from self._calls()
+        while True:
+            yield from self._content()
+            yield from self._calls()
+
+    def _content(self) -> Reading[None]:
+        """Up to the mark of a call, which is held then, with the space before it."""
+        while not (yield from self._is_next(self._form.opens)):
+            self._tell_content()
+        if not self._form.is_enforced:
+            self._at_end = self._tell_content
+
+    def _is_next(self, mark: str) -> Reading[bool]:
+        """Reads no more than shows whether it is, behind space: what is read is no other mark."""
+        if (yield from self._read_solid()) != mark[:1]:
+            return False
+        for expected in mark[1:]:
+            if (yield from self._read()) != expected:
+                self._put_back(1)
+                return False
+        return True
+
+    def _calls(self) -> Reading[None]:
+        """One, and those that follow it without its mark."""
+        is_followed = True
+        while is_followed:
+            try:
+                yield from self._call()
+            except _NoCall:
+                self._take_back()
+                return
+            if not self._is_parallel:
+                yield from self._nothing_more()
+            is_followed = yield from self._is_followed()
+
+    def _take_back(self) -> None:
+        """There is no call: the first character is content, and one may begin behind it."""
+        first = next(i for i, char in enumerate(self._held) if char not in _SPACE)
+        self._put_back(len(self._held) - first - 1)
+        self._tell_content()
+
+    def _is_followed(self) -> Reading[bool]:
+        """Whether a call has another one behind its separator. Its closing mark is passed over, and
+        so is a bracket too many, as models write them."""
+        while True:
+            self._drop()
+            is_closed = yield from self._is_next(self._form.closes)
+            if is_closed or self._held[-1] == "}":
+                continue
+            if self._held[-1] in self._form.separators:
+                return True
+            self._put_back(len(self._held))
+            return False
+
+    def _call(self) -> Reading[None]:
+        """Raises _NoCall, but not once it has begun."""
+        call = _Call()
+        try:
+            if (yield from self._read_solid()) != "{":
+                raise _NoCall
+            yield from self._members(call)
+        except _NoCall:
+            if not call.has_begun:
+                raise
+            # However its object ends.
+            self._put_back(1)
+
+    def _members(self, call: _Call) -> Reading[None]:
+        char = ","
+        while char == ",":
+            yield from self._member(call)
+            char = yield from self._read_solid()
+        if char != "}" or not call.name:
+            raise _NoCall
+        if not call.has_begun:
+            self._begin(call.name)
+            self._deltas.arguments(self._num_calls - 1, call.arguments)
+            self._at_end = self._drop
+
+    def _member(self, call: _Call) -> Reading[None]:
+        key = _text((yield from self._value()))
+        if (yield from self._read_solid()) != ":":
+            raise _NoCall
+        if key in _ARGUMENTS and call.name and not call.has_begun:
+            if (yield from self._read_solid()) == "{":
+                call.has_begun = True
+                yield from self._arguments(call.name)
+                return
+            self._put_back(1)
+        value = yield from self._value()
+        if call.has_begun or key in _PASSED_OVER:
+            return
+        if key == "name":
+            call.name = self._known(_text(value))
+        elif key in _ARGUMENTS:
+            call.arguments = _object(value)
+        else:
+            raise _NoCall
+
+    def _known(self, name: str) -> str:
+        if name not in self._names:
+            raise _NoCall
+        return name
+
+    def _value(self) -> Reading[str]:
+        """The next value's JSON; brackets and quotes alone are looked at."""
+        char = yield from self._read_solid()
+        first = len(self._held) - 1
+        if char == '"':
+            yield from self._rest_of_string()
+        elif char in "{[":
+            yield from self._rest_of_brackets()
+        else:
+            while self._held[-1] in _SCALAR:
+                yield from self._read()
+            self._put_back(1)
+        return "".join(self._held[first:])
+
+    def _rest_of_string(self) -> Reading[None]:
+        while (char := (yield from self._read())) != '"':
+            if char == "\\":
+                yield from self._read()
+
+    def _rest_of_brackets(self) -> Reading[None]:
+        depth = 1
+        while depth:
+            char = yield from self._read()
+            if char == '"':
+                yield from self._rest_of_string()
+            depth += (char in "{[") - (char in "}]")
+
+
+def _loaded(text: str) -> object:
+    """Raises _NoCall."""
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        raise _NoCall from None
+
+
+def _text(value: str) -> str:
+    """Of a JSON text. Raises _NoCall for anything else."""
+    text = _loaded(value)
+    if not isinstance(text, str):
+        raise _NoCall
+    return text
+
+
+def _object(value: str) -> str:
+    """The JSON object that ``value`` is, or is the text of, as some models write it; none at all is
+    an empty one. Raises _NoCall for anything else."""
+    text = _text(value).strip() if value.startswith('"') else value
+    if text == "null":
+        return "{}"
+    if not isinstance(_loaded(text), dict):
+        raise _NoCall
+    return text

@@ -1,0 +1,135 @@
+"""``python -m router.chat.renderer``: renders chats by a model's template, which nobody has read.
+
+    router <--socket (stdin)--> child: renders, one chat at a time
+                                  ^ fork
+                                this process: has transformers' sandbox loaded, and waits
+
+The sandbox keeps a template from what it should not touch, and this process from what it should not
+use up: the kernel ends the child when a chat takes too much CPU time, and lets it have no more than
+so much memory. The next child is there 10 ms later. It ends when its socket does.
+
+    from the router   a Launch; then {messages, tools, add_generation_prompt, variables}
+    to the router     {"ready": what ended the child before}; then {text}, {too_long} or {error}
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import jinja2.exceptions
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from router.chat import frames
+from router.chat.frames import Frame
+from router.chat.launch import Launch
+
+#: No cause is longer for a client.
+_MAX_CAUSE = 500
+
+
+def main() -> None:
+    with socket.socket(fileno=os.dup(sys.stdin.fileno())) as sock:
+        launch = Launch(**_receive(sock))
+        ended_by = ""
+        while True:
+            if not (pid := os.fork()):
+                _child(sock, launch, ended_by)
+            status = os.waitpid(pid, 0)[1]
+            if not os.WIFSIGNALED(status):
+                sys.exit(os.waitstatus_to_exitcode(status))
+            ended_by = signal.Signals(os.WTERMSIG(status)).name
+
+
+def _child(sock: socket.socket, launch: Launch, ended_by: str) -> None:
+    """The whole life of the child process."""
+    try:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        _bound(launch.memory_mib)
+        sock.sendall(frames.encode({"ready": ended_by}))
+        while True:
+            _serve(sock, launch)
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _serve(sock: socket.socket, launch: Launch) -> None:
+    request = _receive(sock)
+    # When it is over, the signal is the end of this process.
+    signal.setitimer(signal.ITIMER_PROF, launch.cpu_s)
+    answer = _answer(request, launch)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    sock.sendall(answer)
+
+
+def _answer(request: Frame, launch: Launch) -> bytes:
+    try:
+        text = _rendered(request, launch)
+        if len(text) > launch.max_characters:
+            return frames.encode({"too_long": len(text)})
+        return frames.encode({"text": text})
+    except jinja2.exceptions.TemplateSyntaxError as error:
+        return _refusal(f"the chat template is wrong in line {error.lineno}: {error.message}")
+    except jinja2.exceptions.SecurityError as error:
+        return _refusal(f"the chat template may not do that: {error}")
+    except jinja2.exceptions.TemplateError as error:
+        return _refusal(str(error))
+    except MemoryError:
+        return _refusal("the chat template takes too much memory")
+    # Whatever Python code can raise, a template can.
+    except Exception as error:
+        return _refusal(f"the chat template fails: {type(error).__name__}: {error}")
+
+
+def _rendered(request: Frame, launch: Launch) -> str:
+    template = launch.default if request["tools"] is None else launch.tool_use
+    rendered = render_jinja_template(
+        conversations=[request["messages"]],
+        tools=request["tools"],
+        chat_template=template,
+        add_generation_prompt=request["add_generation_prompt"],
+        **{**launch.special_tokens, **request["variables"]},
+    )
+    return str(rendered[0][0])
+
+
+def _refusal(cause: str) -> bytes:
+    cause = cause[:_MAX_CAUSE].encode(errors="replace").decode()
+    return frames.encode({"error": cause})
+
+
+def _bound(memory_mib: int) -> None:
+    """So much more memory than there is now; no files, no processes, nothing to be dumped."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    if sys.platform != "linux":
+        return
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = used + (memory_mib << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _receive(sock: socket.socket) -> Frame:
+    """Raises EOFError."""
+    length = frames.decode_length(_receive_exactly(sock, frames.LENGTH_BYTES))
+    return frames.decode(_receive_exactly(sock, length))
+
+
+def _receive_exactly(sock: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        if not (chunk := sock.recv(min(count - len(received), 1 << 20))):
+            raise EOFError
+        received += chunk
+    return bytes(received)
+
+
+if __name__ == "__main__":
+    main()

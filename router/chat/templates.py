@@ -1,0 +1,147 @@
+"""A model's chat template: chats wait here for a process that renders them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from everlift.errors import QueueFull
+from router.chat import frames
+from router.chat.formats import ToolFormat, tool_format
+from router.chat.launch import Launch
+from router.chat.messages import Message, shown_messages
+from router.chat.process import RendererProcess
+from router.chat.sources import Templates
+from router.chat.variables import checked
+from router.config import RouterConfig
+
+#: No context holds more.
+_MAX_CHARACTERS = 1 << 24
+#: For one chat: 4 MiB of messages, and what a template makes of them, are 200 MiB at most.
+_MEMORY_MIB = 512
+_MAX_WAITING = 1024
+_MAX_WAITING_BYTES = 64 << 20
+_DEFAULTS = RouterConfig()
+_NO_VARIABLES: Mapping[str, object] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    request: bytes
+    text: asyncio.Future[str]
+
+
+class ChatTemplate:
+    """Used in one event loop. Who has it closes it."""
+
+    def __init__(self, templates: Templates, config: RouterConfig, max_characters: int) -> None:
+        self._templates = templates
+        self._tool_format = tool_format(config.tool_format, templates.tool_use)
+        launch = Launch(
+            **asdict(templates),
+            cpu_s=config.template_timeout,
+            memory_mib=_MEMORY_MIB,
+            max_characters=min(max_characters, _MAX_CHARACTERS),
+        )
+        self._processes = [RendererProcess(launch) for _ in range(config.template_processes)]
+        self._waiting: asyncio.Queue[_Chat] = asyncio.Queue(_MAX_WAITING)
+        self._waiting_bytes = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        *,
+        config: RouterConfig = _DEFAULTS,
+        max_characters: int = _MAX_CHARACTERS,
+    ) -> Self | None:
+        """Of the model in ``directory``; None: it has none. A chat may become ``max_characters`` of
+        text. Raises UnknownModel for files that are none."""
+        templates = Templates.read(directory)
+        return cls(templates, config, max_characters) if templates is not None else None
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls; None: not known."""
+        return self._tool_format
+
+    async def render(
+        self,
+        messages: object,
+        tools: list[dict[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+        more: Mapping[str, object] = _NO_VARIABLES,
+    ) -> str:
+        """The prompt for ``messages`` and ``more`` (a request's chat_template_kwargs), as a client
+        sent them, and for ``tools``, as ToolUse shows them.
+
+        Raises InvalidRequest and what is one: UnsupportedContent, OutOfRange, NotUtf8,
+        TemplateFailed (the template refuses them), TemplateTimeout, PromptTooLong. Raises QueueFull
+        where too many wait already, EverliftError where there is no process.
+        """
+        shown = self._with_roles(shown_messages(messages))
+        request = frames.encode(
+            {
+                "messages": shown,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+                "variables": checked(more),
+            }
+        )
+        return await self._in_turn(request)
+
+    async def close(self) -> None:
+        """Ends the processes; who waits is cancelled."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while not self._waiting.empty():
+            self._waiting.get_nowait().text.cancel()
+        for process in self._processes:
+            process.end()
+
+    def _with_roles(self, messages: list[Message]) -> list[Message]:
+        """Most templates know no developer, who is what they call system."""
+        if "developer" in self._templates.default + self._templates.tool_use:
+            return messages
+        return [
+            {**message, "role": "system"} if message["role"] == "developer" else message
+            for message in messages
+        ]
+
+    async def _in_turn(self, request: bytes) -> str:
+        if self._waiting.full() or self._waiting_bytes + len(request) > _MAX_WAITING_BYTES:
+            raise QueueFull("too many chats wait to be rendered")
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._run(one)) for one in self._processes]
+        text: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting_bytes += len(request)
+        self._waiting.put_nowait(_Chat(request, text))
+        return await text
+
+    async def _run(self, process: RendererProcess) -> None:
+        while True:
+            chat = await self._waiting.get()
+            self._waiting_bytes -= len(chat.request)
+            if not chat.text.done():
+                await _render(process, chat)
+
+
+async def _render(process: RendererProcess, chat: _Chat) -> None:
+    try:
+        text = await process.render(chat.request)
+    except asyncio.CancelledError:
+        chat.text.cancel()
+        raise
+    except Exception as error:
+        if not chat.text.done():
+            chat.text.set_exception(error)
+        return
+    # Its client may have gone meanwhile.
+    if not chat.text.done():
+        chat.text.set_result(text)

@@ -1,0 +1,240 @@
+"""A request's tools: which there are, whether they must be called, what the model may write. Pure.
+
+    tool_choice     the output                                  is read as
+    none            anything; the template shows no tools       content
+    auto            anything                                    content and calls, as models write
+    required        a JSON array of calls, by a grammar         calls
+    a function      its arguments, by a grammar                 one call of it
+
+A schema is enforced by the grammar alone, whether or not its function is ``strict``: with auto the
+model writes what it likes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, Self
+
+from everlift.errors import InvalidRequest, OutOfRange, ToolsUnsupported
+from everlift.sampling import Grammar, GrammarKind
+from router.chat.checks import check_function_name, check_json
+from router.chat.deltas import call_id
+from router.chat.formats import LISTED, ToolFormat
+from router.chat.parser import ArgumentsParser, CallParser, Parser, PlainParser
+
+Json = Any
+
+#: As in OpenAI's API.
+MAX_TOOLS = 128
+#: Of one tool, and of all together.
+MAX_TOOL_BYTES = 64 << 10
+MAX_BYTES = 512 << 10
+_KEYS = frozenset({"name", "description", "parameters", "strict"})
+_NO_PARAMETERS: Mapping[str, Json] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+#: Beside one of these a grammar takes no type.
+_WHOLE = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
+#: Schemas by names, which are no keywords.
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+#: Of these the values are data and not schemas.
+_DATA = frozenset({"const", "default", "enum", "examples"})
+
+
+class Choice(Enum):
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+    #: one function, by its name
+    NAMED = "function"
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """``parameters`` is the schema that its arguments are kept to."""
+
+    name: str
+    shown: Json
+    parameters: Json
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """``named`` is the function of Choice.NAMED."""
+
+    functions: tuple[Function, ...]
+    choice: Choice
+    named: str = ""
+    is_parallel: bool = True
+
+    @classmethod
+    def of(cls, tools: object, tool_choice: object, parallel: bool) -> Self:
+        """Of a request's ``tools``, ``tool_choice`` (None where it has none) and
+        ``parallel_tool_calls``. Raises InvalidRequest, OutOfRange, NotUtf8."""
+        functions = _functions(tools)
+        choice, named = _choice(tool_choice)
+        names = [function.name for function in functions]
+        if choice in (Choice.REQUIRED, Choice.NAMED) and not functions:
+            raise InvalidRequest("tool_choice asks for a call, but there are no tools")
+        if choice is Choice.NAMED and named not in names:
+            raise InvalidRequest(f"tool_choice names {named}, which is none of the tools")
+        if not functions:
+            choice = Choice.NONE
+        return cls(functions, choice, named, parallel)
+
+    @property
+    def shown(self) -> list[Json] | None:
+        """What the template gets; None: no tools."""
+        if self.choice is Choice.NONE:
+            return None
+        return [function.shown for function in self.functions]
+
+    def grammar(self, form: ToolFormat | None) -> Grammar | None:
+        """What the output must obey; None: nothing. ``form`` is how the model writes calls, None:
+        not known. Raises ToolsUnsupported where it would have to be known, OutOfRange for schemas
+        that are too large for a grammar."""
+        match self.choice:
+            case Choice.NAMED:
+                schema = self._function(self.named).parameters
+            case Choice.REQUIRED:
+                schema = self._calls_schema(form or LISTED)
+            case Choice.AUTO if form is None:
+                raise ToolsUnsupported(
+                    "how this model writes tool calls does not show in its chat template: the "
+                    "cluster can say it (router.tool_format), or tool_choice ask for a call"
+                )
+            case _:
+                return None
+        return Grammar(GrammarKind.JSON_SCHEMA, (json.dumps(schema, ensure_ascii=False),))
+
+    def parser(self, form: ToolFormat | None, request_id: str, choice: int) -> Parser:
+        """Of the text of choice ``choice`` of the request, whose names the calls' ids follow
+        from. ``grammar`` was asked with the same ``form``."""
+        identify = partial(call_id, request_id, choice)
+        if self.choice is Choice.NONE:
+            return PlainParser()
+        if self.choice is Choice.NAMED:
+            return ArgumentsParser(self.named, identify)
+        if self.choice is Choice.REQUIRED:
+            form = LISTED
+        assert form is not None, "tools in no format, which grammar() refuses"
+        names = frozenset(function.name for function in self.functions)
+        return CallParser(form, names, identify, is_parallel=self.is_parallel)
+
+    def _function(self, name: str) -> Function:
+        return next(function for function in self.functions if function.name == name)
+
+    def _calls_schema(self, form: ToolFormat) -> Json:
+        """Of an array of calls. A schema's references are to its own root: each keeps one, and
+        what refers to it is told where that is."""
+        schema: Json = {
+            "type": "array",
+            "minItems": 1,
+            "items": {"anyOf": [_call_schema(form, one) for one in self.functions]},
+            "$defs": {one.name: _rooted(one.parameters, _root(one.name)) for one in self.functions},
+        }
+        return schema if self.is_parallel else {**schema, "maxItems": 1}
+
+
+def _call_schema(form: ToolFormat, function: Function) -> Json:
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": function.name},
+            form.arguments: {"$ref": _root(function.name)},
+        },
+        "required": ["name", form.arguments],
+        "additionalProperties": False,
+    }
+
+
+def _root(name: str) -> str:
+    return f"#/$defs/{name}"
+
+
+def _rooted(schema: Json, root: str) -> Json:
+    """``schema`` with the references to ``#`` leading to ``root``."""
+    if isinstance(schema, list):
+        return [_rooted(part, root) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _rooted_value(key, value, root) for key, value in schema.items()}
+
+
+def _rooted_value(key: str, value: Json, root: str) -> Json:
+    if key in _BY_NAME and isinstance(value, dict):
+        return {name: _rooted(part, root) for name, part in value.items()}
+    if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+        return root + value[1:]
+    return value if key in _DATA else _rooted(value, root)
+
+
+def _choice(given: object) -> tuple[Choice, str]:
+    """And the function's name, if it names one."""
+    if given is None:
+        return Choice.AUTO, ""
+    if isinstance(given, str) and given in ("none", "auto", "required"):
+        return Choice(given), ""
+    if not isinstance(given, dict) or given.get("type") != Choice.NAMED.value:
+        raise InvalidRequest(
+            "tool_choice must be none, auto, required, or an object of type function"
+        )
+    function = given.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return Choice.NAMED, check_function_name("tool_choice.function.name", name)
+
+
+def _functions(tools: object) -> tuple[Function, ...]:
+    if tools is None:
+        return ()
+    if not isinstance(tools, list):
+        raise InvalidRequest("tools must be a list")
+    if len(tools) > MAX_TOOLS:
+        raise OutOfRange(f"at most {MAX_TOOLS} tools, not {len(tools)}")
+    check_json("tools", tools, MAX_BYTES)
+    functions = tuple(_read(f"tools[{i}]", tool) for i, tool in enumerate(tools))
+    names = [function.name for function in functions]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise InvalidRequest(f"tools[{i}] has the name of an earlier one: {name}")
+    return functions
+
+
+def _read(at: str, tool: object) -> Function:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise InvalidRequest(f"{at} must be an object of type function")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"{at}.function must be an object")
+    at = f"{at}.function"
+    check_json(at, function, MAX_TOOL_BYTES)
+    for key in function.keys() - _KEYS:
+        raise InvalidRequest(f"{at}.{key[:64]} is unknown")
+    name = check_function_name(f"{at}.name", function.get("name"))
+    _check_types(at, function)
+    parameters = function.get("parameters") or _NO_PARAMETERS
+    if parameters.get("type", "object") != "object":
+        raise InvalidRequest(f"{at}.parameters must be the schema of an object")
+    # strict is for this server, and not for the model.
+    shown = {key: value for key, value in function.items() if value is not None and key != "strict"}
+    return Function(
+        name,
+        {"type": "function", "function": {**shown, "parameters": parameters}},
+        parameters if _WHOLE & parameters.keys() else {"type": "object", **parameters},
+    )
+
+
+def _check_types(at: str, function: Json) -> None:
+    for key, kind, words in (
+        ("description", str, "a text"),
+        ("parameters", dict, "a JSON schema"),
+        ("strict", bool, "true or false"),
+    ):
+        if function.get(key) is not None and not isinstance(function[key], kind):
+            raise InvalidRequest(f"{at}.{key} must be {words}")
