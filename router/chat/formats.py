@@ -11,8 +11,8 @@ class ToolFormat:
     """Each call is an object with a name and arguments; its arguments are called ``arguments``.
 
     ``opens`` stands before a call, ``closes`` behind it, or one of ``separators`` before the next
-    one. One that ``may_be_bare`` needs no mark where it begins the output. Of an output that
-    ``is_enforced`` by a grammar nothing is content, not even what was cut off.
+    one. One that ``may_be_bare`` needs no mark where it begins the output, or follows another one.
+    Of an output that ``is_enforced`` by a grammar nothing is content, not even what was cut off.
     """
 
     name: str

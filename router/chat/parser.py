@@ -30,6 +30,7 @@ _HEX = "0123456789abcdefABCDEF"
 _ARGUMENTS = ("arguments", "parameters")
 #: What else models write into a call's object.
 _PASSED_OVER = ("type", "id")
+_TOO_MUCH = "},"
 #: The first half of a character in two escapes.
 _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _ESCAPE_LENGTH = 6
@@ -139,10 +140,10 @@ class _CharParser:
         depth = 1
         while depth:
             char = yield from self._read()
+            self._tell_arguments()
             if char == '"':
                 yield from self._string_of_arguments()
             depth += (char in "{[") - (char in "}]")
-            self._tell_arguments()
         self._at_end = self._drop
 
     def _string_of_arguments(self) -> Reading[None]:
@@ -152,6 +153,7 @@ class _CharParser:
                 yield from self._escape()
             if not self._is_half():
                 self._tell_arguments()
+        self._tell_arguments()
 
     def _is_half(self) -> bool:
         """What is held ends with half of a character, and the other half may follow."""
@@ -267,22 +269,27 @@ class CallParser(_CharParser):
 
     def _take_back(self) -> None:
         """There is no call: the first character is content, and one may begin behind it."""
-        first = next(i for i, char in enumerate(self._held) if char not in _SPACE)
-        self._put_back(len(self._held) - first - 1)
+        self._put_back(len(self._held) - self._held_space() - 1)
         self._tell_content()
 
     def _is_followed(self) -> Reading[bool]:
-        """Whether a call has another one behind its separator. Its closing mark is passed over, and
-        so is a bracket too many, as models write them."""
+        """Whether a call has another one behind it that needs no mark. Its closing mark is passed
+        over, and so is what models write behind an object too much."""
         while True:
             self._drop()
             is_closed = yield from self._is_next(self._form.closes)
-            if is_closed or self._held[-1] == "}":
-                continue
             if self._held[-1] in self._form.separators:
                 return True
-            self._put_back(len(self._held))
-            return False
+            if is_closed or self._held[-1] in _TOO_MUCH:
+                continue
+            is_bare = self._form.may_be_bare and self._held[-1] == "{"
+            self._put_back(len(self._held) - self._held_space())
+            self._drop()
+            return is_bare
+
+    def _held_space(self) -> int:
+        """So many of what is held, before anything else."""
+        return next(i for i, char in enumerate(self._held) if char not in _SPACE)
 
     def _call(self) -> Reading[None]:
         """Raises _NoCall, but not once it has begun."""

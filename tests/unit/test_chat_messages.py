@@ -1,0 +1,208 @@
+"""A chat's messages and variables, from what a client sent to what a template is shown."""
+
+import inspect
+from typing import Any
+
+import jinja2.sandbox
+import pytest
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+from everlift.errors import InvalidRequest, NotUtf8, OutOfRange, UnsupportedContent
+from router.chat.messages import MAX_BYTES, MAX_MESSAGES, shown_messages
+from router.chat.variables import checked
+
+USER = {"role": "user", "content": "hello"}
+
+
+def call(arguments: Any, **more: Any) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    return {"id": "c1", "type": "function", "function": function, **more}
+
+
+def shown(*messages: Any) -> list[Any]:
+    return shown_messages(list(messages))
+
+
+def test_texts_stay_and_parts_become_one_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+    assert shown({"role": "system", "content": "be brief"}, {"role": "user", "content": parts}) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one\ntwo"},
+    ]
+
+
+def test_what_is_null_and_what_a_client_sends_back_unread_is_not_shown() -> None:
+    answer = {
+        "role": "assistant",
+        "content": "yes",
+        "name": None,
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": None,
+    }
+
+    assert shown(answer) == [{"role": "assistant", "content": "yes"}]
+
+
+def test_arguments_become_objects_and_results_know_their_function() -> None:
+    messages = shown(
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call('{"city": "Bern"}', index=0)]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c2", "content": "?"},
+    )
+
+    assert messages[1:] == [
+        {"role": "assistant", "tool_calls": [call({"city": "Bern"})]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"},
+        {"role": "tool", "tool_call_id": "c2", "content": "?"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"a": 1}, {"a": 1}),
+        ("", {}),
+        ('{"a": [1]}', {"a": [1]}),
+        # what a model wrote that is no object, the next answer is made from as it is
+        ('{"a": ', '{"a": '),
+        ("[1]", "[1]"),
+        ('{"a": NaN}', '{"a": NaN}'),
+    ],
+)
+def test_arguments(given: Any, expected: Any) -> None:
+    [message] = shown({"role": "assistant", "tool_calls": [call(given)]})
+
+    assert message["tool_calls"][0]["function"]["arguments"] == expected
+
+
+def test_an_answer_may_be_empty() -> None:
+    assert shown({"role": "assistant"}) == [{"role": "assistant", "content": ""}]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_reasoning_is_shown(key: str) -> None:
+    message = {"role": "assistant", "content": "4", key: "2 and 2"}
+
+    assert shown(message) == [message]
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "words"),
+    [
+        (None, InvalidRequest, "messages must be a list"),
+        ([], InvalidRequest, "messages must be a list"),
+        (["hello"], InvalidRequest, "messages[0] must be an object"),
+        ([USER, {"content": "x"}], InvalidRequest, "messages[1].role must be one of system"),
+        ([{"role": "robot", "content": ""}], InvalidRequest, "messages[0].role"),
+        ([{"role": []}], InvalidRequest, "messages[0].role"),
+        ([{"role": "user"}], InvalidRequest, "messages[0].content must be"),
+        ([{"role": "user", "content": 3}], InvalidRequest, "messages[0].content must be"),
+        ([{"role": "user", "content": []}], InvalidRequest, "messages[0].content must be"),
+        ([{"role": "user", "content": ["a"]}], InvalidRequest, "content[0] must be an object"),
+        ([{"role": "user", "content": [{"type": "text"}]}], InvalidRequest, "content[0].text"),
+        ([{**USER, "contents": ""}], InvalidRequest, "did you mean content?"),
+        ([{**USER, "tool_calls": [call({})]}], InvalidRequest, "messages[0].tool_calls is unknown"),
+        ([{"role": "tool", "content": ""}], InvalidRequest, "messages[0].tool_call_id"),
+        ([{"role": "assistant", "tool_calls": {}}], InvalidRequest, "tool_calls must be a list"),
+        ([{"role": "assistant", "tool_calls": [{}]}], InvalidRequest, "tool_calls[0]"),
+        ([{"role": "assistant", "tool_calls": [call(3)]}], InvalidRequest, "arguments must be"),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a b"}}]}],
+            InvalidRequest,
+            "function.name must be 1 to 64",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            UnsupportedContent,
+            "takes text, not image_url",
+        ),
+        (
+            [{"role": "assistant", "audio": {"id": "x"}}],
+            UnsupportedContent,
+            "messages[0].audio is not supported",
+        ),
+        ([USER] * (MAX_MESSAGES + 1), OutOfRange, f"at most {MAX_MESSAGES}"),
+        ([{**USER, "content": "é" * (MAX_BYTES // 2)}], OutOfRange, "bytes"),
+        ([{**USER, "content": "\ud800"}], NotUtf8, "surrogate"),
+        ([{**USER, "name": float("nan")}], InvalidRequest, "number"),
+        (
+            [{"role": "assistant", "tool_calls": [call("[" * 100_000)]}],
+            OutOfRange,
+            "arguments is too deep",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [call('{"a":' + "[" * 80 + "]" * 80 + "}")]}],
+            OutOfRange,
+            "64 levels",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_by_its_place(
+    messages: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error) as caught:
+        shown_messages(messages)
+
+    assert words in str(caught.value)
+    assert type(caught.value) is error
+
+
+def test_depth_of_what_a_client_sends_is_bounded() -> None:
+    deep: Any = "x"
+    for _ in range(100_000):
+        deep = [deep]
+
+    with pytest.raises(OutOfRange, match="64 levels"):
+        shown({"role": "user", "content": deep})
+
+
+def test_switches_of_a_template_may_be_set() -> None:
+    given = {"enable_thinking": False, "reasoning_effort": "low", "thinking_budget": 3}
+
+    assert checked(given) == given
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "must be an object"),
+        ({"tokenize": True}, "may not set tokenize"),
+        ({"chat_template": "{{ 1 }}"}, "may not set chat_template"),
+        ({"messages": "x"}, "may not set messages"),
+        ({"tools": "x"}, "may not set tools"),
+        ({"bos_token": "x"}, "may not set bos_token"),
+        ({"__class__": 1}, "may not set __class__"),
+        ({"a b": 1}, "may not set a b"),
+        ({"documents": "x"}, "may not set documents"),
+        ({"enable_thinking": []}, "enable_thinking must be"),
+        ({"enable_thinking": None}, "enable_thinking must be"),
+        ({f"a{i}": 1 for i in range(17)}, "more than 16"),
+        ({"a": "x" * 5000}, "bytes"),
+    ],
+)
+def test_other_variables_are_refused(given: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked(given)
+
+    assert words in str(caught.value)
+
+
+def test_no_variable_has_the_name_of_what_transformers_or_jinja_know() -> None:
+    """CVE-2025-62426 and CVE-2025-61620: such names chose what the server did, or the template."""
+    functions = (
+        PreTrainedTokenizerBase.apply_chat_template,
+        chat_template_utils.render_jinja_template,
+    )
+    names = {name for function in functions for name in inspect.signature(function).parameters}
+    environment = chat_template_utils._compile_jinja_template("").environment
+    assert isinstance(environment, jinja2.sandbox.ImmutableSandboxedEnvironment)
+
+    for name in names | set(environment.globals) | {"eos_token", "special_tokens"}:
+        with pytest.raises(InvalidRequest):
+            checked({name: True})
