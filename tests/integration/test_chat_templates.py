@@ -150,10 +150,13 @@ async def test_a_hostile_template_costs_its_own_chat_and_nobody_elses(tmp_path: 
             assert cause in str(caught.value), act
             assert len(str(caught.value)) <= 500
             assert await template.render(saying(act.upper()), None) == f"{act.upper()} is fine"
+        before = supervisor(template).pid
         for act in ("loop", "number"):
             with pytest.raises(TemplateTimeout, match="more than 2 s"):
                 await template.render(saying(act), None)
             assert await template.render(saying(act.upper()), None) == f"{act.upper()} is fine"
+        # The kernel did it: what has transformers loaded is still there.
+        assert supervisor(template).pid == before
         assert await template.render(saying("format"), None) == ""
         with pytest.raises(PromptTooLong, match="20000000 characters"):
             await template.render(saying("long"), None)
@@ -202,19 +205,31 @@ async def test_the_event_loop_goes_on_while_templates_loop(tmp_path: Path) -> No
 async def test_a_renderer_that_was_killed_is_started_again(tmp_path: Path) -> None:
     async with serving(tmp_path, HOSTILE) as template:
         await template.render(HELLO, None)
-        [process] = template._processes
-        supervisor = process._process
-        assert supervisor is not None
+        process = supervisor(template)
 
-        [child] = children(supervisor.pid)
+        [child] = children(process.pid)
         os.kill(child, signal.SIGKILL)
         with pytest.raises(TemplateFailed, match="ended the process"):
             await template.render(HELLO, None)
         assert await template.render(HELLO, None) == "hello is fine"
-        assert supervisor.poll() is None
+        assert supervisor(template) is process
 
-        supervisor.kill()
-        supervisor.wait()
+        process.kill()
+        process.wait()
+        assert await template.render(HELLO, None) == "hello is fine"
+
+
+async def test_a_renderer_that_uses_no_time_and_says_nothing_is_ended(tmp_path: Path) -> None:
+    config = RouterConfig(template_timeout=0.5)
+    async with serving(tmp_path, HOSTILE, config) as template:
+        await template.render(HELLO, None)
+        process = supervisor(template)
+        for child in children(process.pid):
+            os.kill(child, signal.SIGSTOP)
+
+        with pytest.raises(TemplateTimeout):
+            await template.render(HELLO, None)
+        assert process.returncode is not None
         assert await template.render(HELLO, None) == "hello is fine"
 
 
@@ -271,17 +286,21 @@ async def test_several_processes_render_at_once(tmp_path: Path) -> None:
             await looping
 
 
-async def test_nothing_secret_is_in_the_renderers_environment(
+async def test_a_renderer_has_no_secrets_no_torch_and_bounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVERLIFT_SECRET", "hush")
     async with serving(tmp_path, HOSTILE) as template:
         await template.render(HELLO, None)
-        process = template._processes[0]._process
-        assert process is not None
-        for pid in (process.pid, *children(process.pid)):
+        process = supervisor(template)
+        [child] = children(process.pid)
+        for pid in (process.pid, child):
             assert b"hush" not in Path(f"/proc/{pid}/environ").read_bytes()
             assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+        limits = Path(f"/proc/{child}/limits").read_text().splitlines()
+        soft = {line[:26].strip(): line[26:].split()[0] for line in limits}
+        assert soft["Max file size"] == soft["Max processes"] == soft["Max core file size"] == "0"
+        assert int(soft["Max address space"]) < 1 << 30
 
 
 def test_a_renderer_ends_with_its_router(tmp_path: Path) -> None:
@@ -341,6 +360,12 @@ def sources(directory: Path) -> tuple[str, str]:
     template = ChatTemplate.load(directory)
     assert template is not None
     return template._templates.default, template._templates.tool_use
+
+
+def supervisor(template: ChatTemplate) -> subprocess.Popen[bytes]:
+    [process] = template._processes
+    assert process._process is not None
+    return process._process
 
 
 def children(pid: int) -> list[int]:
