@@ -47,6 +47,11 @@ def marked(call: str) -> str:
         (marked(CALL[:-1]), [SEARCH]),
         (marked(CALL[:-1] + ",}"), [SEARCH]),
         (marked(CALL[:-1] + ", x}"), [SEARCH, "x}\n</tool_call>"]),
+        (marked('{"name": "search", "arguments": {"a": 1}, "arguments": {}}'), [SEARCH]),
+        (
+            marked('{"name": "search", "arguments": {"a": "\\u12"}}') + "x",
+            [("search", '{"a": "\\u12"}'), "x"],
+        ),
         # cut off
         ('Yes. <tool_call>{"name": "sea', ['Yes. <tool_call>{"name": "sea']),
         ("a <tool_", ["a <tool_"]),
