@@ -240,7 +240,7 @@ def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
         request_id=check_request_id(options.get("request_id") or uuid.uuid4().hex),
         model=options.get("model", ""),
         max_tokens=options.get("max_tokens"),
-        n=options.get("n") or 0,
+        n=options.get("n"),
         sampling=_sampling(options),
         include_stop=options.get("include_stop", False),
         cache_salt=options.get("cache_salt", ""),

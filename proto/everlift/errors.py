@@ -50,15 +50,23 @@ RETRY_AFTER_METADATA_KEY = "retry-after"
 
 
 class EverliftError(Exception):
-    """An answer that is not a result. ``str(error)`` is the cause in words for the client."""
+    """An answer that is not a result. ``str(error)`` is the cause in words for the client.
+
+    A retry makes sense after ``retry_after_s`` seconds, None where nothing says when. ``field`` is
+    what of a request is wrong, by its name in the message or by that of the metadata; empty where
+    it is no single one.
+    """
 
     slug: ClassVar[str] = "internal"
     grpc_status: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
 
-    def __init__(self, message: str = "", *, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str = "", *, retry_after_s: float | None = None, field: str = ""
+    ) -> None:
         super().__init__(message or self.slug.replace("_", " "))
         self.retry_after_s = retry_after_s
+        self.field = field
 
 
 class InvalidRequest(EverliftError):

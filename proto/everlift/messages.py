@@ -25,6 +25,8 @@ MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_N = 128
 MAX_CACHE_SALT_BYTES = 128
+#: of session_id and fairness_id
+MAX_LABEL_BYTES = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 MAX_PRIORITY = 10
 
@@ -71,24 +73,29 @@ class Submission:
     priority: int = 0
     ttft_target_s: float | None = None
     trace: TraceContext | None = None
+    session_id: str = ""
+    fairness_id: str = ""
 
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
         check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         check_range("n", self.n, 1, MAX_N)
         if not self.prompt:
-            raise EmptyPrompt("the prompt is empty")
+            raise EmptyPrompt("the prompt is empty", field="prompt")
         if self.max_tokens is not None:
             check_range("max_tokens", self.max_tokens, 1, 1 << 30)
         if self.timeout_s is not None:
-            check_range("timeout", self.timeout_s, 0.001, MAX_TIMEOUT_S)
+            check_range("timeout", self.timeout_s, 0.001, MAX_TIMEOUT_S, field="timeout_ms")
         if self.ttft_target_s is not None:
-            check_range("ttft_target", self.ttft_target_s, 0.001, MAX_TIMEOUT_S)
+            check_range(
+                "ttft_target", self.ttft_target_s, 0.001, MAX_TIMEOUT_S, field="ttft_target_ms"
+            )
         _check_stops(self.stop)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise OutOfRange(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids")
-        if len(self.cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
-            raise OutOfRange(f"cache_salt is longer than {MAX_CACHE_SALT_BYTES} bytes")
+            raise OutOfRange(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids", field="stop_token_ids")
+        _check_bytes("cache_salt", self.cache_salt, MAX_CACHE_SALT_BYTES)
+        _check_bytes("session_id", self.session_id, MAX_LABEL_BYTES)
+        _check_bytes("fairness_id", self.fairness_id, MAX_LABEL_BYTES)
 
     @property
     def salt(self) -> bytes:
@@ -121,12 +128,14 @@ class Submission:
             on_disconnect=_on_disconnect(message.on_disconnect),
             timeout_s=_seconds(message, "timeout_ms"),
             body_hash=_body_hash(message),
-            n=message.n or 1,
+            n=_num_choices(message),
             include_stop=message.include_stop,
             cache_salt=message.cache_salt,
             priority=message.priority,
             ttft_target_s=_seconds(message, "ttft_target_ms"),
             trace=trace,
+            session_id=message.session_id,
+            fairness_id=message.fairness_id,
         )
 
 
@@ -135,12 +144,17 @@ def _seconds(message: pb.GenerateRequest, field: str) -> float | None:
 
 
 def _check_best_of(message: pb.GenerateRequest) -> None:
-    if message.best_of > max(message.n, 1):
+    if message.best_of > _num_choices(message):
         raise OutOfRange(
             "best_of above n is not served: the best outputs are only known when the last of them "
             "has finished, so nothing could be streamed. Ask for n choices with logprobs, and "
-            "choose by these"
+            "choose by these",
+            field="best_of",
         )
+
+
+def _num_choices(message: pb.GenerateRequest) -> int:
+    return message.n if message.HasField("n") else 1
 
 
 def _prompt(message: pb.GenerateRequest) -> str | tuple[int, ...]:
@@ -155,17 +169,22 @@ def _on_disconnect(value: int) -> OnDisconnect:
     try:
         return OnDisconnect(value)
     except ValueError:
-        raise OutOfRange(f"on_disconnect has no value {value}") from None
+        raise OutOfRange(f"on_disconnect has no value {value}", field="on_disconnect") from None
+
+
+def _check_bytes(name: str, text: str, most: int) -> None:
+    if len(text.encode()) > most:
+        raise OutOfRange(f"{name} is longer than {most} bytes", field=name)
 
 
 def _check_stops(stops: tuple[str, ...]) -> None:
     if len(stops) > MAX_STOP_STRINGS:
-        raise OutOfRange(f"at most {MAX_STOP_STRINGS} stop strings, not {len(stops)}")
+        raise OutOfRange(f"at most {MAX_STOP_STRINGS} stop strings, not {len(stops)}", field="stop")
     for stop in stops:
         if not stop:
-            raise InvalidRequest("a stop string is empty")
+            raise InvalidRequest("a stop string is empty", field="stop")
         if len(stop.encode()) > MAX_STOP_BYTES:
-            raise OutOfRange(f"a stop string is longer than {MAX_STOP_BYTES} bytes")
+            raise OutOfRange(f"a stop string is longer than {MAX_STOP_BYTES} bytes", field="stop")
 
 
 def _body_hash(message: pb.GenerateRequest) -> bytes:
@@ -175,6 +194,8 @@ def _body_hash(message: pb.GenerateRequest) -> bytes:
     # What may differ between two tries of the same request.
     for field in ("request_id", "timeout_ms", "on_disconnect", "priority", "ttft_target_ms"):
         body.ClearField(field)
+    for label in ("session_id", "fairness_id"):
+        body.ClearField(label)
     return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
 
 
@@ -204,6 +225,8 @@ class Request:
     priority: int = 0
     ttft_target_s: float | None = None
     trace: TraceContext | None = None
+    session_id: str = ""
+    fairness_id: str = ""
 
     def to_bytes(self) -> bytes:
         return ledger_pb2.StoredRequest(
@@ -224,6 +247,8 @@ class Request:
             priority=self.priority,
             ttft_target_s=self.ttft_target_s,
             trace=self.trace.to_proto() if self.trace else None,
+            session_id=self.session_id,
+            fairness_id=self.fairness_id,
         ).SerializeToString()
 
     @classmethod
@@ -247,4 +272,6 @@ class Request:
             priority=stored.priority,
             ttft_target_s=stored.ttft_target_s if stored.HasField("ttft_target_s") else None,
             trace=TraceContext.from_proto(stored.trace) if stored.HasField("trace") else None,
+            session_id=stored.session_id,
+            fairness_id=stored.fairness_id,
         )

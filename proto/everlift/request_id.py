@@ -19,7 +19,9 @@ _BETWEEN = "/"
 def check_request_id(request_id: str) -> str:
     """Returns ``request_id`` if a client may use it; raises InvalidRequest."""
     if not is_request_id(request_id):
-        raise InvalidRequest("request_id must be 1 to 128 characters of A-Z a-z 0-9 . _ : -")
+        raise InvalidRequest(
+            "request_id must be 1 to 128 characters of A-Z a-z 0-9 . _ : -", field="request_id"
+        )
     return request_id
 
 

@@ -51,17 +51,21 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if not self.texts or not all(self.texts):
-            raise InvalidRequest(f"the grammar's {self.kind.value} is empty")
+            raise InvalidRequest(f"the grammar's {self.kind.value} is empty", field="grammar")
         if sum(len(text.encode()) for text in self.texts) > MAX_GRAMMAR_BYTES:
-            raise OutOfRange(f"the grammar is longer than {MAX_GRAMMAR_BYTES} bytes")
+            raise OutOfRange(
+                f"the grammar is longer than {MAX_GRAMMAR_BYTES} bytes", field="grammar"
+            )
         if len(self.texts) > MAX_CHOICES:
-            raise OutOfRange(f"at most {MAX_CHOICES} choices, not {len(self.texts)}")
+            raise OutOfRange(
+                f"at most {MAX_CHOICES} choices, not {len(self.texts)}", field="grammar"
+            )
 
     @classmethod
     def from_proto(cls, message: pb.Grammar) -> Self:
         form = message.WhichOneof("form")
         if form is None:
-            raise InvalidRequest("the grammar has no form")
+            raise InvalidRequest("the grammar has no form", field="grammar")
         kind = GrammarKind(form)
         if kind is GrammarKind.CHOICE:
             return cls(kind, tuple(message.choice.texts))
@@ -102,11 +106,11 @@ class SamplingParams:
         check_range("temperature", self.temperature, 0.0, 100.0)
         check_range("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
-            raise OutOfRange("top_p must be above 0")
+            raise OutOfRange("top_p must be above 0", field="top_p")
         check_range("top_k", self.top_k, 0, MAX_TOP_K)
         check_range("min_p", self.min_p, 0.0, 1.0)
         if not 0 <= self.seed < 1 << 64:
-            raise OutOfRange("seed must be an unsigned 64-bit integer")
+            raise OutOfRange("seed must be an unsigned 64-bit integer", field="seed")
         check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -118,9 +122,11 @@ class SamplingParams:
 
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise OutOfRange(f"logit_bias names at most {MAX_LOGIT_BIAS} tokens")
+            raise OutOfRange(
+                f"logit_bias names at most {MAX_LOGIT_BIAS} tokens", field="logit_bias"
+            )
         for token, bias in self.logit_bias:
-            check_range("a token of logit_bias", token, 0, (1 << 32) - 1)
+            check_range("a token of logit_bias", token, 0, (1 << 32) - 1, field="logit_bias")
             check_range("logit_bias", bias, -100.0, 100.0)
 
     @property

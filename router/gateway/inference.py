@@ -15,6 +15,8 @@ from everlift.trace_context import TraceContext
 from everlift.transport import Transport
 from everlift.v1 import inference_pb2 as pb
 from router.clock import now
+from router.gateway import aside
+from router.gateway import headers as request_headers
 from router.gateway.caller import Caller
 from router.gateway.custody import Elsewhere
 from router.gateway.live import LiveRequest
@@ -59,19 +61,26 @@ class Inference:
         headers: Mapping[str, str],
         timeout_s: float | None = None,
     ) -> Opened:
-        """A request of this message, or the one that its id already names. ``timeout_s`` holds
-        beside the message's own.
+        """A request of this message and of what ``headers`` add to it, or the one that its id
+        already names. ``timeout_s`` holds beside the message's own.
 
         A message without an id is given one, also where it is refused then. Raises InvalidRequest,
         UnknownModel, RequestConflict, QueueFull, LedgerFull, RouterStopping, LedgerUnavailable,
         Moved.
         """
         began, trace = now(), self._tracer.begin(headers.items())
+        try:
+            request_headers.apply(message, headers)
+        except EverliftError as error:
+            self.turned_away(error)
+            raise
         message.request_id = message.request_id or new_request_id()
         with self._telling_refusals(trace, began):
             request_id = caller.qualify(message.request_id)
             submission = Submission.from_proto(message, request_id, secrets.randbits(63), trace)
-            request = self._model.resolve(submission)
+            request = await aside.with_text(
+                len(message.text), lambda: self._model.resolve(submission)
+            )
             try:
                 live = await self._requests.submit(
                     request, _earlier(submission.timeout_s, timeout_s)

@@ -50,11 +50,15 @@ class HuggingFaceTokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()
 
+    # Of batches the library lets go of Python's lock, else not.
+
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+        (encoding,) = self._tokenizer.encode_batch_fast([text])
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)
+        return str(text)
 
     def is_text(self, token_id: int) -> bool:
         return token_id not in self._special and token_id < self.vocab_size
@@ -136,6 +140,13 @@ class ServedModel:
         if request.model != self.name:
             raise UnknownModel(f"the model {request.model!r} is not served any more")
 
+    def check_asked(self, name: str) -> None:
+        """Empty is this one. Raises UnknownModel."""
+        if name not in ("", self.name):
+            raise UnknownModel(
+                f"the model {name!r} is not served here; {self.name!r} is", field="model"
+            )
+
     def begun(self, request: Request, *, has_begun: bool) -> Request:
         """A request that this model's workers begin, or go on with if it ``has_begun``. Raises
         UnknownModel where other weights, another tokenizer or other settings began it. What is not
@@ -155,16 +166,14 @@ class ServedModel:
 
         Raises UnknownModel, PromptTooLong, OutOfRange.
         """
-        if submission.model not in ("", self.name):
-            raise UnknownModel(
-                f"the model {submission.model!r} is not served here; {self.name!r} is"
-            )
+        self.check_asked(submission.model)
         prompt_ids = self._prompt_ids(submission.prompt)
         room = self.max_model_len - len(prompt_ids)
         if room < 1:
             raise PromptTooLong(
                 f"the prompt has {len(prompt_ids)} tokens; the context of {self.max_model_len} "
-                "has to hold at least one more"
+                "has to hold at least one more",
+                field="prompt",
             )
         max_tokens = min(room, submission.max_tokens or room)
         self._check_ids("stop_token_ids", submission.stop_token_ids)
@@ -189,25 +198,38 @@ class ServedModel:
             priority=submission.priority,
             ttft_target_s=submission.ttft_target_s,
             trace=submission.trace,
+            session_id=submission.session_id,
+            fairness_id=submission.fairness_id,
         )
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return self._encode(prompt)
-        self._check_ids("prompt", prompt)
-        return prompt
-
-    def _encode(self, prompt: str) -> tuple[int, ...]:
-        # A token stands for a few dozen characters at most: what cannot fit is not even tokenised.
-        if len(prompt) > self.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} characters; the context is "
-                f"{self.max_model_len} tokens"
-            )
-        ids = tuple(self.tokenizer.encode(prompt))
+        if not isinstance(prompt, str):
+            self._check_ids("prompt", prompt)
+            return prompt
+        ids = self.encode(prompt)
         if not ids:
-            raise EmptyPrompt("the prompt has no token")
+            raise EmptyPrompt("the prompt has no token", field="prompt")
         return ids
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """As a prompt is read. Raises PromptTooLong."""
+        # A token stands for a few dozen characters at most: what cannot fit is not even tokenised.
+        if len(text) > self.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
+            raise PromptTooLong(
+                f"the text has {len(text)} characters; the context is {self.max_model_len} tokens",
+                field="text",
+            )
+        return tuple(self.tokenizer.encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Raises OutOfRange."""
+        if len(ids) > self.max_model_len:
+            raise OutOfRange(
+                f"{len(ids)} tokens are more than the context of {self.max_model_len}",
+                field="token_ids",
+            )
+        self._check_ids("token_ids", ids)
+        return self.tokenizer.decode(ids)
 
     def _check_sampling(self, sampling: SamplingParams, max_tokens: int) -> None:
         self._check_ids("logit_bias", tuple(token for token, _ in sampling.logit_bias))
@@ -215,10 +237,12 @@ class ServedModel:
         for name in ("logprobs", "prompt_logprobs"):
             check_range(name, getattr(sampling, name) or 0, 0, self.vocab_size)
 
-    def _check_ids(self, name: str, ids: tuple[int, ...]) -> None:
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         worst = max(ids, default=0)
         if worst >= self.vocab_size:
-            raise OutOfRange(f"{name} holds token {worst}; the vocabulary has {self.vocab_size}")
+            raise OutOfRange(
+                f"{name} holds token {worst}; the vocabulary has {self.vocab_size}", field=name
+            )
 
 
 def _room(worker: session_pb2.WorkerInfo) -> int:
@@ -236,7 +260,8 @@ def _check_amount(submission: Submission, num_prompt: int, max_tokens: int) -> N
         if num_top is not None and num_tokens * (1 + num_top) > limit:
             raise OutOfRange(
                 f"{name} of {num_tokens} tokens with {num_top} alternatives each are too many; "
-                f"at most {limit} log probabilities are told of a request"
+                f"at most {limit} log probabilities are told of a request",
+                field=name,
             )
 
 

@@ -261,7 +261,7 @@ class Requests:
             server=self._ledger.server,
             durability_class=self._ledger.durability_class,
             durability=self._config.durability,
-            memory_used=self._ledger_health.memory_used,
+            memory_used=self._ledger_health.memory_used or None,
             away=self._ledger_health.is_away or self.attempts.keeping.is_away,
             rollbacks=self._ledger_health.rollbacks,
         )

@@ -191,7 +191,9 @@ _OURS: Mapping[str, Value] = {
 
 def _request_attributes(request: Request) -> dict[str, Value]:
     sampling = request.sampling
+    labels = {"session.id": request.session_id, "everlift.fairness_id": request.fairness_id}
     return {
+        **{name: label for name, label in labels.items() if label},
         **_OURS,
         "gen_ai.request.model": request.model,
         "gen_ai.request.max_tokens": request.max_tokens,

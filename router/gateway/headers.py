@@ -1,0 +1,74 @@
+"""Headers that clients and proxies send beside a request, put into its message. Pure.
+
+    idempotency-key                      request_id
+    x-request-id                         the same, where there is no other name
+    x-slo-ttft-ms                        ttft_target_ms
+    x-session-id                         session_id
+    x-gateway-inference-fairness-id      fairness_id
+
+What the message says itself holds. The last three are names that the Gateway API Inference
+Extension and the routers around it use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from everlift.errors import InvalidRequest, OutOfRange
+from everlift.messages import MAX_LABEL_BYTES, MAX_TIMEOUT_S
+from everlift.request_id import is_request_id
+from everlift.v1 import inference_pb2 as pb
+
+_IDEMPOTENCY_KEY = "idempotency-key"
+REQUEST_ID = "x-request-id"
+_TTFT_TARGET = "x-slo-ttft-ms"
+_SESSION_ID = "x-session-id"
+_FAIRNESS_ID = "x-gateway-inference-fairness-id"
+
+
+def apply(
+    message: pb.GenerateRequest, headers: Mapping[str, str], place: int | None = None
+) -> None:
+    """Names of ``headers`` are in small letters. ``place`` is of the request among several of one
+    call, each of which is named after the call's name then. Raises InvalidRequest, OutOfRange with
+    the header's name."""
+    message.request_id = message.request_id or _request_id(headers, place)
+    message.session_id = message.session_id or _label(headers, _SESSION_ID)
+    message.fairness_id = message.fairness_id or _label(headers, _FAIRNESS_ID)
+    if _TTFT_TARGET in headers and not message.HasField("ttft_target_ms"):
+        message.ttft_target_ms = _milliseconds(headers, _TTFT_TARGET)
+
+
+def _request_id(headers: Mapping[str, str], place: int | None) -> str:
+    """Empty where the headers name none."""
+    suffix = "" if place is None else f":{place}"
+    if _IDEMPOTENCY_KEY in headers:
+        # The IETF's draft has the key in quotation marks, most clients have it without.
+        request_id = headers[_IDEMPOTENCY_KEY].strip('"') + suffix
+        if not is_request_id(request_id):
+            raise InvalidRequest(
+                f"{_IDEMPOTENCY_KEY} must be 1 to 128 characters of A-Z a-z 0-9 . _ : -",
+                field=_IDEMPOTENCY_KEY,
+            )
+        return request_id
+    # Proxies make this one, and not for us.
+    request_id = headers.get(REQUEST_ID, "") + suffix
+    return request_id if REQUEST_ID in headers and is_request_id(request_id) else ""
+
+
+def _label(headers: Mapping[str, str], name: str) -> str:
+    label = headers.get(name, "")
+    if len(label.encode()) > MAX_LABEL_BYTES:
+        raise OutOfRange(f"{name} is longer than {MAX_LABEL_BYTES} bytes", field=name)
+    return label
+
+
+def _milliseconds(headers: Mapping[str, str], name: str) -> int:
+    try:
+        value = float(headers[name])
+    except ValueError:
+        raise InvalidRequest(f"{name} must be a number of milliseconds", field=name) from None
+    most = MAX_TIMEOUT_S * 1e3
+    if not 1 <= value <= most:
+        raise OutOfRange(f"{name} must be from 1 to {most:.0f} milliseconds", field=name)
+    return round(value)

@@ -1,0 +1,98 @@
+"""What headers beside a request put into its message."""
+
+from __future__ import annotations
+
+import pytest
+
+from everlift.errors import InvalidRequest, OutOfRange
+from everlift.v1 import inference_pb2 as pb
+from router.gateway import headers
+
+
+def applied(place: int | None = None, **given: str) -> pb.GenerateRequest:
+    message = pb.GenerateRequest()
+    headers.apply(message, {name.replace("_", "-"): it for name, it in given.items()}, place)
+    return message
+
+
+def test_each_header_has_its_field() -> None:
+    assert applied(
+        idempotency_key="key",
+        x_request_id="other",
+        x_slo_ttft_ms="200",
+        x_session_id="s",
+        x_gateway_inference_fairness_id="f",
+        x_slo_tpot_ms="5",
+    ) == pb.GenerateRequest(request_id="key", ttft_target_ms=200, session_id="s", fairness_id="f")
+
+
+def test_without_headers_nothing_is_said() -> None:
+    assert applied() == pb.GenerateRequest()
+
+
+def test_what_the_message_says_holds() -> None:
+    message = pb.GenerateRequest(request_id="r", ttft_target_ms=1, session_id="s", fairness_id="f")
+    said = pb.GenerateRequest.FromString(message.SerializeToString())
+    headers.apply(
+        message,
+        {
+            "idempotency-key": "not a name",
+            "x-slo-ttft-ms": "none",
+            "x-session-id": "t",
+            "x-gateway-inference-fairness-id": "g",
+        },
+    )
+    assert message == said
+
+
+@pytest.mark.parametrize(
+    ("given", "request_id"),
+    [
+        ({"idempotency_key": '"8e03978e"'}, "8e03978e"),
+        ({"x_request_id": "proxy-1"}, "proxy-1"),
+        ({"x_request_id": "a b"}, ""),
+        ({"x_request_id": ""}, ""),
+        ({"x_request_id": "x" * 129}, ""),
+    ],
+)
+def test_the_request_is_named(given: dict[str, str], request_id: str) -> None:
+    assert applied(**given).request_id == request_id
+
+
+@pytest.mark.parametrize("key", ["", "a b", "x" * 129, "tenant/id", "key,key"])
+def test_a_key_that_cannot_name_is_refused(key: str) -> None:
+    with pytest.raises(InvalidRequest, match="idempotency-key") as caught:
+        applied(idempotency_key=key)
+    assert caught.value.field == "idempotency-key"
+
+
+def test_several_requests_have_their_places_in_their_names() -> None:
+    assert applied(7, idempotency_key="k").request_id == "k:7"
+    assert applied(7, x_request_id="k").request_id == "k:7"
+    assert applied(7, x_request_id="x" * 127).request_id == ""
+    with pytest.raises(InvalidRequest, match="idempotency-key"):
+        applied(7, idempotency_key="x" * 127)
+
+
+@pytest.mark.parametrize("value", ["", "soon", "1 2", "0x10"])
+def test_a_target_that_is_no_number_is_refused(value: str) -> None:
+    with pytest.raises(InvalidRequest, match="x-slo-ttft-ms"):
+        applied(x_slo_ttft_ms=value)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e300", "604800001"])
+def test_a_target_out_of_range_is_refused(value: str) -> None:
+    with pytest.raises(OutOfRange, match="x-slo-ttft-ms"):
+        applied(x_slo_ttft_ms=value)
+
+
+@pytest.mark.parametrize("value", ["1", "604800000", "250.4"])
+def test_a_target_within_it_is_taken(value: str) -> None:
+    assert applied(x_slo_ttft_ms=value).ttft_target_ms == round(float(value))
+
+
+@pytest.mark.parametrize("name", ["x_session_id", "x_gateway_inference_fairness_id"])
+def test_a_label_has_an_end(name: str) -> None:
+    applied(**{name: "x" * 128})
+    with pytest.raises(OutOfRange, match=name.replace("_", "-")):
+        applied(**{name: "x" * 129})
