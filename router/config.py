@@ -26,6 +26,13 @@ class RouterConfig:
     #: PEM file with who signed the certificates of clients, which then have to show one; not set:
     #: they need none
     tls_client_ca: str = ""
+    #: where clients of OpenAI's API connect (HTTP); an empty host: nowhere
+    http_host: str = "127.0.0.1"
+    http_port: int = 8000
+    #: web pages that may ask there, as https://chat.example.com; "*": all
+    cors_origins: tuple[str, ...] = ()
+    #: of an HTTP request; a larger one is refused with 413
+    max_body_bytes: int = 8 << 20
     #: where workers and other routers connect
     internal_host: str = "127.0.0.1"
     internal_port: int = 0
@@ -101,6 +108,8 @@ class RouterConfig:
             raise ValueError(f"router.lease ({self.lease:g}) must be twice router.beat or more")
         if self.max_queued < 1 or self.max_losses < 1:
             raise ValueError("router.max_queued and router.max_losses must be at least 1")
+        if self.max_body_bytes < 1 << 10:
+            raise ValueError("router.max_body_bytes must be at least 1024")
         if not 0 <= self.trace_sample <= 1:
             raise ValueError("router.trace_sample must be from 0 to 1")
         if self.template_timeout <= 0:

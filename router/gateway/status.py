@@ -22,6 +22,7 @@ class Status:
         fleet: Fleet,
         leader: Leader,
         metrics_address: str,
+        http_address: str,
     ) -> None:
         self._cluster_id = cluster_id
         self._model = model
@@ -31,6 +32,7 @@ class Status:
         self._fleet = fleet
         self._leader = leader
         self._metrics_address = metrics_address
+        self._http_address = http_address
 
     def describe(self) -> pb.GetStatusResponse:
         workers = sorted(map(self._worker, self._sessions.links), key=lambda w: w.worker_id)
@@ -52,6 +54,7 @@ class Status:
             false_alarms=self._sessions.false_alarms,
             ledger=self._requests.ledger_status(),
             metrics_address=self._metrics_address,
+            http_address=self._http_address,
         )
 
     def _worker(self, link: WorkerLink) -> pb.WorkerStatus:

@@ -321,6 +321,8 @@ class GenerateRequest(google.protobuf.message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     TTFT_TARGET_MS_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    FAIRNESS_ID_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: the model that the cluster serves"""
     text: builtins.str
@@ -333,7 +335,7 @@ class GenerateRequest(google.protobuf.message.Message):
     timeout_ms: builtins.int
     """Counted from arrival; a gRPC deadline that comes earlier holds as well."""
     n: builtins.int
-    """choices, up to 128; 0 and 1 mean one"""
+    """choices, up to 128; default 1"""
     best_of: builtins.int
     """Above n it is refused: a best-of holds all outputs back until the last one has finished."""
     include_stop: builtins.bool
@@ -346,6 +348,11 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     ttft_target_ms: builtins.int
     """The first token is wanted so soon after arrival. It comes later rather than never."""
+    session_id: builtins.str
+    """Whose conversation it belongs to, and among whom capacity is to be shared fairly: names of at most 128 bytes,
+    which its trace has. Nothing is decided by them yet.
+    """
+    fairness_id: builtins.str
     @property
     def tokens(self) -> Global___TokenIds: ...
     @property
@@ -370,17 +377,21 @@ class GenerateRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         on_disconnect: Global___OnDisconnect.ValueType = ...,
         timeout_ms: builtins.int | None = ...,
-        n: builtins.int = ...,
+        n: builtins.int | None = ...,
         best_of: builtins.int = ...,
         include_stop: builtins.bool = ...,
         cache_salt: builtins.str = ...,
         priority: builtins.int = ...,
         ttft_target_ms: builtins.int | None = ...,
+        session_id: builtins.str = ...,
+        fairness_id: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "best_of", b"best_of", "cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "best_of", b"best_of", "cache_salt", b"cache_salt", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_n", b"_n"]) -> typing.Literal["n"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_timeout_ms", b"_timeout_ms"]) -> typing.Literal["timeout_ms"] | None: ...
     @typing.overload
@@ -397,7 +408,7 @@ class GenerateManyRequest(google.protobuf.message.Message):
     REQUESTS_FIELD_NUMBER: builtins.int
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GenerateRequest]:
-        """at most 1024; each request_id once"""
+        """1 to 1024; each request_id once"""
 
     def __init__(
         self,
@@ -1178,6 +1189,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     FALSE_ALARMS_FIELD_NUMBER: builtins.int
     LEDGER_FIELD_NUMBER: builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     model: builtins.str
     leader: builtins.str
@@ -1199,6 +1211,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     """workers taken for lost that spoke again"""
     metrics_address: builtins.str
     """host:port of the answering router's metrics; empty: nowhere"""
+    http_address: builtins.str
+    """the same of its HTTP server"""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @property
@@ -1222,9 +1236,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         false_alarms: builtins.int = ...,
         ledger: Global___LedgerStatus | None = ...,
         metrics_address: builtins.str = ...,
+        http_address: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ledger", b"ledger"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "completed", b"completed", "failed", b"failed", "false_alarms", b"false_alarms", "leader", b"leader", "ledger", b"ledger", "metrics_address", b"metrics_address", "migrated", b"migrated", "model", b"model", "moved", b"moved", "output_tokens", b"output_tokens", "preempted", b"preempted", "queued", b"queued", "recomputed_tokens", b"recomputed_tokens", "running", b"running", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "completed", b"completed", "failed", b"failed", "false_alarms", b"false_alarms", "http_address", b"http_address", "leader", b"leader", "ledger", b"ledger", "metrics_address", b"metrics_address", "migrated", b"migrated", "model", b"model", "moved", b"moved", "output_tokens", b"output_tokens", "preempted", b"preempted", "queued", b"queued", "recomputed_tokens", b"recomputed_tokens", "running", b"running", "workers", b"workers"]) -> None: ...
 
 Global___GetStatusResponse: typing_extensions.TypeAlias = GetStatusResponse
 
@@ -1247,7 +1262,7 @@ class LedgerStatus(google.protobuf.message.Message):
     durability: builtins.str
     """before_delivery or behind"""
     memory_used: builtins.float
-    """part of what it may use; 0 where it has no bound"""
+    """part of what it may use; unset where it has no bound"""
     away: builtins.bool
     """it does not answer"""
     rollbacks: builtins.int
@@ -1258,10 +1273,12 @@ class LedgerStatus(google.protobuf.message.Message):
         server: builtins.str = ...,
         durability_class: builtins.str = ...,
         durability: builtins.str = ...,
-        memory_used: builtins.float = ...,
+        memory_used: builtins.float | None = ...,
         away: builtins.bool = ...,
         rollbacks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["away", b"away", "durability", b"durability", "durability_class", b"durability_class", "memory_used", b"memory_used", "rollbacks", b"rollbacks", "server", b"server"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_memory_used", b"_memory_used", "memory_used", b"memory_used"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_memory_used", b"_memory_used", "away", b"away", "durability", b"durability", "durability_class", b"durability_class", "memory_used", b"memory_used", "rollbacks", b"rollbacks", "server", b"server"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_memory_used", b"_memory_used"]) -> typing.Literal["memory_used"] | None: ...
 
 Global___LedgerStatus: typing_extensions.TypeAlias = LedgerStatus

@@ -40,6 +40,8 @@ class StoredRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     TTFT_TARGET_S_FIELD_NUMBER: builtins.int
     TRACE_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    FAIRNESS_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     model: builtins.str
     fingerprint: builtins.str
@@ -53,6 +55,8 @@ class StoredRequest(google.protobuf.message.Message):
     include_stop: builtins.bool
     priority: builtins.int
     ttft_target_s: builtins.float
+    session_id: builtins.str
+    fairness_id: builtins.str
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -87,9 +91,11 @@ class StoredRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         ttft_target_s: builtins.float | None = ...,
         trace: Global___Trace | None = ...,
+        session_id: builtins.str = ...,
+        fairness_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "deadline", b"deadline", "sampling", b"sampling", "trace", b"trace", "ttft_target_s", b"ttft_target_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "body_hash", b"body_hash", "deadline", b"deadline", "fingerprint", b"fingerprint", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "trace", b"trace", "ttft_target_s", b"ttft_target_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "body_hash", b"body_hash", "deadline", b"deadline", "fairness_id", b"fairness_id", "fingerprint", b"fingerprint", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "trace", b"trace", "ttft_target_s", b"ttft_target_s"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline", b"_deadline"]) -> typing.Literal["deadline"] | None: ...
     @typing.overload
