@@ -77,6 +77,7 @@ Written out or not, a default is the same.
 {{- define "everlift.settings" -}}
 {{- $worker := dict "device" .Values.workers.device "tensor_parallel" (int .Values.workers.tensorParallel) -}}
 {{- $router := dict "host" "0.0.0.0" "port" (int .Values.service.port)
+      "http_host" "0.0.0.0" "http_port" (int .Values.service.httpPort)
       "metrics_host" "0.0.0.0" "metrics_port" (int .Values.monitoring.port) -}}
 {{- $ledger := dict "key_prefix" (include "everlift.keyPrefix" .)
       "durability_class" .Values.ledger.durabilityClass -}}
