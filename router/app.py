@@ -62,6 +62,7 @@ class RouterDeployment:
             "address": router.address,
             "internal_address": router.internal_address,
             "metrics_address": router.metrics_address,
+            "http_address": router.http_address,
             "pid": os.getpid(),
         }
 

@@ -30,6 +30,13 @@ class RouterConfig:
     #: of a client's call, uncompressed; a larger one is refused with RESOURCE_EXHAUSTED. A prompt
     #: of a million tokens has about 5 MB
     max_message_bytes: int = 8 << 20
+    #: where clients of OpenAI's API connect (HTTP); an empty host: nowhere
+    http_host: str = "127.0.0.1"
+    http_port: int = 8000
+    #: web pages that may ask there, as https://chat.example.com; "*": all
+    cors_origins: tuple[str, ...] = ()
+    #: of an HTTP request; a larger one is refused with 413
+    max_body_bytes: int = 8 << 20
     #: where workers and other routers connect
     internal_host: str = "127.0.0.1"
     internal_port: int = 0
@@ -118,6 +125,8 @@ class RouterConfig:
             object.__setattr__(self, "access_file", path)
         if not 1 << 10 <= self.max_message_bytes < 1 << 31:
             raise ValueError("router.max_message_bytes must be from 1 KiB to below 2 GiB")
+        if self.max_body_bytes < 1 << 10:
+            raise ValueError("router.max_body_bytes must be at least 1024")
         if not 0 <= self.trace_sample <= 1:
             raise ValueError("router.trace_sample must be from 0 to 1")
         if self.template_timeout <= 0:

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Coroutine
 from typing import Any, Self
 
+from starlette.types import ASGIApp
+
 from everlift import logs, model_files
 from everlift.certificates import server_context
 from everlift.channels import SERVER_OPTIONS
@@ -16,6 +18,7 @@ from everlift.v1 import session_pb2, session_pb2_grpc
 from router import stalls
 from router.access.access import Access, store_of
 from router.chaos import Chaos
+from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
 from router.exposure import exposures
 from router.fleet import Fleet
@@ -25,6 +28,11 @@ from router.gateway.door import OPEN, Door
 from router.gateway.grpc_server import InferenceServer
 from router.gateway.handlers import service_name
 from router.gateway.health_server import HealthServer
+from router.gateway.http.answering import Answering
+from router.gateway.http.api import Api
+from router.gateway.http.conversation import Conversations
+from router.gateway.http.server import HttpServer
+from router.gateway.http.texts import Texts
 from router.gateway.inference import Inference
 from router.gateway.kserve.server import KserveServer
 from router.gateway.model import ServedModel
@@ -75,9 +83,13 @@ class Router:
         self.address = self.internal_address = ""
         self._instruments = Instruments()
         self._metrics = MetricsServer(self._instruments.registry)
+        self._http = HttpServer()
         self._ledger = ledger
         self._access = access
         self._model = model
+        self._template = (
+            ChatTemplate.load(model.directory, config=config) if model.directory else None
+        )
         limits = Limits(max_message_bytes=config.max_message_bytes)
         self._public = Server(limits) if transport is None else transport.server(SERVER_OPTIONS)
         self._internal = self._transport.server(SERVER_OPTIONS)
@@ -106,14 +118,17 @@ class Router:
         # First what can be given back when a port is taken.
         await router._metrics.start(config.metrics_host, config.metrics_port)
         try:
+            await router._http.bind(config.http_host, config.http_port)
             router._bind()
         except OSError:
+            await router._http.stop(0)
             await router._metrics.stop()
             router._traces.close()
             raise
         router._wire(cluster_id)
         await router._internal.start()
         await router._public.start()
+        await router._http.start(router._api())
         router._metrics.readiness = router._requests
         for line in exposures(config, has_keys=config.access != "off"):
             log.warning(line, host=config.host, internal_host=config.internal_host)
@@ -168,6 +183,7 @@ class Router:
             self._line,
             self._requests,
         )
+        self._inference = Inference(self._requests, self._model, self._transport, self._traces)
         self._serve(cluster_id)
         self._collect()
         following = [self._access.run()] if self._access else []
@@ -191,9 +207,9 @@ class Router:
             self._fleet,
             self._leader,
             self.metrics_address,
+            self.http_address,
         )
-        inference = Inference(self._requests, self._model, self._transport, self._traces)
-        server = InferenceServer(inference, status)
+        server = InferenceServer(self._inference, status)
         chaos = Chaos(
             self.config,
             self.router_id,
@@ -202,10 +218,10 @@ class Router:
             self._fleet,
             self._transport,
         )
-        door: Door = self._access or OPEN
+        door = self._door
         services = (
             server.handlers(door),
-            KserveServer(inference, self._requests, self._model).handlers(door),
+            KserveServer(self._inference, self._requests, self._model).handlers(door),
             AdminServer(self._sessions).handlers(door),
             ChaosServer(chaos).handlers(door),
         )
@@ -218,6 +234,31 @@ class Router:
         session_pb2_grpc.add_RouterInternalServicer_to_server(
             InternalServer(self._fleet, self._leader, chaos), self._internal
         )
+
+    @property
+    def _door(self) -> Door:
+        """Where clients come in, whatever they speak."""
+        return self._access or OPEN
+
+    def _api(self) -> ASGIApp:
+        """What HTTP serves."""
+        config, model = self.config, self._model
+        conversations = Conversations(model, self._template)
+        api = Api(
+            self._door,
+            Answering(self._inference, model, conversations),
+            Texts(model, conversations),
+            model,
+            self._requests,
+            self._metrics,
+            config.max_body_bytes,
+        )
+        return api.app(config.cors_origins)
+
+    @property
+    def http_address(self) -> str:
+        """Where OpenAI's API is served; empty: nowhere."""
+        return self._http.address
 
     @property
     def metrics_address(self) -> str:
@@ -255,7 +296,7 @@ class Router:
     async def _stop(self) -> None:
         log.info("router stops", router_id=self.router_id, requests=len(self._requests))
         await asyncio.gather(self._requests.stop(self.config.drain), self._leader.stand_back())
-        await self._public.stop(grace=0.5)
+        await asyncio.gather(self._public.stop(grace=0.5), self._http.stop(grace_s=0.5))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -263,6 +304,8 @@ class Router:
         await self._sessions.close()
         await self._internal.stop(grace=0.5)
         await self._metrics.stop()
+        if self._template is not None:
+            await self._template.close()
         try:
             await self._ledger.leave(self.router_id)
         except LedgerUnavailable:

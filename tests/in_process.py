@@ -20,7 +20,7 @@ from worker.fake_runner import expected_tokens
 from worker.rank import Rank
 
 # Everything shares one process here: a worker may be silent because a test is busy.
-ROUTER = RouterConfig(model="fake", port=0, drain=0.2, worker_silence=5.0)
+ROUTER = RouterConfig(model="fake", port=0, http_port=0, drain=0.2, worker_silence=5.0)
 WORKER = WorkerConfig(model="fake", num_blocks=256, fake=FakeModel(step_time=0.002))
 
 
@@ -120,6 +120,7 @@ class Cluster:
         router._requests._custody.is_closing = True
         await router._public.stop(None)
         await router._internal.stop(None)
+        await router._http.stop(0)
         await router._metrics.stop()
         await router._line.close()
         await router._sessions.close()

@@ -6,6 +6,12 @@
     │   ├── PromptTooLong
     │   ├── NotUtf8
     │   ├── OutOfRange            a parameter's value
+    │   ├── UnknownField          of a body in JSON
+    │   ├── MalformedBody         no JSON, or none that is taken
+    │   ├── BodyTooSlow           the rest of it did not come
+    │   ├── UnsupportedMediaType  a body in something else than JSON
+    │   ├── Unsupported           a feature that is not served
+    │   ├── NoChatTemplate        the model does not say how a chat is written
     │   ├── InvalidGrammar        no output can be kept to it
     │   ├── UnsupportedContent    a message has a part that is no text
     │   ├── ToolsUnsupported      how this model calls tools is not known
@@ -14,6 +20,8 @@
     │   ├── MessageTooLarge
     │   └── MetadataTooLarge
     ├── Unimplemented             no such method, or one that is not served here
+    ├── UnknownPath               the same over HTTP
+    │   └── MethodNotAllowed
     ├── Unauthenticated           no credential, or none that is known
     ├── Forbidden                 the credential is not for this
     │   └── ChaosForbidden        the cluster was started without chaos
@@ -86,6 +94,32 @@ class OutOfRange(InvalidRequest):
     slug = "out_of_range"
 
 
+class UnknownField(InvalidRequest):
+    slug = "unknown_field"
+
+
+class MalformedBody(InvalidRequest):
+    slug = "malformed_body"
+
+
+class BodyTooSlow(InvalidRequest):
+    slug = "body_too_slow"
+    http_status = 408
+
+
+class UnsupportedMediaType(InvalidRequest):
+    slug = "unsupported_media_type"
+    http_status = 415
+
+
+class Unsupported(InvalidRequest):
+    slug = "unsupported"
+
+
+class NoChatTemplate(InvalidRequest):
+    slug = "no_chat_template"
+
+
 class InvalidGrammar(InvalidRequest):
     slug = "invalid_grammar"
 
@@ -134,6 +168,17 @@ class Forbidden(EverliftError):
     slug = "forbidden"
     grpc_status = "PERMISSION_DENIED"
     http_status = 403
+
+
+class UnknownPath(EverliftError):
+    slug = "unknown_path"
+    grpc_status = "UNIMPLEMENTED"
+    http_status = 404
+
+
+class MethodNotAllowed(UnknownPath):
+    slug = "method_not_allowed"
+    http_status = 405
 
 
 class UnknownModel(EverliftError):

@@ -33,7 +33,7 @@ _MAX_LOGPROBS = 1 << 22
 
 
 class Tokenizer(text.Tokenizer, Protocol):
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 class HuggingFaceTokenizer:
@@ -52,8 +52,10 @@ class HuggingFaceTokenizer:
 
     # Of batches the library lets go of Python's lock, else not.
 
-    def encode(self, text: str) -> list[int]:
-        (encoding,) = self._tokenizer.encode_batch_fast([text])
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -73,7 +75,7 @@ class ByteTokenizer:
 
     vocab_size = len(_BYTES)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -87,13 +89,14 @@ class ByteTokenizer:
 class ServedModel:
     """``context`` is the most tokens of prompt and output together that the model can hold,
     ``max_model_len`` those that each of its workers can. ``fingerprint`` is the workers', empty
-    before there was one."""
+    before there was one. ``directory`` has its files, where it has any."""
 
     name: str
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...]
     vocab_size: int
     context: int
+    directory: Path | None = None
     max_model_len: int = field(init=False)
     fingerprint: str = ""
 
@@ -120,6 +123,7 @@ class ServedModel:
             eos_ids=_eos_ids(directory, facts),
             vocab_size=_number(facts, ["vocab_size"], _UNBOUNDED),
             context=_number(facts, _CONTEXT_KEYS, _UNBOUNDED),
+            directory=directory,
         )
 
     def expect(self, last: session_pb2.WorkerInfo) -> None:
@@ -211,10 +215,10 @@ class ServedModel:
             raise EmptyPrompt("the prompt has no token", field="prompt")
         return ids
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """As a prompt is read. Raises PromptTooLong."""
         self.check_fits(text)
-        return tuple(self.tokenizer.encode(text))
+        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def check_fits(self, prompt: str | Sequence[int]) -> None:
         """What cannot fit by far is not even looked at. Raises PromptTooLong."""

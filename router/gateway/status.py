@@ -25,6 +25,7 @@ class Status:
         fleet: Fleet,
         leader: Leader,
         metrics_address: str,
+        http_address: str,
     ) -> None:
         self._cluster_id = cluster_id
         self._model = model
@@ -34,6 +35,7 @@ class Status:
         self._fleet = fleet
         self._leader = leader
         self._metrics_address = metrics_address
+        self._http_address = http_address
 
     def describe(self, caller: Caller) -> pb.GetStatusResponse:
         """Whose requests run is nobody's business but an administrator's."""
@@ -59,6 +61,7 @@ class Status:
             false_alarms=self._sessions.false_alarms,
             ledger=self._requests.ledger_status(),
             metrics_address=self._metrics_address,
+            http_address=self._http_address,
         )
 
     def _worker(self, link: WorkerLink) -> pb.WorkerStatus:

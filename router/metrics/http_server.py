@@ -63,6 +63,12 @@ class MetricsServer:
             await asyncio.gather(*self._answering, return_exceptions=True)
             await self._server.wait_closed()
 
+    async def expose(self, accept: str) -> tuple[str, bytes]:
+        """All metrics of this moment, as one who ``accept``s so reads them: their content type and
+        text."""
+        encode, content_type = choose_encoder(accept)
+        return content_type, await asyncio.to_thread(encode, _Collected(self._registry))
+
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._answering) >= _MOST_CONNECTIONS:
             writer.close()
@@ -101,8 +107,7 @@ class MetricsServer:
 
     async def _metrics(self, lines: list[str]) -> bytes:
         try:
-            encode, content_type = choose_encoder(_accept(lines))
-            body = await asyncio.to_thread(encode, _Collected(self._registry))
+            content_type, body = await self.expose(_accept(lines))
         except Exception:
             log.exception("metrics not made")
             return _response(HTTPStatus.INTERNAL_SERVER_ERROR)

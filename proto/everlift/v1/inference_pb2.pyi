@@ -1189,6 +1189,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     FALSE_ALARMS_FIELD_NUMBER: builtins.int
     LEDGER_FIELD_NUMBER: builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: builtins.int
     cluster_id: builtins.str
     model: builtins.str
     leader: builtins.str
@@ -1210,6 +1211,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     """workers taken for lost that spoke again"""
     metrics_address: builtins.str
     """host:port of the answering router's metrics; empty: nowhere"""
+    http_address: builtins.str
+    """the same of its HTTP server"""
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @property
@@ -1233,9 +1236,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         false_alarms: builtins.int = ...,
         ledger: Global___LedgerStatus | None = ...,
         metrics_address: builtins.str = ...,
+        http_address: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["ledger", b"ledger"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "completed", b"completed", "failed", b"failed", "false_alarms", b"false_alarms", "leader", b"leader", "ledger", b"ledger", "metrics_address", b"metrics_address", "migrated", b"migrated", "model", b"model", "moved", b"moved", "output_tokens", b"output_tokens", "preempted", b"preempted", "queued", b"queued", "recomputed_tokens", b"recomputed_tokens", "running", b"running", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "completed", b"completed", "failed", b"failed", "false_alarms", b"false_alarms", "http_address", b"http_address", "leader", b"leader", "ledger", b"ledger", "metrics_address", b"metrics_address", "migrated", b"migrated", "model", b"model", "moved", b"moved", "output_tokens", b"output_tokens", "preempted", b"preempted", "queued", b"queued", "recomputed_tokens", b"recomputed_tokens", "running", b"running", "workers", b"workers"]) -> None: ...
 
 Global___GetStatusResponse: typing_extensions.TypeAlias = GetStatusResponse
 

@@ -1,0 +1,1 @@
+"""The gateway as OpenAI's clients know it: over HTTP, with server-sent events."""

@@ -1,0 +1,168 @@
+"""``/v1/completions`` and ``/v1/chat/completions``: from fields to requests, and from their pieces
+to an answer, whole or as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp
+
+from everlift.errors import EverliftError, InvalidRequest
+from everlift.trace_context import TRACERESPONSE
+from everlift.v1 import inference_pb2 as pb
+from router.gateway import headers
+from router.gateway.http import submissions
+from router.gateway.http.chat import ChatAnswer
+from router.gateway.http.completion import CompletionAnswer
+from router.gateway.http.conversation import Conversations
+from router.gateway.http.endpoint import Call, JsonResponse, unless_gone
+from router.gateway.http.envelope import Envelope
+from router.gateway.http.event_id import EventId
+from router.gateway.http.event_stream import EventStream, StreamedAnswer, events
+from router.gateway.http.fields import ChatFields, CompletionFields
+from router.gateway.http.fields import Generation as GenerationFields
+from router.gateway.http.generation import Generation
+from router.gateway.http.transcript import Collected, Transcript, Usage
+from router.gateway.inference import Inference
+from router.gateway.model import ServedModel
+from router.gateway.requests import new_request_id
+
+_LAST_EVENT_ID = "last-event-id"
+
+
+class Answer(StreamedAnswer, Protocol):
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> Mapping[str, Any]: ...
+
+
+class Answering:
+    def __init__(
+        self, inference: Inference, model: ServedModel, conversations: Conversations
+    ) -> None:
+        self._inference = inference
+        self._model = model
+        self._conversations = conversations
+
+    async def completions(self, call: Call) -> ASGIApp:
+        with self._telling_refusals():
+            name = _named(call)
+            fields = await call.fields(CompletionFields)
+            messages = submissions.of_completion(fields)
+            answer = CompletionAnswer(
+                self._envelope(f"cmpl-{name}"),
+                self._model.tokenizer,
+                has_logprobs=fields.logprobs is not None,
+                echoes=self._echoes(fields) if fields.echo else (),
+            )
+        answering = self._answer(call, name, fields, messages, answer)
+        return await unless_gone(call.request.receive, answering)
+
+    async def chat(self, call: Call) -> ASGIApp:
+        with self._telling_refusals():
+            name = _named(call)
+            fields = await call.fields(ChatFields)
+        return await unless_gone(call.request.receive, self._chat(call, name, fields))
+
+    async def _chat(self, call: Call, name: str, fields: ChatFields) -> ASGIApp:
+        with self._telling_refusals():
+            conversation = await self._conversations.of(fields)
+            message = submissions.of_chat(fields, conversation.prompt, conversation.grammar)
+        answer = ChatAnswer(
+            self._envelope(f"chatcmpl-{name}"),
+            self._model.tokenizer,
+            lambda choice: conversation.parser(name, choice),
+            has_logprobs=bool(fields.logprobs),
+        )
+        return await self._answer(call, name, fields, [message], answer)
+
+    async def _answer(
+        self,
+        call: Call,
+        name: str,
+        fields: GenerationFields,
+        messages: Sequence[pb.GenerateRequest],
+        answer: Answer,
+    ) -> ASGIApp:
+        for message, request_id in zip(messages, _request_ids(name, len(messages)), strict=True):
+            message.request_id = request_id
+        transcript = _transcript(call, name, fields, messages)
+        generation = await self._open(call, messages)
+        if generation.trace is not None:
+            call.told[TRACERESPONSE] = str(generation.trace)
+        if not fields.stream:
+            return JsonResponse(await _whole(generation, transcript, answer), headers=call.told)
+        has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
+        rest = events(generation, transcript, answer, has_usage=has_usage)
+        return EventStream(await anext(rest), rest, transcript, call.params, call.told)
+
+    async def _open(self, call: Call, messages: Sequence[pb.GenerateRequest]) -> Generation:
+        if _LAST_EVENT_ID not in call.headers:
+            return await Generation.submit(self._inference, call.caller, messages, call.headers)
+        names = [message.request_id for message in messages]
+        return await Generation.attach(self._inference, call.caller, names)
+
+    def _envelope(self, answer_id: str) -> Envelope:
+        return Envelope(
+            answer_id, int(time.time()), self._model.name, self._model.fingerprint or None
+        )
+
+    def _echoes(self, fields: CompletionFields) -> list[str]:
+        """By choice, the text of its prompt."""
+        texts = [
+            prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt)
+            for prompt in fields.prompts
+        ]
+        return [text for text in texts for _ in range(fields.n or 1)]
+
+    @contextmanager
+    def _telling_refusals(self) -> Iterator[None]:
+        """What fails in it never became a request."""
+        try:
+            yield
+        except EverliftError as error:
+            self._inference.turned_away(error)
+            raise
+
+
+async def _whole(
+    generation: Generation, transcript: Transcript, answer: Answer
+) -> Mapping[str, Any]:
+    choices = [Collected() for _ in range(transcript.num_choices)]
+    async with aclosing(generation):
+        async for index, piece in generation.pieces():
+            if (news := transcript.read(index, piece)) is not None:
+                choices[news.choice].add(news)
+    return answer.whole(choices, transcript.usage)
+
+
+def _named(call: Call) -> str:
+    """What the caller calls its request, or what it is called then. Raises InvalidRequest."""
+    named = pb.GenerateRequest()
+    if _LAST_EVENT_ID in call.headers:
+        named.request_id = EventId.parse(call.headers[_LAST_EVENT_ID]).name
+    headers.apply(named, call.headers)
+    call.told[headers.REQUEST_ID] = name = named.request_id or new_request_id()
+    return name
+
+
+def _request_ids(name: str, count: int) -> list[str]:
+    """One request has the name of its call; several have their places behind it."""
+    return [name] if count == 1 else [f"{name}:{place}" for place in range(count)]
+
+
+def _transcript(
+    call: Call, name: str, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
+) -> Transcript:
+    """Raises InvalidRequest."""
+    choices_each = messages[0].n
+    transcript = Transcript(name, len(messages), choices_each)
+    if (last := call.headers.get(_LAST_EVENT_ID)) is None:
+        return transcript
+    event = EventId.parse(last)
+    if not fields.stream:
+        raise InvalidRequest("last-event-id is for streams", field=_LAST_EVENT_ID)
+    if len(event.positions) != transcript.num_choices:
+        raise InvalidRequest("last-event-id is of another request", field=_LAST_EVENT_ID)
+    return Transcript(name, len(messages), choices_each, event.positions)

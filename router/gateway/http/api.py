@@ -1,0 +1,123 @@
+"""The HTTP server's paths: OpenAI's API, as far as it is about text, and vLLM's beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from everlift.errors import RouterStopping, UnknownModel, UnknownPath
+from router.gateway import caller
+from router.gateway.door import Door
+from router.gateway.http import openapi
+from router.gateway.http.answering import Answering
+from router.gateway.http.endpoint import Call, Endpoint, Handler, JsonResponse, refusal
+from router.gateway.http.texts import Texts
+from router.gateway.model import ServedModel
+
+INFER, METRICS = caller.Scope.INFER, caller.Scope.METRICS
+
+
+class Readiness(Protocol):
+    @property
+    def takes_new(self) -> bool: ...
+
+
+class Exposition(Protocol):
+    async def expose(self, accept: str) -> tuple[str, bytes]:
+        """Metrics as one who ``accept``s so reads them: their content type and text."""
+        ...
+
+
+class Api:
+    def __init__(
+        self,
+        door: Door,
+        answering: Answering,
+        texts: Texts,
+        model: ServedModel,
+        readiness: Readiness,
+        metrics: Exposition,
+        max_body_bytes: int,
+    ) -> None:
+        self._door = door
+        self._answering = answering
+        self._texts = texts
+        self._model = model
+        self._readiness = readiness
+        self._metrics = metrics
+        self._started = int(time.time())
+        self._max_body_bytes = max_body_bytes
+
+    def app(self, cors_origins: Sequence[str] = ()) -> ASGIApp:
+        """Pages from ``cors_origins`` may ask too."""
+        app: ASGIApp = Router(
+            [
+                self._route("POST", "/v1/completions", self._answering.completions, INFER),
+                self._route("POST", "/v1/chat/completions", self._answering.chat, INFER),
+                self._route("GET", "/v1/models", self._models, INFER),
+                self._route("GET", "/v1/models/{model:path}", self._one_model, INFER),
+                self._route("POST", "/tokenize", self._texts.tokenize, INFER),
+                self._route("POST", "/detokenize", self._texts.detokenize, INFER),
+                self._route("GET", "/metrics", self._exposed, METRICS),
+                self._route("GET", "/health", self._health, None),
+                self._route("GET", "/ready", self._ready, None),
+                self._route("GET", "/openapi.json", self._document, None),
+            ],
+            redirect_slashes=False,
+            default=_nothing_here,
+        )
+        if cors_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "traceresponse", "retry-after"),
+            )
+        return app
+
+    def _route(self, method: str, path: str, handler: Handler, scope: caller.Scope | None) -> Route:
+        return Route(path, Endpoint(self._door, method, handler, scope, self._max_body_bytes))
+
+    async def _models(self, call: Call) -> Response:
+        return JsonResponse({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, call: Call) -> Response:
+        asked = call.request.path_params["model"]
+        if asked != self._model.name:
+            raise UnknownModel(f"the model {asked!r} is not served here", field="model")
+        return JsonResponse(self._described())
+
+    def _described(self) -> openapi.Model:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "everlift",
+            "max_model_len": self._model.max_model_len,
+        }
+
+    async def _exposed(self, call: Call) -> Response:
+        content_type, text = await self._metrics.expose(call.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
+
+    async def _health(self, call: Call) -> Response:
+        return JsonResponse({"status": "ok"})
+
+    async def _ready(self, call: Call) -> Response:
+        if not self._readiness.takes_new:
+            raise RouterStopping("this router takes no new requests now")
+        return JsonResponse({"status": "ready"})
+
+    async def _document(self, call: Call) -> Response:
+        return JsonResponse(openapi.document())
+
+
+async def _nothing_here(scope: Scope, receive: Receive, send: Send) -> None:
+    await refusal(UnknownPath("there is nothing at this path"), {}, {})(scope, receive, send)

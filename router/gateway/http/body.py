@@ -1,0 +1,84 @@
+"""From the bytes of a request's body to a JSON object, whatever the bytes are. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+from everlift.errors import MalformedBody, NotUtf8
+
+#: Nothing that a client may mean is nested deeper; schemas are cut off at 64 levels themselves.
+MAX_DEPTH = 128
+#: No number that is asked for has more.
+_MAX_DIGITS = 20
+
+Json = dict[str, Any]
+
+
+def parse(data: bytes) -> Json:
+    """Raises MalformedBody, NotUtf8."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise NotUtf8("the body is not UTF-8") from None
+    body = _loaded(text)
+    if not isinstance(body, dict):
+        raise MalformedBody("the body must be a JSON object")
+    _check_depth(body)
+    if "\\u" in text:
+        _check_surrogates(body)
+    return body
+
+
+def _loaded(text: str) -> object:
+    try:
+        return json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_no_number)
+    except json.JSONDecodeError as error:
+        raise MalformedBody(
+            f"the body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _int(text: str) -> int:
+    if len(text.lstrip("-")) > _MAX_DIGITS:
+        raise MalformedBody(f"a number has more than {_MAX_DIGITS} digits")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise MalformedBody("a number is larger than any that can be held")
+    return number
+
+
+def _no_number(text: str) -> NoReturn:
+    raise MalformedBody(f"{text} is not JSON")
+
+
+def _check_depth(body: Json) -> None:
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        level = [
+            value
+            for each in level
+            for value in (each.values() if isinstance(each, dict) else each)
+            if isinstance(value, dict | list)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> MalformedBody:
+    return MalformedBody(f"the body is nested more than {MAX_DEPTH} levels deep")
+
+
+def _check_surrogates(body: Json) -> None:
+    """An escape may stand for half a character, which no text can hold."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise NotUtf8("a text of the body has half a surrogate pair") from None

@@ -1,0 +1,211 @@
+"""The answers of ``/v1/chat/completions``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NotRequired
+
+from typing_extensions import TypedDict
+
+from everlift.text import Tokenizer
+from everlift.v1 import inference_pb2 as pb
+from router.chat.deltas import Arguments, CallBegins, Content, Delta
+from router.chat.parser import Parser
+from router.gateway.http import logprobs
+from router.gateway.http.envelope import Envelope, UsageBody, usage_body
+from router.gateway.http.logprobs import ChatLogprobs
+from router.gateway.http.transcript import Collected, News, Usage
+
+
+class Function(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: str
+    function: Function
+
+
+class Message(TypedDict):
+    role: str
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: UsageBody
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class CallDelta(TypedDict):
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[str]
+    function: FunctionDelta
+
+
+class MessageDelta(TypedDict):
+    role: NotRequired[str]
+    content: NotRequired[str]
+    tool_calls: NotRequired[list[CallDelta]]
+
+
+class ChunkChoice(TypedDict):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatChunk(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChunkChoice]
+    usage: UsageBody | None
+
+
+class ChatAnswer:
+    """``parser`` makes that of a choice."""
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        tokenizer: Tokenizer,
+        parser: Callable[[int], Parser],
+        *,
+        has_logprobs: bool,
+    ) -> None:
+        self._envelope = envelope
+        self._tokenizer = tokenizer
+        self._parser = parser
+        self._has_logprobs = has_logprobs
+        #: of the choices that have begun
+        self._parsers: dict[int, Parser] = {}
+
+    def chunk(self, news: News) -> ChatChunk | None:
+        """None where there is nothing to tell."""
+        delta = _message_delta(self._deltas(news))
+        logprobs = self._logprobs(news.tokens[news.num_known :], news.logprobs[news.num_known :])
+        if not (delta or news.finish_reason or (logprobs and logprobs["content"])):
+            return None
+        if news.is_begin:
+            delta = {"role": "assistant", "content": "", **delta}
+        choice: ChunkChoice = {
+            "index": news.choice,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": _finish_reason(news.finish_reason, self._parsers[news.choice]),
+        }
+        return self._chunk([choice], None)
+
+    def _deltas(self, news: News) -> list[Delta]:
+        """What the news say that the client does not have."""
+        if (parser := self._parsers.get(news.choice)) is None:
+            parser = self._parsers[news.choice] = self._parser(news.choice)
+        if news.known_text:
+            parser.feed(news.known_text)
+        deltas = parser.feed(news.text)
+        return deltas + parser.finish() if news.finish_reason else deltas
+
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        return self._chunk([], usage_body(usage))
+
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> ChatCompletion:
+        return {
+            "id": self._envelope.id,
+            "object": "chat.completion",
+            "created": self._envelope.created,
+            "model": self._envelope.model,
+            "system_fingerprint": self._envelope.fingerprint,
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage_body(usage),
+        }
+
+    def _choice(self, index: int, choice: Collected) -> ChatChoice:
+        parser = self._parser(index)
+        deltas = parser.feed(choice.text) + parser.finish()
+        return {
+            "index": index,
+            "message": _message(deltas),
+            "logprobs": self._logprobs(choice.tokens, choice.logprobs),
+            "finish_reason": _finish_reason(choice.finish_reason, parser),
+        }
+
+    def _logprobs(
+        self, tokens: Sequence[int], each: Sequence[pb.TokenLogprobs]
+    ) -> ChatLogprobs | None:
+        if not self._has_logprobs:
+            return None
+        return logprobs.of_chat(self._tokenizer, tokens, each)
+
+    def _chunk(self, choices: list[ChunkChoice], usage: UsageBody | None) -> ChatChunk:
+        return {
+            "id": self._envelope.id,
+            "object": "chat.completion.chunk",
+            "created": self._envelope.created,
+            "model": self._envelope.model,
+            "system_fingerprint": self._envelope.fingerprint,
+            "choices": choices,
+            "usage": usage,
+        }
+
+
+def _finish_reason(reason: str | None, parser: Parser) -> str | None:
+    return "tool_calls" if reason == "stop" and parser.has_calls else reason
+
+
+def _message(deltas: Sequence[Delta]) -> Message:
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        match delta:
+            case Content(text):
+                texts.append(text)
+            case CallBegins(_, call_id, name):
+                function: Function = {"name": name, "arguments": ""}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case Arguments(index, text):
+                calls[index]["function"]["arguments"] += text
+    content = "".join(texts)
+    message: Message = {"role": "assistant", "content": content, "refusal": None}
+    return {**message, "content": content or None, "tool_calls": calls} if calls else message
+
+
+def _message_delta(deltas: Sequence[Delta]) -> MessageDelta:
+    message: MessageDelta = {}
+    calls: list[CallDelta] = []
+    for delta in deltas:
+        match delta:
+            case Content(text):
+                message["content"] = message.get("content", "") + text
+            case CallBegins(index, call_id, name):
+                begun: FunctionDelta = {"name": name, "arguments": ""}
+                calls.append({"index": index, "id": call_id, "type": "function", "function": begun})
+            case Arguments(index, text):
+                calls.append({"index": index, "function": {"arguments": text}})
+    if calls:
+        message["tool_calls"] = calls
+    return message

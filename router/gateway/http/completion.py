@@ -1,0 +1,106 @@
+"""The answers of ``/v1/completions``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from typing_extensions import TypedDict
+
+from everlift.text import Tokenizer
+from router.gateway.http import logprobs
+from router.gateway.http.envelope import Envelope, UsageBody, usage_body
+from router.gateway.http.logprobs import CompletionLogprobs
+from router.gateway.http.transcript import Collected, News, Usage
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(TypedDict):
+    """Whole, or a chunk: then ``usage`` is in the last one at most."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: UsageBody | None
+
+
+class CompletionAnswer:
+    """``echoes`` has the prompt's text of each choice that begins with it."""
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        tokenizer: Tokenizer,
+        *,
+        has_logprobs: bool,
+        echoes: Sequence[str] = (),
+    ) -> None:
+        self._envelope = envelope
+        self._tokenizer = tokenizer
+        self._has_logprobs = has_logprobs
+        self._echoes = echoes
+        #: by choice, where the text of its next token begins
+        self._begins: dict[int, int] = {}
+
+    def chunk(self, news: News) -> Completion | None:
+        """None where there is nothing to tell."""
+        logprobs = self._logprobs(news)
+        text = self._echo(news.choice) + news.text if news.is_begin else news.text
+        if not (text or news.finish_reason or (logprobs and logprobs["tokens"])):
+            return None
+        return self._completion([_choice(news.choice, text, logprobs, news.finish_reason)], None)
+
+    def usage_chunk(self, usage: Usage) -> Completion:
+        return self._completion([], usage_body(usage))
+
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> Completion:
+        shown = [
+            _choice(
+                index,
+                self._echo(index) + choice.text,
+                logprobs.of_completion(self._tokenizer, choice.tokens, choice.logprobs)
+                if self._has_logprobs
+                else None,
+                choice.finish_reason,
+            )
+            for index, choice in enumerate(choices)
+        ]
+        return self._completion(shown, usage_body(usage))
+
+    def _logprobs(self, news: News) -> CompletionLogprobs | None:
+        if not self._has_logprobs:
+            return None
+        known = news.num_known
+        begin = self._begins.get(news.choice, 0)
+        begin += logprobs.num_characters(self._tokenizer, news.tokens[:known])
+        tokens = news.tokens[known:]
+        self._begins[news.choice] = begin + logprobs.num_characters(self._tokenizer, tokens)
+        return logprobs.of_completion(self._tokenizer, tokens, news.logprobs[known:], begin)
+
+    def _echo(self, choice: int) -> str:
+        return self._echoes[choice] if self._echoes else ""
+
+    def _completion(self, choices: list[CompletionChoice], usage: UsageBody | None) -> Completion:
+        return {
+            "id": self._envelope.id,
+            "object": "text_completion",
+            "created": self._envelope.created,
+            "model": self._envelope.model,
+            "system_fingerprint": self._envelope.fingerprint,
+            "choices": choices,
+            "usage": usage,
+        }
+
+
+def _choice(
+    index: int, text: str, logprobs: CompletionLogprobs | None, finish_reason: str | None
+) -> CompletionChoice:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -1,0 +1,50 @@
+"""Errors in the form that OpenAI's clients know. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from typing_extensions import TypedDict
+
+from everlift.errors import EverliftError
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetail
+
+
+def described(error: EverliftError, params: Mapping[str, str]) -> ErrorBody:
+    """``params`` are the names that a client has for fields, where these are others."""
+    status = error.http_status
+    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+    return {
+        "error": {
+            "message": str(error),
+            "type": kind,
+            "param": params.get(error.field, error.field) or None,
+            "code": error.slug,
+        }
+    }
+
+
+def headers(error: EverliftError) -> dict[str, str]:
+    """What a client is told beside it."""
+    told = {}
+    if error.retry_after_s is not None:
+        told["retry-after"] = str(math.ceil(error.retry_after_s))
+    if error.http_status == 401:
+        told["www-authenticate"] = "Bearer"
+    if error.http_status == 409:
+        # OpenAI's clients take a conflict for something that passes.
+        told["x-should-retry"] = "false"
+    return told

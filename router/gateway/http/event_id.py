@@ -1,0 +1,56 @@
+"""Where a stream of events is, written into each of them, so that any router can go on there. Pure.
+
+    REQUEST/3.14,5.22e
+
+The request's name, and for each choice how many tokens and characters of its output its client has;
+an ``e`` says that it has the end too. The text after a token depends on the tokens up to it alone,
+so that a count says which text that was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from everlift.errors import InvalidRequest
+from everlift.request_id import check_request_id
+
+_POSITION = re.compile(r"([0-9]{1,9})\.([0-9]{1,10})(e?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """In a choice's output: so many tokens and characters are before it."""
+
+    tokens: int = 0
+    characters: int = 0
+    is_end: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.tokens}.{self.characters}{'e' * self.is_end}"
+
+
+BEGIN = Position()
+
+
+@dataclass(frozen=True, slots=True)
+class EventId:
+    name: str
+    positions: Sequence[Position]
+
+    def __str__(self) -> str:
+        return f"{self.name}/{','.join(map(str, self.positions))}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises InvalidRequest."""
+        name, _, rest = text.partition("/")
+        matches = [_POSITION.fullmatch(part) for part in rest.split(",")]
+        positions = [
+            Position(int(match[1]), int(match[2]), bool(match[3])) for match in matches if match
+        ]
+        if len(positions) < len(matches):
+            raise InvalidRequest("last-event-id is not the id of an event", field="last-event-id")
+        return cls(check_request_id(name), positions)

@@ -1,0 +1,220 @@
+"""What a body may hold: the fields of OpenAI's API, and those that Everlift adds to them. Pure.
+
+Here is only said what is a number and what a text; what values these may have is the same for all
+clients, and checked where their requests come together (everlift.messages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from everlift.errors import InvalidRequest, UnknownField
+
+Uint32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+Ids = list[Uint32]
+Object = dict[str, Any]
+
+#: So much of a name is told in an error.
+_MAX_NAME = 64
+#: Prompts of one body, each of which is a request.
+MAX_PROMPTS = 128
+
+
+class Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    #: what a field of everlift.messages is called here, where that is something else
+    PARAMS: ClassVar[Mapping[str, str]] = {}
+
+
+F = TypeVar("F", bound=Fields)
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(Fields):
+    name: str | None = None
+    description: str | None = None
+    schema_: Object | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Fields):
+    """As vLLM's: one of them."""
+
+    json_: Object | str | None = Field(None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+
+
+class Generation(Fields):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    max_tokens: Uint32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: Annotated[int, Field(ge=1, le=2**32 - 1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: Seed | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+
+    # Everlift's, under vLLM's names where it has them.
+    top_k: Int32 | None = Field(None, description="0 or -1: no limit")
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Uint32 | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Int32 | None = Field(None, description="-10 to 10; a larger one goes first")
+    cache_salt: str | None = None
+    timeout_ms: Uint32 | None = None
+    ttft_target_ms: Uint32 | None = None
+    on_disconnect: Literal["cancel", "grace", "continue"] | None = Field(
+        None, description="what becomes of a request when its client goes"
+    )
+
+    # What changes nothing here.
+    user: str | None = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    PARAMS: ClassVar[Mapping[str, str]] = {
+        "request_id": "idempotency-key",
+        "grammar": "response_format",
+    }
+
+
+class CompletionFields(Generation):
+    prompt: str | Ids | list[str] | list[Ids] = Field(
+        description=f"a text, token ids, or up to {MAX_PROMPTS} of either"
+    )
+    logprobs: Uint32 | None = None
+    echo: bool | None = None
+    best_of: Uint32 | None = None
+    suffix: str | None = None
+
+    @property
+    def prompts(self) -> list[str | Ids]:
+        """Each of them; none of them may be all that there is."""
+        match self.prompt:
+            case [str() | list(), *_]:
+                return list(self.prompt)  # type: ignore[arg-type]
+            case _:
+                return [self.prompt]  # type: ignore[list-item]
+
+
+class Chat(Fields):
+    """What a chat's template is shown."""
+
+    messages: list[Object] | None
+    tools: list[Object] | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool = True
+
+
+class ChatFields(Generation, Chat):
+    messages: list[Object] = Field(min_length=1)
+    max_completion_tokens: Uint32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Uint32 | None = None
+    tool_choice: str | Object | None = None
+    parallel_tool_calls: bool | None = None
+
+    # What changes nothing here.
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    prediction: Any = None
+    modalities: list[Literal["text"]] | None = None
+
+    PARAMS: ClassVar[Mapping[str, str]] = {
+        **Generation.PARAMS,
+        "logprobs": "top_logprobs",
+        "prompt": "messages",
+    }
+
+
+class TokenizeFields(Chat):
+    """A prompt, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Object] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="of a prompt; a chat's template writes its own"
+    )
+    return_token_strs: bool = False
+
+
+class DetokenizeFields(Fields):
+    model: str | None = None
+    tokens: Ids
+
+
+def parse(kind: type[F], body: Object) -> F:
+    """Raises UnknownField, InvalidRequest."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_input=False), kind, body) from None
+
+
+def _refusal(details: Sequence[ErrorDetails], kind: type[Fields], body: Object) -> InvalidRequest:
+    """Of the first field that is not as it should be; one that does not exist may be why another
+    one is missing."""
+    first = next((each for each in details if each["type"] == "extra_forbidden"), details[0])
+    where = _path(first["loc"], body)
+    if first["type"] == "extra_forbidden":
+        hint = _hint(str(first["loc"][-1]), kind)
+        return UnknownField(f"unknown field {where!r}{hint}", field=where)
+    if first["type"] == "missing":
+        where = f"{where}.{first['loc'][-1]}".removeprefix(".")
+        return InvalidRequest(f"{where} is missing", field=where)
+    # One that may be several things is none of them.
+    causes = [each["msg"] for each in details if each["loc"][0] == first["loc"][0]]
+    return InvalidRequest(f"{where}: {', or '.join(dict.fromkeys(causes))}", field=where)
+
+
+def _path(location: Iterable[int | str], body: Any) -> str:
+    """As ``messages[0].role``: the parts of ``location`` that are in the body, since others name
+    what a field might have been."""
+    path = ""
+    for part in location:
+        try:
+            body = body[part]
+        except (LookupError, TypeError):
+            continue
+        path += f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_NAME]}"
+    return path.removeprefix(".")
+
+
+def _hint(name: str, kind: type[Fields]) -> str:
+    near = get_close_matches(name[:_MAX_NAME], list(kind.model_fields), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""

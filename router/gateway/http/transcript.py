@@ -1,0 +1,107 @@
+"""What has been read of the choices of one answer, and what of it its client has. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from everlift.messages import FinishReason
+from everlift.v1 import inference_pb2 as pb
+from router.gateway.http.event_id import BEGIN, EventId, Position
+
+_FINISH_REASONS = {FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a piece adds to a choice. ``known_text`` and the first ``num_known`` of ``tokens`` are
+    what the client had before its connection was lost."""
+
+    choice: int
+    text: str
+    tokens: Sequence[int]
+    logprobs: Sequence[pb.TokenLogprobs]
+    finish_reason: str | None = None
+    known_text: str = ""
+    num_known: int = 0
+    is_begin: bool = False
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Transcript:
+    """Of one or several requests, each with as many choices; those of the first come first.
+
+    ``resumed`` is where its client was, who is told nothing twice."""
+
+    def __init__(
+        self, name: str, num_requests: int, choices_each: int, resumed: Sequence[Position] = ()
+    ) -> None:
+        """``name`` as in EventId."""
+        self.usage = Usage()
+        self.num_choices = num_choices = num_requests * choices_each
+        self._name = name
+        self._choices_each = choices_each
+        self._read = [BEGIN] * num_choices
+        #: what the client has
+        self._told = list(resumed) or [BEGIN] * num_choices
+        self._resumed = tuple(self._told)
+
+    @property
+    def event_id(self) -> str:
+        return str(EventId(self._name, self._told))
+
+    def read(self, request: int, piece: pb.GenerateResponse) -> News | None:
+        """The next piece of that request. None where nothing of it is news."""
+        choice = request * self._choices_each + piece.choice
+        if piece.HasField("usage"):
+            self.usage.prompt_tokens += piece.usage.prompt_tokens
+            self.usage.completion_tokens += piece.usage.output_tokens
+        before, resumed = self._read[choice], self._resumed[choice]
+        after = Position(
+            before.tokens + len(piece.token_ids),
+            before.characters + len(piece.text),
+            bool(piece.finish_reason),
+        )
+        self._read[choice] = after
+        if resumed.is_end:
+            return None
+        known = max(0, resumed.characters - before.characters)
+        return News(
+            choice,
+            piece.text[known:],
+            piece.token_ids,
+            piece.logprobs,
+            _FINISH_REASONS.get(piece.finish_reason),
+            piece.text[:known],
+            min(max(0, resumed.tokens - before.tokens), len(piece.token_ids)),
+            is_begin=self._told[choice] == BEGIN,
+        )
+
+    def tell(self, choice: int) -> None:
+        """The client is told all that was read of the choice."""
+        self._told[choice] = self._read[choice]
+
+
+@dataclass(slots=True)
+class Collected:
+    """A whole choice."""
+
+    parts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def add(self, news: News) -> None:
+        self.parts.append(news.text)
+        self.tokens.extend(news.tokens)
+        self.logprobs.extend(news.logprobs)
+        self.finish_reason = news.finish_reason or self.finish_reason
