@@ -86,6 +86,7 @@ async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> 
             "address": router.address,
             "internal_address": router.internal_address,
             "metrics_address": router.metrics_address,
+            "http_address": router.http_address,
         }
     )
     try:

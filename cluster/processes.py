@@ -69,6 +69,11 @@ class ProcessCluster:
         return [router.address for router in self.routers]
 
     @property
+    def http_addresses(self) -> list[str]:
+        """Empty where OpenAI's API is served nowhere."""
+        return [router.http_address for router in self.routers]
+
+    @property
     def metrics_addresses(self) -> list[str]:
         """Empty where metrics are read nowhere."""
         return [router.metrics_address for router in self.routers]
@@ -159,6 +164,7 @@ class ProcessCluster:
             config.router,
             port=config.router.port and config.router.port + index,
             internal_port=config.router.internal_port and config.router.internal_port + index,
+            http_port=config.router.http_port and config.router.http_port + index,
             metrics_port=config.router.metrics_port and config.router.metrics_port + index,
         )
         launch = RouterLaunch(f"router-{index}", config.log_level, router, ledger)

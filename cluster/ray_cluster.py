@@ -43,6 +43,8 @@ class RayCluster:
         self.config = config
         #: where clients connect: of one replica, for Serve answers for any
         self.addresses: list[str] = []
+        #: of the same one; empty where OpenAI's API is served nowhere
+        self.http_addresses: list[str] = []
         #: of the same one; empty where metrics are read nowhere
         self.metrics_addresses: list[str] = []
         self._ledger_config = config.ledger
@@ -69,7 +71,9 @@ class RayCluster:
             raise ClusterFailed(f"{error} (logs: {log_dir(self.config)})") from error
         router = serve.get_deployment_handle("router", APPLICATION)
         found = await router.describe.remote()
-        self.addresses, self.metrics_addresses = [found["address"]], [found["metrics_address"]]
+        self.addresses = [found["address"]]
+        self.http_addresses = [found["http_address"]]
+        self.metrics_addresses = [found["metrics_address"]]
 
     async def stop(self) -> None:
         try:

@@ -72,16 +72,18 @@ class RouterReplica(Replica):
     def __init__(self, launch: RouterLaunch, starter: Starter, log_dir: Path) -> None:
         super().__init__(launch.name, starter, log_dir)
         self._launch = launch
-        self.address = self.internal_address = self.metrics_address = ""
+        self.address = self.internal_address = self.http_address = self.metrics_address = ""
 
     async def _start(self) -> None:
         report = await (await self._spawn(self._launch)).report()
         self.address, self.internal_address = report["address"], report["internal_address"]
+        self.http_address = report["http_address"]
         self.metrics_address = report["metrics_address"]
         router = replace(
             self._launch.router,
             port=_port(self.address),
             internal_port=_port(self.internal_address),
+            http_port=_port(self.http_address),
             metrics_port=_port(self.metrics_address),
         )
         self._launch = replace(self._launch, router=router)

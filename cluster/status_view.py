@@ -107,8 +107,13 @@ def _counters(status: pb.GetStatusResponse) -> Text:
         f"preempted {status.preempted}   moved {status.moved}   "
         f"recomputed tokens {status.recomputed_tokens}   false alarms {status.false_alarms}\n"
         f"ledger {_ledger(status.ledger)}"
+        f"{_http(status.http_address)}"
         f"{_metrics(status.metrics_address)}"
     )
+
+
+def _http(address: str) -> str:
+    return f"\nOpenAI's API of this router http://{address}/v1" if address else ""
 
 
 def _metrics(address: str) -> str:

@@ -45,6 +45,6 @@ def _config(scratch: Path) -> Config:
         model=str(DEMO_MODEL),
         num_workers=2,
         state_dir=scratch,
-        router=RouterConfig(port=0, drain=1.0),
+        router=RouterConfig(port=0, http_port=0, drain=1.0),
         worker=WorkerConfig(model="", max_num_seqs=_SLOTS, num_blocks=512, dtype="float32"),
     )

@@ -41,7 +41,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _memory(config)
     yield _model(config)
     yield _state(config)
-    yield _port(config)
+    yield _ports(config)
     yield _descriptors()
 
 
@@ -174,19 +174,30 @@ def _state(config: Config) -> Finding:
     return fine("state_dir", f"{directory}: {free} MiB are free")
 
 
-def _port(config: Config) -> Finding:
-    host, port = config.router.host, config.router.port
+def _ports(config: Config) -> Finding:
     if addresses := endpoint.find(config.state_dir):
         return fine("port", f"a cluster runs here already: {', '.join(addresses)}")
+    router = config.router
+    places = [("router.port", router.host, router.port)]
+    if router.http_host:
+        places.append(("router.http_port", router.http_host, router.http_port))
+    for setting, host, port in places:
+        if (cause := _taken(host, port)) is not None:
+            mend = f"end who listens there (ss -ltnp), or set {setting}"
+            return broken("port", f"{host}:{port}: {cause}", mend)
+    return fine("port", ", ".join(f"{host}:{port or 'any'} is free" for _, host, port in places))
+
+
+def _taken(host: str, port: int) -> str | None:
+    """Why nobody can listen there; None: one can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            mend = "end who listens there (ss -ltnp), or set router.port"
-            return broken("port", f"{host}:{port}: {error.strerror}", mend)
-    return fine("port", f"{host}:{port or 'any'} is free")
+            return error.strerror
+    return None
 
 
 def _descriptors() -> Finding:

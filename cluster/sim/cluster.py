@@ -92,6 +92,7 @@ class SimCluster:
             internal_host=name,
             internal_port=_INTERNAL,
             metrics_host="",
+            http_host="",
         )
         process = self.clock.process(name)
         part = self.routers[index] = _RouterProcess(process)

@@ -50,7 +50,7 @@ FAKE = FakeModel(step_time=0.004)
 COUNT = 150
 #: A busy machine may keep a worker silent for a second. Where that is the fault, tests say how long
 #: it may be.
-ROUTER: dict[str, Any] = {"port": 0, "grace": 20.0, "worker_silence": 5.0}
+ROUTER: dict[str, Any] = {"port": 0, "http_port": 0, "grace": 20.0, "worker_silence": 5.0}
 #: Whatever has not come by then does not come.
 PATIENCE_S = 60.0
 

@@ -231,7 +231,7 @@ async def test_a_prompt_that_the_model_makes_no_numbers_of_fails_alone(tmp_path:
     settings = Config(
         model=str(with_broken_token(tmp_path / "model", poison)),
         state_dir=tmp_path / "state",
-        router=RouterConfig(port=0),
+        router=RouterConfig(port=0, http_port=0),
         worker=WorkerConfig(num_blocks=256, dtype="float32", num_threads=1),
     )
     prompts = [[n + 10, 20, 30] for n in range(4)]

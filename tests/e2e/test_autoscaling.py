@@ -29,7 +29,7 @@ def config(state_dir: Path) -> Config:
     return Config(
         model="fake",
         state_dir=state_dir,
-        router=RouterConfig(port=free_port()),
+        router=RouterConfig(port=free_port(), http_port=0),
         worker=WorkerConfig(max_num_seqs=4, num_blocks=256, num_threads=1, fake=MODEL),
         autoscale=AutoscaleConfig(
             min_workers=0, max_workers=2, ttft_target=1.0, down_delay=3.0, idle_delay=3.0

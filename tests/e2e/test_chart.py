@@ -105,13 +105,17 @@ def test_the_rendered_settings_serve_a_request(
     settings = application["args"]
     # On this machine, and nowhere beyond it.
     settings["state_dir"] = str(tmp_path)
-    settings["router"] |= {"host": "127.0.0.1", "metrics_host": "127.0.0.1"}
+    settings["router"] |= {
+        "host": "127.0.0.1",
+        "http_host": "127.0.0.1",
+        "metrics_host": "127.0.0.1",
+    }
     serve.run(
         getattr(import_module(module), function)(settings),
         name=application["name"],
         route_prefix=application["route_prefix"],
     )
-    [port] = release.the("Service", "ev-everlift")["spec"]["ports"]
+    port, _ = release.the("Service", "ev-everlift")["spec"]["ports"]
     asyncio.run(serves(f"127.0.0.1:{port['port']}"))
     assert placed("router") == {"everlift_router"}
     # By these names the hooks of pods find whom to tell (helm/files/leave.sh).

@@ -78,7 +78,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[ProcessCluster]:
         num_workers=2,
         state_dir=tmp_path,
         # Who is frozen for a moment is not lost.
-        router=RouterConfig(port=0, grace=20.0, worker_silence=5.0),
+        router=RouterConfig(port=0, http_port=0, grace=20.0, worker_silence=5.0),
         worker=WorkerConfig(num_blocks=256, num_threads=1, dtype="float32"),
     )
     async with ProcessCluster(config) as cluster:

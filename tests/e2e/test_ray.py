@@ -41,7 +41,7 @@ TASKS = prompts.mixed(6, seed=3)
 def config(state_dir: Path, ranks: int) -> Config:
     return Config(
         state_dir=state_dir,
-        router=RouterConfig(port=free_port(), drain=1.0),
+        router=RouterConfig(port=free_port(), http_port=0, drain=1.0),
         worker=WorkerConfig(
             model="", tensor_parallel=ranks, num_threads=1, num_blocks=256, dtype="float32"
         ),
@@ -305,6 +305,7 @@ async def test_the_doctor_looks_at_every_node(two_nodes: Any, tmp_path: Path) ->
     doctor = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "cluster.cli", "doctor", "--json", *settings),
         f"--set=router.port={free_port()}",
+        "--set=router.http_port=0",
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await doctor.communicate()

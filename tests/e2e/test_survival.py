@@ -31,7 +31,7 @@ def config(state_dir: Path, fake: FakeModel = FAKE) -> Config:
         model="fake",
         num_workers=2,
         state_dir=state_dir,
-        router=RouterConfig(port=0, grace=20.0),
+        router=RouterConfig(port=0, http_port=0, grace=20.0),
         worker=WorkerConfig(model="fake", num_blocks=512, fake=fake),
     )
 
@@ -121,7 +121,7 @@ async def test_a_restarted_router_goes_on_with_what_ran_and_what_waited(tmp_path
             model="fake",
             num_workers=2,
             state_dir=tmp_path,
-            router=RouterConfig(port=0, grace=20.0),
+            router=RouterConfig(port=0, http_port=0, grace=20.0),
             worker=small,
         )
     ) as cluster:

@@ -33,6 +33,7 @@ SETTINGS = [
     "num_workers=2",
     "num_routers=2",
     "router.port=0",
+    "router.http_port=0",
     "router.drain=0.2",
     "worker.fake.step_time=0.004",
 ]

@@ -33,7 +33,11 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def config(directory: Path, model: str) -> Config:
-    return load(None, {}, [f"model={model}", "router.port=0", f"state_dir={directory}"])
+    return load(
+        None,
+        {},
+        [f"model={model}", "router.port=0", "router.http_port=0", f"state_dir={directory}"],
+    )
 
 
 async def text(cluster: ProcessCluster) -> str:

@@ -57,7 +57,7 @@ def test_greedy_texts_are_those_of_transformers(llm: LLM) -> None:
 async def test_a_cluster_says_the_same(llm: LLM) -> None:
     """Greedy and sampled, with log probabilities; by its client, and by the command."""
     model = str(DEMO_MODEL)
-    router = RouterConfig(model=model, port=0, drain=0.2, worker_silence=5.0)
+    router = RouterConfig(model=model, port=0, http_host="", drain=0.2, worker_silence=5.0)
     worker = WorkerConfig(model=model, **SETTINGS)  # type: ignore[arg-type]
     options = {"seed": 3, "temperature": 1.5, "n": 2, "logprobs": 1, "max_tokens": 30}
     async with cluster(1, 1, router, worker) as served, AsyncClient(served.address) as client:

@@ -22,7 +22,13 @@ from everlift import AsyncClient, OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 
 TOKENS = 200
-SETTINGS = ["model=fake", "router.port=0", "router.drain=0.2", "worker.fake.step_time=0.005"]
+SETTINGS = [
+    "model=fake",
+    "router.port=0",
+    "router.http_port=0",
+    "router.drain=0.2",
+    "worker.fake.step_time=0.005",
+]
 
 
 @pytest.fixture
@@ -96,14 +102,16 @@ async def test_a_stream_goes_on_when_its_router_is_killed_and_started_again(
         expected = await undisturbed(cluster)
         address = cluster.address
         async with AsyncClient(address) as client:
-            metrics = (await client.status()).metrics_address
+            before = await client.status()
             text = ""
             async for chunk in client.generate("prompt", temperature=0.0, max_tokens=TOKENS):
                 text += chunk.text
                 if chunk.offset == 50:
                     await cluster.kill_router(0)
                     await cluster.restart_router(0)
-            assert metrics and (await client.status()).metrics_address == metrics
+            after = await client.status()
+            assert before.metrics_address and after.metrics_address == before.metrics_address
+            assert before.http_address and after.http_address == before.http_address
         assert (text, cluster.address) == (expected, address)
 
 
@@ -131,7 +139,9 @@ async def test_what_ends_by_itself_is_started_again_where_that_is_wanted(config:
 
 
 async def test_the_cause_is_told_when_a_process_does_not_start(tmp_path: Path) -> None:
-    config = load(None, {}, ["model=/nowhere", "router.port=0", f"state_dir={tmp_path}"])
+    config = load(
+        None, {}, ["model=/nowhere", "router.port=0", "router.http_port=0", f"state_dir={tmp_path}"]
+    )
     with pytest.raises(ClusterFailed, match="router-0: no model at '/nowhere'"):
         await ProcessCluster(config).start()
 

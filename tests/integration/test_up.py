@@ -15,7 +15,7 @@ import pytest
 
 UP = [
     *("up", "--no-ray", "--model", "fake", "--workers", "2"),
-    *("--set", "router.port=0", "--set", "router.drain=0.2"),
+    *("--set", "router.port=0", "--set", "router.http_port=0", "--set", "router.drain=0.2"),
     *("--set", "worker.fake.step_time=0.005"),
 ]
 
@@ -43,6 +43,7 @@ async def up(home: Path) -> AsyncIterator[Process]:
         while b"status --watch" not in (line := await process.stdout.readline()):
             assert line, await process.communicate()
             welcome += line
+        assert re.search(rb"\n  OpenAI   http://127.0.0.1:\d+/v1\n", welcome), welcome
         assert re.search(rb"\n  metrics  http://127.0.0.1:\d+/metrics\n", welcome), welcome
         yield process
         async with asyncio.timeout(30):

@@ -112,7 +112,7 @@ async def play(directory: Path, phase_s: float) -> Run:
             model="fake",
             state_dir=directory,
             ray_address=nodes.address,
-            router=RouterConfig(port=free_port()),
+            router=RouterConfig(port=free_port(), http_host=""),
             worker=WorkerConfig(
                 max_num_seqs=SLOTS, num_blocks=512, num_threads=1, device="cuda", fake=MODEL
             ),

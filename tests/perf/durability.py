@@ -244,7 +244,7 @@ async def measure(url: str, steps: int, rounds: int) -> dict[str, dict[str, floa
 def configs(
     url: str, mode: Literal["before_delivery", "behind"]
 ) -> tuple[RouterConfig, LedgerConfig]:
-    router = RouterConfig(model="fake", port=0, durability=mode, worker_silence=5.0)
+    router = RouterConfig(model="fake", port=0, http_host="", durability=mode, worker_silence=5.0)
     return router, LedgerConfig(url=url, key_prefix=mode)
 
 

@@ -161,7 +161,7 @@ def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 def _config(directory: Path) -> Config:
     return Config(
         state_dir=directory,
-        router=RouterConfig(port=free_port()),
+        router=RouterConfig(port=free_port(), http_host=""),
         worker=WorkerConfig(kv_cache_mib=64, num_threads=1),
         num_workers=2,
     )

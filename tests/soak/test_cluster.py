@@ -103,7 +103,13 @@ class Outcome:
 
 
 async def test_processes(tmp_path: Path) -> None:
-    places = ["router.port=0", "num_routers=2", "num_workers=3", f"state_dir={tmp_path}"]
+    places = [
+        "router.port=0",
+        "router.http_port=0",
+        "num_routers=2",
+        "num_workers=3",
+        f"state_dir={tmp_path}",
+    ]
     config = load(None, {}, [*_SETTINGS, *places])
     async with ProcessCluster(config, revive=True) as cluster:
         outcome = await _soak(cluster.addresses, config, minutes(_MINUTES) * 60, (2.0, 5.0))
@@ -114,7 +120,12 @@ async def test_processes(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # Ray and Serve warn of this and that of their own.
 async def test_ray(tmp_path: Path) -> None:
     # Another replica of a router listens where the first one did.
-    places = [f"router.port={free_port()}", "num_workers=3", f"state_dir={tmp_path}"]
+    places = [
+        f"router.port={free_port()}",
+        "router.http_port=0",
+        "num_workers=3",
+        f"state_dir={tmp_path}",
+    ]
     config = load(None, {}, [*_SETTINGS, *places])
     seconds = max(1.0, minutes(_MINUTES) * _RAY_PART) * 60
     async with RayCluster(config) as cluster:

@@ -28,7 +28,8 @@ EVERLIFT = Path(sys.executable).with_name("everlift")
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return load(None, {}, [f"state_dir={tmp_path}", "model=fake", f"router.port={free_port()}"])
+    ports = [f"router.port={free_port()}", f"router.http_port={free_port()}"]
+    return load(None, {}, [f"state_dir={tmp_path}", "model=fake", *ports])
 
 
 def test_weights_that_are_not_there_are_named(config: Config, tmp_path: Path) -> None:
@@ -93,13 +94,15 @@ def test_what_is_not_right_says_how_to_mend_it(config: Config, tmp_path: Path) -
     assert all(each.mend for each in findings if each.level is not Level.OK)
 
 
-def test_a_port_that_is_taken_is_found(config: Config) -> None:
+@pytest.mark.parametrize("setting", ["port", "http_port"])
+def test_a_port_that_is_taken_is_found(config: Config, setting: str) -> None:
+    port = getattr(config.router, setting)
     with socket.socket() as other:
-        other.bind(("127.0.0.1", config.router.port))
+        other.bind(("127.0.0.1", port))
         other.listen()
         finding = of(list(machine.examine(config)), "port")
     assert finding.level is Level.ERROR
-    assert str(config.router.port) in finding.says
+    assert str(port) in finding.says and finding.mend.endswith(f"router.{setting}")
 
 
 async def examined(config: Config) -> list[Finding]:
@@ -154,7 +157,11 @@ def test_clocks_that_differ_are_seen() -> None:
 
 def test_the_command_ends_with_an_error_where_something_is_broken(tmp_path: Path) -> None:
     def ask(*assignments: str) -> subprocess.CompletedProcess[str]:
-        settings = [f"--set=state_dir={tmp_path}", f"--set=router.port={free_port()}"]
+        settings = [
+            f"--set=state_dir={tmp_path}",
+            f"--set=router.port={free_port()}",
+            f"--set=router.http_port={free_port()}",
+        ]
         wanted = [f"--set={each}" for each in assignments]
         command = [EVERLIFT, "doctor", "--json", *settings, *wanted]
         return subprocess.run(command, capture_output=True, text=True, check=False)

@@ -106,6 +106,12 @@ def test_the_last_line_says_where_metrics_are() -> None:
     assert "metrics" not in text(show(pb.GetStatusResponse()))
 
 
+def test_it_says_where_openais_api_is() -> None:
+    shown = text(show(pb.GetStatusResponse(http_address="127.0.0.1:8000")))
+    assert "\nOpenAI's API of this router http://127.0.0.1:8000/v1" in shown
+    assert "OpenAI" not in text(show(pb.GetStatusResponse()))
+
+
 def test_a_slow_worker_is_shown_as_slow() -> None:
     slow = pb.WorkerStatus(worker_id="w", alive=True, slow=True)
     assert " slow " in text(show(pb.GetStatusResponse(workers=[slow])))
