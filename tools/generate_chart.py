@@ -68,6 +68,7 @@ _SHAPES: dict[str, Json] = {
     "resources": _RESOURCES,
     "routers.replicas": {"type": "integer", "minimum": 1},
     "securityContext": {"type": "object"},
+    "service.httpPort": _PORT,
     "service.port": _PORT,
     "service.type": {"enum": ["ClusterIP", "LoadBalancer", "NodePort"]},
     "upgrade.strategy": {"enum": ["NewCluster", "None"]},

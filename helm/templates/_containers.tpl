@@ -22,6 +22,7 @@ and starts another, and the kubelet asks after Ray.
 {{- define "everlift.routerContainer" -}}
 ports:
   - {name: serve, containerPort: {{ .Values.service.port }}}
+  - {name: http, containerPort: {{ .Values.service.httpPort }}}
   - {name: router-metrics, containerPort: {{ .Values.monitoring.port }}}
 readinessProbe:
   httpGet: {path: /ready, port: router-metrics}

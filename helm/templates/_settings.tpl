@@ -84,6 +84,7 @@ Written out or not, a default is the same.
 {{- define "everlift.settings" -}}
 {{- $worker := dict "device" .Values.workers.device "tensor_parallel" (int .Values.workers.tensorParallel) -}}
 {{- $router := dict "host" "0.0.0.0" "port" (int .Values.service.port)
+      "http_host" "0.0.0.0" "http_port" (int .Values.service.httpPort)
       "metrics_host" "0.0.0.0" "metrics_port" (int .Values.monitoring.port) -}}
 {{- if ne .Values.access.mode "off" -}}
   {{- $_ := set $router "access" .Values.access.mode -}}

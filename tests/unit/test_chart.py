@@ -323,6 +323,7 @@ def at(values: Any, path: str) -> Any:
     ("value", "setting"),
     [
         ("service.port", "router.port"),
+        ("service.httpPort", "router.http_port"),
         ("workers.tensorParallel", "worker.tensor_parallel"),
         ("workers.min", "autoscale.min_workers"),
         ("ledger.durabilityClass", "ledger.durability_class"),
@@ -455,8 +456,11 @@ def test_clients_reach_routers_and_no_other_pod(rendered: dict[str, Rendered]) -
     assert [selects(service["selector"], pod) for pod in release.pods] == [
         pod["metadata"]["labels"]["app.kubernetes.io/component"] == "router" for pod in release.pods
     ]
-    [port] = service["ports"]
+    port, http = service["ports"]
     assert (service["type"], port["port"], port["targetPort"]) == ("LoadBalancer", 443, "serve")
+    assert (http["port"], http["targetPort"]) == (8000, "http")
+    assert named_port(release.group("routers"), "http") == 8000
+    assert release.settings["router"]["http_port"] == 8000
     assert named_port(release.group("routers"), "serve") == 443
     assert release.settings["router"]["port"] == 443
     # KubeRay would take the head's port of that name before ours.
@@ -751,7 +755,7 @@ def test_others_reach_what_the_values_say(rendered: dict[str, Rendered]) -> None
     given = VALUES["closed"]["networkPolicy"]
     routers = rendered["closed"].the("NetworkPolicy", "-routers")["spec"]["ingress"]
     clients, metrics = routers
-    assert clients["ports"] == [{"port": "serve"}]
+    assert clients["ports"] == [{"port": "serve"}, {"port": "http"}]
     # `helm test` is a client too.
     *peers, test = clients["from"]
     assert peers == given["clients"]
