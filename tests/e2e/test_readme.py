@@ -15,6 +15,7 @@ import pytest
 from cluster import endpoint
 from cluster.config import DEMO_MODEL, Config
 from cluster.processes import ProcessCluster
+from everlift import AsyncClient
 from router.config import RouterConfig
 from tests.other_clients import program
 
@@ -26,13 +27,16 @@ README = (ROOT / "README.md").read_text()
 async def environment(tmp_path: Path) -> AsyncIterator[dict[str, str]]:
     """Of somebody in whose state directory a cluster runs."""
     state_dir = tmp_path / "everlift"
-    config = Config(state_dir=state_dir, router=RouterConfig(port=0, drain=0.2))
+    config = Config(state_dir=state_dir, router=RouterConfig(port=0, http_port=0, drain=0.2))
     async with ProcessCluster(config) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            http_address = (await client.status()).http_address
         with endpoint.published(state_dir, cluster.addresses):
             yield {
                 "XDG_STATE_HOME": str(tmp_path),
                 "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}",
                 "ADDRESS": cluster.address,
+                "HTTP_ADDRESS": http_address,
             }
 
 
@@ -69,6 +73,15 @@ async def test_the_triton_example_runs(environment: dict[str, str]) -> None:
     printed = await output({}, "-c", script, python=program("python"))
     answer = " 17 18 19 20 21 22 23 24 25 26 27 28 29 30"
     assert printed == f"{answer}\n{answer}"
+
+
+async def test_openais_client_says_the_same(environment: dict[str, str]) -> None:
+    example = re.search(r"```python\n(from openai.*?)```", README, re.DOTALL)
+    assert example is not None
+    body = example[1].replace("127.0.0.1:8000", environment.pop("HTTP_ADDRESS"))
+    del environment["PYTHONPATH"]
+    printed = await output(environment, "-c", body, python=program("python"))
+    assert printed == " 17 18 19 20 21 22 23 24 25 26 27 28 29 30"
 
 
 async def test_the_example_without_a_cluster_runs() -> None:

@@ -1,0 +1,493 @@
+"""OpenAI's API over HTTP, on routers and fake workers: what is answered, refused and resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from everlift.client import AsyncClient
+from everlift.errors import QueueFull, Unauthenticated
+from router.gateway.caller import Caller, Scope
+from router.gateway.http import connection
+from tests.http_client import JSON, Event, ask, get, streamed
+from tests.in_process import ROUTER, WORKER, Cluster, cluster, right_tokens, until
+from worker.config import FakeModel
+
+PROMPT = [5, 6, 7]
+GREEDY = {"prompt": PROMPT, "temperature": 0}
+
+
+def right_text(parts: Cluster, prompt: list[int], count: int) -> str:
+    return parts.routers[0]._model.tokenizer.decode(right_tokens(prompt, count))
+
+
+@pytest.fixture
+async def parts() -> AsyncIterator[Cluster]:
+    async with cluster(workers=1) as parts:
+        yield parts
+
+
+@pytest.fixture
+def address(parts: Cluster) -> str:
+    return parts.routers[0].http_address
+
+
+async def events(address: str, body: Any, headers: Mapping[str, str] = JSON) -> list[Event]:
+    async with streamed(address, "/v1/completions", {**body, "stream": True}, headers) as stream:
+        assert stream.status == 200
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        return [event async for event in stream.events()]
+
+
+def text_of(chunks: list[Event], choice: int = 0) -> str:
+    shown = [it for event in chunks for it in event.json["choices"] if it["index"] == choice]
+    return "".join(it["text"] for it in shown)
+
+
+async def busy(parts: Cluster) -> int:
+    """Requests in the hands of the first worker."""
+    async with AsyncClient(parts.address) as client:
+        [worker] = (await client.status()).workers
+        return int(worker.num_running + worker.num_waiting)
+
+
+# answers
+
+
+async def test_a_completion_is_what_the_model_says(parts: Cluster, address: str) -> None:
+    answer = await ask(address, "/v1/completions", {**GREEDY, "max_tokens": 20})
+    [choice] = answer.json["choices"]
+    assert (answer.status, choice["finish_reason"]) == (200, "length")
+    assert choice["text"] == right_text(parts, PROMPT, 20)
+    usage = {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
+    assert answer.json["usage"] == usage
+    assert answer.json["id"] == f"cmpl-{answer.headers['x-request-id']}"
+    assert answer.json["model"] == "fake"
+
+
+async def test_a_stream_says_the_same(parts: Cluster, address: str) -> None:
+    options = {"stream_options": {"include_usage": True}}
+    *chunks, usage, done = await events(address, {**GREEDY, "max_tokens": 20, **options})
+    assert text_of(chunks) == right_text(parts, PROMPT, 20)
+    assert [it.json["choices"][0]["finish_reason"] for it in chunks] == [
+        *[None] * (len(chunks) - 1),
+        "length",
+    ]
+    assert usage.json["choices"] == [] and usage.json["usage"]["completion_tokens"] == 20
+    assert done.data == "[DONE]"
+    plain = await events(address, {**GREEDY, "max_tokens": 20})
+    assert all(event.json["usage"] is None for event in plain[:-1])
+
+
+async def test_prompts_and_choices_are_in_order(parts: Cluster, address: str) -> None:
+    prompts = [[5], [6, 7], [8]]
+    body = {"prompt": prompts, "n": 2, "temperature": 0, "max_tokens": 9}
+    right = [right_text(parts, prompt, 9) for prompt in prompts for _ in range(2)]
+    answer = await ask(address, "/v1/completions", body)
+    assert [it["index"] for it in answer.json["choices"]] == [0, 1, 2, 3, 4, 5]
+    assert [it["text"] for it in answer.json["choices"]] == right
+    assert answer.json["usage"]["prompt_tokens"] == 4
+    *chunks, _ = await events(address, body)
+    assert [text_of(chunks, choice) for choice in range(6)] == right
+
+
+async def test_an_echo_begins_with_the_prompt(parts: Cluster, address: str) -> None:
+    body = {"prompt": ["ab", "c"], "temperature": 0, "max_tokens": 3, "echo": True}
+    right = ["ab" + right_text(parts, list(b"ab"), 3), "c" + right_text(parts, list(b"c"), 3)]
+    answer = await ask(address, "/v1/completions", body)
+    assert [it["text"] for it in answer.json["choices"]] == right
+    *chunks, _ = await events(address, body)
+    assert [text_of(chunks, choice) for choice in range(2)] == right
+
+
+async def test_models_and_texts(address: str) -> None:
+    models = await get(address, "/v1/models")
+    [model] = models.json["data"]
+    assert (model["id"], model["max_model_len"], model["object"]) == ("fake", 4096, "model")
+    assert (await get(address, "/v1/models/fake")).json == model
+    unknown = await get(address, "/v1/models/org/other")
+    assert (unknown.status, unknown.error) == (404, ("unknown_model", "model"))
+    tokens = await ask(address, "/tokenize", {"prompt": "hé", "return_token_strs": True})
+    assert tokens.json["tokens"] == list("hé".encode())
+    assert (tokens.json["count"], tokens.json["max_model_len"]) == (3, 4096)
+    text = await ask(address, "/detokenize", {"tokens": tokens.json["tokens"]})
+    assert text.json == {"prompt": "hé"}
+
+
+async def test_a_model_without_a_template_has_no_chats(address: str) -> None:
+    messages = {"messages": [{"role": "user", "content": "hi"}]}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = await ask(address, path, messages)
+        assert (answer.status, answer.error[0]) == (400, "no_chat_template")
+
+
+async def test_health_readiness_and_metrics(parts: Cluster, address: str) -> None:
+    assert (await get(address, "/health")).status == 200
+    assert (await ask(address, "/health", method="HEAD")).status == 200
+    assert (await get(address, "/ready")).status == 200
+    await ask(address, "/v1/completions", GREEDY)
+    metrics = await get(address, "/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    assert b'everlift_requests_total{outcome="ok"} 1.0' in metrics.body
+    parts.routers[0]._requests._custody.is_closing = True
+    answer = await get(address, "/ready")
+    assert (answer.status, answer.error[0]) == (503, "router_stopping")
+    assert (await get(address, "/health")).status == 200
+    parts.routers[0]._requests._custody.is_closing = False
+
+
+async def test_status_says_where_it_is(parts: Cluster, address: str) -> None:
+    async with AsyncClient(parts.address) as client:
+        assert (await client.status()).http_address == address
+
+
+# names, traces
+
+
+async def test_a_name_makes_it_one_request(parts: Cluster, address: str) -> None:
+    headers = {**JSON, "idempotency-key": "mine"}
+    body = {"prompt": "a", "temperature": 1, "max_tokens": 9}
+    first = await ask(address, "/v1/completions", body, headers)
+    again = await ask(address, "/v1/completions", body, headers)
+    assert first.json["choices"] == again.json["choices"]
+    assert again.headers["x-request-id"] == "mine"
+    other = await ask(address, "/v1/completions", {**body, "prompt": "b"}, headers)
+    assert (other.status, other.error[0]) == (409, "request_conflict")
+    assert other.headers["x-should-retry"] == "false"
+    assert (await parts.ledger.get("mine")).num_tokens == (9,)
+
+
+async def test_several_prompts_have_their_places_behind_the_name(
+    parts: Cluster, address: str
+) -> None:
+    body = {"prompt": ["a", "b"], "max_tokens": 2}
+    await ask(address, "/v1/completions", body, {**JSON, "idempotency-key": "mine"})
+    assert [(await parts.ledger.get(f"mine:{i}")).num_tokens for i in range(2)] == [(2,), (2,)]
+
+
+async def test_a_refusal_names_its_request_too(address: str) -> None:
+    answer = await ask(address, "/v1/completions", {"prompt": ""})
+    assert answer.error == ("empty_prompt", "prompt")
+    assert answer.headers["x-request-id"]
+    bad = await ask(address, "/v1/completions", GREEDY, {**JSON, "idempotency-key": "not one"})
+    assert (bad.status, bad.error) == (400, ("invalid_request", "idempotency-key"))
+
+
+# refusals
+
+
+REFUSED: dict[str, tuple[Any, int, str, str | None]] = {
+    "no JSON": (b"{", 400, "malformed_body", None),
+    "no UTF-8": (b'{"prompt": "\xff"}', 400, "not_utf8", None),
+    "unknown field": ({"prompt": "a", "tempratur": 1}, 400, "unknown_field", "tempratur"),
+    "no prompt": ({}, 400, "invalid_request", "prompt"),
+    "unknown model": ({"prompt": "a", "model": "gpt-5"}, 404, "unknown_model", "model"),
+    "top_p above one": ({"prompt": "a", "top_p": 1.5}, 400, "out_of_range", "top_p"),
+    "n above the most": ({"prompt": "a", "n": 129}, 400, "out_of_range", "n"),
+    "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "out_of_range", "stop"),
+    "empty stop": ({"prompt": "a", "stop": ""}, 400, "invalid_request", "stop"),
+    "unknown token": ({"prompt": [1024]}, 400, "out_of_range", "prompt"),
+    "long prompt": ({"prompt": [1] * 4096}, 400, "prompt_too_long", "prompt"),
+    "best_of above n": ({"prompt": "a", "best_of": 2}, 400, "out_of_range", "best_of"),
+    "no tokens": ({"prompt": "a", "max_tokens": 0}, 400, "out_of_range", "max_tokens"),
+    "logprobs": ({"prompt": "a", "logprobs": 21}, 400, "out_of_range", "logprobs"),
+    "timeout": ({"prompt": "a", "timeout_ms": 0}, 400, "out_of_range", "timeout_ms"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_every_refusal_has_openais_form(address: str, name: str, is_stream: bool) -> None:
+    body, status, code, param = REFUSED[name]
+    if isinstance(body, dict):
+        body = {**body, "stream": is_stream}
+    answer = await ask(address, "/v1/completions", body)
+    assert (answer.status, answer.error) == (status, (code, param)), answer.body
+    assert (await ask(address, "/v1/completions", GREEDY)).status == 200
+
+
+async def test_what_http_itself_refuses(address: str) -> None:
+    other = await get(address, "/v1/embeddings")
+    assert (other.status, other.error[0]) == (404, "unknown_path")
+    wrong = await get(address, "/v1/completions")
+    assert (wrong.status, wrong.error[0]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+    for headers in (
+        {"content-type": "application/x-www-form-urlencoded"},
+        {**JSON, "content-encoding": "gzip"},
+    ):
+        form = await ask(address, "/v1/completions", b"prompt=a", headers)
+        assert (form.status, form.error[0]) == (415, "unsupported_media_type")
+
+
+async def test_a_body_has_a_bound(parts: Cluster) -> None:
+    parts.router_config = replace(ROUTER, max_body_bytes=2000)
+    address = (await parts.add_router()).http_address
+    body = json.dumps({"prompt": "a" * 1900, "max_tokens": 1}).encode()
+    assert (await ask(address, "/v1/completions", body)).status == 200
+    large = await ask(address, "/v1/completions", {"prompt": "a" * 2000})
+    assert (large.status, large.error[0]) == (413, "message_too_large")
+    # Nobody has to say how long it is.
+    pieces = b"".join(b"400\r\n" + b"a" * 1024 + b"\r\n" for _ in range(3)) + b"0\r\n\r\n"
+    async with streamed(address, "/v1/completions", None, {**JSON, "content-length": "0"}):
+        pass
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    writer.write(head + pieces)
+    assert b"413" in await reader.readline()
+    writer.close()
+
+
+async def test_what_is_no_http_is_refused(address: str) -> None:
+    for hello in (b"\x16\x03\x01 hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(hello)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert b"400 Bad Request" in head
+        assert json.loads(body)["error"]["code"] == "malformed_body"
+        writer.close()
+    assert (await get(address, "/health")).status == 200
+
+
+async def test_headers_without_end_are_cut_off(address: str) -> None:
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(b"GET /health HTTP/1.1\r\n" + b"x: " + b"a" * (1 << 17))
+    assert b"431" in await reader.readline()
+    writer.close()
+
+
+async def test_who_says_nothing_is_hung_up_on(
+    parts: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_HEAD_TIMEOUT_S", 0.05)
+    address = parts.routers[0].http_address
+    for begin in (b"", b"GET /health HTTP/1.1\r\nHost:"):
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(begin)
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_pipelined_requests_are_answered_in_order(address: str) -> None:
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    request = b"GET %s HTTP/1.1\r\nHost: a\r\n%s\r\n"
+    writer.write(request % (b"/health", b"") + request % (b"/nowhere", b"Connection: close\r\n"))
+    answers = (await reader.read()).decode()
+    assert answers.index("200 OK") < answers.index("404 Not Found")
+    writer.close()
+
+
+async def test_what_takes_too_long_is_ended(address: str) -> None:
+    body = {**GREEDY, "max_tokens": 4000, "timeout_ms": 50}
+    answer = await ask(address, "/v1/completions", body)
+    assert (answer.status, answer.error[0]) == (504, "deadline_exceeded")
+    *_, error = await events(address, body)
+    assert error.json["error"]["code"] == "deadline_exceeded"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_full_queue_says_when_to_come_again(is_stream: bool) -> None:
+    async with cluster(workers=0, router_config=replace(ROUTER, max_queued=1)) as parts:
+        address = parts.routers[0].http_address
+        waiting = asyncio.create_task(ask(address, "/v1/completions", GREEDY))
+        await until(lambda: parts.routers[0]._line.queued)
+        answer = await ask(address, "/v1/completions", {**GREEDY, "stream": is_stream})
+        assert (answer.status, answer.error[0]) == (429, QueueFull.slug)
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json["error"]["type"] == "rate_limit_error"
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+class Keys:
+    """A door with two keys."""
+
+    def admit(self, headers: Mapping[str, str]) -> Caller:
+        match headers.get("authorization", ""):
+            case "Bearer infer":
+                return Caller("acme", frozenset({Scope.INFER}))
+            case "Bearer metrics":
+                return Caller("", frozenset({Scope.METRICS}))
+        raise Unauthenticated("no key that is known")
+
+
+async def test_each_path_asks_for_its_scope(parts: Cluster, address: str) -> None:
+    app = parts.routers[0]._http._config.loaded_app
+    for route in app.routes:
+        route.endpoint._door = Keys()
+
+    async def status(method: str, path: str, key: str) -> int:
+        headers = {**JSON, "authorization": f"Bearer {key}"}
+        answer = await ask(address, path, GREEDY, headers, method)
+        if answer.status == 401:
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json["error"]["type"] == "authentication_error"
+        return answer.status
+
+    posts = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+    for path in posts:
+        assert [await status("POST", path, key) for key in ("", "metrics")] == [401, 403]
+        assert await status("POST", path, "infer") in (200, 400)
+    for path in ("/v1/models", "/v1/models/fake"):
+        assert [await status("GET", path, key) for key in ("", "metrics", "infer")] == [
+            *(401, 403, 200)
+        ]
+    assert [await status("GET", "/metrics", key) for key in ("", "infer", "metrics")] == [
+        *(401, 403, 200)
+    ]
+    for path in ("/health", "/ready", "/openapi.json"):
+        assert await status("GET", path, "") == 200
+
+
+async def test_pages_of_known_origins_may_ask(parts: Cluster) -> None:
+    origin = {"origin": "https://chat.example.com"}
+    plain = await get(parts.routers[0].http_address, "/health", origin)
+    assert "access-control-allow-origin" not in plain.headers
+    parts.router_config = replace(ROUTER, cors_origins=("https://chat.example.com",))
+    address = (await parts.add_router()).http_address
+    asked = {**origin, "access-control-request-method": "POST"}
+    preflight = await ask(address, "/v1/completions", None, asked, "OPTIONS")
+    assert preflight.status == 200
+    told = await get(address, "/health", origin)
+    assert told.headers["access-control-allow-origin"] == "https://chat.example.com"
+    other = await get(address, "/health", {"origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+async def test_it_can_be_nowhere_and_its_port_is_its_own(parts: Cluster, address: str) -> None:
+    parts.router_config = replace(ROUTER, http_host="")
+    assert (await parts.add_router()).http_address == ""
+    taken = int(address.rpartition(":")[2])
+    parts.router_config = replace(ROUTER, http_port=taken)
+    with pytest.raises(OSError):
+        await parts.add_router()
+
+
+# clients that go, and come again
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_client_that_goes_frees_its_place(is_stream: bool) -> None:
+    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
+    async with cluster(workers=1, worker_config=slow) as parts:
+        body = {**GREEDY, "max_tokens": 4000, "stream": is_stream}
+        headers = {**JSON, "idempotency-key": "mine"}
+        asking = asyncio.create_task(
+            hang_up_after_first_event(parts.routers[0].http_address, body, headers)
+        )
+        async with asyncio.timeout(20):
+            while not await busy(parts):
+                await asyncio.sleep(0.01)
+            if is_stream:
+                await asking
+            else:
+                asking.cancel()
+            while await busy(parts):
+                await asyncio.sleep(0.01)
+        assert (await parts.ledger.get("mine")).error_slug == "cancelled"
+
+
+async def hang_up_after_first_event(address: str, body: Any, headers: Mapping[str, str]) -> str:
+    """The id of the event."""
+    async with streamed(address, "/v1/completions", body, headers) as stream:
+        async for event in stream.events():
+            stream.hang_up()
+            return event.id
+    raise AssertionError("there was none")
+
+
+@pytest.mark.parametrize("router", [0, 1])
+async def test_a_stream_goes_on_through_any_router(router: int) -> None:
+    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
+    async with cluster(routers=2, workers=1, worker_config=slow) as parts:
+        body = {"prompt": [[5], [6]], "n": 2, "temperature": 0, "max_tokens": 60}
+        body |= {"on_disconnect": "grace", "stream": True}
+        seen: list[Event] = []
+        async with streamed(parts.routers[0].http_address, "/v1/completions", body) as stream:
+            async for event in stream.events():
+                seen.append(event)
+                if len(seen) == 25:
+                    stream.hang_up()
+                    break
+        headers = {**JSON, "last-event-id": seen[-1].id}
+        *rest, done = await events(parts.routers[router].http_address, body, headers)
+        assert done.data == "[DONE]"
+        for choice in range(4):
+            right = right_text(parts, [5 + choice // 2], 60)
+            assert text_of([*seen, *rest], choice) == right
+        # Nothing came twice.
+        assert rest[0].id not in {event.id for event in seen}
+        assert rest[0].json["id"] == seen[0].json["id"]
+
+
+async def test_where_a_stream_is_must_be_right(address: str) -> None:
+    body = {**GREEDY, "stream": True}
+    for last, status, code in (
+        ("nonsense", 400, "invalid_request"),
+        ("unknown/0.0", 404, "unknown_request"),
+        ("r/0.0,0.0", 400, "invalid_request"),
+    ):
+        headers = {**JSON, "last-event-id": last}
+        answer = await ask(address, "/v1/completions", body, headers)
+        assert (answer.status, answer.error[0]) == (status, code)
+    answer = await ask(address, "/v1/completions", GREEDY, {**JSON, "last-event-id": "r/0.0"})
+    assert answer.error == ("invalid_request", "last-event-id")
+
+
+async def test_a_slow_reader_is_waited_for() -> None:
+    """The router writes no more than the connection takes, and others have their tokens."""
+    async with cluster(workers=1, worker_config=replace(WORKER, num_blocks=1024)) as parts:
+        router = parts.routers[0]
+        body = {**GREEDY, "n": 8, "max_tokens": 4000, "stream": True, "logprobs": 5}
+        async with streamed(router.http_address, "/v1/completions", body) as stream:
+            [served] = router._http._state.connections
+            await until(lambda: served.flow.write_paused)
+            held = served.transport.get_write_buffer_size()
+            assert held < 1 << 20
+            answer = await ask(router.http_address, "/v1/completions", GREEDY)
+            assert answer.status == 200
+            assert served.transport.get_write_buffer_size() == held
+            *_, done = [event async for event in stream.events()]
+            assert done.data == "[DONE]"
+
+
+async def test_a_stream_that_fails_ends_with_the_error(parts: Cluster, address: str) -> None:
+    [held] = parts.hold()
+    body = {**GREEDY, "max_tokens": 4000, "stream": True}
+    headers = {**JSON, "idempotency-key": "mine"}
+    reading = asyncio.create_task(events(address, body, headers))
+    await until(lambda: held.num_requests)
+    held.let(5)
+    async with AsyncClient(parts.address) as client:
+        while not (await parts.ledger.get("mine")).num_tokens[0]:
+            await asyncio.sleep(0.002)
+        await client.cancel("mine")
+    *chunks, error = await reading
+    assert chunks and error.json["error"]["code"] == "cancelled"
+
+
+async def test_a_router_that_stops_sends_its_streams_elsewhere() -> None:
+    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
+    async with cluster(routers=2, workers=1, worker_config=slow) as parts:
+        leaving, other = parts.routers
+        body = {**GREEDY, "max_tokens": 100, "stream": True}
+        seen: list[Event] = []
+        stopping = None
+        async with streamed(leaving.http_address, "/v1/completions", body) as stream:
+            async for event in stream.events():
+                seen.append(event)
+                if stopping is None:
+                    stopping = asyncio.create_task(leaving.stop())
+        assert stopping is not None
+        error = seen.pop()
+        assert error.json["error"]["code"] == "router_stopping"
+        await stopping
+        parts.routers.remove(leaving)
+        headers = {**JSON, "last-event-id": error.id}
+        *rest, _ = await events(other.http_address, body, headers)
+        assert text_of([*seen, *rest]) == right_text(parts, PROMPT, 100)

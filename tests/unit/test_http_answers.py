@@ -1,0 +1,268 @@
+"""Answers made of pieces: a stream's parts are the whole, wherever it broke and went on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everlift.errors import InvalidRequest
+from everlift.messages import FinishReason
+from everlift.sampling import TokenLogprobs
+from everlift.text import Stops, TextState
+from everlift.v1 import inference_pb2 as pb
+from router.chat.parser import Parser, PlainParser
+from router.chat.tools import ToolUse
+from router.gateway.choice import Choice
+from router.gateway.http.chat import ChatAnswer
+from router.gateway.http.completion import CompletionAnswer
+from router.gateway.http.envelope import Envelope
+from router.gateway.http.event_id import BEGIN, EventId, Position
+from router.gateway.http.transcript import Collected, Transcript
+from router.gateway.model import ByteTokenizer
+from router.gateway.output import Output
+
+TOKENIZER = ByteTokenizer()
+ENVELOPE = Envelope("cmpl-r", 7, "m", None)
+CALL = ToolUse.of(
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    {"type": "function", "function": {"name": "f"}},
+    parallel=True,
+)
+Answer = CompletionAnswer | ChatAnswer
+
+
+def parser_of_calls(choice: int) -> Parser:
+    return CALL.parser(None, "r", choice)
+
+
+def parser_of_text(choice: int) -> Parser:
+    return PlainParser()
+
+
+ANSWERS: dict[str, Callable[[], Answer]] = {
+    "completion": lambda: CompletionAnswer(ENVELOPE, TOKENIZER, has_logprobs=False),
+    "echo": lambda: CompletionAnswer(
+        ENVELOPE, TOKENIZER, has_logprobs=False, echoes=["ask:", "ask:"]
+    ),
+    "scored completion": lambda: CompletionAnswer(ENVELOPE, TOKENIZER, has_logprobs=True),
+    "chat": lambda: ChatAnswer(ENVELOPE, TOKENIZER, parser_of_text, has_logprobs=False),
+    "scored chat": lambda: ChatAnswer(ENVELOPE, TOKENIZER, parser_of_text, has_logprobs=True),
+    "call": lambda: ChatAnswer(ENVELOPE, TOKENIZER, parser_of_calls, has_logprobs=False),
+}
+
+
+def finished(text: str, index: int) -> Choice:
+    """A choice whose tokens are the bytes of ``text``."""
+    output = Output(TextState(TOKENIZER, Stops()))
+    tokens = list(text.encode())
+    output.extend(tokens, [TokenLogprobs(-token / 256, 1, ((token, -0.5),)) for token in tokens])
+    return Choice("r", index, output, FinishReason.STOP)
+
+
+def pieces(choice: Choice, ends: Sequence[int]) -> Iterator[pb.GenerateResponse]:
+    """Of the choice, cut at ``ends`` as a stream that is read while it comes."""
+    total = len(choice.output)
+    choice.is_complete, choice.readable = False, 0
+    for end in sorted({min(end, total) for end in ends} - {0}):
+        begin, choice.readable = choice.readable, end
+        yield choice.piece(begin)
+    begin, choice.readable, choice.is_complete = choice.readable, total, True
+    yield choice.piece(begin)
+
+
+def interleaved(texts: Sequence[str], ends: Sequence[int]) -> list[pb.GenerateResponse]:
+    streams = [list(pieces(finished(text, i), ends)) for i, text in enumerate(texts)]
+    longest = max(map(len, streams))
+    return [stream[k] for k in range(longest) for stream in streams if k < len(stream)]
+
+
+def stream(
+    answer: Answer, transcript: Transcript, read: Sequence[pb.GenerateResponse]
+) -> list[tuple[str, Any]]:
+    """Events: their ids and chunks."""
+    events = []
+    for piece in read:
+        news = transcript.read(0, piece)
+        if news is not None and (chunk := answer.chunk(news)) is not None:
+            transcript.tell(news.choice)
+            events.append((transcript.event_id, json.loads(json.dumps(chunk))))
+    return events
+
+
+def joined(chunks: Sequence[Any], num_choices: int) -> list[dict[str, Any]]:
+    """What a client makes of them."""
+    whole: list[dict[str, Any]] = [
+        {"text": "", "roles": [], "calls": {}, "logprobs": [], "offsets": [], "finish": []}
+        for _ in range(num_choices)
+    ]
+    for chunk in chunks:
+        [shown] = chunk["choices"]
+        into = whole[shown["index"]]
+        delta = shown.get("delta", {})
+        into["text"] += shown.get("text", "") + delta.get("content", "")
+        into["roles"] += [delta["role"]] if "role" in delta else []
+        for call in delta.get("tool_calls", []):
+            known = into["calls"].setdefault(call["index"], {"id": [], "arguments": ""})
+            known["id"] += [call["id"]] if "id" in call else []
+            known["arguments"] += call["function"]["arguments"]
+        logprobs = shown["logprobs"] or {}
+        into["logprobs"] += logprobs.get("token_logprobs", [])
+        into["logprobs"] += [each["logprob"] for each in logprobs.get("content", [])]
+        into["offsets"] += logprobs.get("text_offset", [])
+        into["finish"] += [shown["finish_reason"]] if shown["finish_reason"] else []
+    return whole
+
+
+TEXTS = st.lists(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=1, max_size=3
+)
+OBJECTS = st.dictionaries(st.text(max_size=3), st.text(max_size=6), max_size=2).map(json.dumps)
+ENDS = st.lists(st.integers(0, 20))
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@given(data=st.data())
+def test_a_stream_that_broke_goes_on_exactly_there(kind: str, data: st.DataObject) -> None:
+    texts = data.draw(st.lists(OBJECTS, min_size=1, max_size=2) if kind == "call" else TEXTS)
+    texts = texts[:2] if kind == "echo" else texts
+    transcript = Transcript("r", 1, len(texts))
+    events = stream(ANSWERS[kind](), transcript, interleaved(texts, data.draw(ENDS)))
+    whole = joined([chunk for _, chunk in events], len(texts))
+    kept = data.draw(st.integers(0, len(events)))
+    positions = EventId.parse(events[kept - 1][0]).positions if kept else ()
+    # What is read again is cut in other places.
+    again = stream(
+        ANSWERS[kind](),
+        Transcript("r", 1, len(texts), positions),
+        interleaved(texts, data.draw(ENDS)),
+    )
+    chunks = [chunk for _, chunk in (*events[:kept], *again)]
+    assert joined(chunks, len(texts)) == whole
+    if again:
+        assert again[-1][0] == events[-1][0]
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@given(data=st.data())
+def test_the_whole_is_what_its_stream_says(kind: str, data: st.DataObject) -> None:
+    texts = data.draw(st.lists(OBJECTS, min_size=1, max_size=2) if kind == "call" else TEXTS)
+    texts = texts[:2] if kind == "echo" else texts
+    read = interleaved(texts, data.draw(ENDS))
+    events = stream(ANSWERS[kind](), Transcript("r", 1, len(texts)), read)
+    streamed = joined([chunk for _, chunk in events], len(texts))
+    transcript, choices = Transcript("r", 1, len(texts)), [Collected() for _ in texts]
+    for piece in read:
+        news = transcript.read(0, piece)
+        assert news is not None
+        choices[news.choice].add(news)
+    answer = json.loads(json.dumps(ANSWERS[kind]().whole(choices, transcript.usage)))
+    for shown, expected in zip(answer["choices"], streamed, strict=True):
+        message = shown.get("message", shown)
+        text = message["text"] if "text" in message else message["content"] or ""
+        assert text == expected["text"]
+        assert shown["finish_reason"] == expected["finish"][0]
+        calls = [call["function"]["arguments"] for call in message.get("tool_calls", [])]
+        assert calls == [call["arguments"] for call in expected["calls"].values()]
+        assert [call["id"] for call in message.get("tool_calls", [])] == [
+            each for call in expected["calls"].values() for each in call["id"]
+        ]
+
+
+def test_a_completions_log_probabilities() -> None:
+    answer = CompletionAnswer(ENVELOPE, TOKENIZER, has_logprobs=True)
+    events = stream(answer, Transcript("r", 1, 1), interleaved(["abc"], [1]))
+    assert [chunk["choices"][0]["logprobs"] for _, chunk in events] == [
+        {
+            "tokens": ["a"],
+            "token_logprobs": [-97 / 256],
+            "top_logprobs": [{"a": -0.5}],
+            "text_offset": [0],
+        },
+        {
+            "tokens": ["b", "c"],
+            "token_logprobs": [-98 / 256, -99 / 256],
+            "top_logprobs": [{"b": -0.5}, {"c": -0.5}],
+            "text_offset": [1, 2],
+        },
+    ]
+
+
+def test_a_chats_log_probabilities_have_bytes_where_these_are_known() -> None:
+    answer = ChatAnswer(ENVELOPE, TOKENIZER, parser_of_text, has_logprobs=True)
+    [(_, chunk)] = stream(answer, Transcript("r", 1, 1), interleaved(["aü"], []))
+    content = chunk["choices"][0]["logprobs"]["content"]
+    assert content[0] == {
+        "token": "a",
+        "logprob": -97 / 256,
+        "bytes": [97],
+        "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}],
+    }
+    # Half of a character.
+    assert content[1]["bytes"] is None
+
+
+def test_what_json_cannot_hold_is_not_written() -> None:
+    answer = ChatAnswer(ENVELOPE, TOKENIZER, parser_of_text, has_logprobs=True)
+    piece = pb.GenerateResponse(
+        token_ids=[97], text="a", logprobs=[TokenLogprobs(float("-inf"), 5).to_proto()]
+    )
+    news = Transcript("r", 1, 1).read(0, piece)
+    assert news is not None
+    chunk = answer.chunk(news)
+    assert chunk is not None
+    json.dumps(chunk, allow_nan=False)
+
+
+def test_usage_is_of_all_requests() -> None:
+    transcript = Transcript("r", 2, 1)
+    for request in range(2):
+        piece = pb.GenerateResponse(
+            finish_reason=pb.FINISH_REASON_LENGTH,
+            usage=pb.Usage(prompt_tokens=3, output_tokens=4),
+        )
+        transcript.read(request, piece)
+    answer = CompletionAnswer(ENVELOPE, TOKENIZER, has_logprobs=False)
+    assert answer.usage_chunk(transcript.usage) == {
+        "id": "cmpl-r",
+        "object": "text_completion",
+        "created": 7,
+        "model": "m",
+        "system_fingerprint": None,
+        "choices": [],
+        "usage": {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14},
+    }
+
+
+POSITIONS = st.builds(Position, st.integers(0, 10**6), st.integers(0, 10**7), st.booleans())
+
+
+@given(
+    st.from_regex(r"[A-Za-z0-9._:-]{1,128}", fullmatch=True),
+    st.lists(POSITIONS, min_size=1, max_size=5),
+)
+def test_an_events_id_says_where_it_was(name: str, positions: list[Position]) -> None:
+    event = EventId(name, positions)
+    assert EventId.parse(str(event)) == event
+    assert "\n" not in str(event)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "r", "r/", "/1.1", "r/1", "r/1.1,", "r/-1.1", "r/1.1f", "r/1.1/1.1", "ü/1.1"),
+        *("r/\N{ARABIC-INDIC DIGIT ONE}.1", "r/" + "9" * 5000 + ".1", "x" * 200 + "/1.1"),
+        *("r/1.1\n", "r/1.1 "),
+    ],
+)
+def test_what_is_no_events_id_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        EventId.parse(text)
+
+
+def test_an_output_that_has_not_begun_is_at_its_begin() -> None:
+    assert str(EventId("r", [BEGIN])) == "r/0.0"

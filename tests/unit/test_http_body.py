@@ -1,0 +1,80 @@
+"""A body is a JSON object, or is refused with a cause, whatever its bytes are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everlift.errors import EverliftError, InvalidRequest, MalformedBody, NotUtf8
+from router.gateway.http import body
+
+BAD: dict[str, tuple[bytes, type[InvalidRequest]]] = {
+    "nothing": (b"", MalformedBody),
+    "no JSON": (b"{prompt: 1}", MalformedBody),
+    "cut off": (b'{"prompt": "a', MalformedBody),
+    "two": (b"{}{}", MalformedBody),
+    "an array": (b"[]", MalformedBody),
+    "a text": (b'"prompt"', MalformedBody),
+    "null": (b"null", MalformedBody),
+    "not a number": (b'{"temperature": NaN}', MalformedBody),
+    "infinite": (b'{"temperature": -Infinity}', MalformedBody),
+    "infinite in effect": (b'{"temperature": 1e999}', MalformedBody),
+    "huge integer": (b'{"n": ' + b"9" * 100_000 + b"}", MalformedBody),
+    "no UTF-8": (b'{"prompt": "\xff"}', NotUtf8),
+    "half a surrogate pair": (b'{"prompt": "\\ud83d"}', NotUtf8),
+    "half a surrogate pair as a key": (b'{"\\ud83d": 1}', NotUtf8),
+    "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), NotUtf8),
+    "a byte order mark": (b"\xef\xbb\xbf{}", MalformedBody),
+    "deep": (b'{"a":' + b"[" * 200 + b"]" * 200 + b"}", MalformedBody),
+    "deeper than Python's stack": (b'{"a":' + b"[" * 2_000_000, MalformedBody),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_object_of_JSON_is_refused(name: str) -> None:
+    data, error = BAD[name]
+    with pytest.raises(error):
+        body.parse(data)
+
+
+def test_a_cause_says_where() -> None:
+    with pytest.raises(MalformedBody, match="at line 2, column 12"):
+        body.parse(b'{"model": "a",\n "prompt": b}')
+
+
+def test_as_deep_as_anything_sensible() -> None:
+    depth = body.MAX_DEPTH - 1
+    body.parse(b'{"a":' + b"[" * depth + b"]" * depth + b"}")
+    with pytest.raises(MalformedBody, match="nested more than 128"):
+        body.parse(b'{"a":' + b"[" * (depth + 1) + b"]" * (depth + 1) + b"}")
+
+
+def test_a_pair_of_escapes_is_one_character() -> None:
+    assert body.parse(b'{"prompt": "\\ud83d\\ude80"}') == {"prompt": "\N{ROCKET}"}
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**19), 10**19)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda children: st.lists(children) | st.dictionaries(st.text(), children),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=3), st.booleans())
+def test_any_object_is_read(value: dict[str, object], ascii: bool) -> None:
+    assert body.parse(json.dumps(value, ensure_ascii=ascii).encode()) == value
+
+
+@given(st.binary() | st.text().map(str.encode))
+def test_any_bytes_have_an_answer(data: bytes) -> None:
+    try:
+        body.parse(data)
+    except EverliftError as error:
+        assert 400 <= error.http_status < 500

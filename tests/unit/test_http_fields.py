@@ -1,0 +1,277 @@
+"""What a body asks, in the words of everlift.v1; what it may not ask, by the field's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everlift.errors import InvalidRequest, OutOfRange, UnknownField, Unsupported
+from everlift.messages import Submission
+from everlift.sampling import Grammar, GrammarKind
+from everlift.v1 import inference_pb2 as pb
+from router.gateway.http import fields, submissions
+from router.gateway.http.errors import described, headers
+from router.gateway.http.fields import ChatFields, CompletionFields, DetokenizeFields
+
+USER = {"role": "user", "content": "hi"}
+
+
+def completion(**more: Any) -> list[pb.GenerateRequest]:
+    return submissions.of_completion(fields.parse(CompletionFields, {"prompt": "hi", **more}))
+
+
+def chat(tools: Grammar | None = None, **more: Any) -> pb.GenerateRequest:
+    asked = fields.parse(ChatFields, {"messages": [USER], **more})
+    return submissions.of_chat(asked, (1, 2), tools)
+
+
+def test_every_parameter_of_a_completion_arrives() -> None:
+    [message] = completion(
+        model="m",
+        max_tokens=7,
+        temperature=0,
+        top_p=0.5,
+        n=3,
+        best_of=3,
+        stop="end",
+        seed=5,
+        presence_penalty=0.25,
+        frequency_penalty=-0.5,
+        logit_bias={"17": -100, "3": 1.5},
+        logprobs=2,
+        top_k=4,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        min_tokens=2,
+        ignore_eos=True,
+        stop_token_ids=[8, 9],
+        include_stop_str_in_output=True,
+        priority=-3,
+        cache_salt="s",
+        timeout_ms=1000,
+        ttft_target_ms=50,
+        on_disconnect="grace",
+    )
+    assert message == pb.GenerateRequest(
+        model="m",
+        text="hi",
+        max_tokens=7,
+        n=3,
+        best_of=3,
+        stop=["end"],
+        stop_token_ids=[8, 9],
+        ignore_eos=True,
+        include_stop=True,
+        priority=-3,
+        cache_salt="s",
+        timeout_ms=1000,
+        ttft_target_ms=50,
+        on_disconnect=pb.ON_DISCONNECT_GRACE,
+        sampling=pb.Sampling(
+            temperature=0,
+            top_p=0.5,
+            top_k=4,
+            min_p=0.125,
+            seed=5,
+            repetition_penalty=1.5,
+            presence_penalty=0.25,
+            frequency_penalty=-0.5,
+            logit_bias={17: -100, 3: 1.5},
+            min_tokens=2,
+            logprobs=2,
+        ),
+    )
+
+
+def test_what_is_not_said_is_as_openai_has_it() -> None:
+    [plain] = completion()
+    # 16 tokens of a completion, what the context leaves of a chat.
+    assert plain == pb.GenerateRequest(
+        text="hi",
+        max_tokens=16,
+        n=1,
+        best_of=0,
+        on_disconnect=pb.ON_DISCONNECT_CANCEL,
+        sampling=pb.Sampling(min_tokens=0),
+    )
+    assert not chat().HasField("max_tokens")
+    nothing = dict.fromkeys(CompletionFields.model_fields.keys() - {"prompt"})
+    assert completion(**nothing) == [plain]
+
+
+def test_every_message_is_one_that_the_gateway_takes() -> None:
+    for message in (*completion(best_of=1), chat(), chat(logprobs=True, top_logprobs=3)):
+        Submission.from_proto(message, "r", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts", "ids"),
+    [
+        ("a", ["a"], []),
+        (["a", "b"], ["a", "b"], []),
+        ([1, 2], [], [[1, 2]]),
+        ([[1, 2], [3]], [], [[1, 2], [3]]),
+    ],
+)
+def test_a_prompt_in_its_four_forms(prompt: Any, texts: list[str], ids: list[list[int]]) -> None:
+    messages = completion(prompt=prompt)
+    assert [it.text for it in messages if it.text] == texts
+    assert [list(it.tokens.ids) for it in messages if it.tokens.ids] == ids
+
+
+@pytest.mark.parametrize(
+    "prompt", [["a", 1], [1, "a"], [[1], "a"], [["a"]], [1.5], {}, None, 5, True, [-1], [2**32]]
+)
+def test_mixed_prompts_and_what_is_none_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(prompt=prompt)
+    assert caught.value.field.startswith("prompt")
+
+
+def test_no_more_prompts_than_one_call_may_have() -> None:
+    assert len(completion(prompt=["a"] * fields.MAX_PROMPTS)) == fields.MAX_PROMPTS
+    with pytest.raises(OutOfRange, match="at most 128 prompts"):
+        completion(prompt=["a"] * (fields.MAX_PROMPTS + 1))
+
+
+def test_a_chats_limits_and_log_probabilities() -> None:
+    assert chat(max_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
+    assert not chat().sampling.HasField("logprobs")
+    assert chat(logprobs=True).sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).sampling.logprobs == 4
+    with pytest.raises(InvalidRequest, match="needs logprobs"):
+        chat(top_logprobs=4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "form"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, pb.Grammar(json_schema='{"type":"object"}')),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": {"type": "array"}},
+                }
+            },
+            pb.Grammar(json_schema='{"type": "array"}'),
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, pb.Grammar(regex="a+")),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, pb.Grammar(ebnf="root ::= x")),
+        (
+            {"structured_outputs": {"choice": ["a", "b"]}},
+            pb.Grammar(choice=pb.Choices(texts=["a", "b"])),
+        ),
+        ({"structured_outputs": {"json": "{}"}}, pb.Grammar(json_schema="{}")),
+        ({"structured_outputs": {"json": {"a": 1}}}, pb.Grammar(json_schema='{"a": 1}')),
+    ],
+)
+def test_forms_of_the_output(asked: dict[str, Any], form: pb.Grammar | None) -> None:
+    sampling = chat(**asked).sampling
+    assert (sampling.grammar if sampling.HasField("grammar") else None) == form
+
+
+def test_a_call_that_must_come_has_no_other_form() -> None:
+    calls = Grammar(GrammarKind.JSON_SCHEMA, ("{}",))
+    assert chat(calls).sampling.grammar.json_schema == "{}"
+    with pytest.raises(InvalidRequest, match="no other can be asked for"):
+        chat(calls, response_format={"type": "json_object"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"logit_bias": {"the": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"²": 1}}, "logit_bias"),
+        ({"logit_bias": {"4294967296": 1}}, "logit_bias"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": 2**32 - 1}, "n"),
+        ({"n": -(2**31)}, "n"),
+        ({"max_tokens": 2**32}, "max_tokens"),
+        ({"seed": 2**64}, "seed"),
+        ({"stream": "yes"}, "stream"),
+        ({"stop": [1]}, "stop"),
+        ({"on_disconnect": "stay"}, "on_disconnect"),
+    ],
+)
+def test_what_is_wrong_is_named(asked: dict[str, Any], field: str) -> None:
+    for ask in (completion, chat):
+        with pytest.raises(InvalidRequest) as caught:
+            ask(**asked)
+        assert caught.value.field == field
+        assert str(caught.value)
+
+
+def test_an_unknown_field_has_the_nearest_one_beside_it() -> None:
+    with pytest.raises(UnknownField, match="'tempratur'; did you mean 'temperature'"):
+        completion(tempratur=1)
+    with pytest.raises(UnknownField, match="unknown field 'promt'; did you mean 'prompt'"):
+        fields.parse(CompletionFields, {"promt": "hi"})
+    with pytest.raises(UnknownField) as caught:
+        completion(stream=True, stream_options={"include": True})
+    assert caught.value.field == "stream_options.include"
+
+
+def test_fields_of_openai_that_change_nothing_here_are_taken() -> None:
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
+    assert completion(**harmless) == completion()
+    assert chat(reasoning_effort="low", modalities=["text"], **harmless) == chat()
+    with pytest.raises(InvalidRequest):
+        chat(modalities=["audio"])
+
+
+def test_what_cannot_be_done_is_said() -> None:
+    for asked in ({"suffix": "x"}, {"echo": True, "logprobs": 1}):
+        with pytest.raises(Unsupported):
+            completion(**asked)
+
+
+def test_no_limit_and_negative_seeds() -> None:
+    assert completion(top_k=-1)[0].sampling.top_k == 0
+    assert completion(seed=-1)[0].sampling.seed == 2**64 - 1
+
+
+def test_a_cause_never_quotes_what_was_sent() -> None:
+    for ask in (
+        {"prompt": {"secret": 1}},
+        {"prompt": ["secret", 5]},
+        {"prompt": "a", "stop": {"secret": 1}},
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            fields.parse(CompletionFields, ask)
+        assert "secret" not in str(caught.value)
+    with pytest.raises(InvalidRequest) as caught:
+        fields.parse(DetokenizeFields, {"tokens": "secret"})
+    assert "secret" not in str(caught.value)
+
+
+def test_errors_as_openais_clients_know_them() -> None:
+    from everlift.errors import Forbidden, QueueFull, RequestConflict, Unauthenticated
+
+    error = OutOfRange("too much", field="logprobs")
+    assert described(error, ChatFields.PARAMS) == {
+        "error": {
+            "message": "too much",
+            "type": "invalid_request_error",
+            "param": "top_logprobs",
+            "code": "out_of_range",
+        }
+    }
+    kinds = [described(it(), {})["error"]["type"] for it in (Unauthenticated, Forbidden, QueueFull)]
+    assert kinds == ["authentication_error", "permission_error", "rate_limit_error"]
+    assert headers(QueueFull(retry_after_s=0.2)) == {"retry-after": "1"}
+    assert headers(Unauthenticated()) == {"www-authenticate": "Bearer"}
+    assert headers(RequestConflict()) == {"x-should-retry": "false"}
