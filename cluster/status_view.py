@@ -113,7 +113,7 @@ def _counters(status: pb.GetStatusResponse) -> Text:
 
 
 def _http(address: str) -> str:
-    return f"\nOpenAI's API of this router http://{address}/v1" if address else ""
+    return f"\nOpenAI's API of this router {address}" if address else ""
 
 
 def _metrics(address: str) -> str:

@@ -118,8 +118,7 @@ class Router:
         # First what can be given back when a port is taken.
         await router._metrics.start(config.metrics_host, config.metrics_port)
         try:
-            await router._http.bind(config.http_host, config.http_port)
-            router._bind()
+            await router._bind()
         except OSError:
             await router._http.stop(0)
             await router._metrics.stop()
@@ -135,9 +134,11 @@ class Router:
         log.info("router ready", router_id=router.router_id, address=router.address)
         return router
 
-    def _bind(self) -> None:
+    async def _bind(self) -> None:
         """Raises OSError when a port is taken."""
         config = self.config
+        context = server_context(config.tls, ["http/1.1"]) if config.tls else None
+        await self._http.bind(config.http_host, config.http_port, context)
         port = self._listen_to_clients(f"{config.host}:{config.port}")
         self.address = f"{config.host}:{port}"
         host = config.internal_host

@@ -5,7 +5,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -96,6 +96,32 @@ async def test_clients_come_in_over_tls_and_no_other_way(files: Files) -> None:
         assert "for another name or address" in await reason(address, trusting)
         named = replace(trusting, name="127.0.0.1")
         assert await tokens(address, named) == right_tokens(PROMPT, 8)
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+async def test_openais_api_is_behind_the_same_certificate(files: Files, mutual: bool) -> None:
+    async with cluster(workers=0, router_config=files.router(mutual=mutual)) as parts:
+        address = parts.routers[0].http_address
+        context = ssl.create_default_context(cafile=str(files.ours.ca))
+        if mutual:
+            assert await said(address, context) == b""
+            context.load_cert_chain(files.client_tls.cert, files.client_tls.key)
+        assert (await said(address, context)).startswith(b"HTTP/1.1 200 OK")
+        assert not (await said(address, None)).startswith(b"HTTP/1.1 200")
+
+
+async def said(address: str, context: ssl.SSLContext | None) -> bytes:
+    """About its health by who listens there; nothing to those it hangs up on."""
+    reader, writer = await asyncio.open_connection(*address.split(":"), ssl=context)
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        return await reader.read()
+    except OSError:
+        return b""
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
 
 
 async def test_whoever_has_no_certificate_of_the_clients_authority_is_kept_out(

@@ -31,8 +31,14 @@ def test_a_door_to_other_machines_has_one_line(
     config: RouterConfig, has_keys: bool, missing: str, host: str
 ) -> None:
     said = [*exposures(replace(config, host=host), has_keys=has_keys)]
-    line = f"other machines reach the clients' port without {missing}"
+    line = f"other machines reach the clients' ports without {missing}"
     assert said == ([line] if missing else [])
+
+
+def test_openais_api_is_a_door_too() -> None:
+    [line] = exposures(replace(RouterConfig(), http_host="0.0.0.0"), has_keys=True)
+    assert "clients' ports without TLS" in line
+    assert not [*exposures(replace(RouterConfig(), http_host=""), has_keys=True)]
 
 
 def test_so_has_the_inside() -> None:

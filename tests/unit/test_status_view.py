@@ -108,7 +108,7 @@ def test_the_last_line_says_where_metrics_are() -> None:
 
 def test_it_says_where_openais_api_is() -> None:
     shown = text(show(pb.GetStatusResponse(http_address="127.0.0.1:8000")))
-    assert "\nOpenAI's API of this router http://127.0.0.1:8000/v1" in shown
+    assert "\nOpenAI's API of this router 127.0.0.1:8000" in shown
     assert "OpenAI" not in text(show(pb.GetStatusResponse()))
 
 

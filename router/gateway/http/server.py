@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -12,6 +13,7 @@ from router.gateway.http.connection import Connection
 
 #: Between two requests of a connection. Those who balance load keep theirs for a minute.
 _IDLE_S = 75
+_HANDSHAKE_S = 10.0
 
 
 class HttpServer:
@@ -22,13 +24,20 @@ class HttpServer:
         self._server: asyncio.Server | None = None
         self.address = ""
 
-    async def bind(self, host: str, port: int) -> None:
-        """Takes the port, and serves nobody yet. An empty host: nowhere. Raises OSError when the
-        port is taken."""
+    async def bind(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
+        """Takes the port, and serves nobody yet; with a ``context`` it speaks TLS. An empty host:
+        nowhere. Raises OSError when the port is taken."""
         if not host:
             return
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connection, host, port, start_serving=False)
+        self._server = await loop.create_server(
+            self._connection,
+            host,
+            port,
+            ssl=context,
+            ssl_handshake_timeout=_HANDSHAKE_S if context else None,
+            start_serving=False,
+        )
         bound = self._server.sockets[0].getsockname()[1]
         self.address = f"{f'[{host}]' if ':' in host else host}:{bound}"
 
