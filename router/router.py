@@ -258,6 +258,31 @@ class Router:
         return self._http.address
 
     @property
+    def _door(self) -> Door:
+        """Where clients come in, whatever they speak."""
+        return self._access or OPEN
+
+    def _api(self) -> ASGIApp:
+        """What HTTP serves."""
+        config, model = self.config, self._model
+        conversations = Conversations(model, self._template)
+        api = Api(
+            self._door,
+            Answering(self._inference, model, conversations),
+            Texts(model, conversations),
+            model,
+            self._requests,
+            self._metrics,
+            config.max_body_bytes,
+        )
+        return api.app(config.cors_origins)
+
+    @property
+    def http_address(self) -> str:
+        """Where OpenAI's API is served; empty: nowhere."""
+        return self._http.address
+
+    @property
     def metrics_address(self) -> str:
         """Where metrics are read; empty: nowhere."""
         return self._metrics.address

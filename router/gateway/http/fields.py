@@ -109,6 +109,8 @@ class Generation(Fields):
     PARAMS: ClassVar[Mapping[str, str]] = {
         "request_id": "idempotency-key",
         "grammar": "response_format",
+        "text": "prompt",
+        "tokens": "prompt",
     }
 
 
@@ -157,7 +159,7 @@ class ChatFields(Generation, Chat):
     PARAMS: ClassVar[Mapping[str, str]] = {
         **Generation.PARAMS,
         "logprobs": "top_logprobs",
-        "prompt": "messages",
+        **dict.fromkeys(("prompt", "text", "tokens"), "messages"),
     }
 
 
@@ -172,10 +174,14 @@ class TokenizeFields(Chat):
     )
     return_token_strs: bool = False
 
+    PARAMS: ClassVar[Mapping[str, str]] = {"text": "prompt"}
+
 
 class DetokenizeFields(Fields):
     model: str | None = None
     tokens: Ids
+
+    PARAMS: ClassVar[Mapping[str, str]] = {"token_ids": "tokens"}
 
 
 def parse(kind: type[F], body: Object) -> F:
