@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cluster.connection import Address, addresses
+from cluster.connection import Address, addresses, api_key, tls
 from cluster.operating import Operator, operating
 from everlift.errors import InvalidRequest
 from everlift.v1 import inference_pb2 as pb
@@ -61,7 +61,7 @@ async def _list(
     routers: list[str], asked: pb.ListRequestsRequest, limit: int, as_json: bool
 ) -> None:
     table = Table("request", "state", "arrived", "attempts", "tokens", "error", box=SIMPLE_HEAD)
-    async with operating(routers) as operator:
+    async with operating(routers, tls(), api_key()) as operator:
         async for each in _listed(operator, asked, limit):
             if as_json:
                 typer.echo(json.dumps(_as_json(each)))

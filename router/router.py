@@ -44,6 +44,7 @@ from router.metrics.timed_ledger import timed
 from router.metrics.vllm import VllmCollector
 from router.rpc.limits import Limits
 from router.rpc.server import Server
+from router.rulebook import Rulebook
 from router.sessions import Sessions
 from router.traces.exporter import otlp
 from router.traces.traces import Traces
@@ -158,6 +159,7 @@ class Router:
             self._access.limits_of if self._access else unlimited,
         )
         self._line.serve(self._requests)
+        self._rulebook = Rulebook(config, ledger, (self._leader, self._requests))
         self._fleet = Fleet(
             config,
             self.router_id,
@@ -167,6 +169,7 @@ class Router:
             self._leader,
             self._line,
             self._requests,
+            self._rulebook,
         )
         self._serve(cluster_id)
         self._collect()
@@ -206,7 +209,7 @@ class Router:
         services = (
             server.handlers(door),
             KserveServer(inference, self._requests, self._model).handlers(door),
-            AdminServer(self._sessions).handlers(door),
+            AdminServer(self._sessions, self._rulebook, self._ledger).handlers(door),
             ChaosServer(chaos).handlers(door),
         )
         names = [*map(service_name, services)]

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from everlift.errors import Forbidden
-<<<<<<< HEAD
-from everlift.request_id import bare, check_qualified, check_request_id, is_qualified, qualified
-from router.access.limits import NO_LIMITS, Limits
-=======
 from everlift.request_id import (
     bare,
     check_qualified,
@@ -18,7 +14,7 @@ from everlift.request_id import (
     is_qualified,
     qualified,
 )
->>>>>>> 17b1346 (ListRequests: a tenant's own requests, in pages whose tokens say nothing of whose they are)
+from router.access.limits import NO_LIMITS, Limits
 
 
 class Scope(Enum):
