@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from cluster import capacity_view, generate, ledger_command, requests_command, serving
 from cluster import config as configuration
-from cluster import generate, ledger_command, serving
 from cluster.access import keys, tenants
 from cluster.batch import command as batching
 from cluster.build import serve_yaml
@@ -170,6 +170,7 @@ def ledger(
 
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=batching.EXAMPLES)(batching.batch)
+app.command(epilog=requests_command.EXAMPLES)(requests_command.requests)
 app.add_typer(chaos.app, name="chaos")
 app.add_typer(keys.app, name="key")
 app.add_typer(tenants.app, name="tenant")
@@ -204,6 +205,37 @@ def status(
 ) -> None:
     """Show workers, queue and requests."""
     asyncio.run(_watch(address) if watch else _status(address))
+
+
+@app.command(epilog="**Example:** `everlift capacity --json`")
+def capacity(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    address: Address = None,
+) -> None:
+    """Show what the cluster can hold and do, and how long the queue will take."""
+    asyncio.run(_capacity(addresses(address), as_json))
+
+
+@app.command(
+    epilog="""
+**Examples**
+
+- `everlift policy` shows what holds
+- `everlift policy --order deadline --max-queued 500`
+- `everlift policy --order "" --max-queued 0` goes back to the configuration
+"""
+)
+def policy(
+    order: Annotated[
+        str | None, typer.Option(metavar="ORDER", help="Who leaves first: fifo or deadline.")
+    ] = None,
+    max_queued: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Requests that may wait.")
+    ] = None,
+    address: Address = None,
+) -> None:
+    """Show or change how the admission queue works, in the whole cluster."""
+    asyncio.run(_policy(addresses(address), order, max_queued))
 
 
 @app.command(epilog="**Example:** `everlift drain 3f2a --wait`")
@@ -282,6 +314,19 @@ async def _drain(routers: list[str], worker: str, wait: bool) -> None:
             while await _has_work(client, answer.worker_id):
                 await asyncio.sleep(_LOOK_S)
         typer.echo(f"{answer.worker_id} is empty")
+
+
+async def _capacity(routers: list[str], as_json: bool) -> None:
+    async with operating(routers, tls(), api_key()) as operator:
+        answer = await operator.capacity()
+    text = json.dumps(capacity_view.as_json(answer)) if as_json else capacity_view.show(answer)
+    typer.echo(text)
+
+
+async def _policy(routers: list[str], order: str | None, max_queued: int | None) -> None:
+    async with operating(routers, tls(), api_key()) as operator:
+        answer = await operator.set_policy(order, max_queued)
+    typer.echo(f"order {answer.order}\nmax queued {answer.max_queued}")
 
 
 async def _has_work(client: AsyncClient, worker_id: str) -> bool:

@@ -13,7 +13,14 @@ from everlift.errors import DeadlineExceeded, EverliftError, Unreachable
 from everlift.routers import authorization
 from everlift.tls import Tls
 from everlift.transport import secured
-from everlift.v1 import admin_pb2, admin_pb2_grpc, chaos_pb2, chaos_pb2_grpc
+from everlift.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    chaos_pb2,
+    chaos_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+)
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -35,6 +42,25 @@ class Operator:
     async def drain(self, worker: str) -> admin_pb2.DrainResponse:
         """``worker`` is an id or a beginning of one. Raises UnknownWorker, Unreachable."""
         return await self._ask(_drain, admin_pb2.DrainRequest(worker_id=worker))
+
+    async def set_policy(
+        self, order: str | None = None, max_queued: int | None = None
+    ) -> admin_pb2.SetPolicyResponse:
+        """Changes what is given, and answers what holds then. An empty order or 0 goes back to the
+        configuration. Raises InvalidRequest, LedgerUnavailable, Unreachable."""
+        request = admin_pb2.SetPolicyRequest(order=order, max_queued=max_queued)
+        return await self._ask(_set_policy, request)
+
+    async def capacity(self) -> admin_pb2.CapacityResponse:
+        """Raises LedgerUnavailable, Unreachable."""
+        return await self._ask(_capacity, admin_pb2.CapacityRequest())
+
+    async def list_requests(
+        self, request: inference_pb2.ListRequestsRequest
+    ) -> inference_pb2.ListRequestsResponse:
+        """One page. Raises InvalidRequest, OutOfRange, Forbidden, LedgerUnavailable,
+        Unreachable."""
+        return await self._ask(_list_requests, request)
 
     async def inject(self, fault: chaos_pb2.Fault) -> str:
         """Whom it strikes. Raises ChaosForbidden, InvalidRequest, OutOfRange, UnknownWorker,
@@ -61,6 +87,29 @@ def _drain(
 ) -> grpc.aio.UnaryUnaryMultiCallable[admin_pb2.DrainRequest, admin_pb2.DrainResponse]:
     stub: admin_pb2_grpc.AdminAsyncStub = admin_pb2_grpc.AdminStub(channel)
     return stub.Drain
+
+
+def _set_policy(
+    channel: grpc.aio.Channel,
+) -> grpc.aio.UnaryUnaryMultiCallable[admin_pb2.SetPolicyRequest, admin_pb2.SetPolicyResponse]:
+    stub: admin_pb2_grpc.AdminAsyncStub = admin_pb2_grpc.AdminStub(channel)
+    return stub.SetPolicy
+
+
+def _capacity(
+    channel: grpc.aio.Channel,
+) -> grpc.aio.UnaryUnaryMultiCallable[admin_pb2.CapacityRequest, admin_pb2.CapacityResponse]:
+    stub: admin_pb2_grpc.AdminAsyncStub = admin_pb2_grpc.AdminStub(channel)
+    return stub.Capacity
+
+
+def _list_requests(
+    channel: grpc.aio.Channel,
+) -> grpc.aio.UnaryUnaryMultiCallable[
+    inference_pb2.ListRequestsRequest, inference_pb2.ListRequestsResponse
+]:
+    stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
+    return stub.ListRequests
 
 
 def _inject(

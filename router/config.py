@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from everlift.tls import InternalTls, Tls, check_pair, make_absolute
+
+#: Names of the admission queue's orders.
+Order: TypeAlias = Literal["fifo", "deadline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,12 @@ class RouterConfig:
     trace_endpoint: str = ""
     #: part of the requests that is traced; those that come in a trace follow its sampled flag
     trace_sample: float = 1.0
-    #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED
+    #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED. everlift policy sets it
+    #: at run time
     max_queued: int = 10_000
+    #: which request leaves the queue first, within a class: the one that came first (fifo), or
+    #: whose deadline or ttft_target_ms comes first (deadline). everlift policy sets it at run time
+    order: Order = "fifo"
     #: dispatched to a worker beyond what it can run at once
     local_depth: int = 2
     #: prompt tokens that a worker may have waiting to be computed

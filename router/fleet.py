@@ -15,6 +15,7 @@ from router.insistence import first_answer
 from router.leader import Leader
 from router.ledger.base import Ledger, Membership
 from router.line import AdmissionLine
+from router.rulebook import Rulebook
 from router.sessions import Sessions
 
 log = logs.get(__name__)
@@ -49,6 +50,7 @@ class Fleet:
         leader: Leader,
         line: AdmissionLine,
         gateway: Gateway,
+        rulebook: Rulebook,
     ) -> None:
         self._config = config
         self._router_id = router_id
@@ -58,6 +60,7 @@ class Fleet:
         self._leader = leader
         self._line = line
         self._gateway = gateway
+        self._rulebook = rulebook
         self._generation = ""
         self._asserting: asyncio.Task[None] | None = None
         self._workers_version = -1
@@ -105,6 +108,7 @@ class Fleet:
         if membership.workers_version != self._workers_version:
             await self._dial()
             self._workers_version = membership.workers_version
+        await self._rulebook.keep_up(membership.policy_version)
         await self._follow(membership)
         if self._leader.is_leading:
             await self._forget_unreachable()

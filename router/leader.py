@@ -22,7 +22,7 @@ from everlift.errors import LedgerUnavailable
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.load import cluster_load
 from router.admission.placement import Placement
-from router.admission.policy import Fifo
+from router.admission.policy import ORDERS, Rules
 from router.admission.tenure import Placed, Tenure
 from router.admission.worker_view import Capacity, Load, WorkerView
 from router.clock import now
@@ -51,7 +51,7 @@ class Leader:
         self._config = config
         self._ledger = ledger
         self._lease = Lease(config, router_id, address, ledger, self._begin, self._step_down)
-        self._policy = Fifo()
+        self.rules = Rules(ORDERS[config.order], config.max_queued)
         self._placement = Placement(config)
         self._tenure: Tenure | None = None
         self._lines = Lines(self)
@@ -70,6 +70,7 @@ class Leader:
         self._asking = self._late = 0
         self._wake = asyncio.Event()
         self._began = asyncio.Event()
+        self._ruled = asyncio.Event()
         #: set when this replica begins or ceases to lead, or its line to the leader is over
         self.changed = asyncio.Event()
 
@@ -91,6 +92,7 @@ class Leader:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._lease.campaign())
                 tasks.create_task(self._call_roll())
+                tasks.create_task(self._obey_for_ever())
                 tasks.create_task(self._dispatch_for_ever(tasks))
                 tasks.create_task(self._tick(tasks))
                 tasks.create_task(self._sweep.run())
@@ -118,7 +120,7 @@ class Leader:
     def _begin(self) -> None:
         self.num_tenures += 1
         self._tenure = Tenure(
-            self._config, self._policy, self._placement, self._occupants, self._generation, now()
+            self._config, self.rules, self._placement, self._occupants, self._generation, now()
         )
         self._sweep.hold_off()
         self._began.set()
@@ -144,6 +146,25 @@ class Leader:
                 except LedgerUnavailable:
                     log.info("living gateways not known")
                 await asyncio.sleep(_ROLL_CALL_S)
+
+    # operators speak
+
+    def obey(self, rules: Rules) -> None:
+        """Other rules hold of the queue, here or wherever it is."""
+        self.rules = rules
+        self._ruled.set()
+
+    async def _obey_for_ever(self) -> None:
+        """The event loop goes on while a long queue is put into another order."""
+        while True:
+            await self._ruled.wait()
+            self._ruled.clear()
+            tenure = self._tenure
+            for _ in tenure.obey(self.rules) if tenure is not None else ():
+                await asyncio.sleep(0)
+                if tenure is not self._tenure or self._ruled.is_set():
+                    break
+            self._wake.set()
 
     # gateways speak
 

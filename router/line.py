@@ -16,7 +16,7 @@ import grpc
 from everlift import logs
 from everlift.transport import Transport
 from everlift.v1 import session_pb2, session_pb2_grpc
-from router.admission.policy import Fifo
+from router.admission.policy import Policy
 from router.admission.telling import Telling
 from router.clock import now
 from router.leader import Leader
@@ -32,9 +32,9 @@ _DEAD_S = 2.0
 class Gateway(Protocol):
     """Who is at this end of the line."""
 
-    def waiting(self) -> Iterable[session_pb2.Waiting]:
-        """All that waits, in the queue's order. Read part by part: what has changed meanwhile may
-        be missing."""
+    def waiting(self, order: Policy) -> Iterable[session_pb2.Waiting]:
+        """All that waits, in this order. Read part by part: what has changed meanwhile may be
+        missing."""
         ...
 
     def running(self) -> Iterable[session_pb2.Running]:
@@ -159,8 +159,9 @@ class AdmissionLine:
     def _told(self) -> Iterator[AsyncIterator[session_pb2.GatewayMessage]]:
         """What a new leader is told, from the beginning."""
         assert self._gateway is not None
-        waiting, running = self._gateway.waiting(), self._gateway.running()
-        telling = Telling(self._router_id, waiting, running, self._generation, Fifo())
+        order = self._local.rules.order
+        waiting, running = self._gateway.waiting(order), self._gateway.running()
+        telling = Telling(self._router_id, waiting, running, self._generation, order)
         self._telling = telling
         self._changed.set()
         try:

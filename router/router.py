@@ -52,6 +52,7 @@ from router.metrics.timed_ledger import timed
 from router.metrics.vllm import VllmCollector
 from router.rpc.limits import Limits
 from router.rpc.server import Server
+from router.rulebook import Rulebook
 from router.sessions import Sessions
 from router.traces.exporter import otlp
 from router.traces.traces import Traces
@@ -86,7 +87,6 @@ class Router:
         self._http = HttpServer()
         self._ledger = ledger
         self._access = access
-        self._door: Door = access or OPEN
         self._model = model
         self._template = (
             ChatTemplate.load(model.directory, config=config) if model.directory else None
@@ -175,6 +175,7 @@ class Router:
             self._access.limits_of if self._access else unlimited,
         )
         self._line.serve(self._requests)
+        self._rulebook = Rulebook(config, ledger, (self._leader, self._requests))
         self._fleet = Fleet(
             config,
             self.router_id,
@@ -184,6 +185,7 @@ class Router:
             self._leader,
             self._line,
             self._requests,
+            self._rulebook,
         )
         self._inference = Inference(self._requests, self._model, self._transport, self._traces)
         self._serve(cluster_id)
@@ -224,7 +226,7 @@ class Router:
         services = (
             server.handlers(door),
             KserveServer(self._inference, self._requests, self._model).handlers(door),
-            AdminServer(self._sessions).handlers(door),
+            AdminServer(self._sessions, self._rulebook, self._ledger).handlers(door),
             ChaosServer(chaos).handlers(door),
         )
         names = [*map(service_name, services)]
@@ -253,29 +255,9 @@ class Router:
         return api.app(config.cors_origins)
 
     @property
-    def http_address(self) -> str:
-        """Where OpenAI's API is served; empty: nowhere."""
-        return self._http.address
-
-    @property
     def _door(self) -> Door:
         """Where clients come in, whatever they speak."""
         return self._access or OPEN
-
-    def _api(self) -> ASGIApp:
-        """What HTTP serves."""
-        config, model = self.config, self._model
-        conversations = Conversations(model, self._template)
-        api = Api(
-            self._door,
-            Answering(self._inference, model, conversations),
-            Texts(model, conversations),
-            model,
-            self._requests,
-            self._metrics,
-            config.max_body_bytes,
-        )
-        return api.app(config.cors_origins)
 
     @property
     def http_address(self) -> str:

@@ -8,7 +8,7 @@ from itertools import count
 from everlift.v1 import session_pb2 as pb
 from router.admission.pace import Pace, Work
 from router.admission.placement import Placement
-from router.admission.policy import Fifo, Waiting
+from router.admission.policy import ORDERS, Rules, Waiting
 from router.admission.running import Running
 from router.admission.tenure import Placed, Tenure
 from router.admission.worker_view import Capacity, Load
@@ -54,7 +54,12 @@ class Cluster:
         self.placement = Placement(config)
         self.slots: dict[str, list[str]] = {}
         self.tenure = Tenure(
-            config, Fifo(), self.placement, lambda worker: self.slots.get(worker, []), "", now=0.0
+            config,
+            Rules(ORDERS[config.order], config.max_queued),
+            self.placement,
+            lambda worker: self.slots.get(worker, []),
+            "",
+            now=0.0,
         )
         self.tenure.roll_call.living(())
         self._epochs = count(1)

@@ -7,20 +7,22 @@ import secrets
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from redis.asyncio import Redis
 
+from everlift.request_id import tenant_of
 from router.ledger import codec, scripts
 from router.ledger.base import Ledger
 from router.ledger.config import DEFAULTS, LedgerConfig
-from router.ledger.entry import Stored
+from router.ledger.entry import Entry, Stored
 from router.ledger.memory import MemoryLedger
 from router.ledger.redis_ledger import connect
 from router.ledger.server import SCHEMA
 from router.ledger.shards import Call
 from tests.ledger_life import Life
-from tests.ledgers import Clock, lose_answers
+from tests.ledgers import lose_answers
 
 RETENTION_MS = DEFAULTS.retention * 1000
 
@@ -30,12 +32,17 @@ class InMemory:
     said of the keys that they leave."""
 
     def __init__(self) -> None:
-        self._ledger = MemoryLedger(Clock())
+        self._moments = count(1)
+        self._ledger = MemoryLedger(self._now)
         self._kept: dict[str, Any] = {}
 
     async def open(self) -> Ledger:
-        self._ledger = MemoryLedger(Clock())
+        self._ledger = MemoryLedger(self._now)
         return self._ledger
+
+    def _now(self) -> float:
+        """No moment comes twice, as on a server."""
+        return next(self._moments) / 1e6
 
     async def read(self, request_ids: Sequence[str]) -> list[Stored | None]:
         """None where there is none."""
@@ -123,6 +130,7 @@ async def check_keys(client: Redis, root: str, lives: Mapping[str, Life]) -> Non
             assert 0 < left <= RETENTION_MS if is_final else left > RETENTION_MS
     for key in keys:
         assert not key.startswith("f:") or await client.pttl(root + key) > 0
+    await check_listings(client, root, [life.entry for life in lives.values()])
     unfinished = [life.entry for life in lives.values() if not life.entry.state.is_final]
     owners = {entry.gateway for entry in unfinished}
     assert {key for key in keys if key.startswith("owned:")} == {f"owned:{g}" for g in owners}
@@ -130,6 +138,18 @@ async def check_keys(client: Redis, root: str, lives: Mapping[str, Life]) -> Non
     for gateway in owners:
         owned = await client.smembers(f"{root}owned:{gateway}")
         assert owned == {entry.request_id for entry in unfinished if entry.gateway == gateway}
+
+
+async def check_listings(client: Redis, root: str, entries: Sequence[Entry]) -> None:
+    listings = {"arrivals": {entry.request_id: entry.arrived for entry in entries}}
+    for entry in entries:
+        if tenant := tenant_of(entry.request_id):
+            listings.setdefault(f"arrivals:{tenant}", {})[entry.request_id] = entry.arrived
+    for key in await keys_under(client, f"{root}arrivals"):
+        listings.setdefault(f"arrivals{key}", {})
+    for key, listed in listings.items():
+        scores = await client.zrange(root + key, 0, -1, withscores=True)
+        assert {name: score / 1e6 for name, score in scores} == listed
 
 
 def keys_of(life: Life) -> set[str]:

@@ -14,6 +14,8 @@ What must hold after every step, whatever the model says:
     I12  no key is left over, and what belongs to a request has an end
     I13  where a server came back with less and was told again what it had, nobody reads another
          token at an offset that was read before, and no epoch is taken that was given up before
+    I14  every request is listed once, by its arrival, and nothing that is gone
+    I15  of what operators set the newest holds, whatever a server lost since
 
 A ledger may lose its last moves between any two steps (``lose_what_came_since``), and two moves may
 be made at once (``race``).
@@ -42,7 +44,8 @@ from hypothesis.stateful import (
 
 from everlift.errors import RequestConflict, UnknownRequest
 from everlift.messages import FinishReason
-from router.ledger.base import NOTHING, Ledger, NotQueued, StaleTerm
+from everlift.request_id import tenant_of
+from router.ledger.base import NOTHING, Ledger, NotQueued, Position, QueuePolicy, StaleTerm
 from router.ledger.entry import (
     MAX_EVENTS,
     Append,
@@ -60,12 +63,12 @@ from tests.ledgers import make_request, scored
 T = TypeVar("T")
 Run = Callable[[Awaitable[Any]], Any]
 
-IDS = ("a", "b:0", "c", "d")
+IDS = ("a", "b:0", "t/c", "t/d")
 #: Those which random moves may end; the others live on until a worker finishes them.
 MORTALS = IDS[:2]
 #: Choices of each request, and alternatives of its tokens where log probabilities are kept.
-NS = {"a": 1, "b:0": 3, "c": 1, "d": 2}
-TOPS = {"a": None, "b:0": 2, "c": 0, "d": None}
+NS = {"a": 1, "b:0": 3, "t/c": 1, "t/d": 2}
+TOPS = {"a": None, "b:0": 2, "t/c": 0, "t/d": None}
 PROMPT_LOGPROBS = scored(-0.25, -0.5)
 GATEWAYS = ("g1", "g2")
 AGES_S = 3600.0
@@ -104,6 +107,7 @@ class Kept:
     leases: dict[str, bool]
     leader: int
     term: int
+    policy: QueuePolicy
 
 
 def copied(lives: dict[str, Life]) -> dict[str, Life]:
@@ -122,6 +126,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leases = dict.fromkeys(GATEWAYS, False)
         self.leader = 0
         self.term = 0
+        self.policy = QueuePolicy()
+        #: the newest one that there ever was
+        self.newest_policy = QueuePolicy()
         #: what was read before
         self.seen: dict[str, Stored] = {}
         self.kept: Kept | None = None
@@ -335,7 +342,12 @@ class LedgerMachine(RuleBasedStateMachine):
         """What the ledger has now is on its disk."""
         self.run(self.backend.keep())
         self.kept = Kept(
-            copied(self.lives), dict(self.seen), dict(self.leases), self.leader, self.term
+            copied(self.lives),
+            dict(self.seen),
+            dict(self.leases),
+            self.leader,
+            self.term,
+            self.policy,
         )
 
     @rule()
@@ -346,7 +358,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.held |= self.lives
         kept = self.kept
         self.lives, self.seen, self.leases = copied(kept.lives), dict(kept.seen), dict(kept.leases)
-        self.leader, self.term = kept.leader, kept.term
+        self.leader, self.term, self.policy = kept.leader, kept.term, kept.policy
         self.again = None
 
     @rule(request_id=requests)
@@ -660,6 +672,53 @@ class LedgerMachine(RuleBasedStateMachine):
     async def _stored(self, request_id: str) -> Stored:
         return replace(await self.ledger.read(request_id), now=0.0)
 
+    # listings
+
+    @rule(
+        tenant=st.sampled_from(["", "t", "nobody"]),
+        states=st.sets(st.sampled_from(State), max_size=3),
+        limit=st.integers(1, len(IDS)),
+    )
+    def list_requests(self, tenant: str, states: set[State], limit: int) -> None:  # I14
+        entries = [life.entry for life in self.lives.values()]
+        expected = [
+            entry
+            for entry in sorted(entries, reverse=True, key=lambda it: (it.arrived, it.request_id))
+            if (not tenant or tenant_of(entry.request_id) == tenant)
+            and (not states or entry.state in states)
+        ]
+        assert self.run(self._listed(tenant, states, limit)) == expected
+
+    async def _listed(self, tenant: str, states: set[State], limit: int) -> list[Entry]:
+        found: list[Entry] = []
+        last: Position | None = None
+        while True:
+            page = await self.ledger.list_requests(tenant, states=states, limit=limit, before=last)
+            found += page.entries
+            if (last := page.last) is None:
+                return found
+
+    # what operators set
+
+    @rule(
+        order=st.sampled_from([None, "", "fifo", "deadline"]),
+        max_queued=st.sampled_from([None, 0, 1, 2]),
+    )
+    def set_policy(self, order: str | None, max_queued: int | None) -> None:
+        before = self.policy
+        self.policy = self.run(self.ledger.set_policy(order=order, max_queued=max_queued))
+        assert self.policy.order == (before.order if order is None else order)
+        assert self.policy.max_queued == (before.max_queued if max_queued is None else max_queued)
+        is_same = replace(self.policy, version=0) == replace(before, version=0)
+        assert is_same == (self.policy.version == before.version)
+        assert self.policy.version >= before.version
+        self.newest_policy = max(self.newest_policy, self.policy, key=lambda it: it.version)
+
+    @rule()
+    def restore_policy(self) -> None:  # I15
+        self.policy = self.run(self.ledger.restore_policy(self.newest_policy))
+        assert self.policy == self.newest_policy
+
     # who is there
 
     @rule(term=nonces)
@@ -688,7 +747,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(gateway=gateways)
     def beat(self, gateway: str) -> None:
-        assert self.run(self.ledger.beat(gateway, "address", AGES_S)).term == self.leader
+        membership = self.run(self.ledger.beat(gateway, "address", AGES_S))
+        assert membership.term == self.leader
+        assert membership.policy_version == self.policy.version
         self.leases[gateway] = True
 
     @rule(gateway=gateways)
@@ -744,6 +805,10 @@ class LedgerMachine(RuleBasedStateMachine):
         assert [(event.move, event.detail) for event in events] == expected
         times = [event.time for event in events]
         assert times == sorted(times)
+
+    @invariant()
+    def what_was_set_is_set(self) -> None:
+        assert self.run(self.ledger.policy()) == self.policy
 
     @invariant()
     def orphans_are_the_unfinished_of_dead_gateways(self) -> None:  # I4

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 
-from router.ledger.audit import Audited, Claim, Item, Stray
+from router.ledger.audit import Audited, Claim, Item, Listed, Stray
 from router.ledger.entry import Entry, Event, Move, State
 
 
@@ -21,6 +21,8 @@ class Kind(Enum):
     ORPHANED = "orphaned"
     #: it would be kept for ever
     IMMORTAL = "immortal"
+    #: its tenant does not see it among its requests, or a listing names it in vain and for ever
+    MISLISTED = "mislisted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ def examine(item: Item, living: Living) -> list[Finding]:
         case Stray():
             detail = f"{item.key} has no request"
             return [Finding(Kind.ORPHANED, item.request_id, detail)]
+        case Listed(is_kept_up=True):
+            return []
+        case Listed():
+            detail = f"tenant {item.tenant}'s listing has it, and the listing of all has not"
+            return [Finding(Kind.MISLISTED, item.request_id, detail)]
 
 
 Wrong = Iterator[tuple[Kind, str]]
@@ -58,6 +65,8 @@ def _all(item: Audited, living: Living) -> Wrong:
     yield from _epoch(item.entry)
     yield from _tokens(item)
     yield from _moves(item)
+    if not item.listed:
+        yield Kind.MISLISTED, "not listed at its arrival"
     for key in item.missing:
         yield Kind.LOST, f"its {key} is missing"
     for key in item.immortal:

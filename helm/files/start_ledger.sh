@@ -10,7 +10,7 @@ umask 077
         +evalsha "+script|load" +info +time "+config|get" +ping \
         +get +set +getrange +append +strlen +exists +del +pexpire +pttl \
         +hget +hset +hsetnx +hmget +hgetall +hvals +hdel +hincrby +hstrlen \
-        +sadd +srem +smembers +sismember +srandmember +zadd +zrange +zrangebyscore +zrem +rpush +lrange +lpop
+        +sadd +srem +smembers +sismember +srandmember +zadd +zcount +zrange +zrangebyscore +zrem +zscore +rpush +lrange +lpop
     # What Ray's head calls. It deletes the key DUMMY to see who leads.
     echo "user ray on #$(hash "$RAY_PASSWORD") ~RAY* ~DUMMY resetchannels -@all +@read +@write +@connection -@dangerous +info"
 } >"$users"

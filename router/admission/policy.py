@@ -1,7 +1,8 @@
-"""In which order requests leave the admission queue. Pure."""
+"""In which order requests leave the admission queue, and how many may wait. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Protocol, Self
@@ -36,6 +37,11 @@ class Waiting:
     is_suspect: bool = False
     #: that will probably be generated, of all choices
     predicted_tokens: int = 0
+
+    @property
+    def due(self) -> float:
+        """The earliest moment by which something of it is wanted, ledger time; infinite: none."""
+        return min(self.deadline, self.ttft_deadline)
 
     @property
     def work_tokens(self) -> int:
@@ -73,6 +79,9 @@ class Ordered(Protocol):
     @property
     def priority(self) -> int: ...
 
+    @property
+    def due(self) -> float: ...
+
 
 #: Compared as a tuple; the smallest key leaves first.
 Key = tuple[float | str, ...]
@@ -81,11 +90,43 @@ Key = tuple[float | str, ...]
 class Policy(Protocol):
     """A key is taken once, when the request enters the queue: it may not depend on the time."""
 
+    #: how operators call it
+    name: str
+
     def key(self, waiting: Ordered) -> Key: ...
 
 
 class Fifo:
     """By class, then by arrival. A request that comes back from a worker keeps its place."""
 
+    name = "fifo"
+
     def key(self, waiting: Ordered) -> Key:
         return (-waiting.priority, waiting.arrived, waiting.request_id)
+
+
+class EarliestDeadline:
+    """By class, then by what is due first: a request's deadline or that of its first token. Those
+    without any come after all that have one, by arrival.
+
+    A missed one still goes first, as its time does not change its key. And as nothing ages, those
+    without a deadline wait for as long as those with one keep the workers busy.
+    """
+
+    name = "deadline"
+
+    def key(self, waiting: Ordered) -> Key:
+        return (-waiting.priority, waiting.due, waiting.arrived, waiting.request_id)
+
+
+#: By their names.
+ORDERS: Mapping[str, Policy] = {policy.name: policy for policy in (Fifo(), EarliestDeadline())}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What holds of the admission queue now."""
+
+    order: Policy
+    #: requests that may wait; one more is refused
+    max_queued: int

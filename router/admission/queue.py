@@ -11,12 +11,16 @@ of a second.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from itertools import count
+from itertools import count, takewhile
 from operator import attrgetter
 from typing import Any, TypeAlias
 
 from router.admission.policy import Key, Policy, Waiting
+
+#: Requests whose place in another order is found at once, in some milliseconds.
+_AT_ONCE = 1024
 
 _Row: TypeAlias = tuple[Any, ...]
 
@@ -96,6 +100,23 @@ class AdmissionQueue:
         if self.peek() is None:
             raise IndexError("nothing waits")
         return self._leave(heapq.heappop(self._heap)[1])
+
+    def reorder(self, policy: Policy) -> Iterator[None]:
+        """What waits leaves in this order when all of it has been gone through, part by part; until
+        then in the one before. O(n)."""
+        heap: list[tuple[Key, int]] = []
+        tickets, after = tuple(self._rows), next(self._tickets)
+        for start in range(0, len(tickets), _AT_ONCE):
+            heap += self._keyed(policy, tickets[start : start + _AT_ONCE])
+            yield
+        heap += self._keyed(policy, takewhile(lambda ticket: ticket > after, reversed(self._rows)))
+        heapq.heapify(heap)
+        self._policy, self._heap = policy, heap
+
+    def _keyed(self, policy: Policy, tickets: Iterable[int]) -> Iterator[tuple[Key, int]]:
+        for ticket in tickets:
+            if (row := self._rows.get(ticket)) is not None:
+                yield policy.key(Waiting(*row)), ticket
 
     def _close_holes(self) -> None:
         if len(self._heap) > 64 and len(self._heap) > 2 * len(self._rows):

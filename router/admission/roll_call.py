@@ -66,6 +66,10 @@ class RollCall:
         """It has told everything."""
         self._telling.pop(gateway, None)
 
+    def dismiss(self) -> None:
+        """The queue has another order by now: nobody's mark says anything."""
+        self._telling.clear()
+
     def allows(self, key: Key, now: float) -> bool:
         """Whether nothing that goes before ``key`` may still be told."""
         if self.is_gathering(now):

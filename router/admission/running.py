@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Self, TypeAlias
 
 from everlift.v1 import session_pb2
@@ -34,6 +35,8 @@ class Running:
     choices: int = 1
     #: it waits at its worker, without blocks
     is_preempted: bool = False
+    #: as of what waits
+    due: float = inf
 
     @classmethod
     def dispatched(cls, waiting: Waiting, gateway: str, worker_id: str, epoch: int) -> Self:
@@ -47,6 +50,7 @@ class Running:
             waiting.arrived,
             waiting.moves_left,
             waiting.choices,
+            due=waiting.due,
         )
 
     @classmethod
@@ -62,6 +66,7 @@ class Running:
             message.moves_left,
             message.choices,
             is_preempted=message.preempted,
+            due=message.due or inf,
         )
 
     @property

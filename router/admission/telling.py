@@ -14,7 +14,7 @@ from itertools import count, islice
 from typing import TypeAlias
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.policy import Key, Policy
+from router.admission.policy import Key, Policy, Waiting
 
 #: Entries of a message: the first ones come soon, and none keeps either end for long.
 _FIRST, _MOST = 32, 256
@@ -34,10 +34,13 @@ class Telling:
         generation: str,
         policy: Policy,
     ) -> None:
+        self._router_id = router_id
         self._policy = policy
-        self._hello = pb.GatewayMessage(router_id=router_id, generation=generation)
+        self._hello = pb.GatewayMessage(
+            router_id=router_id, generation=generation, order=policy.name
+        )
         self._tickets = count()
-        self._roll = ((policy.key(it), next(self._tickets), it) for it in waiting)
+        self._roll = ((self._key(it), next(self._tickets), it) for it in waiting)
         self._running = iter(running)
         self._size = _FIRST
         #: the next turn of the roll, as far as one has looked
@@ -57,11 +60,14 @@ class Telling:
         """Whether there is something to tell."""
         return not self._all_running_told or bool(self._news) or self._hello.ByteSize() > 0
 
+    def _key(self, waiting: pb.Waiting) -> Key:
+        return self._policy.key(Waiting.told(self._router_id, waiting))
+
     # what changes
 
     def enqueue(self, waiting: pb.Waiting) -> None:
         self._speak_of(waiting.request_id)
-        key = self._policy.key(waiting)
+        key = self._key(waiting)
         if self._all_waiting_told or (self._mark is not None and key <= self._mark):
             self._news[waiting.request_id] = waiting
         else:

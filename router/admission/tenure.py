@@ -7,7 +7,7 @@ replica knows (``placement``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from everlift.v1 import session_pb2
@@ -16,7 +16,7 @@ from router.admission.generation import Generations
 from router.admission.growth import Growth
 from router.admission.moving import ROOM, Move, Moving
 from router.admission.placement import Placement
-from router.admission.policy import Policy, Waiting
+from router.admission.policy import Rules, Waiting
 from router.admission.queue import AdmissionQueue
 from router.admission.roll_call import RollCall
 from router.admission.running import Running, RunningTable
@@ -55,18 +55,19 @@ class Tenure:
     def __init__(
         self,
         config: RouterConfig,
-        policy: Policy,
+        rules: Rules,
         placement: Placement,
         occupants: Callable[[str], Collection[str]],
         generation: str,
         now: float,
     ) -> None:
-        self._max_queued = config.max_queued
-        self._policy = policy
+        self._max_queued = rules.max_queued
+        self._order = rules.order
         self._placement = placement
-        self._queue = AdmissionQueue(policy)
+        self._queue = AdmissionQueue(rules.order)
         self._running = RunningTable()
-        self._moving = Moving(policy, config.move_reserve)
+        self._moving = Moving(rules.order, config.move_reserve)
+        self._move_reserve = config.move_reserve
         self._growth = Growth(self._running)
         self._evictions = Evictions(self._running, occupants)
         #: by request id, until when
@@ -100,6 +101,16 @@ class Tenure:
         """Whether room at a worker would be used."""
         return bool(self._queue) or self._running.has_preempted
 
+    def obey(self, rules: Rules) -> Iterator[None]:
+        """Other rules. To go over to another order takes a while, which is gone through part by
+        part; what is left off there changes no order."""
+        self._max_queued = rules.max_queued
+        if rules.order is not self._order:
+            yield from self._queue.reorder(rules.order)
+            self._order = rules.order
+            self._moving = Moving(rules.order, self._move_reserve)
+            self.roll_call.dismiss()
+
     # gateways
 
     def connect(self, gateway: str, now: float) -> None:
@@ -114,9 +125,12 @@ class Tenure:
 
     def hear(self, gateway: str, message: session_pb2.GatewayMessage, now: float) -> Heard:
         heard = Heard([], [])
+        if message.order not in ("", self._order.name):
+            # What it will still tell may go before what it told: there is nothing to wait for.
+            self.roll_call.complete(gateway)
         for told in message.enqueue:
             waiting = Waiting.told(gateway, told)
-            self.roll_call.told(gateway, self._policy.key(waiting), now)
+            self.roll_call.told(gateway, self._order.key(waiting), now)
             self._enqueue(waiting, told.accepted, heard)
         for request_id in message.withdraw:
             self._withdraw(gateway, request_id)
@@ -168,7 +182,7 @@ class Tenure:
     def _head(self, now: float) -> Waiting | None:
         """Who leaves next, if nothing that goes before it may still be told."""
         head = self._queue.peek()
-        allowed = head is not None and self.roll_call.allows(self._policy.key(head), now)
+        allowed = head is not None and self.roll_call.allows(self._order.key(head), now)
         return head if allowed else None
 
     def _place(
@@ -199,13 +213,13 @@ class Tenure:
         x workers)."""
         head = self._queue.peek()
         candidates = self._moving.candidates(
-            self._running.preempted(), self._policy.key(head) if head else None
+            self._running.preempted(), self._order.key(head) if head else None
         )
         moves: list[Move] = []
         workers = self._placement.workers
         promised = self._growth.blocks(workers, now)
         for running, needed in candidates:
-            if not self.roll_call.allows(self._policy.key(running), now):
+            if not self.roll_call.allows(self._order.key(running), now):
                 break
             if running.request_id in self._spared:
                 continue

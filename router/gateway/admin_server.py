@@ -5,20 +5,29 @@ from __future__ import annotations
 import grpc
 
 from everlift import logs
-from everlift.errors import UnknownWorker
+from everlift.errors import InvalidRequest, UnknownWorker
 from everlift.v1 import admin_pb2 as pb
 from router import beginnings
+from router.admission.capacity import capacity
+from router.admission.policy import ORDERS
 from router.gateway.caller import Scope
 from router.gateway.door import Door
 from router.gateway.handlers import Call, Handlers, parse
+from router.ledger.base import Ledger
+from router.rulebook import Rulebook
 from router.sessions import Sessions
 
 log = logs.get(__name__)
 
+#: The leader says five times a second what waits. What it said so long ago says nothing any more.
+_STALE_S = 5.0
+
 
 class AdminServer:
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, rulebook: Rulebook, ledger: Ledger) -> None:
         self._sessions = sessions
+        self._rulebook = rulebook
+        self._ledger = ledger
 
     async def drain(self, data: bytes, call: Call) -> pb.DrainResponse:
         message = parse(pb.DrainRequest, data)
@@ -35,8 +44,29 @@ class AdminServer:
             raise UnknownWorker(f"no worker {beginning!r} is connected")
         return worker_id
 
+    async def set_policy(self, data: bytes, call: Call) -> pb.SetPolicyResponse:
+        message = parse(pb.SetPolicyRequest, data)
+        order = message.order if message.HasField("order") else None
+        max_queued = message.max_queued if message.HasField("max_queued") else None
+        if order and order not in ORDERS:
+            raise InvalidRequest(f"order must be {' or '.join(ORDERS)}, not {order!r}")
+        rules = await self._rulebook.set(order, max_queued)
+        return pb.SetPolicyResponse(order=rules.order.name, max_queued=rules.max_queued)
+
+    async def capacity(self, data: bytes, call: Call) -> pb.CapacityResponse:
+        parse(pb.CapacityRequest, data)
+        report = await self._ledger.load()
+        load = report.load if report is not None and report.age_s < _STALE_S else None
+        links = [(link.info, link.state) for link in self._sessions.links if link.is_up]
+        return capacity(load, links)
+
     def handlers(self, door: Door) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""
-        methods = {"Drain": Handlers(door).unary(self.drain, Scope.ADMIN)}
+        handlers = Handlers(door)
+        methods = {
+            "Drain": handlers.unary(self.drain, Scope.ADMIN),
+            "SetPolicy": handlers.unary(self.set_policy, Scope.ADMIN),
+            "Capacity": handlers.unary(self.capacity, Scope.METRICS),
+        }
         name = pb.DESCRIPTOR.services_by_name["Admin"].full_name
         return grpc.method_handlers_generic_handler(name, methods)

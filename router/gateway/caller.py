@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from everlift.errors import Forbidden
-from everlift.request_id import bare, check_qualified, check_request_id, is_qualified, qualified
+from everlift.request_id import (
+    bare,
+    check_qualified,
+    check_request_id,
+    check_tenant,
+    is_qualified,
+    qualified,
+)
 from router.access.limits import NO_LIMITS, Limits
 
 
@@ -40,6 +47,15 @@ class Caller:
         if is_qualified(request_id) and Scope.ADMIN in self.scopes:
             return check_qualified(request_id)
         return qualified(self.tenant, check_request_id(request_id))
+
+    def tenant_of_listing(self, tenant: str | None) -> str:
+        """Whose requests this caller is shown, who asks for those of ``tenant`` (None: its own);
+        empty: everybody's. Raises Forbidden for others' unless it administers the cluster,
+        InvalidRequest."""
+        its = self.tenant if tenant is None else tenant
+        if its != self.tenant or not its:
+            self.check(Scope.ADMIN)
+        return check_tenant(its) if its else its
 
     def name(self, request_id: str) -> str:
         """What this caller is told of a name inside the cluster."""

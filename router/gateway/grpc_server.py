@@ -89,6 +89,10 @@ class InferenceServer:
         parse(pb.ListModelsRequest, data)
         return self._inference.list_models()
 
+    async def list_requests(self, data: bytes, call: Call) -> pb.ListRequestsResponse:
+        message = parse(pb.ListRequestsRequest, data)
+        return await self._inference.list_requests(call.caller, message)
+
     async def get_status(self, data: bytes, call: Call) -> pb.GetStatusResponse:
         parse(pb.GetStatusRequest, data)
         return self._status.describe(call.caller)
@@ -106,6 +110,7 @@ class InferenceServer:
             "Tokenize": handlers.unary(self.tokenize, Scope.INFER),
             "Detokenize": handlers.unary(self.detokenize, Scope.INFER),
             "ListModels": handlers.unary(self.list_models, Scope.INFER),
+            "ListRequests": handlers.unary(self.list_requests, Scope.INFER),
             "GetStatus": handlers.unary(self.get_status, Scope.METRICS),
         }
         name = pb.DESCRIPTOR.services_by_name["Inference"].full_name

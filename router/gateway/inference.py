@@ -8,14 +8,20 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from everlift.errors import EverliftError, OffsetOutOfRange, UnknownRequest
+from everlift.errors import (
+    EverliftError,
+    InvalidRequest,
+    OffsetOutOfRange,
+    OutOfRange,
+    UnknownRequest,
+)
 from everlift.messages import MAX_N, Submission
 from everlift.request_id import bare
 from everlift.trace_context import TraceContext
 from everlift.transport import Transport
 from everlift.v1 import inference_pb2 as pb
 from router.clock import now
-from router.gateway import aside, many
+from router.gateway import aside, many, page_token
 from router.gateway import headers as request_headers
 from router.gateway.caller import Caller
 from router.gateway.custody import Elsewhere
@@ -24,9 +30,13 @@ from router.gateway.model import ServedModel
 from router.gateway.relay import Relay
 from router.gateway.requests import Requests, given_up, new_request_id
 from router.gateway.tracer import NO_TRACES, Tracer
+from router.ledger.base import MOST_LISTED
 from router.ledger.entry import Entry, Event, State
 
 _WIRE_STATE = {state: pb.RequestState.Value(f"REQUEST_STATE_{state.name}") for state in State}
+_STATES = {number: state for state, number in _WIRE_STATE.items()}
+#: Of a listing, where its caller says nothing.
+_PAGE_SIZE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +234,24 @@ class Inference:
             ]
         )
 
+    async def list_requests(
+        self, caller: Caller, message: pb.ListRequestsRequest
+    ) -> pb.ListRequestsResponse:
+        """Raises InvalidRequest, OutOfRange, Forbidden, LedgerUnavailable."""
+        tenant = caller.tenant_of_listing(message.tenant if message.HasField("tenant") else None)
+        if message.page_size > MOST_LISTED:
+            raise OutOfRange(f"page_size must be at most {MOST_LISTED}")
+        page = await self._requests.list_requests(
+            tenant,
+            [_state(number) for number in message.states],
+            message.page_size or _PAGE_SIZE,
+            page_token.read(message.page_token) if message.page_token else None,
+        )
+        return pb.ListRequestsResponse(
+            requests=[_summary(caller, entry) for entry in page.entries],
+            next_page_token=page_token.write(page.last) if page.last is not None else "",
+        )
+
     def turned_away(self, error: EverliftError) -> None:
         """A submission that could not even be read."""
         self._requests.turned_away(error)
@@ -254,6 +282,24 @@ def _described(entry: Entry) -> pb.GetRequestResponse:
         error_message=entry.error_message,
         losses=entry.losses,
     )
+
+
+def _summary(caller: Caller, entry: Entry) -> pb.RequestSummary:
+    return pb.RequestSummary(
+        request_id=caller.name(entry.request_id),
+        state=_WIRE_STATE[entry.state],
+        arrived=entry.arrived,
+        attempts=entry.attempts,
+        output_tokens=sum(entry.num_tokens),
+        error_slug=entry.error_slug,
+    )
+
+
+def _state(number: pb.RequestState.ValueType) -> State:
+    """Raises InvalidRequest."""
+    if number not in _STATES:
+        raise InvalidRequest(f"states: there is no state {number}")
+    return _STATES[number]
 
 
 def _event(event: Event) -> pb.RequestEvent:

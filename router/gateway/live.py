@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
+from math import inf
 
 from everlift.errors import EverliftError
 from everlift.messages import Request
@@ -103,6 +104,18 @@ class LiveRequest:
     @property
     def priority(self) -> int:
         return self.request.priority
+
+    @property
+    def ttft_deadline(self) -> float:
+        """Ledger time; infinite if there is none, or the first token has come."""
+        target_s = self.request.ttft_target_s
+        return inf if target_s is None or self.num_tokens else self.arrived + target_s
+
+    @property
+    def due(self) -> float:
+        """Ledger time by which its end or its first token is wanted; infinite: none."""
+        deadline = self.request.deadline
+        return min(inf if deadline is None else deadline, self.ttft_deadline)
 
     @property
     def attempts(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ from everlift.request_id import tenant_of
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.access.limits import Limits
-from router.admission.policy import Fifo
+from router.admission.policy import Policy, Rules
 from router.clock import now
 from router.config import RouterConfig
 from router.gateway.adoption import Adoption
@@ -52,7 +52,7 @@ from router.gateway.reassertion import Reassertion
 from router.gateway.recent import Recent
 from router.gateway.revival import begun
 from router.gateway.tracer import NO_TRACES, Tracer
-from router.ledger.base import Ledger, Membership, Opened
+from router.ledger.base import Ledger, Membership, Opened, Page, Position
 from router.ledger.config import DEFAULTS
 from router.ledger.entry import Entry, Event, State, Stored
 
@@ -79,6 +79,7 @@ class Requests:
         self._ledger = ledger
         self._model = model
         self._line = line
+        self._max_queued = config.max_queued
         self._ledger_health = LedgerHealth(memory_limit)
         self._recent = Recent(config.reassert)
         self.quotas = Quotas(ledger, limits_of)
@@ -198,7 +199,7 @@ class Requests:
         if self._custody.is_closing:
             raise RouterStopping("this router is stopping: send the request to another one")
         self._ledger_health.check_room()
-        if self._line.queued >= self._config.max_queued:
+        if self._line.queued >= self._max_queued:
             raise QueueFull(f"{self._line.queued} requests wait already", retry_after_s=1.0)
 
     async def attach(self, request_id: str) -> LiveRequest:
@@ -289,6 +290,12 @@ class Requests:
         stored = await self._ledger.read(request_id, entry.num_tokens)
         return stored, await self._ledger.events(request_id)
 
+    async def list_requests(
+        self, tenant: str, states: Collection[State], limit: int, before: Position | None
+    ) -> Page:
+        """As the ledger's."""
+        return await self._ledger.list_requests(tenant, states=states, limit=limit, before=before)
+
     # the ledger is seen
 
     def ledger_answered(self, membership: Membership) -> None:
@@ -314,6 +321,12 @@ class Requests:
         this is done. Returns when it is."""
         await self._reassertion.hear(generation)
         self._line.asserted(generation)
+
+    # operators speak
+
+    def obey(self, rules: Rules) -> None:
+        """Other rules hold of the queue."""
+        self._max_queued = rules.max_queued
 
     # the leader speaks
 
@@ -365,11 +378,11 @@ class Requests:
         """The leader found it without a living gateway."""
         self._custody.spawn(self._recover(request_id))
 
-    def waiting(self) -> Iterator[session_pb2.Waiting]:
-        """What a new leader has to know, in the order of the queue, made as it is read. Nothing of
-        it may be refused any more."""
+    def waiting(self, order: Policy) -> Iterator[session_pb2.Waiting]:
+        """What a new leader has to know, in this order, made as it is read. Nothing of it may be
+        refused any more."""
         waiting = [live for live in self._custody if live.phase is Phase.WAITING]
-        for live in sorted(waiting, key=Fifo().key):
+        for live in sorted(waiting, key=order.key):
             if live.phase is Phase.WAITING and self._custody.has(live):
                 live.accepted = True
                 yield self.attempts.waiting(live)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
@@ -59,7 +60,7 @@ def waiting(
         choices=len(unfinished),
         priority=request.priority,
         deadline=request.deadline or 0.0,
-        ttft_deadline=_ttft_deadline(live),
+        ttft_deadline=_moment(live.ttft_deadline),
         moves_left=moves_left,
         suspect=is_suspect,
         predicted_tokens=sum(
@@ -79,6 +80,7 @@ def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
         preempted=live.is_preempted,
         arrived=live.arrived,
         choices=len(live.unfinished),
+        due=_moment(live.due),
     )
 
 
@@ -91,7 +93,6 @@ def _output_tokens(live: LiveRequest) -> int:
     return sum(len(choice.output) for choice in live.unfinished)
 
 
-def _ttft_deadline(live: LiveRequest) -> float:
-    """Ledger time; 0 if there is none, or the first token has come."""
-    target_s = live.request.ttft_target_s
-    return 0.0 if target_s is None or live.num_tokens else live.arrived + target_s
+def _moment(moment: float) -> float:
+    """As it is said on the wire: 0 if there is none."""
+    return 0.0 if moment == inf else moment

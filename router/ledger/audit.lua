@@ -1,10 +1,21 @@
 -- Looks at places where something of a request is, and changes nothing. Answers for each place, or false
 -- where nothing is there any more:
---   r, id, ''          the entry, then max_tokens, finished_by, 1 if its gateway owns it else 0, its
---                      events, its keys that do not expire, its keys that are not there
+--   r, id, ''          the entry, then max_tokens, finished_by, 1 if its gateway owns it else 0, 1 if it
+--                      is listed everywhere by its arrival else 0, its events, its keys that do not
+--                      expire, its keys that are not there
 --   s, id, its name    '', for a key whose request is not there
 --   o, id, a gateway   state and owner of what the gateway owns, '' and '' if it is not there
+--   a, id, its name    1 if that listing is one that the sweep takes it out of else 0
 -- ARGV: for each place these three
+
+local function is_listed(id)
+    local arrived = redis.call('HGET', request_key(id), 'arrived')
+    for _, key in ipairs(listings(id)) do
+        local score = redis.call('ZSCORE', key, id)
+        if not score or tonumber(score) ~= tonumber(arrived) then return 0 end
+    end
+    return 1
+end
 
 local function request(id)
     if redis.call('EXISTS', request_key(id)) == 0 then return false end
@@ -18,7 +29,9 @@ local function request(id)
     end
     local owned = redis.call('SISMEMBER', ROOT .. 'owned:' .. gateway, id)
     local events = redis.call('LRANGE', events_key(id), 0, -1)
-    return {entry(id), max_tokens, finished_by or '0', owned, events, immortal, missing}
+    return {
+        entry(id), max_tokens, finished_by or '0', owned, is_listed(id), events, immortal, missing,
+    }
 end
 
 local function stray(id, name)
@@ -32,7 +45,14 @@ local function claim(id, gateway)
     return {state or '', owner or ''}
 end
 
-local look = {r = request, s = stray, o = claim}
+local function listing(id, name)
+    local key, is_its = ROOT .. name, false
+    if not redis.call('ZSCORE', key, id) then return false end
+    for _, its in ipairs(listings(id)) do is_its = is_its or its == key end
+    return is_its and redis.call('ZSCORE', ROOT .. 'arrivals', id) and 1 or 0
+end
+
+local look = {r = request, s = stray, o = claim, a = listing}
 local answers = {}
 for i = 1, #ARGV, 3 do
     answers[#answers + 1] = look[ARGV[i]](ARGV[i + 1], ARGV[i + 2])

@@ -15,15 +15,17 @@ from router.ledger.entry import Entry, Event, State
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """A request. ``owned`` says that its gateway's set of unfinished requests has it, ``immortal``
-    which of its keys the server would keep for ever, ``missing`` which are not there.
-    ``finished_by`` is the epoch whose append finished it, 0 for none."""
+    """A request. ``owned`` says that its gateway's set of unfinished requests has it, ``listed``
+    that the listings have it at its arrival, ``immortal`` which of its keys the server would keep
+    for ever, ``missing`` which are not there. ``finished_by`` is the epoch whose append finished
+    it, 0 for none."""
 
     entry: Entry
     max_tokens: int
     finished_by: int
     events: tuple[Event, ...]
     owned: bool
+    listed: bool = True
     immortal: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
@@ -51,7 +53,17 @@ class Claim:
     owner: str
 
 
-Item: TypeAlias = Audited | Stray | Claim
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A tenant's listing names this request. ``is_kept_up``: as the listing of all does, so that it
+    leaves both when it is gone."""
+
+    request_id: str
+    tenant: str
+    is_kept_up: bool
+
+
+Item: TypeAlias = Audited | Stray | Claim | Listed
 
 
 class Audit(Protocol):

@@ -11,9 +11,9 @@ where there is no memory for it; other moves that need some are LedgerUnavailabl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from everlift.messages import Request
 from everlift.v1 import session_pb2
@@ -32,6 +32,8 @@ from router.ledger.entry import (
 from router.ledger.quota import Charge, Settlement
 
 NOTHING = Tally()
+#: Requests that one listing looks at, at most.
+MOST_LISTED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class Membership:
     """Who is there, as of ``now`` (ledger time in seconds).
 
     ``leader`` and ``leader_address`` are empty while nobody leads. ``workers_version`` changes with
-    every change of the worker table. ``generation`` is another one after each restart or failover
+    every change of the worker table, ``policy_version`` with every one of the policy, 0 while none
+    was set. ``generation`` is another one after each restart or failover
     of a server, which may have lost what it had acknowledged. ``memory_used`` is the part of its
     bound that the fullest server uses, 0 where there is none. ``unfit`` is why it could not be
     connected to now, as a server that took over may promise less; empty if it could.
@@ -61,6 +64,34 @@ class Membership:
     generation: str = ""
     memory_used: float = 0.0
     unfit: str = ""
+    policy_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePolicy:
+    """What operators set of the admission queue, in place of the configuration: its order (empty:
+    nothing) and how many requests may wait (0: nothing). Of two ``version``s the larger one is the
+    newer one; 0: nothing was ever set."""
+
+    order: str = ""
+    max_queued: int = 0
+    version: int = 0
+
+
+class Position(NamedTuple):
+    """Of a request in a listing, where the largest comes first. ``arrived`` is ledger time in
+    seconds, to the microsecond."""
+
+    arrived: float
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A part of a listing. The next one begins behind ``last``; None: nothing is left."""
+
+    entries: tuple[Entry, ...]
+    last: Position | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +134,13 @@ def check_end(state: State) -> State:
     if state not in Move.END.targets:
         raise ValueError(f"nothing is ended as {state.value}")
     return state
+
+
+def check_listed(limit: int) -> int:
+    """Returns how many requests a page of a listing can have; raises ValueError."""
+    if not 0 < limit <= MOST_LISTED:
+        raise ValueError(f"a page has 1 to {MOST_LISTED} requests")
+    return limit
 
 
 def check_told(stored: Stored) -> Stored:
@@ -207,6 +245,20 @@ class Ledger(Protocol):
         choice."""
         ...
 
+    async def list_requests(
+        self,
+        tenant: str,
+        *,
+        states: Collection[State] = (),
+        limit: int = MOST_LISTED,
+        before: Position | None = None,
+    ) -> Page:
+        """Up to ``limit`` of the requests of ``tenant`` in these ``states``, newest first; all
+        tenants' where it is empty, in any state where there are none. Those behind ``before``: what
+        arrives meanwhile changes nothing there. It looks at MOST_LISTED requests at most, so that a
+        page may have few, or none, and yet not be the last one."""
+        ...
+
     # gateways
 
     async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
@@ -291,6 +343,23 @@ class Ledger(Protocol):
 
     async def put_access(self, changes: Mapping[str, str | None]) -> None:
         """Changes records by their names; None removes one."""
+
+    # policy
+
+    async def set_policy(
+        self, *, order: str | None = None, max_queued: int | None = None
+    ) -> QueuePolicy:
+        """Changes what is given, and answers what is set then. An empty order or 0 takes back what
+        was set."""
+        ...
+
+    async def restore_policy(self, policy: QueuePolicy) -> QueuePolicy:
+        """Sets what was set before, under its version, where a server may have lost it: nothing
+        changes if the ledger's is as new."""
+        ...
+
+    async def policy(self) -> QueuePolicy:
+        """What is set."""
         ...
 
     async def cluster_id(self) -> str:

@@ -1,4 +1,5 @@
--- Renews a gateway's lease. Answers now, the leader's router, address and term, and workers_version.
+-- Renews a gateway's lease. Answers now, the leader's router, address and term, and the versions of the
+-- worker table and the policy.
 -- ARGV: gateway, address, lease in µs
 
 local gateway, address, lease = unpack(ARGV)
@@ -20,5 +21,6 @@ local router, its_address, term, ends = unpack(
 if not ends or tonumber(ends) <= moment then
     router, its_address, term = '', '', '0'
 end
-local version = redis.call('GET', ROOT .. 'workers_version') or '0'
-return {digits(moment), router, its_address, term, version}
+local workers_version = redis.call('GET', ROOT .. 'workers_version') or '0'
+local policy_version = redis.call('HGET', ROOT .. 'policy', 'version') or '0'
+return {digits(moment), router, its_address, term, workers_version, policy_version}

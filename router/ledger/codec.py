@@ -15,8 +15,9 @@ import msgpack
 
 from everlift.messages import FinishReason, Request
 from everlift.sampling import TokenLogprobs
-from router.ledger.base import Membership
+from router.ledger.base import Membership, Position, QueuePolicy
 from router.ledger.entry import Append, Appended, Entry, Event, State, Stored, StoredChoice, Tally
+from router.ledger.listing import Part, Row
 
 _UINT32 = "I"
 #: How a choice ended, as one letter of ``finishes``.
@@ -221,11 +222,29 @@ def event(text: bytes) -> Event:
 
 def membership(answer: Sequence[bytes]) -> Membership:
     """The answer of beat.lua."""
-    now, leader, address, term, workers_version = answer
+    now, leader, address, term, workers_version, policy_version = answer
     return Membership(
         now=seconds(now),
         leader=leader.decode(),
         leader_address=address.decode(),
         term=int(term),
         workers_version=int(workers_version),
+        policy_version=int(policy_version),
     )
+
+
+def part(answer: Sequence[Any]) -> Part:
+    """The answer of list.lua."""
+    is_end, *rows = answer
+    return Part([_row(*row) for row in rows], is_end=is_end == 1)
+
+
+def _row(request_id: bytes, arrived: bytes, fields: Sequence[Any]) -> Row:
+    name = request_id.decode()
+    return Row(Position(seconds(arrived), name), entry(name, fields) if fields else None)
+
+
+def policy(answer: Sequence[bytes]) -> QueuePolicy:
+    """The answer of set_policy.lua."""
+    order, max_queued, version = answer
+    return QueuePolicy(order.decode(), int(max_queued), int(version))

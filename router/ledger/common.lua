@@ -19,6 +19,9 @@
 --   f:<nonce>                STRING  empty: this call of forget was made
 --   owned:<gateway>          SET     unfinished requests of a gateway
 --   owners                   SET     gateways that own some
+--   arrivals                 ZSET    requests, by arrival (µs): what listings go through
+--   arrivals:<tenant>        ZSET    those of one tenant, where tenants are told apart
+--   swept                    STRING  rank in `arrivals` to which the sweep has come
 --   term                     HASH    term of the newest leader, and since when (µs)
 --   slots:<tenant>           ZSET    its unfinished requests, where it has limits -> until when each counts
 --                                    unless it is held again (µs)
@@ -36,6 +39,7 @@
 --   workers_version          STRING  µs of the worker table's last change
 --   last_worker              STRING  WorkerInfo of the worker that came last, though it is gone
 --   load                     HASH    load: ClusterLoad, moment: µs when its leader said so
+--   policy                   HASH    order, max_queued: what was set, and version: µs of the last change
 --   access                   HASH    keys and limits of tenants by their names (router/access/document.py)
 --   access_version           STRING  µs of their last change
 --
@@ -132,6 +136,31 @@ local function disown(id, gateway)
     if redis.call('EXISTS', ROOT .. 'owned:' .. gateway) == 0 then
         redis.call('SREM', ROOT .. 'owners', gateway)
     end
+end
+
+-- The sets in which a request is listed.
+local function listings(id)
+    local all, tenant = ROOT .. 'arrivals', id:match('^(.*)/')
+    return tenant and {all, all .. ':' .. tenant} or {all}
+end
+
+local function list(id, arrived)
+    for _, key in ipairs(listings(id)) do redis.call('ZADD', key, arrived, id) end
+end
+
+local function unlist(id)
+    for _, key in ipairs(listings(id)) do redis.call('ZREM', key, id) end
+end
+
+-- Takes those out of the listings whose keys expired, among the next `count` in turn.
+local function sweep(count)
+    local before = tonumber(redis.call('GET', ROOT .. 'swept') or 0)
+    local ids, rank = redis.call('ZRANGE', ROOT .. 'arrivals', before, before + count - 1), before
+    for _, id in ipairs(ids) do
+        if redis.call('EXISTS', request_key(id)) == 1 then rank = rank + 1 else unlist(id) end
+    end
+    if #ids < count then rank = 0 end
+    if rank ~= before then redis.call('SET', ROOT .. 'swept', rank) end
 end
 
 -- A request that waits for its first worker, with what else is to be set.

@@ -14,5 +14,6 @@ elseif not is_final(state) then
     return {'ok', entry(id)}
 end
 redis.call('DEL', unpack(all_keys(id)))
+unlist(id)
 redis.call('SET', ROOT .. 'f:' .. call, '', 'PX', call_ms)
 return {'gone'}

@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from everlift.errors import AttemptsExhausted, RequestConflict, UnknownRequest
 from everlift.messages import Request
+from everlift.request_id import tenant_of
 from everlift.v1 import session_pb2
 from router.ledger.base import (
+    MOST_LISTED,
     NOTHING,
     AccessRecords,
     LoadReport,
     Membership,
     NotQueued,
     Opened,
+    Page,
+    Position,
+    QueuePolicy,
     StaleTerm,
     check_end,
+    check_listed,
     check_nonce,
     check_told,
 )
@@ -39,6 +45,7 @@ from router.ledger.entry import (
     Tally,
     lost_too_often,
 )
+from router.ledger.listing import Listing, Part, Row
 from router.ledger.memory_audit import MemoryAudit
 from router.ledger.memory_quotas import MemoryQuotas
 from router.ledger.quota import Charge, Settlement
@@ -88,13 +95,17 @@ class MemoryLedger:
         self._load: tuple[float, bytes] | None = None
         self._quotas = MemoryQuotas(clock)
         self._access = AccessRecords(0, {})
+        self._policy = QueuePolicy()
         self._cluster_id = secrets.token_hex(8)
 
     def _find(self, request_id: str) -> Record | None:
+        self._forget_expired()
+        return self._records.get(request_id)
+
+    def _forget_expired(self) -> None:
         now = self._clock()
         while self._ended and next(iter(self._ended.values())) <= now:
             del self._records[self._ended.popitem(last=False)[0]]
-        return self._records.get(request_id)
 
     def _get(self, request_id: str) -> Record:
         if (record := self._find(request_id)) is None:
@@ -276,6 +287,28 @@ class MemoryLedger:
     async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
         return self._get(request_id).stored(offsets, self._clock())
 
+    async def list_requests(
+        self,
+        tenant: str,
+        *,
+        states: Collection[State] = (),
+        limit: int = MOST_LISTED,
+        before: Position | None = None,
+    ) -> Page:
+        self._forget_expired()
+        entries = (record.entry for record in self._records.values())
+        rows = [
+            Row(
+                Position(round(it.arrived, 6), it.request_id),
+                it if not states or it.state in states else None,
+            )
+            for it in entries
+            if tenant in ("", tenant_of(it.request_id))
+        ]
+        listing = Listing(check_listed(limit), before)
+        listing.add([Part(rows, is_end=True)])
+        return listing.page()
+
     # gateways
 
     def _own(self, entry: Entry) -> None:
@@ -291,7 +324,14 @@ class MemoryLedger:
         now = self._clock()
         self._leases[gateway] = _Lease(address, now + lease_s)
         leader = self._leader if self._leader.ends > now else _NOBODY
-        return Membership(now, leader.router, leader.address, leader.term, self._workers_version)
+        return Membership(
+            now,
+            leader.router,
+            leader.address,
+            leader.term,
+            self._workers_version,
+            policy_version=self._policy.version,
+        )
 
     async def leave(self, gateway: str) -> None:
         if (lease := self._leases.get(gateway)) is not None:
@@ -382,6 +422,31 @@ class MemoryLedger:
             self._access.version + 1,
             {name: text for name, text in texts.items() if text is not None},
         )
+
+    # policy
+
+    async def set_policy(
+        self, *, order: str | None = None, max_queued: int | None = None
+    ) -> QueuePolicy:
+        known = self._policy
+        changed = QueuePolicy(
+            known.order if order is None else order,
+            known.max_queued if max_queued is None else max_queued,
+            known.version,
+        )
+        if changed != known:
+            # A moment, as one that was lost must not come again.
+            version = max(round(self._clock() * 1e6), known.version + 1)
+            self._policy = replace(changed, version=version)
+        return self._policy
+
+    async def restore_policy(self, policy: QueuePolicy) -> QueuePolicy:
+        if policy.version > self._policy.version:
+            self._policy = policy
+        return self._policy
+
+    async def policy(self) -> QueuePolicy:
+        return self._policy
 
     async def cluster_id(self) -> str:
         return self._cluster_id

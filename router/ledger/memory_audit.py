@@ -1,10 +1,10 @@
-"""An audit of a MemoryLedger. Pure."""
+"""An audit of a MemoryLedger, whose listings are of its records themselves. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
-from router.ledger.audit import Audited, Claim, Item, Stray
+from router.ledger.audit import Audited, Claim, Item, Listed, Stray
 from router.ledger.record import Record
 
 
@@ -36,7 +36,7 @@ class MemoryAudit:
                 return (
                     self._claim(item.gateway, item.request_id) if item.request_id in owned else None
                 )
-            case Stray():
+            case Stray() | Listed():
                 return None
 
     def _audited(self, record: Record) -> Audited:

@@ -10,8 +10,11 @@ local function open()
         'arrived', digits(arrived), 'body', body, 'request', request, 'max_tokens', max_tokens,
         'call', call, 'logprobs', logprobs, 'moves', 1,
         'deadline', timeout == '' and '' or digits(arrived + timeout))
+    list(id, digits(arrived))
     note(id, 'open', gateway)
     keep_for(id, unfinished_ms)
+    -- One comes, and two are looked at: where as many go as come, there are no more that expired than others.
+    sweep(2)
 end
 
 local known_body, known_call = unpack(redis.call('HMGET', request_key(id), 'body', 'call'))

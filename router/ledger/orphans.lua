@@ -1,6 +1,10 @@
 -- Unfinished requests of one shard whose gateway has no lease any more, that of the lease which ended
 -- first before the others. Answers pairs: the end of that lease in µs, 0 if there was none; request id.
+-- As this is asked again and again, it is also where what expired leaves the listings.
 -- ARGV: limit, now in µs, and for each known gateway: its id, the end of its lease in µs
+
+-- Requests that are looked at, of the listings.
+local SWEPT = 64
 
 local limit, moment = tonumber(ARGV[1]), tonumber(ARGV[2])
 
@@ -29,4 +33,5 @@ for _, gateway in ipairs(dead) do
         end
     end
 end
+sweep(SWEPT)
 return found

@@ -66,6 +66,7 @@ local function follow(gateway)
     redis.call('HSET', request_key(id), 'deadline', deadline, unpack(fields))
     disown(id, gateway)
     own(id, told.gateway)
+    list(id, told.arrived)
     note(id, 'reassert', told.gateway)
     keep_for(id, unfinished_ms)
 end

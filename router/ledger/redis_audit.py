@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from router.ledger import codec, scripts
-from router.ledger.audit import Audited, Claim, Item, Stray
+from router.ledger.audit import Audited, Claim, Item, Listed, Stray
 from router.ledger.connections import Argument, Command
 from router.ledger.entry import State
 from router.ledger.shards import Shards
@@ -29,8 +29,8 @@ _PARTS: dict[str, Callable[[str], str]] = {
 
 
 class _Place(NamedTuple):
-    """Where audit.lua looks: a request (r), a key (s) or a gateway's set (o), the last two by
-    ``name``."""
+    """Where audit.lua looks: a request (r), a key (s), a gateway's set (o) or a tenant's listing
+    (a), the last three by ``name``."""
 
     kind: str
     request_id: str
@@ -60,7 +60,7 @@ class RedisAudit:
         for server in await self._shards.servers():
             command: list[Argument] = ["SCAN", 0, "MATCH", pattern, "COUNT", _KEYS_AT_ONCE]
             async for keys in self._scanned(server, command):
-                yield keys
+                yield [key.decode() for key in keys]
 
     async def _places(self, keys: Sequence[str]) -> AsyncIterator[_Place]:
         for key in keys:
@@ -71,18 +71,26 @@ class RedisAudit:
             elif kind in _PARTS:
                 yield _Place("s", _PARTS[kind](rest), name)
             elif kind == "owned":
-                root = key.removesuffix(name)
-                command: list[Argument] = ["SSCAN", key, 0, "COUNT", _KEYS_AT_ONCE]
-                async for owned in self._scanned(root, command):
-                    for request_id in owned:
-                        yield _Place("o", request_id, rest)
+                async for request_id in self._members("SSCAN", key):
+                    yield _Place("o", request_id, rest)
+            elif kind == "arrivals" and rest:
+                async for request_id in self._members("ZSCAN", key):
+                    yield _Place("a", request_id, name)
 
-    async def _scanned(self, server: str, command: list[Argument]) -> AsyncIterator[list[str]]:
+    async def _members(self, scan: str, key: str) -> AsyncIterator[str]:
+        root = key[: key.index("}:") + 2]
+        command: list[Argument] = [scan, key, 0, "COUNT", _KEYS_AT_ONCE]
+        async for found in self._scanned(root, command):
+            for member in found:
+                # Of a sorted set it comes with its score.
+                yield (member[0] if scan == "ZSCAN" else member).decode()
+
+    async def _scanned(self, server: str, command: list[Argument]) -> AsyncIterator[list[Any]]:
         """``command`` has the cursor behind its key, or in its place."""
         at = command.index(0)
         while True:
             [(cursor, found)] = await self._shards.ask("audit", Command(server, tuple(command)))
-            yield [each.decode() for each in found]
+            yield found
             command[at] = cursor
             if int(cursor) == 0:
                 return
@@ -116,6 +124,8 @@ def _place(item: Item) -> _Place:
             return _Place("s", item.request_id, item.key)
         case Claim():
             return _Place("o", item.request_id, item.gateway)
+        case Listed():
+            return _Place("a", item.request_id, f"arrivals:{item.tenant}")
 
 
 def _item(place: _Place, answer: Any) -> Item:
@@ -124,13 +134,16 @@ def _item(place: _Place, answer: Any) -> Item:
     if place.kind == "o":
         state, owner = (field.decode() for field in answer)
         return Claim(place.request_id, place.name, State(state) if state else None, owner)
-    fields, max_tokens, finished_by, owned, events, immortal, missing = answer
+    if place.kind == "a":
+        return Listed(place.request_id, place.name.partition(":")[2], is_kept_up=answer == 1)
+    fields, max_tokens, finished_by, owned, listed, events, immortal, missing = answer
     return Audited(
         entry=codec.entry(place.request_id, fields),
         max_tokens=int(max_tokens),
         finished_by=int(finished_by),
         events=tuple(map(codec.event, events)),
         owned=owned == 1,
+        listed=listed == 1,
         immortal=tuple(name.decode() for name in immortal),
         missing=tuple(name.decode() for name in missing),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,14 +30,19 @@ from everlift.v1 import session_pb2
 from router.ledger import codec, scripts
 from router.ledger.address import parse
 from router.ledger.base import (
+    MOST_LISTED,
     NOTHING,
     AccessRecords,
     LoadReport,
     Membership,
     NotQueued,
     Opened,
+    Page,
+    Position,
+    QueuePolicy,
     StaleTerm,
     check_end,
+    check_listed,
     check_nonce,
     check_told,
 )
@@ -54,6 +59,7 @@ from router.ledger.entry import (
     Tally,
     lost_too_often,
 )
+from router.ledger.listing import Listing, Part
 from router.ledger.quota import Charge, Settlement, refusal
 from router.ledger.redis_audit import RedisAudit
 from router.ledger.scripts import Script
@@ -73,6 +79,8 @@ _FULL_S = 1.0
 _LIFE = ("server", "replication", "memory")
 #: What nobody moved for so long is forgotten, even unfinished. Deadlines are shorter.
 _UNFINISHED_MS = 8 * 24 * 3600 * 1000
+#: Looked at by one call of a listing: it keeps others waiting for some tenths of a millisecond.
+_LISTED_AT_ONCE = 128
 #: To pack more of them takes milliseconds, which are not the event loop's.
 _MANY_LOGPROBS = 2048
 
@@ -266,6 +274,29 @@ class RedisLedger:
             raise OffsetOutOfRange(f"offsets {list(offsets)} are not stored")
         return await _stored(request_id, offsets, rest)
 
+    async def list_requests(
+        self,
+        tenant: str,
+        *,
+        states: Collection[State] = (),
+        limit: int = MOST_LISTED,
+        before: Position | None = None,
+    ) -> Page:
+        listing = Listing(check_listed(limit), before)
+        while not listing.is_over:
+            # One more than is asked for, to see whether that was all.
+            count = _LISTED_AT_ONCE if states else min(_LISTED_AT_ONCE, listing.missing + 1)
+            listing.add(await self._parts(tenant, states, listing.last, count))
+        return listing.page()
+
+    async def _parts(
+        self, tenant: str, states: Collection[State], last: Position | None, count: int
+    ) -> list[Part]:
+        start = "+inf" if last is None else codec.microseconds(last.arrived)
+        arguments = [tenant, start, count, *(state.value for state in states)]
+        calls = [Call(scripts.LIST, shard, arguments) for shard in range(len(self._shards))]
+        return [codec.part(answer) for answer in await self._shards.run_all(calls)]
+
     # gateways
 
     async def beat(self, gateway: str, address: str, lease_s: float) -> Membership:
@@ -428,6 +459,27 @@ class RedisLedger:
     async def put_access(self, changes: Mapping[str, str | None]) -> None:
         fields = [field for name, text in changes.items() for field in (name, text or "")]
         await self._shards.run(scripts.SET_ACCESS, _CONTROL, *fields, settles=True)
+
+    # policy
+
+    async def set_policy(
+        self, *, order: str | None = None, max_queued: int | None = None
+    ) -> QueuePolicy:
+        return await self._set_policy("", order, max_queued)
+
+    async def restore_policy(self, policy: QueuePolicy) -> QueuePolicy:
+        return await self._set_policy(policy.version, policy.order, policy.max_queued)
+
+    async def _set_policy(
+        self, version: int | str, order: str | None, max_queued: int | None
+    ) -> QueuePolicy:
+        fields: list[Argument] = [] if order is None else ["order", order]
+        fields += [] if max_queued is None else ["max_queued", max_queued]
+        answer = await self._shards.run(scripts.SET_POLICY, _CONTROL, version, *fields)
+        return codec.policy(answer)
+
+    async def policy(self) -> QueuePolicy:
+        return await self.set_policy()
 
     async def cluster_id(self) -> str:
         return self._cluster_id

@@ -13,7 +13,7 @@ from router.ledger.config import DurabilityClass, LedgerConfig, LedgerSetupError
 Info = Mapping[str, Any]
 
 #: Version of the key layout (common.lua). It is part of every key.
-SCHEMA = 3
+SCHEMA = 4
 
 _OLDEST = {"Valkey": (7, 2), "Redis": (7, 0)}
 _WAITAOF = (7, 2)

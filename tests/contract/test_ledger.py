@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, assert_never
 
@@ -17,7 +18,15 @@ from everlift.errors import (
 )
 from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
-from router.ledger.base import Ledger, NotQueued, StaleTerm
+from router.ledger.base import (
+    MOST_LISTED,
+    Ledger,
+    NotQueued,
+    Page,
+    Position,
+    QueuePolicy,
+    StaleTerm,
+)
 from router.ledger.entry import (
     MAX_EVENTS,
     Append,
@@ -1526,6 +1535,184 @@ async def test_only_the_last_leader_says_what_work_there_is(ledger: Ledger) -> N
     report = await ledger.load()
     assert report is not None
     assert report.load.queued == 2
+
+
+# listings
+
+
+async def names(
+    ledger: Ledger, tenant: str = "", limit: int = MOST_LISTED, states: Collection[State] = ()
+) -> list[str]:
+    """Of all that is listed, page by page."""
+    found: list[str] = []
+    last: Position | None = None
+    while True:
+        page = await ledger.list_requests(tenant, states=states, limit=limit, before=last)
+        assert len(page.entries) <= limit
+        found += [entry.request_id for entry in page.entries]
+        if (last := page.last) is None:
+            return found
+
+
+async def open_all(ledger: Ledger, tick: Tick, *request_ids: str) -> None:
+    for request_id in request_ids:
+        await ledger.open(make_request(request_id), "gateway")
+        await tick()
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 7, MOST_LISTED])
+async def test_requests_are_listed_newest_first_in_pages(
+    ledger: Ledger, tick: Tick, limit: int
+) -> None:
+    ids = [f"r{number}" for number in range(7)]
+    await open_all(ledger, tick, *ids)
+    assert await names(ledger, limit=limit) == ids[::-1]
+
+
+async def test_more_is_listed_than_a_server_is_asked_for_at_once(ledger: Ledger) -> None:
+    ids = [f"r{number:03}" for number in range(300)]
+    for request_id in ids:
+        await ledger.open(make_request(request_id), "gateway")
+    assert await names(ledger) == ids[::-1]
+    assert await names(ledger, limit=200) == ids[::-1]
+
+
+async def test_a_listing_says_of_each_request_what_is_known_of_it(ledger: Ledger) -> None:
+    await run(ledger)
+    page = await ledger.list_requests("")
+    assert page == Page((await ledger.get("r"),), None)
+
+
+async def test_nothing_is_listed_where_nothing_is(ledger: Ledger) -> None:
+    assert await ledger.list_requests("") == await ledger.list_requests("t") == Page((), None)
+
+
+async def test_a_tenant_has_a_listing_of_its_own(ledger: Ledger, tick: Tick) -> None:
+    await open_all(ledger, tick, "r", "acme/r", "acme/s", "acme.b/r")
+    assert await names(ledger, "acme", limit=1) == ["acme/s", "acme/r"]
+    assert await names(ledger, "acme.b") == ["acme.b/r"]
+    assert await names(ledger, "nobody") == []
+    assert await names(ledger) == ["acme.b/r", "acme/s", "acme/r", "r"]
+
+
+async def test_what_arrives_does_not_disturb_older_pages(ledger: Ledger, tick: Tick) -> None:
+    await open_all(ledger, tick, "a", "b", "c")
+    first = await ledger.list_requests("", limit=2)
+    await open_all(ledger, tick, "d")
+    await ledger.discard("b", "gateway")
+    assert first.last is not None
+    second = await ledger.list_requests("", limit=2, before=first.last)
+    assert [entry.request_id for entry in (*first.entries, *second.entries)] == ["c", "b", "a"]
+
+
+async def test_only_some_states_are_listed_where_they_are_named(ledger: Ledger, tick: Tick) -> None:
+    await run(ledger, "a")
+    await open_all(ledger, tick, "b", "c", "d")
+    await ledger.end("b", State.EXPIRED, "slug", "")
+    await ledger.end("d", State.CANCELLED, "slug", "")
+    assert await names(ledger, states=[State.RUNNING]) == ["a"]
+    assert await names(ledger, states=[State.CANCELLED, State.EXPIRED], limit=1) == ["d", "b"]
+    assert await names(ledger, states=[State.FAILED]) == []
+
+
+async def test_a_page_looks_at_so_many_requests_and_no_more(ledger: Ledger) -> None:
+    await run(ledger, "first")
+    for number in range(MOST_LISTED):
+        await ledger.open(make_request(f"r{number:04}"), "gateway")
+    page = await ledger.list_requests("", states=[State.RUNNING])
+    assert page.entries == () and page.last is not None and page.last.request_id == "r0000"
+    rest = await ledger.list_requests("", states=[State.RUNNING], before=page.last)
+    assert [entry.request_id for entry in rest.entries] == ["first"] and rest.last is None
+
+
+@pytest.mark.parametrize("limit", [0, MOST_LISTED + 1])
+async def test_a_page_has_at_least_one_place_and_not_too_many(ledger: Ledger, limit: int) -> None:
+    with pytest.raises(ValueError, match="a page has"):
+        await ledger.list_requests("", limit=limit)
+
+
+async def test_those_that_arrived_at_one_moment_are_each_listed_once(
+    ledger: Ledger, tick: Tick
+) -> None:
+    await open_all(ledger, tick, "old")
+    ids = [f"t/r{number}" for number in range(5)]
+    for request_id in ids:
+        await ledger.open(make_request(request_id), "gateway")
+        told = await ledger.read(request_id)
+        await ledger.discard(request_id, "gateway")
+        told = replace(told, entry=replace(told.entry, arrived=2e9))
+        assert (await ledger.reassert(told))[0] is Reasserted.OK
+    for limit in (1, 2, 3):
+        assert await names(ledger, limit=limit) == [*ids[::-1], "old"]
+        assert await names(ledger, "t", limit=limit) == ids[::-1]
+
+
+async def test_what_is_gone_is_not_listed(ledger: Ledger, tick: Tick) -> None:
+    await open_all(ledger, tick, "t/a", "t/b", "t/c")
+    await ledger.discard("t/a", "gateway")
+    await ledger.end("t/b", State.CANCELLED, "slug", "")
+    await ledger.forget("t/b")
+    assert await names(ledger) == await names(ledger, "t") == ["t/c"]
+
+
+async def test_what_expired_is_not_listed(forgetful: Ledger, tick: Tick) -> None:
+    await open_all(forgetful, tick, "t/a", "t/b")
+    await forgetful.end("t/b", State.CANCELLED, "slug", "")
+
+    async def is_alone() -> bool:
+        return await names(forgetful) == ["t/a"]
+
+    await eventually(is_alone, tick)
+    assert await names(forgetful, "t", limit=1) == ["t/a"]
+
+
+async def test_what_was_told_again_is_listed_where_it_was(ledger: Ledger, tick: Tick) -> None:
+    await open_all(ledger, tick, "t/a", "t/b", "t/c")
+    told = await ledger.read("t/b")
+    await ledger.discard("t/b", "gateway")
+    await ledger.reassert(told)
+    assert await names(ledger) == await names(ledger, "t") == ["t/c", "t/b", "t/a"]
+
+
+async def test_what_was_told_to_be_older_is_listed_there(ledger: Ledger, tick: Tick) -> None:
+    """The id was used again while its gateway had it still."""
+    await open_all(ledger, tick, "t/a")
+    told = await ledger.read("t/a")
+    await ledger.discard("t/a", "gateway")
+    await open_all(ledger, tick, "t/b", "t/a")
+    told = replace(told, entry=replace(told.entry, moves=told.entry.moves + 1))
+    assert (await ledger.reassert(told))[0] is Reasserted.OK
+    assert await names(ledger) == await names(ledger, "t") == ["t/b", "t/a"]
+
+
+# what operators set
+
+
+async def test_a_policy_is_set_part_by_part_and_taken_back(ledger: Ledger) -> None:
+    assert await ledger.policy() == QueuePolicy()
+    first = await ledger.set_policy(order="deadline")
+    second = await ledger.set_policy(max_queued=500)
+    assert second == QueuePolicy("deadline", 500, second.version) == await ledger.policy()
+    third = await ledger.set_policy(order="", max_queued=0)
+    assert (third.order, third.max_queued) == ("", 0)
+    assert 0 < first.version < second.version < third.version
+
+
+async def test_each_beat_tells_whether_the_policy_was_changed(ledger: Ledger) -> None:
+    assert (await ledger.beat("gateway", "here:1", LEASE_S)).policy_version == 0
+    policy = await ledger.set_policy(max_queued=500)
+    assert (await ledger.beat("gateway", "here:1", LEASE_S)).policy_version == policy.version
+    assert await ledger.set_policy(max_queued=500) == await ledger.set_policy() == policy
+
+
+async def test_a_policy_that_was_lost_is_put_back_unless_another_was_set_since(
+    ledger: Ledger,
+) -> None:
+    lost = QueuePolicy("deadline", 500, version=2**40)
+    assert await ledger.restore_policy(lost) == await ledger.policy() == lost
+    newer = await ledger.set_policy(order="fifo")
+    assert newer == QueuePolicy("fifo", 500, newer.version)
+    assert await ledger.restore_policy(lost) == await ledger.policy() == newer
 
 
 async def test_a_ledger_has_one_cluster_id(ledger: Ledger) -> None:

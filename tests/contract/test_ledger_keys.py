@@ -28,6 +28,8 @@ WEEK_MS = 7 * 24 * 3600 * 1000
 OF_REQUEST = {"r:r", "e:r", "t:r:0", "t:r:1", "l:r:0", "l:r:1", "p:r"}
 #: Of who leads.
 ALWAYS = {"term", "leader"}
+#: The listings of a request.
+LISTED = {"arrivals"}
 
 
 class Keys:
@@ -65,6 +67,9 @@ class Keys:
         """Of a sorted set and of a hash."""
         scored = await self._client.zrange(self._root + slots, 0, -1)
         return {*scored, *await self._client.hkeys(self._root + charges)}
+
+    async def listed(self, name: str) -> list[str]:
+        return list(await self._client.zrange(self._root + name, 0, -1))
 
     async def members(self, name: str) -> set[str]:
         return set(await self._client.smembers(self._root + name))
@@ -116,7 +121,7 @@ async def test_a_request_has_these_keys_and_its_gateway_two(
     ledger: RedisLedger, keys: Keys
 ) -> None:
     await ledger.open(make_request(n=2, logprobs=0), "gateway")
-    assert await keys.names() == OF_REQUEST | {"owned:gateway", "owners"}
+    assert await keys.names() == OF_REQUEST | {"owned:gateway", "owners"} | LISTED
     assert min(await keys.left_ms_of_request()) > WEEK_MS
     assert await keys.members("owners") == {"gateway"}
     assert await keys.members("owned:gateway") == {"r"}
@@ -176,7 +181,7 @@ async def test_what_ended_is_kept_for_its_retention_and_is_nobodys(
 ) -> None:
     await run(ledger)
     await end(ledger)
-    assert await keys.names() == OF_REQUEST | ALWAYS
+    assert await keys.names() == OF_REQUEST | ALWAYS | LISTED
     left = await keys.left_ms_of_request()
     assert 0 < min(left) <= max(left) <= RETENTION_MS
 
@@ -224,6 +229,60 @@ async def test_whose_last_request_went_is_no_owner_any_more(
     assert await keys.members("owned:gateway") == {"other"}
 
 
+# listings
+
+
+async def test_a_request_of_a_tenant_is_listed_twice(ledger: RedisLedger, keys: Keys) -> None:
+    await ledger.open(make_request("r"), "gateway")
+    await ledger.open(make_request("acme/r"), "gateway")
+    assert await keys.listed("arrivals") == ["r", "acme/r"]
+    assert await keys.listed("arrivals:acme") == ["acme/r"]
+
+
+async def test_what_expired_leaves_the_listings_as_others_come(
+    ledger: RedisLedger, keys: Keys
+) -> None:
+    names = [f"t/r{number}" for number in range(12)]
+    for name in names:
+        await ledger.open(make_request(name), "gateway")
+    for name in names[2:9]:
+        await keys.drop(f"r:{name}")
+    for number in range(8):
+        await ledger.open(make_request(f"t/new{number}"), "gateway")
+    left = [*names[:2], *names[9:], *(f"t/new{number}" for number in range(8))]
+    assert await keys.listed("arrivals") == await keys.listed("arrivals:t") == left
+
+
+async def test_of_those_that_come_and_go_the_listings_name_few_that_are_gone(
+    ledger: RedisLedger, keys: Keys
+) -> None:
+    for number in range(400):
+        await ledger.open(make_request(f"r{number}"), "gateway")
+        if number >= 40:
+            await keys.drop(f"r:r{number - 40}")
+            assert len(await keys.listed("arrivals")) <= 2 * 40 + 2
+
+
+async def test_what_expired_leaves_the_listings_though_nobody_comes(
+    ledger: RedisLedger, keys: Keys
+) -> None:
+    names = [f"t/r{number}" for number in range(100)]
+    for name in names:
+        await ledger.open(make_request(name), "gateway")
+    await keys.drop(*(f"r:{name}" for name in names[1:]))
+    for _ in range(3):
+        await ledger.orphans(10)
+    assert await keys.listed("arrivals") == await keys.listed("arrivals:t") == names[:1]
+
+
+async def test_what_a_listing_meets_that_expired_leaves_it(ledger: RedisLedger, keys: Keys) -> None:
+    for name in ("t/a", "t/b"):
+        await ledger.open(make_request(name), "gateway")
+    await keys.drop("r:t/a")
+    assert len((await ledger.list_requests("t")).entries) == 1
+    assert await keys.listed("arrivals") == await keys.listed("arrivals:t") == ["t/b"]
+
+
 # leaders
 
 
@@ -264,6 +323,7 @@ async def test_what_expired_is_owned_until_somebody_looks(ledger: RedisLedger, k
     await run(ledger)
     await keys.drop(*OF_REQUEST)
     assert await keys.members("owned:gateway") == {"r"}
+    assert await keys.listed("arrivals") == ["r"]
     assert await ledger.orphans(10) == []
     assert await keys.names() == ALWAYS
 

@@ -130,6 +130,30 @@ async def test_a_forged_event_is_found(ledger: RedisLedger) -> None:
     }
 
 
+async def test_a_request_that_is_not_listed_is_found(ledger: RedisLedger) -> None:
+    await ledger.open(make_request("t/r"), "g")
+    await ledger.open(make_request("t/s"), "g")
+    await command(ledger, "c", "ZREM", "{}arrivals", "c")
+    await command(ledger, "t/r", "ZREM", "{}arrivals:t", "t/r")
+    await command(ledger, "t/s", "ZADD", "{}arrivals:t", "5", "t/s")
+    assert await findings(ledger) == {
+        Finding(Kind.MISLISTED, name, "not listed at its arrival") for name in ("c", "t/r", "t/s")
+    }
+
+
+async def test_a_listing_that_no_sweep_clears_is_found(ledger: RedisLedger) -> None:
+    await command(ledger, "t/gone", "ZADD", "{}arrivals:t", "5", "t/gone")
+    # The sweep would take this one out of both, and that one is no tenant's.
+    await command(ledger, "t/expired", "ZADD", "{}arrivals:t", "5", "t/expired")
+    await command(ledger, "t/expired", "ZADD", "{}arrivals", "5", "t/expired")
+    await command(ledger, "u/r", "ZADD", "{}arrivals:t", "5", "u/r")
+    await command(ledger, "u/r", "ZADD", "{}arrivals", "5", "u/r")
+    assert await findings(ledger) == {
+        Finding(Kind.MISLISTED, name, "tenant t's listing has it, and the listing of all has not")
+        for name in ("t/gone", "u/r")
+    }
+
+
 async def test_an_audit_changes_nothing(ledger: RedisLedger) -> None:
     before = [await ledger.read(name) for name in "abc"]
     await check(ledger)

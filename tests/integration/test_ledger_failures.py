@@ -256,6 +256,18 @@ def full(url: str) -> Iterator[None]:
             client.config_set("maxmemory", 0)
 
 
+async def test_a_full_server_takes_nothing_for_what_expired_either(redis_url: str) -> None:
+    async with connected(redis_url) as ledger:
+        await ledger.open(make_request("expired"), "gateway")
+        await ledger.open(make_request("kept"), "gateway")
+        with Redis.from_url(redis_url) as client:
+            client.delete(ledger._shards.key("r:expired"))
+        with full(redis_url), pytest.raises(LedgerFull):
+            await ledger.open(make_request("new"), "gateway")
+        page = await ledger.list_requests("")
+        assert [entry.request_id for entry in page.entries] == ["kept"]
+
+
 async def test_errors_hold_no_secret(redis_url: str) -> None:
     url = redis_url.replace("unix://", "unix://user:hunter2@")
     with pytest.raises(LedgerSetupError) as error:

@@ -27,6 +27,7 @@ import grpc
 
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2, session_pb2_grpc
+from router.admission.policy import Policy
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.internal_server import InternalServer
@@ -36,6 +37,7 @@ from router.ledger.embedded import EmbeddedLedger
 from router.ledger.entry import Entry, State
 from router.ledger.redis_ledger import RedisLedger, connect
 from router.line import AdmissionLine
+from router.rulebook import Rulebook
 from tests.perf import report
 
 GATEWAYS = 20
@@ -68,7 +70,7 @@ class Gateway:
         self.router_id = f"gateway-{number:02}"
         self._arrivals = range(number, total, GATEWAYS)
 
-    def waiting(self) -> Iterator[session_pb2.Waiting]:
+    def waiting(self, order: Policy) -> Iterator[session_pb2.Waiting]:
         for arrived in self._arrivals:
             yield session_pb2.Waiting(
                 request_id=f"{self.router_id}-{arrived:021}",
@@ -107,7 +109,17 @@ class Gateway:
     def join(self, leader: Leader, address: str, ledger: RedisLedger) -> Fleet:
         self.line = AdmissionLine(self.router_id, leader, GRPC)
         self.line.serve(self)
-        return Fleet(CONFIG, self.router_id, address, ledger, NoWorkers(), leader, self.line, self)  # type: ignore[arg-type]
+        return Fleet(
+            CONFIG,
+            self.router_id,
+            address,
+            ledger,
+            NoWorkers(),  # type: ignore[arg-type]
+            leader,
+            self.line,
+            self,
+            Rulebook(CONFIG, ledger, (leader,)),
+        )
 
 
 class NoWorkers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,19 +14,27 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli import app
 from cluster.operating import Operator, operating
-from everlift.errors import UnknownWorker, Unreachable
+from everlift.errors import InvalidRequest, UnknownWorker, Unreachable
 from everlift.v1 import inference_pb2, inference_pb2_grpc, session_pb2
+from router.config import RouterConfig
 from router.gateway.admin_server import AdminServer
 from router.gateway.door import OPEN
+from router.ledger.memory import MemoryLedger
+from router.rulebook import Rulebook
+from tests.ledgers import Clock
 from tests.restored_logging import restored_logging
 
 GONE = "127.0.0.1:1"
+CONFIG = RouterConfig(model="fake", max_queued=7)
 
 
 @dataclass
 class Link:
     info: session_pb2.WorkerInfo
     is_up: bool = True
+    state: session_pb2.WorkerState = field(
+        default_factory=lambda: session_pb2.WorkerState(num_running=3, blocks_used=10)
+    )
 
 
 @dataclass
@@ -58,19 +67,29 @@ class Router:
     address: str
     sessions: RecordedSessions
     status: Emptying
+    ledger: MemoryLedger
+    clock: Clock
 
 
 @pytest.fixture
 async def router() -> AsyncIterator[Router]:
     names = ["abc", "abd", "x"]
-    sessions = RecordedSessions([Link(session_pb2.WorkerInfo(worker_id=name)) for name in names])
+    sessions = RecordedSessions(
+        [
+            Link(session_pb2.WorkerInfo(worker_id=name, max_num_seqs=8, num_blocks=100))
+            for name in names
+        ]
+    )
     sessions.links[2].is_up = False
     server, status = grpc.aio.server(), Emptying(sessions)
-    server.add_generic_rpc_handlers((AdminServer(sessions).handlers(OPEN),))  # type: ignore[arg-type]
+    clock = Clock()
+    ledger = MemoryLedger(clock)
+    admin = AdminServer(sessions, Rulebook(CONFIG, ledger, ()), ledger)  # type: ignore[arg-type]
+    server.add_generic_rpc_handlers((admin.handlers(OPEN),))
     inference_pb2_grpc.add_InferenceServicer_to_server(status, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    yield Router(f"127.0.0.1:{port}", sessions, status)
+    yield Router(f"127.0.0.1:{port}", sessions, status, ledger, clock)
     await server.stop(None)
 
 
@@ -123,3 +142,68 @@ async def test_the_command_says_what_went_wrong(router: Router) -> None:
     result = await run("drain", "ab", "--address", router.address)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "may mean" in result.stderr
+
+
+# the queue's policy
+
+
+async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
+    async def policy(*options: str) -> str:
+        result = await run("policy", *options, "--address", router.address)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    assert await policy() == "order fifo\nmax queued 7\n"
+    assert await policy("--order", "deadline") == "order deadline\nmax queued 7\n"
+    assert await policy("--max-queued", "500") == "order deadline\nmax queued 500\n"
+    assert (await router.ledger.policy()).order == "deadline"
+    assert await policy() == "order deadline\nmax queued 500\n"
+    assert await policy("--order", "", "--max-queued", "0") == "order fifo\nmax queued 7\n"
+
+
+async def test_an_order_that_there_is_not_is_told(router: Router, operator: Operator) -> None:
+    with pytest.raises(InvalidRequest, match="fifo or deadline, not 'lifo'"):
+        await operator.set_policy("lifo")
+    assert (await router.ledger.policy()).order == ""
+
+
+# capacity
+
+
+async def lead(router: Router) -> None:
+    """Somebody says what work there is."""
+    await router.ledger.lead("leader", "here:1", 5, 60.0)
+    load = session_pb2.ClusterLoad(term=5, queued=2, queued_tokens=900, worker_rate=150.0)
+    await router.ledger.put_load(load)
+
+
+async def test_capacity_is_that_of_the_workers_and_of_the_leaders_queue(router: Router) -> None:
+    await lead(router)
+    result = await run("capacity", "--json", "--address", router.address)
+    assert json.loads(result.stdout) == {
+        "workers": 2,
+        "slots": 16,
+        "slots_used": 6,
+        "blocks": 200,
+        "blocks_used": 20,
+        "tokens_per_s": 300.0,
+        "queued": 2,
+        "queued_tokens": 900,
+        "wait_s": 3.0,
+    }
+    shown = await run("capacity", "--address", router.address)
+    assert shown.stdout.splitlines()[-2:] == [
+        "tokens/s when full 300",
+        "queue 2   tokens 900   wait 3.0 s",
+    ]
+
+
+async def test_what_a_leader_said_long_ago_says_nothing(router: Router) -> None:
+    await lead(router)
+    router.clock.now += 10
+    result = await run("capacity", "--json", "--address", router.address)
+    answer = json.loads(result.stdout)
+    assert (answer["slots"], answer["queued"]) == (16, 0)
+    assert "wait_s" not in answer
+    shown = await run("capacity", "--address", router.address)
+    assert "tokens/s when full not known" in shown.stdout and "wait not known" in shown.stdout

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from router.admission.policy import Fifo, Waiting
+from router.admission import queue as module
+from router.admission.policy import ORDERS, EarliestDeadline, Fifo, Waiting
 from router.admission.queue import AdmissionQueue
 
 
@@ -158,3 +159,75 @@ def _comparisons_of_push_and_pop(size: int) -> float:
     for _ in range(50):
         queue.push(queue.pop())
     return _CountingKey.count / 50
+
+
+def due(request_id: str, arrived: float, **fields: object) -> Waiting:
+    return replace(waiting(request_id, arrived), **fields)  # type: ignore[arg-type]
+
+
+def test_an_order_is_known_by_its_name() -> None:
+    assert {name: type(order) for name, order in ORDERS.items()} == {
+        "fifo": Fifo,
+        "deadline": EarliestDeadline,
+    }
+
+
+def test_what_is_due_first_leaves_first_within_its_class_and_the_others_by_arrival() -> None:
+    queue = AdmissionQueue(EarliestDeadline())
+    for each in (
+        due("second without", 2.0),
+        due("first without", 1.0),
+        due("late", 3.0, deadline=90.0),
+        due("first token soon", 4.0, deadline=95.0, ttft_deadline=20.0),
+        due("soon", 5.0, deadline=30.0),
+        due("as soon, and later", 6.0, deadline=30.0),
+        due("lower class", 0.0, deadline=1.0, priority=-1),
+        due("higher class", 7.0, priority=1),
+    ):
+        queue.push(each)
+    assert drain(queue) == [
+        *("higher class", "first token soon", "soon", "as soon, and later", "late"),
+        *("first without", "second without", "lower class"),
+    ]
+
+
+def three() -> AdmissionQueue:
+    """Whose deadlines are the other way round."""
+    queue = AdmissionQueue(Fifo())
+    for number, name in enumerate("abc"):
+        queue.push(due(name, float(number), deadline=100.0 - number))
+    return queue
+
+
+def test_another_order_holds_for_what_waits_already_and_for_what_comes_back() -> None:
+    queue = three()
+    taken = queue.pop()
+    assert taken.request_id == "a"
+    for _ in queue.reorder(EarliestDeadline()):
+        pass
+    queue.push(taken)
+    queue.push(due("z", 50.0, deadline=1.0))
+    assert drain(queue) == ["z", "c", "b", "a"]
+
+
+def test_while_another_order_is_made_the_old_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_AT_ONCE", 1)
+    queue = three()
+    parts = queue.reorder(EarliestDeadline())
+    next(parts)
+    assert queue.pop().request_id == "a"
+    queue.push(due("d", 3.0, deadline=1.0))
+    queue.push(due("e", 4.0, deadline=200.0))
+    queue.withdraw("e", "g")
+    queue.push(due("b", 1.0, deadline=300.0))
+    next(parts)
+    assert queue.peek() == due("b", 1.0, deadline=300.0)
+    for _ in parts:
+        pass
+    assert drain(queue) == ["d", "c", "b"]
+
+
+def test_an_order_that_is_not_gone_through_to_its_end_never_holds() -> None:
+    queue = three()
+    next(queue.reorder(EarliestDeadline()))
+    assert drain(queue) == ["a", "b", "c"]

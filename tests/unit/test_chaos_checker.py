@@ -10,7 +10,7 @@ from cluster.chaos.check import check
 from cluster.chaos.checker import Finding, Kind, Living, examine
 from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
-from router.ledger.audit import Audited, Claim, Item, Stray
+from router.ledger.audit import Audited, Claim, Item, Listed, Stray
 from router.ledger.entry import Append, Entry, Event, State
 from router.ledger.memory import MemoryLedger
 from tests.ledgers import Clock, make_request
@@ -71,6 +71,7 @@ def test_nothing_is_wrong_with_what_is_right() -> None:
     assert found(finished()) == []
     assert found(running()) == []
     assert found(Claim("r", "g", State.RUNNING, "g")) == []
+    assert found(Listed("t/r", "t", is_kept_up=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,12 @@ def test_nothing_is_wrong_with_what_is_right() -> None:
             "t:r:0 of a finished request is kept for ever",
         ),
         (Stray("r", "t:r:0"), Kind.ORPHANED, "t:r:0 has no request"),
+        (running(listed=False), Kind.MISLISTED, "not listed at its arrival"),
+        (
+            Listed("r", "t", is_kept_up=False),
+            Kind.MISLISTED,
+            "tenant t's listing has it, and the listing of all has not",
+        ),
         (
             Claim("r", "g", None, ""),
             Kind.LOST,

@@ -16,6 +16,7 @@ from router.fleet import Fleet
 from router.insistence import first_answer
 from router.ledger.base import Membership
 from router.ledger.memory import MemoryLedger
+from router.rulebook import Rulebook
 from tests.in_process import until
 
 CONFIG = RouterConfig(model="fake", beat=0.03, lease=1.0)
@@ -96,6 +97,7 @@ class Replica:
             self.leader,  # type: ignore[arg-type]
             self.line,  # type: ignore[arg-type]
             self.gateway,
+            Rulebook(CONFIG, self.ledger, ()),
         )
 
 

@@ -13,6 +13,7 @@ from everlift.errors import LedgerUnavailable
 from everlift.messages import OnDisconnect, Request
 from everlift.sampling import SamplingParams
 from everlift.v1 import inference_pb2, session_pb2
+from router.admission.policy import ORDERS, Rules
 from router.clock import now
 from router.config import RouterConfig
 from router.leader import Leader
@@ -520,3 +521,50 @@ async def test_a_frozen_gateway_inherits_nothing_and_has_no_place_in_the_queue(
     assert any(message.resigned for message in frozen.heard)
     assert not frozen.told("adopt")
     assert leader.queued == 0
+
+
+def rules(order: str, max_queued: int = CONFIG.max_queued) -> Rules:
+    return Rules(ORDERS[order], max_queued)
+
+
+async def test_a_leader_goes_by_what_is_set_while_it_leads(leader: Leader) -> None:
+    gateway = Gateway(leader, "g")
+    gateway.enqueue("a", arrived=1.0)
+    gateway.enqueue("b", arrived=2.0, deadline=9.0)
+    leader.obey(rules("deadline", 3))
+    tenure = leader._tenure
+    assert tenure is not None
+    await until(lambda: tenure._queue.peek().request_id == "b")
+    for request_id in ("c", "d"):
+        gateway.enqueue(request_id)
+    await until(lambda: gateway.told("refused") == ["d"])
+
+
+async def test_who_leads_next_goes_by_it_from_the_beginning(ledger: FlakyLedger) -> None:
+    leader = Leader(CONFIG, "next", "here:1", ledger)
+    leader.obey(rules("deadline"))
+    run = asyncio.create_task(leader.run())
+    await until(lambda: leader.is_leading)
+    assert leader._tenure is not None and leader._tenure._order is ORDERS["deadline"]
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+async def test_of_two_changes_in_a_row_the_last_one_holds(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.admission.queue._AT_ONCE", 1)
+    gateway = Gateway(leader, "g")
+    leader.obey(rules("deadline", 1000))
+    await until(lambda: leader._tenure and leader._tenure._max_queued == 1000)
+    leader.obey(rules("fifo", 1000))
+    for number in range(100):
+        gateway.enqueue(f"r{number}", arrived=float(number), deadline=1000.0 - number)
+    leader.obey(rules("deadline", 1000))
+    await asyncio.sleep(0)
+    leader.obey(rules("fifo", 999))
+    tenure = leader._tenure
+    assert tenure is not None
+    await until(lambda: tenure._max_queued == 999)
+    await until(lambda: tenure._order is ORDERS["fifo"])
+    assert tenure._queue.peek().request_id == "r0"

@@ -10,6 +10,7 @@ import pytest
 
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2 as pb
+from router.admission.policy import Policy
 from router.clock import now
 from router.config import RouterConfig
 from router.leader import Leader
@@ -40,7 +41,7 @@ class Gateway:
         self.line = AdmissionLine(name, leader, GRPC)
         self.line.serve(self)
 
-    def waiting(self) -> Iterator[pb.Waiting]:
+    def waiting(self, order: Policy) -> Iterator[pb.Waiting]:
         for number in range(self.total):
             self.made += 1
             yield pb.Waiting(

@@ -9,6 +9,7 @@ import pytest
 
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.admission.policy import Fifo
 from router.ledger.entry import State, Tally
 from tests.gateway_support import CONFIG, Gateway, started_gateway, texts, until
 
@@ -144,7 +145,7 @@ async def test_a_new_leader_is_told_what_runs_and_what_waits_in_the_queues_order
     for request_id, priority in (("a", 0), ("b", 1), ("c", 0), ("d", -1), ("e", 1)):
         await gateway.submit(request_id=request_id, priority=priority)
     await gateway.dispatch("c")
-    waiting = gateway.requests.waiting()
+    waiting = gateway.requests.waiting(Fifo())
     assert next(waiting).request_id == "b"
     # It is made as it is read: what has left meanwhile is left out.
     await gateway.dispatch("e")

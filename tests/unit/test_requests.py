@@ -30,6 +30,7 @@ from everlift.errors import (
 )
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.admission.policy import Fifo
 from router.gateway import recent
 from router.gateway.caller import ANYONE
 from router.gateway.custody import Elsewhere
@@ -799,7 +800,7 @@ async def test_a_client_that_another_gateway_speaks_for_has_the_grace(gateway: G
 async def test_a_request_that_was_accepted_is_not_refused_later(gateway: Gateway) -> None:
     await gateway.submit()
     assert [w.accepted for w in gateway.line.enqueued] == [False]
-    assert [w.accepted for w in gateway.requests.waiting()] == [True]
+    assert [w.accepted for w in gateway.requests.waiting(Fifo())] == [True]
 
 
 async def test_an_unforeseen_error_ends_its_request_and_no_other(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.policy import Fifo
+from router.admission.policy import ORDERS, Key, Rules, Waiting
 from router.admission.telling import Telling
 from router.admission.worker_view import Capacity, Load
-from tests.admission_support import Cluster
+from router.config import Order
+from tests.admission_support import CONFIG, Cluster
 
 HUGE = Capacity(max_num_seqs=100_000, num_blocks=10_000_000)
 
@@ -81,10 +83,16 @@ def test_nothing_leaves_before_its_turn_is_known() -> None:
     assert names(cluster) == ["c"]
 
 
+def key(order: Order, waiting: pb.Waiting) -> Key:
+    return ORDERS[order].key(Waiting.told("g", waiting))
+
+
 class Teller:
     """A gateway with requests of its own, some of which it gets while it tells of the others."""
 
-    def __init__(self, name: str, waiting: list[tuple[int, float]], late: int) -> None:
+    def __init__(
+        self, name: str, waiting: list[tuple[int, float]], late: int, order: Order
+    ) -> None:
         self.name = name
         self.waiting: dict[str, pb.Waiting] = {}
         for priority, arrived in waiting:
@@ -95,10 +103,12 @@ class Teller:
                 priority=priority,
                 accepted=True,
                 choices=1,
+                deadline=arrived * 7 % 11,
             )
         self.late = [self.waiting[name] for name in list(self.waiting)[:late]]
         early = [it for it in self.waiting.values() if it not in self.late]
-        self.telling = Telling(name, sorted(early, key=Fifo().key), (), "", Fifo())
+        early.sort(key=lambda it: key(order, it))
+        self.telling = Telling(name, early, (), "", ORDERS[order])
 
     def parts(self) -> Iterator[pb.GatewayMessage]:
         while self.telling:
@@ -115,19 +125,22 @@ class Teller:
     ),
     st.integers(0, 5),
     st.randoms(use_true_random=False),
+    st.sampled_from(["fifo", "deadline"]),
 )
 def test_however_gateways_take_turns_nothing_leaves_before_what_it_knew_to_be_older(
-    gateways: list[list[tuple[int, float]]], late: int, dice: random.Random
+    gateways: list[list[tuple[int, float]]], late: int, dice: random.Random, order: Order
 ) -> None:
     """What comes late may come too late; all else leaves in one order, from the first part on."""
     with patch.multiple("router.admission.telling", _FIRST=1, _MOST=3):
-        _call_the_roll(gateways, late, dice)
+        _call_the_roll(gateways, late, dice, order)
 
 
-def _call_the_roll(gateways: list[list[tuple[int, float]]], late: int, dice: random.Random) -> None:
-    cluster = Cluster()
+def _call_the_roll(
+    gateways: list[list[tuple[int, float]]], late: int, dice: random.Random, order: Order
+) -> None:
+    cluster = Cluster(replace(CONFIG, order=order))
     cluster.add_worker("w", Load(1), capacity=HUGE)
-    tellers = [Teller(f"g{n}-", waiting, late) for n, waiting in enumerate(gateways)]
+    tellers = [Teller(f"g{n}-", waiting, late, order) for n, waiting in enumerate(gateways)]
     cluster.tenure.roll_call.living([teller.name for teller in tellers])
     late_ones = {it.request_id for teller in tellers for it in teller.late}
     speaking = {teller.name: teller.parts() for teller in tellers}
@@ -147,4 +160,64 @@ def _call_the_roll(gateways: list[list[tuple[int, float]]], late: int, dice: ran
     everything = {k: v for teller in tellers for k, v in teller.waiting.items()}
     assert sorted(told) == sorted(left) == sorted(everything)
     in_time = [name for name in left if name not in late_ones]
-    assert in_time == sorted(in_time, key=lambda name: Fifo().key(everything[name]))
+    assert in_time == sorted(in_time, key=lambda name: key(order, everything[name]))
+
+
+def obey(cluster: Cluster, order: Order = "fifo", max_queued: int = 100) -> None:
+    for _ in cluster.tenure.obey(Rules(ORDERS[order], max_queued)):
+        pass
+
+
+def test_what_waits_already_leaves_in_the_order_that_was_set() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    for name, arrived, deadline in (("a", 1.0, 0.0), ("b", 2.0, 90.0), ("c", 3.0, 80.0)):
+        cluster.enqueue(name, arrived=arrived, deadline=deadline)
+    obey(cluster, "deadline")
+    cluster.enqueue("d", arrived=4.0, deadline=70.0)
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    assert names(cluster) == ["d", "c", "b", "a"]
+
+
+def test_as_many_may_wait_as_was_set() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    for name in "abc":
+        cluster.enqueue(name)
+    obey(cluster, max_queued=2)
+    entries = [pb.Waiting(request_id="d"), pb.Waiting(request_id="a", accepted=True)]
+    assert cluster.hear(pb.GatewayMessage(enqueue=entries)) == (["d"], [])
+    assert cluster.tenure.queued == 3
+
+
+def test_who_tells_in_another_order_is_not_waited_for() -> None:
+    """Its next word may go before its last one, whatever it has said."""
+    cluster = Cluster(replace(CONFIG, order="deadline"))
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    cluster.tenure.connect("g", 0.0)
+    cluster.enqueue("a", deadline=9.0, accepted=True)
+    cluster.enqueue("b", deadline=5.0, accepted=True)
+    told = pb.Waiting(request_id="c", deadline=7.0, choices=1, accepted=True)
+    cluster.tenure.connect("other", 0.0)
+    cluster.hear(pb.GatewayMessage(order="fifo", enqueue=[told]), "other")
+    assert names(cluster) == ["b", "c", "a"]
+
+
+def test_while_an_order_changes_nobody_who_still_tells_is_waited_for() -> None:
+    cluster = Cluster()
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    cluster.tenure.connect("g", 0.0)
+    cluster.hear(pb.GatewayMessage(order="fifo"))
+    for name, deadline in (("b", 9.0), ("a", 5.0)):
+        cluster.enqueue(name, deadline=deadline, accepted=True)
+    obey(cluster, "deadline")
+    assert names(cluster) == ["a", "b"]
+
+
+def test_what_is_due_moves_before_what_came_first() -> None:
+    cluster = Cluster(replace(CONFIG, order="deadline"))
+    cluster.connect()
+    cluster.runs("old", "home", preempted=True, arrived=1.0)
+    cluster.runs("due", "home", preempted=True, arrived=2.0, due=50.0)
+    moving = cluster.tenure._moving.candidates(cluster.tenure._running.preempted(), None)
+    assert [running.request_id for running, _ in moving] == ["due", "old"]

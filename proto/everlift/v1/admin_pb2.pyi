@@ -53,16 +53,18 @@ Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
 
 @typing.final
 class SetPolicyRequest(google.protobuf.message.Message):
-    """What is unset stays as it is."""
+    """What is unset stays as it is; where nothing is set, nothing changes, and the answer says what holds."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ORDER_FIELD_NUMBER: builtins.int
     MAX_QUEUED_FIELD_NUMBER: builtins.int
     order: builtins.str
-    """which request leaves first, within a priority class: fifo or deadline"""
+    """Which request leaves first, within a priority class: fifo, the one that came first, or deadline, the one
+    whose deadline or ttft_target_ms comes first. Empty: as the routers are configured.
+    """
     max_queued: builtins.int
-    """requests that may wait; one more is refused"""
+    """requests that may wait; one more is refused. 0: as configured"""
     def __init__(
         self,
         *,
@@ -132,11 +134,11 @@ class CapacityResponse(google.protobuf.message.Message):
     tokens_per_s: builtins.float
     """that a full fleet computes, as measured lately; 0: not known yet"""
     queued: builtins.int
-    """requests that wait"""
+    """requests that wait; 0 while nobody leads"""
     queued_tokens: builtins.int
     """to be computed for them, as predicted"""
     wait_s: builtins.float
-    """until what waits now is dispatched, as predicted; unset: not known"""
+    """until what waits now is dispatched, as predicted, at most; unset: not known"""
     def __init__(
         self,
         *,

@@ -793,15 +793,22 @@ Global___RequestEvent: typing_extensions.TypeAlias = RequestEvent
 
 @typing.final
 class ListRequestsRequest(google.protobuf.message.Message):
+    """Each call looks at 1000 requests at most: a page of some states may have few of them, or none, and
+    another one may come all the same. What arrives while one goes from page to page does not disturb it.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STATES_FIELD_NUMBER: builtins.int
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """up to 1000; 0: 100"""
     page_token: builtins.str
     """next_page_token of the page before; empty: from the newest on"""
+    tenant: builtins.str
+    """Whose requests, for who administers the cluster; empty: everybody's. Unset: the caller's own."""
     @property
     def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___RequestState.ValueType]:
         """only these; none: all"""
@@ -812,8 +819,11 @@ class ListRequestsRequest(google.protobuf.message.Message):
         states: collections.abc.Iterable[Global___RequestState.ValueType] | None = ...,
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
+        tenant: builtins.str | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "states", b"states"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "page_size", b"page_size", "page_token", b"page_token", "states", b"states", "tenant", b"tenant"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_tenant", b"_tenant"]) -> typing.Literal["tenant"] | None: ...
 
 Global___ListRequestsRequest: typing_extensions.TypeAlias = ListRequestsRequest
 

@@ -728,6 +728,7 @@ class Running(google.protobuf.message.Message):
     PREEMPTED_FIELD_NUMBER: builtins.int
     ARRIVED_FIELD_NUMBER: builtins.int
     CHOICES_FIELD_NUMBER: builtins.int
+    DUE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
@@ -740,6 +741,8 @@ class Running(google.protobuf.message.Message):
     arrived: builtins.float
     choices: builtins.int
     """unfinished ones"""
+    due: builtins.float
+    """ledger time by which its end or its first token is wanted; 0: none"""
     def __init__(
         self,
         *,
@@ -752,8 +755,9 @@ class Running(google.protobuf.message.Message):
         preempted: builtins.bool = ...,
         arrived: builtins.float = ...,
         choices: builtins.int = ...,
+        due: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "choices", b"choices", "epoch", b"epoch", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Running: typing_extensions.TypeAlias = Running
 
@@ -767,12 +771,15 @@ class GatewayMessage(google.protobuf.message.Message):
     RUNNING_FIELD_NUMBER: builtins.int
     IS_COMPLETE_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     """on the first message"""
     is_complete: builtins.bool
-    """On a new line what waits comes in the order of arrival, in parts; set with the last part."""
+    """On a new line what waits comes in the queue's order, in parts; set with the last part."""
     generation: builtins.str
     """of the ledger: it has been told again what it may have forgotten before it"""
+    order: builtins.str
+    """on the first message: in which what waits comes"""
     @property
     def enqueue(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Waiting]: ...
     @property
@@ -792,8 +799,9 @@ class GatewayMessage(google.protobuf.message.Message):
         running: collections.abc.Iterable[Global___Running] | None = ...,
         is_complete: builtins.bool = ...,
         generation: builtins.str = ...,
+        order: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "router_id", b"router_id", "running", b"running", "withdraw", b"withdraw"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "withdraw", b"withdraw"]) -> None: ...
 
 Global___GatewayMessage: typing_extensions.TypeAlias = GatewayMessage
 

@@ -1,0 +1,30 @@
+-- Requests by arrival, newest first, of one tenant or of all; what expired leaves the listings. Answers
+-- 1 if there are no older ones else 0, then for each request: id, arrival in µs, and its entry, or nothing
+-- if it is in another state or gone.
+-- ARGV: tenant or '', the arrival in µs from which to look back or '+inf', how many beside those that
+--       arrived at that very moment, and the states that are asked for; none: all
+
+local tenant, from, count = ARGV[1], ARGV[2], tonumber(ARGV[3])
+
+local wanted = {}
+for i = 4, #ARGV do wanted[ARGV[i]] = true end
+
+local key = ROOT .. 'arrivals' .. (tenant == '' and '' or ':' .. tenant)
+
+local function look(id)
+    local state = redis.call('HGET', request_key(id), 'state')
+    if not state then
+        unlist(id)
+    elseif #ARGV == 3 or wanted[state] then
+        return entry(id)
+    end
+    return {}
+end
+
+local most = count + #redis.call('ZRANGEBYSCORE', key, from, from)
+local found = redis.call('ZRANGE', key, from, '-inf', 'BYSCORE', 'REV', 'LIMIT', 0, most, 'WITHSCORES')
+local answer = {#found < 2 * most and 1 or 0}
+for i = 1, #found, 2 do
+    answer[#answer + 1] = {found[i], found[i + 1], look(found[i])}
+end
+return answer

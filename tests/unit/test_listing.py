@@ -1,0 +1,96 @@
+"""Parts of several shards become one listing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.ledger.base import MOST_LISTED, Page, Position
+from router.ledger.entry import Entry, State
+from router.ledger.listing import Listing, Part, Row
+
+
+def row(arrived: float, name: str = "r", *, is_wanted: bool = True) -> Row:
+    entry = Entry(name, State.QUEUED, "g", arrived)
+    return Row(Position(arrived, name), entry if is_wanted else None)
+
+
+def arrivals(page: Page) -> list[float]:
+    return [entry.arrived for entry in page.entries]
+
+
+def test_what_is_not_known_to_be_next_waits_for_the_next_part() -> None:
+    listing = Listing(10, None)
+    listing.add([Part([row(9), row(7), row(6)], False), Part([row(8), row(3)], True)])
+    assert arrivals(listing.page()) == [9, 8, 7, 6]
+    assert not listing.is_over
+    listing.add([Part([row(6), row(5)], True), Part([row(3)], True)])
+    assert listing.page() == Page(tuple(row(at).entry for at in (9, 8, 7, 6, 5, 3)), None)  # type: ignore[misc]
+    assert listing.is_over
+
+
+def test_a_page_that_is_full_says_where_the_next_one_begins() -> None:
+    listing = Listing(2, Position(9, "r"))
+    listing.add([Part([row(9), row(8), row(7), row(6)], True)])
+    assert (arrivals(listing.page()), listing.page().last) == ([8, 7], Position(7, "r"))
+
+
+def test_a_full_page_is_the_last_one_where_nothing_is_left() -> None:
+    listing = Listing(2, None)
+    listing.add([Part([row(8), row(7)], True)])
+    assert listing.page().last is None
+
+
+def test_no_more_than_so_many_are_looked_at() -> None:
+    listing = Listing(5, None)
+    rows = [row(-number, is_wanted=False) for number in range(MOST_LISTED + 1)]
+    listing.add([Part(rows, True)])
+    assert listing.page() == Page((), Position(1.0 - MOST_LISTED, "r"))
+
+
+def test_a_shard_that_has_more_and_says_nothing_is_not_asked_for_ever() -> None:
+    with pytest.raises(AssertionError, match="a shard that has more"):
+        Listing(5, Position(5, "r")).add([Part([row(5)], False)])
+
+
+def paged(shards: list[list[Row]], limit: int, at_once: int) -> Iterator[Page]:
+    """As a ledger does it."""
+    last: Position | None = None
+    while True:
+        listing = Listing(limit, last)
+        while not listing.is_over:
+            listing.add([_part(rows, listing.last, at_once) for rows in shards])
+        yield listing.page()
+        if (last := listing.page().last) is None:
+            return
+
+
+def _part(rows: list[Row], last: Position | None, at_once: int) -> Part:
+    left = [row for row in rows if last is None or row.position < last]
+    return Part(left[:at_once], len(left) <= at_once)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.booleans()), max_size=40),
+    st.integers(1, 8),
+    st.integers(1, 8),
+)
+def test_every_request_comes_once_in_its_turn(
+    requests: list[tuple[int, int, bool]], limit: int, at_once: int
+) -> None:
+    rows = [
+        (shard, row(at, f"r{number}", is_wanted=is_wanted))
+        for number, (at, shard, is_wanted) in enumerate(requests)
+    ]
+    shards = [
+        sorted((row for its, row in rows if its == shard), reverse=True, key=lambda it: it.position)
+        for shard in range(3)
+    ]
+    pages = list(paged(shards, limit, at_once))
+    found = [entry.request_id for page in pages for entry in page.entries]
+    wanted = sorted((row.position for _, row in rows if row.entry), reverse=True)
+    assert found == [position.request_id for position in wanted]
+    assert all(len(page.entries) == limit for page in pages[:-1])

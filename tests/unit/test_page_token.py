@@ -1,0 +1,47 @@
+"""Tokens of pages: they come back as they were written, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+from base64 import urlsafe_b64encode
+
+import pytest
+
+from everlift.errors import InvalidRequest
+from router.gateway import page_token
+from router.ledger.base import Position
+
+
+@pytest.mark.parametrize("request_id", ["r", "acme/r", "a" * 128])
+@pytest.mark.parametrize("arrived", [0.0, 1795356845.956299, 9e9])
+def test_a_position_comes_back(request_id: str, arrived: float) -> None:
+    position = Position(arrived, request_id)
+    assert page_token.read(page_token.write(position)) == position
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "5",
+        "r",
+        "5 ",
+        " r",
+        "x r",
+        "-1 r",
+        "1e9 r",
+        f"{2**53} r",
+        "5 a b",
+        "5 A/r",
+        "5 ä",
+        "5 a/b/c",
+    ],
+)
+def test_what_says_no_position_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="page_token"):
+        page_token.read(urlsafe_b64encode(text.encode()).decode())
+
+
+@pytest.mark.parametrize("token", ["!", "ä", "abcde", "\x00", "=" * 4])
+def test_what_is_no_token_is_refused(token: str) -> None:
+    with pytest.raises(InvalidRequest, match="page_token"):
+        page_token.read(token)
