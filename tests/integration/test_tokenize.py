@@ -94,10 +94,10 @@ class Patient(ByteTokenizer):
         self.may_read = threading.Event()
         self.reads = threading.Event()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.reads.set()
         assert self.may_read.wait(20)
-        return super().encode(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
 
 
 async def test_while_a_long_prompt_is_read_others_are_served() -> None:
