@@ -16,8 +16,13 @@ def threads_per_rank(config: Config, cores: int) -> int:
 
 
 def rank_environment(threads: int) -> dict[str, str]:
-    """A waiting OpenMP thread that spins would take the cores of everybody else there."""
-    return {_WAIT_POLICY: "PASSIVE", "OMP_NUM_THREADS": str(threads)}
+    """A waiting OpenMP thread that spins would take the cores of everybody else there. numpy's own
+    threads, which begin with its import, would do nothing but be in the way of a fork."""
+    return {
+        _WAIT_POLICY: "PASSIVE",
+        "OMP_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": "1",
+    }
 
 
 def wait_passively() -> None:
