@@ -10,15 +10,18 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster import nursery_process
 from cluster.child import Child
+from cluster.config import DEMO_MODEL
 from cluster.errors import ClusterFailed
 from cluster.launch import RankLaunch
 from cluster.nursery import Nursery
+from cluster.threads import rank_environment
 from worker.config import WorkerConfig
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
@@ -30,7 +33,7 @@ HALF = RankLaunch("worker-0", "info", WorkerConfig(model="fake", tensor_parallel
 
 @pytest.fixture
 async def nursery(tmp_path: Path) -> AsyncIterator[Nursery]:
-    nursery = Nursery(FAKE, {"OMP_NUM_THREADS": "1"}, tmp_path / "nursery.log")
+    nursery = Nursery(FAKE, rank_environment(2), tmp_path / "nursery.log")
     yield nursery
     nursery.close()
 
@@ -54,6 +57,22 @@ def open_files(pid: int) -> set[str]:
         with suppress(FileNotFoundError):
             files.add(os.readlink(descriptor))
     return files
+
+
+async def test_numpys_threads_keep_no_rank_from_its_start(tmp_path: Path) -> None:
+    """A single worker has all cores, and numpy comes with the model's runner."""
+    config = WorkerConfig(model=str(DEMO_MODEL))
+    nursery = Nursery(config, rank_environment(2), tmp_path / "nursery.log")
+    try:
+        child = Child(
+            replace(HALF, worker=replace(HALF.worker, model=config.model)),
+            nursery,
+            tmp_path / "rank.log",
+        )
+        await child.start()
+        assert "rendezvous" in await child.report()
+    finally:
+        nursery.close()
 
 
 async def test_ranks_are_told_apart_and_have_one_nursery(nursery: Nursery, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
 from router.ledger import codec
-from router.ledger.entry import Append, Entry, Event, State, Stored, StoredChoice, Tally
+from router.ledger.entry import Append, Appended, Entry, Event, State, Stored, StoredChoice, Tally
 from tests.ledgers import make_request, scored
 
 FLOATS = st.floats(max_value=0.0, width=32)
@@ -47,9 +49,21 @@ def test_records_of_several_sizes_cannot_be_packed() -> None:
         codec.pack_logprobs([*scored(-1.0, num_top=1), *scored(-1.0, num_top=2)])
 
 
+def fields_of(*items: Append) -> list[Any]:
+    return list(msgpack.unpackb(codec.appends(items), raw=True))
+
+
 def test_an_append_of_tokens_alone_is_five_fields() -> None:
-    fields = codec.append_fields(Append("r", 7, 3, (1, 2)))
-    assert fields == ["r", 7, 3, b"\x01\0\0\0\x02\0\0\0", ""]
+    """Epochs are text: Lua's numbers have not their digits."""
+    one = [b"r", b"18446744073709551615", 3, b"\x01\0\0\0\x02\0\0\0", b""]
+    append = Append("r", 2**64 - 1, 3, (1, 2))
+    assert fields_of(append) == one
+    assert fields_of(append, append) == [*one, *one]
+
+
+def test_what_is_not_simply_ok_is_answered_by_its_number() -> None:
+    answers = codec.appended([2, b"fenced", 3, b"finished"], 4)
+    assert answers == [Appended.OK, Appended.FENCED, Appended.FINISHED, Appended.OK]
 
 
 @pytest.mark.parametrize(
@@ -63,16 +77,16 @@ def test_an_append_of_tokens_alone_is_five_fields() -> None:
     ],
 )
 def test_whatever_else_an_append_has_makes_it_ten(more: dict[str, object]) -> None:
-    fields = codec.append_fields(Append("r", 7, 3, (1,), **more))  # type: ignore[arg-type]
-    assert (len(fields), fields[4]) == (10, "more")
+    fields = fields_of(Append("r", 7, 3, (1,), **more))  # type: ignore[arg-type]
+    assert (len(fields), fields[4]) == (10, b"more")
 
 
 @pytest.mark.parametrize(
-    ("reason", "expected"), [(None, 5), (FinishReason.STOP, "3 2 1099511627776")]
+    ("reason", "expected"), [(None, 5), (FinishReason.STOP, b"3 2 1099511627776")]
 )
-def test_a_tally_goes_with_an_end_alone(reason: FinishReason | None, expected: int | str) -> None:
+def test_a_tally_goes_with_an_end_alone(reason: FinishReason | None, expected: int | bytes) -> None:
     item = Append("r", 7, 3, (1,), finish_reason=reason, tally=Tally(3, 2, 2**40))
-    fields = codec.append_fields(item)
+    fields = fields_of(item)
     assert (fields[9] if reason else len(fields)) == expected
 
 
@@ -91,12 +105,9 @@ def test_why_something_happened_may_have_any_words() -> None:
 
 
 def test_every_way_to_finish_has_its_letter() -> None:
-    letters = {
-        codec.append_fields(Append("r", 7, 3, (), finish_reason=reason))[6]
-        for reason in FinishReason
-    }
+    letters = {fields_of(Append("r", 7, 3, (), finish_reason=reason))[6] for reason in FinishReason}
     assert len(letters) == len(FinishReason)
-    assert "-" not in letters
+    assert b"-" not in letters
 
 
 @pytest.mark.parametrize(
