@@ -61,16 +61,13 @@ def open_files(pid: int) -> set[str]:
 
 async def test_numpys_threads_keep_no_rank_from_its_start(tmp_path: Path) -> None:
     """A single worker has all cores, and numpy comes with the model's runner."""
-    config = WorkerConfig(model=str(DEMO_MODEL))
-    nursery = Nursery(config, rank_environment(2), tmp_path / "nursery.log")
+    launch = replace(HALF, worker=replace(HALF.worker, model=str(DEMO_MODEL)))
+    nursery = Nursery(launch.worker, rank_environment(2), tmp_path / "nursery.log")
+    child = Child(launch, nursery, tmp_path / "rank.log")
     try:
-        child = Child(
-            replace(HALF, worker=replace(HALF.worker, model=config.model)),
-            nursery,
-            tmp_path / "rank.log",
-        )
         await child.start()
         assert "rendezvous" in await child.report()
+        await child.kill()
     finally:
         nursery.close()
 
