@@ -20,11 +20,10 @@ from cluster.access import keys, tenants
 from cluster.batch import command as batching
 from cluster.build import serve_yaml
 from cluster.chaos import command as chaos
-from cluster.connection import Address, addresses, api_key, connected, tls
+from cluster.connection import Address, connected
 from cluster.demo import demonstrate
 from cluster.doctor import command as doctoring
 from cluster.errors import BatchFailed, ClusterFailed
-from cluster.operating import operating
 from cluster.status_view import Rates, show
 from everlift import AsyncClient, EverliftError, Stream
 from everlift.settings import SettingsError
@@ -213,7 +212,7 @@ def capacity(
     address: Address = None,
 ) -> None:
     """Show what the cluster can hold and do, and how long the queue will take."""
-    asyncio.run(_capacity(addresses(address), as_json))
+    asyncio.run(_capacity(address, as_json))
 
 
 @app.command(
@@ -235,7 +234,7 @@ def policy(
     address: Address = None,
 ) -> None:
     """Show or change how the admission queue works, in the whole cluster."""
-    asyncio.run(_policy(addresses(address), order, max_queued))
+    asyncio.run(_policy(address, order, max_queued))
 
 
 @app.command(epilog="**Example:** `everlift drain 3f2a --wait`")
@@ -245,7 +244,7 @@ def drain(
     address: Address = None,
 ) -> None:
     """Let a worker hand what it runs back to the queue, and take no more."""
-    asyncio.run(_drain(addresses(address), worker, wait))
+    asyncio.run(_drain(address, worker, wait))
 
 
 @app.command(
@@ -305,27 +304,26 @@ async def _forget(address: str | None, request_id: str) -> None:
     typer.echo("forgotten")
 
 
-async def _drain(routers: list[str], worker: str, wait: bool) -> None:
-    async with operating(routers, tls(), api_key()) as operator:
-        answer = await operator.drain(worker)
-    typer.echo(f"{answer.worker_id} hands back {answer.num_running} sequences")
-    if wait:
-        async with AsyncClient(routers, tls=tls(), api_key=api_key()) as client:
+async def _drain(address: str | None, worker: str, wait: bool) -> None:
+    async with connected(address) as client:
+        answer = await client.drain(worker)
+        typer.echo(f"{answer.worker_id} hands back {answer.num_running} sequences")
+        if wait:
             while await _has_work(client, answer.worker_id):
                 await asyncio.sleep(_LOOK_S)
-        typer.echo(f"{answer.worker_id} is empty")
+            typer.echo(f"{answer.worker_id} is empty")
 
 
-async def _capacity(routers: list[str], as_json: bool) -> None:
-    async with operating(routers, tls(), api_key()) as operator:
-        answer = await operator.capacity()
+async def _capacity(address: str | None, as_json: bool) -> None:
+    async with connected(address) as client:
+        answer = await client.capacity()
     text = json.dumps(capacity_view.as_json(answer)) if as_json else capacity_view.show(answer)
     typer.echo(text)
 
 
-async def _policy(routers: list[str], order: str | None, max_queued: int | None) -> None:
-    async with operating(routers, tls(), api_key()) as operator:
-        answer = await operator.set_policy(order, max_queued)
+async def _policy(address: str | None, order: str | None, max_queued: int | None) -> None:
+    async with connected(address) as client:
+        answer = await client.set_policy(order=order, max_queued=max_queued)
     typer.echo(f"order {answer.order}\nmax queued {answer.max_queued}")
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from everlift.errors import EverliftError
 from everlift.messages import FinishReason
+from everlift.reception import Chunk
 from everlift.sampling import TokenLogprobs
-from everlift.stream import Chunk, Stream
+from everlift.stream import Stream
 
 
 @dataclass(frozen=True, slots=True)

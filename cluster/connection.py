@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated
 
@@ -14,6 +14,7 @@ from cluster import endpoint
 from cluster.config import ADDRESS_VARIABLE, API_KEY_VARIABLE, TLS_VARIABLES
 from everlift import AsyncClient, Forbidden, Tls, Unauthenticated, Unreachable
 from everlift.handshake import refusal
+from everlift.retries import RETRY_S
 from everlift.settings import SettingsError
 from router.config import RouterConfig
 
@@ -28,10 +29,17 @@ Address = Annotated[
 
 
 @asynccontextmanager
-async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
+async def connected(address: str | None, retry_s: float = RETRY_S) -> AsyncIterator[AsyncClient]:
     """A client of a cluster that answers. Raises Unreachable and Unauthenticated with advice."""
     routers = addresses(address)
-    async with AsyncClient(routers, tls=tls(), api_key=api_key()) as client:
+    await _probe(routers)
+    async with AsyncClient(routers, tls=tls(), api_key=api_key(), retry_s=retry_s) as client:
+        yield client
+
+
+async def _probe(routers: Sequence[str]) -> None:
+    """Asks each router once. Raises as ``connected`` does."""
+    async with AsyncClient(routers, tls=tls(), api_key=api_key(), retry_s=0) as client:
         try:
             await client.status()
         except Unreachable as error:
@@ -43,7 +51,6 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
         except Forbidden:
             # It answers, and what this key is for is seen by what is asked next.
             pass
-        yield client
 
 
 def api_key() -> str | None:

@@ -18,9 +18,9 @@ from cluster.config import Config
 from cluster.connection import Address, connected
 from cluster.local import Assignments, Model, NoRay, local_config, opened
 from cluster.options import generate_options, takes_options
-from everlift.client import GenerateOptions
+from everlift.options import GenerateOptions
+from everlift.reception import Chunk
 from everlift.sampling import TokenLogprobs
-from everlift.stream import Chunk
 from everlift.trace_context import TraceContext
 
 EXAMPLES = """

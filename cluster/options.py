@@ -10,8 +10,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from everlift.client import GenerateOptions
 from everlift.errors import InvalidRequest
+from everlift.options import GenerateOptions
 
 _SAMPLING, _FORM, _REQUEST = "How tokens are drawn", "What the output looks like", "The request"
 _TEXT_OR_FILE = "TEXT|@FILE"

@@ -206,7 +206,9 @@ class ProcessCluster:
 
     async def _knows_all(self, router: RouterReplica) -> bool:
         # Inside, where nobody asks for a key or for a certificate of clients.
-        async with AsyncClient(router.internal_address, transport=self._transport) as client:
+        async with AsyncClient(
+            router.internal_address, retry_s=0, transport=self._transport
+        ) as client:
             try:
                 status = await client.status()
             except EverliftError:

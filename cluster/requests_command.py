@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 from google.protobuf.json_format import MessageToDict
@@ -14,10 +14,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cluster.connection import Address, addresses, api_key, tls
-from cluster.operating import Operator, operating
+from cluster.connection import Address, connected
+from everlift import AsyncClient
 from everlift.errors import InvalidRequest
 from everlift.v1 import inference_pb2 as pb
+
+_States: TypeAlias = Sequence[pb.RequestState.ValueType]
 
 _STATE = "REQUEST_STATE_"
 #: One page of the listing, at most.
@@ -45,8 +47,8 @@ def requests(
     address: Address = None,
 ) -> None:
     """List requests, newest first."""
-    asked = pb.ListRequestsRequest(states=map(_state, state or ()), tenant=tenant)
-    asyncio.run(_list(addresses(address), asked, limit, as_json))
+    states = [_state(name) for name in state or ()]
+    asyncio.run(_list(address, states, tenant, limit, as_json))
 
 
 def _state(name: str) -> pb.RequestState.ValueType:
@@ -58,11 +60,11 @@ def _state(name: str) -> pb.RequestState.ValueType:
 
 
 async def _list(
-    routers: list[str], asked: pb.ListRequestsRequest, limit: int, as_json: bool
+    address: str | None, states: _States, tenant: str | None, limit: int, as_json: bool
 ) -> None:
     table = Table("request", "state", "arrived", "attempts", "tokens", "error", box=SIMPLE_HEAD)
-    async with operating(routers, tls(), api_key()) as operator:
-        async for each in _listed(operator, asked, limit):
+    async with connected(address) as client:
+        async for each in _listed(client, states, tenant, limit):
             if as_json:
                 typer.echo(json.dumps(_as_json(each)))
             else:
@@ -72,17 +74,18 @@ async def _list(
 
 
 async def _listed(
-    operator: Operator, asked: pb.ListRequestsRequest, limit: int
+    client: AsyncClient, states: _States, tenant: str | None, limit: int
 ) -> AsyncIterator[pb.RequestSummary]:
     """Page by page."""
+    token = ""
     while limit:
-        asked.page_size = min(limit, _PAGE)
-        page = await operator.list_requests(asked)
+        page = await client.list_requests(
+            states=states, page_size=min(limit, _PAGE), page_token=token, tenant=tenant
+        )
         for each in page.requests:
             yield each
         limit -= len(page.requests)
-        asked.page_token = page.next_page_token
-        if not page.next_page_token:
+        if not (token := page.next_page_token):
             return
 
 

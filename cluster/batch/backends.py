@@ -7,11 +7,9 @@ import asyncio
 from cluster.batch.lines import Work
 from cluster.completion import Completion, gather
 from cluster.offline import LLM
-from everlift.client import AsyncClient, GenerateOptions
-from everlift.errors import QueueFull
+from everlift.client import AsyncClient
 from everlift.messages import OnDisconnect
-
-_RETRY_S = 1.0
+from everlift.options import GenerateOptions
 
 
 class ClusterBackend:
@@ -22,13 +20,8 @@ class ClusterBackend:
         self._client = client
 
     async def complete(self, work: Work) -> Completion:
-        """A full queue is waited for."""
         options: GenerateOptions = {**work.options, "on_disconnect": OnDisconnect.CONTINUE}
-        while True:
-            try:
-                return await gather(self._client.generate(work.prompt, **options))
-            except QueueFull as error:
-                await asyncio.sleep(error.retry_after_s or _RETRY_S)
+        return await gather(self._client.generate(work.prompt, **options))
 
 
 class LocalBackend:

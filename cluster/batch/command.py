@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ def batch(
 
 
 async def _through_cluster(job: _Job, address: str | None) -> None:
-    async with connected(address) as client:
+    # A full queue is waited for.
+    async with connected(address, retry_s=math.inf) as client:
         await job.run(ClusterBackend(client))
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from cluster.errors import BatchFailed
-from everlift.client import GenerateOptions, Prompt, submission_message
 from everlift.errors import EverliftError, InvalidRequest
+from everlift.options import GenerateOptions, Prompt, submission_message
 
 #: A batch's requests go on to their end, so that the same batch finds them when it comes again.
 _OPTIONS = GenerateOptions.__annotations__.keys() - {"on_disconnect"}

@@ -17,9 +17,8 @@ from cluster.chaos.check import PATIENCE_S, Result, check
 from cluster.chaos.run import run
 from cluster.chaos.view import as_json, happened, result_table
 from cluster.config import Config
-from cluster.connection import Address, addresses, api_key, tls
+from cluster.connection import Address, addresses, api_key, connected, tls
 from cluster.errors import ClusterFailed
-from cluster.operating import operating
 from everlift.v1 import chaos_pb2 as pb
 from router.ledger.config import EMBEDDED
 from router.ledger.embedded import running_url
@@ -147,9 +146,9 @@ async def _check(config: Config, url: str | None, patience_s: float) -> Result:
 
 
 def _inject(address: str | None, fault: pb.Fault) -> None:
-    typer.echo(asyncio.run(_injected(addresses(address), fault)))
+    typer.echo(asyncio.run(_injected(address, fault)))
 
 
-async def _injected(routers: list[str], fault: pb.Fault) -> str:
-    async with operating(routers, tls(), api_key()) as operator:
-        return await operator.inject(fault)
+async def _injected(address: str | None, fault: pb.Fault) -> str:
+    async with connected(address) as client:
+        return (await client.inject(fault)).target

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from cluster.chaos.dice import Dice, Happening
-from cluster.operating import Operator, operating
 from everlift import AsyncClient, Tls
 from everlift.errors import EverliftError
 from everlift.v1 import chaos_pb2, inference_pb2
@@ -43,15 +42,14 @@ async def run(
     """What has happened. A fault that the cluster does not take, since it has not got over the last
     one yet, is no reason to end."""
     dice, log, end = Dice(seed), list[Happened](), time.monotonic() + seconds
-    client = AsyncClient(routers, tls=tls, api_key=api_key)
-    async with client, operating(routers, tls, api_key) as operator:
+    async with AsyncClient(routers, tls=tls, api_key=api_key, retry_s=0) as client:
         while time.monotonic() < end:
-            happening = await _thrown(dice, client, operator)
+            happening = await _thrown(dice, client)
             if happening is not None:
-                log.append(await make(operator, happening))
+                log.append(await make(client, happening))
                 console.print(described(log[-1]))
             await asyncio.sleep(every_s)
-        await leave_none_drained(client, operator)
+        await leave_none_drained(client)
     return log
 
 
@@ -61,30 +59,30 @@ def described(happened: Happened) -> str:
     return f"{moment}  {happened.name}  [dim]{whom}[/]"
 
 
-async def _thrown(dice: Dice, client: AsyncClient, operator: Operator) -> Happening | None:
+async def _thrown(dice: Dice, client: AsyncClient) -> Happening | None:
     try:
-        workers = await look(client, operator)
+        workers = await look(client)
     except EverliftError:
         return None
     return dice.throw(time.monotonic(), willing(workers))
 
 
-async def look(client: AsyncClient, operator: Operator) -> list[inference_pb2.WorkerStatus]:
+async def look(client: AsyncClient) -> list[inference_pb2.WorkerStatus]:
     """Workers that are alive. Those that were drained, by us or by somebody else, and are empty by
     now are killed: they are there for nothing, and what starts killed workers anew starts others in
     their place. Raises EverliftError."""
     workers = [worker for worker in (await client.status()).workers if worker.alive]
     for worker in workers:
         if worker.draining and not worker.num_running + worker.num_waiting:
-            await _replace(operator, worker.worker_id)
+            await _replace(client, worker.worker_id)
     return workers
 
 
-async def _replace(operator: Operator, worker_id: str) -> None:
+async def _replace(client: AsyncClient, worker_id: str) -> None:
     """What fails is done at the next look."""
     with suppress(EverliftError):
         fault = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, target=worker_id)
-        await operator.inject(fault)
+        await client.inject(fault)
 
 
 def willing(workers: Sequence[inference_pb2.WorkerStatus]) -> list[str]:
@@ -92,30 +90,30 @@ def willing(workers: Sequence[inference_pb2.WorkerStatus]) -> list[str]:
     return [worker.worker_id for worker in workers if not worker.draining]
 
 
-async def leave_none_drained(client: AsyncClient, operator: Operator) -> None:
+async def leave_none_drained(client: AsyncClient) -> None:
     """After the last fault: waits until the drained workers are empty, and gone."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_LAST_S):
-            while await _is_any_drained(client, operator):
+            while await _is_any_drained(client):
                 pass
 
 
-async def _is_any_drained(client: AsyncClient, operator: Operator) -> bool:
+async def _is_any_drained(client: AsyncClient) -> bool:
     # A worker's word that it drains may be under way.
     await asyncio.sleep(_LOOK_S)
     try:
-        return any(worker.draining for worker in await look(client, operator))
+        return any(worker.draining for worker in await look(client))
     except EverliftError:
         return True
 
 
-async def make(operator: Operator, happening: Happening) -> Happened:
+async def make(client: AsyncClient, happening: Happening) -> Happened:
     at = time.time()
     try:
         if happening.fault is None:
-            struck = (await operator.drain(happening.target)).worker_id
+            struck = (await client.drain(happening.target)).worker_id
         else:
-            struck = await operator.inject(happening.fault)
+            struck = (await client.inject(happening.fault)).target
     except EverliftError as error:
         return Happened(happening.name, at, "", str(error))
     return Happened(happening.name, at, struck)

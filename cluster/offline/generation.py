@@ -11,8 +11,8 @@ from dataclasses import replace
 from cluster.completion import Choice, Completion
 from everlift.errors import EngineFailed, EverliftError, from_slug
 from everlift.messages import FinishReason, Request
+from everlift.reception import Chunk
 from everlift.sampling import SamplingParams, TokenLogprobs
-from everlift.stream import Chunk
 from everlift.text import Tokenizer
 from everlift.v1 import session_pb2
 from router.gateway.output import Output

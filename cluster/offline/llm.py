@@ -27,8 +27,8 @@ from cluster.offline.window import in_window
 from cluster.offline.worker import Task
 from cluster.threads import wait_passively
 from everlift import settings
-from everlift.client import GenerateOptions, Prompt, submission_message
 from everlift.messages import Submission
+from everlift.options import GenerateOptions, Prompt, submission_message
 from worker.config import WorkerConfig
 
 #: So many times the engine's batch are with the engine at once: it never lacks any, and what waits

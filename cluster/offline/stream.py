@@ -11,7 +11,7 @@ from typing import Self
 from cluster.completion import Completion
 from cluster.offline.background import Background
 from cluster.offline.worker import Task
-from everlift.stream import Chunk
+from everlift.reception import Chunk
 
 
 class CompletionStream(Iterator[Chunk]):

@@ -27,7 +27,7 @@ from cluster.starter import PlainStarter
 from cluster.threads import rank_environment
 from everlift.errors import Cancelled, DeadlineExceeded, EverliftError
 from everlift.messages import Request
-from everlift.stream import Chunk
+from everlift.reception import Chunk
 from everlift.text import Tokenizer
 from everlift.v1 import session_pb2
 from worker.config import WorkerConfig

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from cluster.sim.client import Transcript
 from cluster.sim.cluster import ROUTER, SimCluster
-from everlift.client import GenerateOptions
 from everlift.messages import OnDisconnect
+from everlift.options import GenerateOptions
 from worker.config import FakeModel, WorkerConfig
 
 MODEL = FakeModel(vocab_size=256, eos_token_id=0, eos_one_in=40, step_time=0.02, token_time=1e-4)

@@ -19,8 +19,9 @@ from cluster.sim.ledger import LedgerServer
 from cluster.sim.network import Network
 from cluster.sim.transport import SimTransport
 from cluster.sim.worker import Build, SimWorker, build_fake
-from everlift.client import AsyncClient, GenerateOptions, Prompt
+from everlift.client import AsyncClient
 from everlift.errors import LedgerUnavailable
+from everlift.options import GenerateOptions, Prompt
 from router.config import RouterConfig
 from router.ledger.audit import Item
 from router.router import Router

@@ -1,7 +1,7 @@
 """Everlift's client library and wire contract: all that a customer imports."""
 
-from everlift.blocking import BlockingStream, Client
-from everlift.client import AsyncClient, GenerateOptions
+from everlift.blocking import BlockingManyStream, BlockingStream, Client
+from everlift.client import AsyncClient
 from everlift.errors import (
     AttemptsExhausted,
     BodyTooSlow,
@@ -47,14 +47,18 @@ from everlift.errors import (
     UnsupportedContent,
     UnsupportedMediaType,
 )
+from everlift.many import ManyStream, Outcome
 from everlift.messages import FinishReason, OnDisconnect
+from everlift.options import GenerateOptions
+from everlift.reception import Chunk
 from everlift.sampling import TokenLogprobs
-from everlift.stream import Chunk, Stream
+from everlift.stream import Stream
 from everlift.tls import Tls
 
 __all__ = [
     "AsyncClient",
     "AttemptsExhausted",
+    "BlockingManyStream",
     "BlockingStream",
     "BodyTooSlow",
     "Cancelled",
@@ -74,6 +78,7 @@ __all__ = [
     "LedgerFull",
     "LedgerUnavailable",
     "MalformedBody",
+    "ManyStream",
     "MessageTooLarge",
     "MetadataTooLarge",
     "MethodNotAllowed",
@@ -84,6 +89,7 @@ __all__ = [
     "OffsetOutOfRange",
     "OnDisconnect",
     "OutOfRange",
+    "Outcome",
     "PromptTooLong",
     "QueueFull",
     "RateLimited",

@@ -32,11 +32,13 @@ class Backoff:
         self._failures = 0
 
     def delay(self, now: float, at_least: float = 0.0) -> float | None:
-        """Seconds to wait after a failure at ``now``; None when it was the last that counts."""
+        """Seconds to wait after a failure at ``now``; None when it was the last that counts. Where
+        many are told to wait ``at_least`` so long, jitter keeps them from coming back at once."""
         if not self._failures:
             self._since = now
         most = _EAGER_S if now - self._since < _EAGER_FOR_S else _LONGEST_S
         longest = min(most, _FIRST_S * 2 ** min(self._failures, _MANY))
-        delay = max(at_least, longest * (0.5 + self.random() / 2))
+        jitter = self.random()
+        delay = max(longest * (0.5 + jitter / 2), at_least * (1 + jitter / 4))
         self._failures += 1
         return delay if now + delay <= self._since + self.limit_s else None

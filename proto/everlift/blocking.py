@@ -1,4 +1,10 @@
-"""The client for programs without an event loop: the same calls, each waiting for its answer."""
+"""The client for programs without an event loop: the same calls, each waiting for its answer.
+
+>>> with Client("127.0.0.1:50051") as client, client.generate("one two three") as stream:
+...     for chunk in stream:
+...         print(chunk.text, end="")
+one two three
+"""
 
 from __future__ import annotations
 
@@ -8,69 +14,36 @@ from collections.abc import Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from everlift.client import AsyncClient, GenerateOptions, Prompt
+from everlift.client import AsyncClient
+from everlift.errors import EverliftError
+from everlift.many import MAX_REQUESTS, ManyStream, Outcome
 from everlift.messages import FinishReason
+from everlift.options import GenerateOptions, Prompt
+from everlift.reception import Chunk
+from everlift.retries import RECONNECT_S, RETRY_S
 from everlift.sampling import TokenLogprobs
-from everlift.stream import Chunk, Stream
+from everlift.stream import Stream
 from everlift.tls import Tls
+from everlift.transport import Transport
+from everlift.v1 import admin_pb2, chaos_pb2
 from everlift.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
 
 
-class Client:
-    """An AsyncClient on an event loop of its own, in a thread. May be used from several threads."""
+class _LoopThread:
+    """An event loop in a thread of its own."""
 
-    def __init__(
-        self, targets: str | Sequence[str], *, tls: Tls | None = None, reconnect_s: float = 30.0
-    ) -> None:
-        self._client = AsyncClient(targets, tls=tls, reconnect_s=reconnect_s)
+    def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="everlift-client", daemon=True
         )
         self._thread.start()
 
-    def generate(
-        self, prompt: Prompt, *, traceparent: str = "", **options: Unpack[GenerateOptions]
-    ) -> BlockingStream:
-        """As AsyncClient.generate."""
-        stream = self._client.generate(prompt, traceparent=traceparent, **options)
-        return BlockingStream(self, stream)
-
-    def attach(
-        self,
-        request_id: str,
-        from_offset: int | Sequence[int] = 0,
-        *,
-        received: Sequence[Sequence[int]] = (),
-    ) -> BlockingStream:
-        """As AsyncClient.attach."""
-        return BlockingStream(self, self._client.attach(request_id, from_offset, received=received))
-
-    def cancel(self, request_id: str) -> pb.CancelResponse:
-        """As AsyncClient.cancel."""
-        return self.run(self._client.cancel(request_id))
-
-    def forget(self, request_id: str) -> None:
-        """As AsyncClient.forget."""
-        self.run(self._client.forget(request_id))
-
-    def get_request(self, request_id: str) -> pb.GetRequestResponse:
-        """As AsyncClient.get_request."""
-        return self.run(self._client.get_request(request_id))
-
-    def status(self) -> pb.GetStatusResponse:
-        """As AsyncClient.status."""
-        return self.run(self._client.status())
-
-    def close(self) -> None:
-        """As AsyncClient.close. Closing twice is closing once."""
-        if not self._loop.is_closed():
-            self.run(self._client.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+    @property
+    def is_closed(self) -> bool:
+        return self._loop.is_closed()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``, which is cancelled if waiting for it is interrupted."""
@@ -80,6 +53,154 @@ class Client:
         except BaseException:
             future.cancel()
             raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Client:
+    """An AsyncClient on an event loop of its own, in a thread. May be used from several threads."""
+
+    def __init__(
+        self,
+        targets: str | Sequence[str],
+        *,
+        tls: Tls | None = None,
+        api_key: str | None = None,
+        reconnect_s: float = RECONNECT_S,
+        retry_s: float = RETRY_S,
+        transport: Transport | None = None,
+    ) -> None:
+        """As AsyncClient."""
+        self._client = AsyncClient(
+            targets,
+            api_key=api_key,
+            tls=tls,
+            reconnect_s=reconnect_s,
+            retry_s=retry_s,
+            transport=transport,
+        )
+        self._thread = _LoopThread()
+
+    def generate(
+        self, prompt: Prompt, *, traceparent: str = "", **options: Unpack[GenerateOptions]
+    ) -> BlockingStream:
+        """As AsyncClient.generate."""
+        stream = self._client.generate(prompt, traceparent=traceparent, **options)
+        return BlockingStream(self._thread, stream)
+
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        concurrency: int = MAX_REQUESTS,
+        traceparent: str = "",
+        **options: Unpack[GenerateOptions],
+    ) -> BlockingManyStream:
+        """As AsyncClient.generate_many."""
+        stream = self._client.generate_many(
+            prompts, concurrency=concurrency, traceparent=traceparent, **options
+        )
+        return BlockingManyStream(self._thread, stream)
+
+    def attach(
+        self,
+        request_id: str,
+        from_offset: int | Sequence[int] = 0,
+        *,
+        received: Sequence[Sequence[int]] = (),
+    ) -> BlockingStream:
+        """As AsyncClient.attach."""
+        stream = self._client.attach(request_id, from_offset, received=received)
+        return BlockingStream(self._thread, stream)
+
+    def cancel(self, request_id: str, *, timeout_s: float | None = None) -> pb.CancelResponse:
+        """As AsyncClient.cancel."""
+        return self._run(self._client.cancel(request_id, timeout_s=timeout_s))
+
+    def forget(self, request_id: str, *, timeout_s: float | None = None) -> None:
+        """As AsyncClient.forget."""
+        self._run(self._client.forget(request_id, timeout_s=timeout_s))
+
+    def get_request(
+        self, request_id: str, *, timeout_s: float | None = None
+    ) -> pb.GetRequestResponse:
+        """As AsyncClient.get_request."""
+        return self._run(self._client.get_request(request_id, timeout_s=timeout_s))
+
+    def list_requests(
+        self,
+        *,
+        states: Sequence[pb.RequestState.ValueType] = (),
+        page_size: int = 0,
+        page_token: str = "",
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> pb.ListRequestsResponse:
+        """As AsyncClient.list_requests."""
+        return self._run(
+            self._client.list_requests(
+                states=states,
+                page_size=page_size,
+                page_token=page_token,
+                tenant=tenant,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def tokenize(
+        self, text: str, *, model: str = "", timeout_s: float | None = None
+    ) -> pb.TokenizeResponse:
+        """As AsyncClient.tokenize."""
+        return self._run(self._client.tokenize(text, model=model, timeout_s=timeout_s))
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
+    ) -> pb.DetokenizeResponse:
+        """As AsyncClient.detokenize."""
+        return self._run(self._client.detokenize(token_ids, model=model, timeout_s=timeout_s))
+
+    def models(self, *, timeout_s: float | None = None) -> pb.ListModelsResponse:
+        """As AsyncClient.models."""
+        return self._run(self._client.models(timeout_s=timeout_s))
+
+    def status(self, *, timeout_s: float | None = None) -> pb.GetStatusResponse:
+        """As AsyncClient.status."""
+        return self._run(self._client.status(timeout_s=timeout_s))
+
+    def drain(self, worker_id: str, *, timeout_s: float | None = None) -> admin_pb2.DrainResponse:
+        """As AsyncClient.drain."""
+        return self._run(self._client.drain(worker_id, timeout_s=timeout_s))
+
+    def set_policy(
+        self,
+        *,
+        order: str | None = None,
+        max_queued: int | None = None,
+        timeout_s: float | None = None,
+    ) -> admin_pb2.SetPolicyResponse:
+        """As AsyncClient.set_policy."""
+        return self._run(
+            self._client.set_policy(order=order, max_queued=max_queued, timeout_s=timeout_s)
+        )
+
+    def capacity(self, *, timeout_s: float | None = None) -> admin_pb2.CapacityResponse:
+        """As AsyncClient.capacity."""
+        return self._run(self._client.capacity(timeout_s=timeout_s))
+
+    def inject(
+        self, fault: chaos_pb2.Fault, *, timeout_s: float | None = None
+    ) -> chaos_pb2.InjectResponse:
+        """As AsyncClient.inject."""
+        return self._run(self._client.inject(fault, timeout_s=timeout_s))
+
+    def close(self) -> None:
+        """As AsyncClient.close. Closing twice is closing once."""
+        if not self._thread.is_closed:
+            self._run(self._client.close())
+            self._thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -92,12 +213,15 @@ class Client:
     ) -> None:
         self.close()
 
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._thread.run(work)
+
 
 class BlockingStream(Iterator[Chunk]):
     """As Stream: iterate it, or call ``text()``; best inside ``with``, whose end closes it."""
 
-    def __init__(self, client: Client, stream: Stream) -> None:
-        self._client = client
+    def __init__(self, thread: _LoopThread, stream: Stream) -> None:
+        self._thread = thread
         self._stream = stream
 
     @property
@@ -128,22 +252,22 @@ class BlockingStream(Iterator[Chunk]):
         return self
 
     def __next__(self) -> Chunk:
-        chunk = self._client.run(self._next())
+        chunk = self._thread.run(self._next())
         if chunk is None:
             raise StopIteration
         return chunk
 
     def text(self) -> str:
-        """The whole rest of the text: of the first choice, if there are several."""
-        return self._client.run(self._stream.text())
+        """As Stream.text."""
+        return self._thread.run(self._stream.text())
 
     def texts(self) -> list[str]:
-        """The whole rest of each choice's text."""
-        return self._client.run(self._stream.texts())
+        """As Stream.texts."""
+        return self._thread.run(self._stream.texts())
 
     def close(self) -> None:
-        """Ends the request if it is this stream's own and unfinished. Never fails."""
-        self._client.run(self._stream.aclose())
+        """As Stream.aclose."""
+        self._thread.run(self._stream.aclose())
 
     def __enter__(self) -> Self:
         return self
@@ -158,4 +282,51 @@ class BlockingStream(Iterator[Chunk]):
 
     async def _next(self) -> Chunk | None:
         # StopAsyncIteration cannot leave a task.
+        return await anext(self._stream, None)
+
+
+class BlockingManyStream(Iterator[tuple[int, Chunk]]):
+    """As ManyStream: iterate it, or call ``texts()``; best inside ``with``, whose end closes it."""
+
+    def __init__(self, thread: _LoopThread, stream: ManyStream) -> None:
+        self._thread = thread
+        self._stream = stream
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return self._stream.request_ids
+
+    @property
+    def outcomes(self) -> dict[int, Outcome]:
+        return self._stream.outcomes
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[int, Chunk]:
+        came = self._thread.run(self._next())
+        if came is None:
+            raise StopIteration
+        return came
+
+    def texts(self) -> list[str | EverliftError]:
+        """As ManyStream.texts."""
+        return self._thread.run(self._stream.texts())
+
+    def close(self) -> None:
+        """As ManyStream.aclose."""
+        self._thread.run(self._stream.aclose())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def _next(self) -> tuple[int, Chunk] | None:
         return await anext(self._stream, None)

@@ -1,112 +1,62 @@
 """The client: text generation that goes on when connections, routers and workers do not.
 
-async with AsyncClient("127.0.0.1:50051") as client:
-    async with client.generate("count from 17 to 30:") as stream:
-        async for chunk in stream:
-            print(chunk.text, end="")
+>>> async with AsyncClient("127.0.0.1:50051") as client:
+...     async with client.generate("one two three") as stream:
+...         async for chunk in stream:
+...             print(chunk.text, end="")
+one two three
 """
 
 from __future__ import annotations
 
-import json
+import random
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
+from typing import Self, TypeAlias, TypeVar, Unpack
 
 import grpc
 
 from everlift import wire
-from everlift.errors import EverliftError, InvalidRequest, NotUtf8, OutOfRange
-from everlift.messages import OnDisconnect
+from everlift.deadline import Deadline
+from everlift.errors import DeadlineExceeded, EverliftError, InvalidRequest, Unreachable
+from everlift.many import MAX_REQUESTS, ManyStream
+from everlift.options import GenerateOptions, Prompt, submission_message
+from everlift.patience import Patience
+from everlift.reception import Reception
 from everlift.request_id import check_request_id
-from everlift.routers import Routers
+from everlift.retries import RECONNECT_S, RETRY_S, Retries, is_unavailable
+from everlift.routers import Metadata, Routers
 from everlift.stream import Stream
 from everlift.tls import Tls
-from everlift.trace_context import TraceContext
+from everlift.trace_context import TRACEPARENT, TraceContext
 from everlift.transport import Transport, secured
+from everlift.v1 import admin_pb2, chaos_pb2
 from everlift.v1 import inference_pb2 as pb
-
-if TYPE_CHECKING:
-    from everlift.v1.inference_pb2_grpc import InferenceAsyncStub
 
 Q = TypeVar("Q")
 A = TypeVar("A")
-Prompt = str | Sequence[int]
-_Method = Callable[["InferenceAsyncStub"], grpc.aio.UnaryUnaryMultiCallable[Q, A]]
+#: Of the router that is current when it is called.
+_Method: TypeAlias = Callable[[], grpc.aio.UnaryUnaryMultiCallable[Q, A]]
 
-_ASK_TIMEOUT_S = 10.0
-#: The router is gone, or frozen.
-_NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
-
-
-class GenerateOptions(TypedDict, total=False):
-    """What may be said about a request. What is not said, or None, takes its default."""
-
-    #: most tokens to generate; default: what the context leaves
-    max_tokens: int | None
-    #: 0 is greedy; default 1
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    #: same seed, same random numbers
-    seed: int | None
-    #: outputs of the same prompt, each a choice of its own; default 1
-    n: int | None
-    #: logits of tokens that occurred in prompt or output are divided by it; default 1
-    repetition_penalty: float | None
-    #: taken from the logits of tokens that occurred in the output; default 0
-    presence_penalty: float | None
-    #: the same, for each time that they occurred
-    frequency_penalty: float | None
-    #: added to the logits of these tokens
-    logit_bias: Mapping[int, float] | None
-    #: so many tokens come before a stop token or stop string counts
-    min_tokens: int | None
-    #: each token's log probability, and so many of the likeliest tokens at its place
-    logprobs: int | None
-    #: the same for the tokens of the prompt
-    prompt_logprobs: int | None
-    #: the output is JSON of this schema. Of this one and the next three only one may be given
-    json_schema: str | Mapping[str, Any] | None
-    #: the output matches this regular expression
-    regex: str | None
-    #: the output follows this grammar in GBNF, its rule "root" first
-    ebnf: str | None
-    #: the output is one of these texts
-    choice: str | Sequence[str] | None
-    #: the text ends before the first of these strings
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    #: the text ends after the stop string or stop token, not before it
-    include_stop: bool
-    #: from -10 to 10: a larger one goes first
-    priority: int
-    #: the first token is wanted so soon
-    ttft_target_s: float
-    #: go on after an end-of-sequence token
-    ignore_eos: bool
-    #: what is computed is shared with requests of the same salt alone
-    cache_salt: str
-    #: default: the one model that the cluster serves
-    model: str
-    #: idempotency key: the same request submitted again under its id is the same request
-    request_id: str | None
-    #: default GRACE: the router keeps the request for a while for its client to come back
-    on_disconnect: OnDisconnect
-    #: seconds from its first call on, after which it fails with DeadlineExceeded
-    timeout_s: float | None
+#: A router that does not answer a single call in time may be frozen: the next one is asked.
+_TRY_TIMEOUT_S = 10.0
 
 
 class AsyncClient:
     """Speaks with one router at a time, with the next one when it fails.
 
     ``targets`` is an address such as "host:50051", or several. ``api_key`` goes with every call,
-    and nowhere else. With ``tls`` it connects over TLS; files that are of no use raise
-    SettingsError. A ``transport`` takes the place of gRPC, and of its TLS. ``reconnect_s`` is how
-    long a stream tries to go on while no router answers. Errors are those of ``everlift.errors``.
-    Answers of single calls are the messages of ``everlift.v1``.
+    and nowhere else. With ``tls`` it connects over TLS. A ``transport`` takes the place of gRPC,
+    and of its TLS. ``reconnect_s`` is how long a stream tries to go on while no router answers.
+    A single call that no router answers, and any call that is refused because there is no room, is
+    tried again for ``retry_s``, later and later, never sooner than the refusal says; 0 is never.
+
+    Errors are those of ``everlift.errors``. Answers of single calls are the messages of
+    ``everlift.v1``. A single call's ``timeout_s`` covers all its tries; None leaves it at
+    ``retry_s``. May be made outside of an event loop, and is used in one.
+
+    >>> client = AsyncClient(["10.0.0.1:50051", "10.0.0.2:50051"], api_key="ev_1_secret")
     """
 
     def __init__(
@@ -115,12 +65,16 @@ class AsyncClient:
         *,
         tls: Tls | None = None,
         api_key: str | None = None,
-        reconnect_s: float = 30.0,
+        reconnect_s: float = RECONNECT_S,
+        retry_s: float = RETRY_S,
         transport: Transport | None = None,
     ) -> None:
+        """Raises ValueError without a target, SettingsError for a key that no header can carry and
+        for files of ``tls`` that are of no use."""
         addresses = [targets] if isinstance(targets, str) else targets
         self._routers = Routers(addresses, transport or secured(tls), api_key)
         self._reconnect_s = reconnect_s
+        self._retry_s = retry_s
 
     def generate(
         self, prompt: Prompt, *, traceparent: str = "", **options: Unpack[GenerateOptions]
@@ -129,17 +83,51 @@ class AsyncClient:
         the span that asks for it, as W3C Trace Context writes it.
 
         Raises InvalidRequest for what cannot be sent at all.
+
+        >>> await client.generate("one two three four", max_tokens=2, temperature=0).text()
+        'one two'
         """
-        if traceparent and TraceContext.parse(traceparent) is None:
-            raise InvalidRequest("traceparent is not as W3C Trace Context writes it")
         submission = submission_message(prompt, options)
         return Stream(
             self._routers,
-            submission.request_id,
+            Reception(submission.request_id),
+            self._patience(Deadline(options.get("timeout_s"))),
             submission,
-            (),
-            self._reconnect_s,
-            traceparent=traceparent,
+            _trace(traceparent),
+        )
+
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        concurrency: int = MAX_REQUESTS,
+        traceparent: str = "",
+        **options: Unpack[GenerateOptions],
+    ) -> ManyStream:
+        """Submits a request for each prompt, all with the same options, and at most ``concurrency``
+        of them at once. A ``request_id`` is the beginning of theirs: "job" makes "job:0", "job:1".
+        Closing the stream cancels what is unfinished.
+
+        Raises InvalidRequest where one of them cannot be sent at all; then none is.
+
+        >>> await client.generate_many(["one two", "three four"], max_tokens=1).texts()
+        ['one', 'three']
+        """
+        if isinstance(prompts, str | bytes):
+            raise TypeError("generate_many() takes a list of prompts, not one")
+        if concurrency < 1:
+            raise ValueError("concurrency must be at least 1")
+        name = options.pop("request_id", None) or uuid.uuid4().hex
+        return ManyStream(
+            self._routers,
+            (
+                submission_message(prompt, {**options, "request_id": f"{name}:{index}"})
+                for index, prompt in enumerate(prompts)
+            ),
+            self._retries,
+            options.get("timeout_s"),
+            concurrency,
+            _trace(traceparent),
         )
 
     def attach(
@@ -153,36 +141,189 @@ class AsyncClient:
         its own. Or behind the tokens of each choice that were ``received`` before, perhaps by
         another process: a cluster that lost some of them makes them again, and says so where they
         are others, while an offset alone is out of range then. Closing this stream only leaves it.
-        Raises InvalidRequest where both are given."""
+        Raises InvalidRequest where both are given.
+
+        >>> await client.generate("one two three four", request_id="r").text()
+        'one two three four'
+        >>> await client.attach("r", from_offset=2).text()
+        ' three four'
+        """
         check_request_id(request_id)
         offsets = [from_offset] if isinstance(from_offset, int) else from_offset
         if any(offsets) and received:
             raise InvalidRequest("an offset says less than what was received: give one of them")
-        return Stream(self._routers, request_id, None, offsets, self._reconnect_s, received)
+        reception = Reception(request_id, offsets, received)
+        return Stream(self._routers, reception, self._patience(Deadline(None)))
 
-    async def cancel(self, request_id: str) -> pb.CancelResponse:
-        """Ends a request. One that is over already stays as it is. Raises UnknownRequest."""
+    async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> pb.CancelResponse:
+        """Ends a request. One that is over already stays as it is. Raises UnknownRequest.
+
+        >>> await client.generate("one two", request_id="r").text()
+        'one two'
+        >>> RequestState.Name((await client.cancel("r")).state)
+        'REQUEST_STATE_FINISHED'
+        """
         message = pb.CancelRequest(request_id=request_id)
-        return await self._ask(lambda stub: stub.Cancel, message)
+        return await self._ask(lambda: self._routers.inference().Cancel, message, timeout_s)
 
-    async def forget(self, request_id: str) -> None:
+    async def forget(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Erases a request, its prompt and its outputs. One that goes on is cancelled first. Raises
-        UnknownRequest."""
+        UnknownRequest.
+
+        >>> await client.generate("one two", request_id="r").text()
+        'one two'
+        >>> await client.forget("r")
+        """
         message = pb.ForgetRequest(request_id=request_id)
-        await self._ask(lambda stub: stub.Forget, message)
+        await self._ask(lambda: self._routers.inference().Forget, message, timeout_s)
 
-    async def get_request(self, request_id: str) -> pb.GetRequestResponse:
-        """What is known of a request, without its tokens. Raises UnknownRequest."""
+    async def get_request(
+        self, request_id: str, *, timeout_s: float | None = None
+    ) -> pb.GetRequestResponse:
+        """What is known of a request, without its tokens. Raises UnknownRequest.
+
+        >>> await client.generate("one two", request_id="r").text()
+        'one two'
+        >>> (await client.get_request("r")).output_tokens
+        2
+        """
         message = pb.GetRequestRequest(request_id=request_id)
-        return await self._ask(lambda stub: stub.GetRequest, message)
+        return await self._ask(lambda: self._routers.inference().GetRequest, message, timeout_s)
 
-    async def status(self) -> pb.GetStatusResponse:
-        """Workers, queue and requests of the cluster."""
-        return await self._ask(lambda stub: stub.GetStatus, pb.GetStatusRequest())
+    async def list_requests(
+        self,
+        *,
+        states: Sequence[pb.RequestState.ValueType] = (),
+        page_size: int = 0,
+        page_token: str = "",
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> pb.ListRequestsResponse:
+        """A page of the caller's own requests, newest first: only those in one of ``states``, if
+        any are given. The next page begins at the answer's ``next_page_token``; there is none where
+        that is empty. A page of 0 has the server's default size. Who administers the cluster may
+        name a ``tenant``, "" for all of them. Raises InvalidRequest, OutOfRange, Forbidden.
+
+        >>> await client.generate_many(["a", "b", "c"], request_id="job").texts()
+        ['a', 'b', 'c']
+        >>> page = await client.list_requests(page_size=2)
+        >>> [it.request_id for it in page.requests]
+        ['job:2', 'job:1']
+        >>> page = await client.list_requests(page_size=2, page_token=page.next_page_token)
+        >>> [it.request_id for it in page.requests], page.next_page_token
+        (['job:0'], '')
+        """
+        message = pb.ListRequestsRequest(
+            states=states, page_size=page_size, page_token=page_token, tenant=tenant
+        )
+        return await self._ask(lambda: self._routers.inference().ListRequests, message, timeout_s)
+
+    async def tokenize(
+        self, text: str, *, model: str = "", timeout_s: float | None = None
+    ) -> pb.TokenizeResponse:
+        """Token ids of a text, as a prompt is read. Raises UnknownModel.
+
+        >>> list((await client.tokenize("ab")).token_ids)
+        [97, 98]
+        """
+        message = pb.TokenizeRequest(model=model, text=text)
+        return await self._ask(lambda: self._routers.inference().Tokenize, message, timeout_s)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
+    ) -> pb.DetokenizeResponse:
+        """The text of token ids. Raises UnknownModel, OutOfRange.
+
+        >>> (await client.detokenize([97, 98])).text
+        'ab'
+        """
+        message = pb.DetokenizeRequest(model=model, token_ids=token_ids)
+        return await self._ask(lambda: self._routers.inference().Detokenize, message, timeout_s)
+
+    async def models(self, *, timeout_s: float | None = None) -> pb.ListModelsResponse:
+        """What may be asked for as ``model``.
+
+        >>> [model.name for model in (await client.models()).models]
+        ['fake']
+        """
+        message = pb.ListModelsRequest()
+        return await self._ask(lambda: self._routers.inference().ListModels, message, timeout_s)
+
+    async def status(self, *, timeout_s: float | None = None) -> pb.GetStatusResponse:
+        """Workers, queue and requests of the cluster.
+
+        >>> (await client.status()).running
+        0
+        """
+        message = pb.GetStatusRequest()
+        return await self._ask(lambda: self._routers.inference().GetStatus, message, timeout_s)
+
+    async def drain(
+        self, worker_id: str, *, timeout_s: float | None = None
+    ) -> admin_pb2.DrainResponse:
+        """Lets a worker hand its requests back, with their tokens, and take no more. The id's
+        beginning will do, if only one worker has it. Raises UnknownWorker, Forbidden.
+
+        >>> (await client.drain("wor")).worker_id
+        'worker-0'
+        """
+        message = admin_pb2.DrainRequest(worker_id=worker_id)
+        return await self._ask(lambda: self._routers.admin().Drain, message, timeout_s)
+
+    async def set_policy(
+        self,
+        *,
+        order: str | None = None,
+        max_queued: int | None = None,
+        timeout_s: float | None = None,
+    ) -> admin_pb2.SetPolicyResponse:
+        """Changes how the admission queue works, in the whole cluster and until it is changed
+        again; what is None stays, and an empty order or 0 is as the routers are configured. Answers
+        with what holds from now on. Raises InvalidRequest, Forbidden.
+
+        >>> policy = await client.set_policy(order="deadline")
+        >>> policy.order, policy.max_queued
+        ('deadline', 1000)
+        """
+        message = admin_pb2.SetPolicyRequest(order=order, max_queued=max_queued)
+        return await self._ask(lambda: self._routers.admin().SetPolicy, message, timeout_s)
+
+    async def capacity(self, *, timeout_s: float | None = None) -> admin_pb2.CapacityResponse:
+        """What the cluster can hold and do, and how much of it is in use. Raises Forbidden.
+
+        >>> capacity = await client.capacity()
+        >>> capacity.workers, capacity.slots
+        (1, 256)
+        """
+        message = admin_pb2.CapacityRequest()
+        return await self._ask(lambda: self._routers.admin().Capacity, message, timeout_s)
+
+    async def inject(
+        self, fault: chaos_pb2.Fault, *, timeout_s: float | None = None
+    ) -> chaos_pb2.InjectResponse:
+        """Lets a fault strike a cluster that was started for it. Each router is asked once, since a
+        fault whose answer was lost may have struck. Raises ChaosForbidden, OutOfRange,
+        UnknownWorker.
+
+        >>> fault = chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, target="any-worker")
+        >>> await client.inject(fault)
+        Traceback (most recent call last):
+            ...
+        everlift.errors.ChaosForbidden: the cluster was started without chaos
+        """
+        once = Retries(0.0, 0.0, random.random)
+        return await self._ask(lambda: self._routers.chaos().Inject, fault, timeout_s, once)
 
     async def close(self) -> None:
         """Breaks what still runs: streams raise Unreachable, their requests go by their
-        ``on_disconnect``."""
+        ``on_disconnect``.
+
+        >>> await client.close()
+        >>> await client.status()
+        Traceback (most recent call last):
+            ...
+        everlift.errors.Unreachable: the client is closed
+        """
         await self._routers.close()
 
     async def __aenter__(self) -> Self:
@@ -196,99 +337,50 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _ask(self, method: _Method[Q, A], request: Q) -> A:
+    async def _ask(
+        self,
+        method: _Method[Q, A],
+        request: Q,
+        timeout_s: float | None,
+        retries: Retries | None = None,
+    ) -> A:
         """The answer of the first router that has one. Raises EverliftError."""
-        last: EverliftError | None = None
-        for _ in range(len(self._routers)):
-            router = self._routers.current
-            call = method(self._routers.stub())(
-                request, timeout=_ASK_TIMEOUT_S, metadata=self._routers.metadata
-            )
+        retries = retries or Retries(self._retry_s, self._retry_s, random.random)
+        patience = Patience(self._routers, retries, Deadline(timeout_s))
+        tries = 0
+        while True:
+            tries += 1
+            router, remaining = self._routers.current, patience.remaining()
             try:
-                return await wire.answer(call, call)
+                return await self._try(method, request, remaining)
             except EverliftError as error:
-                if error.grpc_status not in _NO_ANSWER:
-                    raise
-                self._routers.failed(router)
-                last = error
-        assert last is not None
-        raise last
+                if is_unavailable(error) and tries < len(self._routers):
+                    self._routers.failed(router)
+                else:
+                    await patience.wait(error, router)
+
+    async def _try(self, method: _Method[Q, A], request: Q, remaining: float | None) -> A:
+        is_last = remaining is not None and remaining <= _TRY_TIMEOUT_S
+        timeout = remaining if is_last else _TRY_TIMEOUT_S
+        call = method()(request, timeout=timeout, metadata=self._routers.metadata)
+        try:
+            return await wire.answer(call, call)
+        except DeadlineExceeded as error:
+            if is_last:
+                raise
+            raise Unreachable(f"no answer within {_TRY_TIMEOUT_S:g} s") from error
+
+    def _patience(self, deadline: Deadline) -> Patience:
+        return Patience(self._routers, self._retries(), deadline)
+
+    def _retries(self) -> Retries:
+        """Of a stream."""
+        return Retries(self._reconnect_s, self._retry_s, random.random)
 
 
-def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """What a router is sent. Raises TypeError for an option that does not exist, and InvalidRequest
-    for what cannot be sent."""
-    for name in options.keys() - GenerateOptions.__annotations__.keys():
-        raise TypeError(f"generate() has no option {name!r}")
-    if isinstance(prompt, bytes):
-        raise TypeError("a prompt is text or token ids, not bytes")
-    try:
-        message = _unprompted(options)
-        if isinstance(prompt, str):
-            message.text = prompt
-        else:
-            message.tokens.ids.extend(prompt)
-    except UnicodeEncodeError:
-        raise NotUtf8("the prompt or an option is text that UTF-8 cannot hold") from None
-    except (ValueError, OverflowError) as error:
-        raise OutOfRange(str(error)) from None
-    return message
-
-
-def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
-    stop, timeout_s = options.get("stop", ()), options.get("timeout_s")
-    on_disconnect = options.get("on_disconnect", OnDisconnect.GRACE)
-    ttft_target_s = options.get("ttft_target_s")
-    return pb.GenerateRequest(
-        request_id=check_request_id(options.get("request_id") or uuid.uuid4().hex),
-        model=options.get("model", ""),
-        max_tokens=options.get("max_tokens"),
-        n=options.get("n"),
-        sampling=_sampling(options),
-        include_stop=options.get("include_stop", False),
-        cache_salt=options.get("cache_salt", ""),
-        stop=_listed(stop),
-        stop_token_ids=options.get("stop_token_ids", ()),
-        ignore_eos=options.get("ignore_eos", False),
-        on_disconnect=on_disconnect.value,
-        timeout_ms=None if timeout_s is None else round(timeout_s * 1e3),
-        priority=options.get("priority", 0),
-        ttft_target_ms=None if ttft_target_s is None else round(ttft_target_s * 1e3),
-    )
-
-
-def _listed(texts: str | Sequence[str]) -> Sequence[str]:
-    return [texts] if isinstance(texts, str) else texts
-
-
-def _sampling(options: GenerateOptions) -> pb.Sampling:
-    return pb.Sampling(
-        temperature=options.get("temperature"),
-        top_p=options.get("top_p"),
-        top_k=options.get("top_k"),
-        min_p=options.get("min_p"),
-        seed=options.get("seed"),
-        repetition_penalty=options.get("repetition_penalty"),
-        presence_penalty=options.get("presence_penalty"),
-        frequency_penalty=options.get("frequency_penalty"),
-        logit_bias=options.get("logit_bias"),
-        min_tokens=options.get("min_tokens") or 0,
-        logprobs=options.get("logprobs"),
-        prompt_logprobs=options.get("prompt_logprobs"),
-        grammar=_grammar(options),
-    )
-
-
-def _grammar(options: GenerateOptions) -> pb.Grammar | None:
-    """The form that the output is to have. Raises InvalidRequest for more than one."""
-    schema, texts = options.get("json_schema"), options.get("choice")
-    forms = {
-        "json_schema": json.dumps(schema) if isinstance(schema, Mapping) else schema,
-        "regex": options.get("regex"),
-        "ebnf": options.get("ebnf"),
-        "choice": None if texts is None else pb.Choices(texts=_listed(texts)),
-    }
-    given = {name: form for name, form in forms.items() if form is not None}
-    if len(given) > 1:
-        raise InvalidRequest(f"an output has one form, not {' and '.join(given)}")
-    return pb.Grammar(**given) if given else None  # type: ignore[arg-type]
+def _trace(traceparent: str) -> Metadata:
+    if not traceparent:
+        return ()
+    if TraceContext.parse(traceparent) is None:
+        raise InvalidRequest("traceparent is not as W3C Trace Context writes it")
+    return ((TRACEPARENT, traceparent),)

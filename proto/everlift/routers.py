@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
 from everlift.errors import Unreachable
+from everlift.settings import SettingsError
 from everlift.transport import GRPC, Transport
-from everlift.v1 import inference_pb2_grpc
+from everlift.v1 import admin_pb2_grpc, chaos_pb2_grpc, inference_pb2_grpc
 
 if TYPE_CHECKING:
+    from everlift.v1.admin_pb2_grpc import AdminAsyncStub
+    from everlift.v1.chaos_pb2_grpc import ChaosAsyncStub
     from everlift.v1.inference_pb2_grpc import InferenceAsyncStub
 
-
-Metadata = tuple[tuple[str, str], ...]
-
-
-def authorization(api_key: str | None) -> Metadata:
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class Routers:
@@ -31,15 +30,18 @@ class Routers:
         transport: Transport = GRPC,
         api_key: str | None = None,
     ) -> None:
+        """Raises ValueError without a target, SettingsError for a key that no header can carry."""
         if not targets:
             raise ValueError("at least one router address is needed")
         self._targets = tuple(targets)
         self._transport = transport
-        #: what goes with every call
-        self.metadata = authorization(api_key)
         self._current = 0
+        self._open: dict[tuple[str, object], grpc.aio.Channel] = {}
         self.is_closed = False
-        self._open: dict[tuple[str, object], tuple[grpc.aio.Channel, InferenceAsyncStub]] = {}
+        #: calls that wait for their next try
+        self.num_waiting = 0
+        #: goes with every call
+        self.metadata = _credentials(api_key)
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -48,24 +50,56 @@ class Routers:
     def current(self) -> str:
         return self._targets[self._current]
 
-    def stub(self) -> InferenceAsyncStub:
-        """Of the current router. Connects at the first call. Raises Unreachable when closed."""
-        if self.is_closed:
-            raise Unreachable("the client is closed")
-        # What runs on a channel of older credentials ends there.
-        place = self.current, self._transport.credentials
-        if place not in self._open:
-            channel = self._transport.channel(self.current)
-            self._open[place] = channel, inference_pb2_grpc.InferenceStub(channel)
-        return self._open[place][1]
+    def inference(self) -> InferenceAsyncStub:
+        """Of the current router. Raises Unreachable when closed."""
+        stub: InferenceAsyncStub = inference_pb2_grpc.InferenceStub(self._channel())
+        return stub
+
+    def admin(self) -> AdminAsyncStub:
+        """Of the current router. Raises Unreachable when closed."""
+        stub: AdminAsyncStub = admin_pb2_grpc.AdminStub(self._channel())
+        return stub
+
+    def chaos(self) -> ChaosAsyncStub:
+        """Of the current router. Raises Unreachable when closed."""
+        stub: ChaosAsyncStub = chaos_pb2_grpc.ChaosStub(self._channel())
+        return stub
 
     def failed(self, target: str) -> None:
         """``target`` did not answer; of the many calls that may say so only the first counts."""
         if target == self.current:
             self._current = (self._current + 1) % len(self._targets)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A call is between two tries."""
+        self.num_waiting += 1
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
+
     async def close(self) -> None:
         self.is_closed = True
-        for channel, _ in self._open.values():
+        for channel in self._open.values():
             await channel.close()
         self._open.clear()
+
+    def _channel(self) -> grpc.aio.Channel:
+        """Connects at the first call."""
+        if self.is_closed:
+            raise Unreachable("the client is closed")
+        # What runs on a channel of older credentials ends there.
+        place = self.current, self._transport.credentials
+        if place not in self._open:
+            self._open[place] = self._transport.channel(self.current)
+        return self._open[place]
+
+
+def _credentials(api_key: str | None) -> Metadata:
+    if api_key is None:
+        return ()
+    # gRPC would quote it in its own error.
+    if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+        raise SettingsError("api_key must be ASCII without spaces and control characters")
+    return (("authorization", f"Bearer {api_key}"),)

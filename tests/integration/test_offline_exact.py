@@ -20,9 +20,10 @@ from cluster import LLM
 from cluster.cli import app
 from cluster.config import DEMO_MODEL
 from cluster.errors import ClusterFailed
-from everlift.client import AsyncClient, GenerateOptions
+from everlift.client import AsyncClient
 from everlift.errors import InvalidGrammar
 from everlift.messages import FinishReason
+from everlift.options import GenerateOptions
 from router.config import RouterConfig
 from tests.hub import in_use
 from tests.in_process import cluster

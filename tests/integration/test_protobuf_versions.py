@@ -1,4 +1,5 @@
-"""Users' other packages pin protobuf 6: client, stubs and fake router run on 6 and on 7.
+"""Users' other packages pin protobuf 6: client, stubs and fake router run on 6 and on 7, and need
+nothing but grpcio and protobuf.
 
 The other environment is made by `make` in .venv-proto; EVERLIFT_PROTO_VENV names another place.
 """
@@ -17,8 +18,8 @@ OTHER = Path(os.environ.get("EVERLIFT_PROTO_VENV") or ROOT / ".venv-proto")
 PROGRAM = """
 import asyncio
 import google.protobuf
-from everlift import AsyncClient, FinishReason
-from everlift.testing import Break, FakeRouter
+from everlift import AsyncClient, Client, FinishReason
+from everlift.testing import Break, FakeRouter, FakeTransport
 from everlift.v1 import inference_pb2, ledger_pb2, session_pb2
 
 async def main():
@@ -28,6 +29,12 @@ async def main():
             assert await stream.text() == "zero one two three"
             assert stream.finish_reason is FinishReason.STOP
             assert (await client.status()).completed == 1
+            texts = await client.generate_many(["a b", "c"]).texts()
+            assert texts == ["a b", "c"]
+    transport = FakeTransport(faults=[Break(1, index=1)])
+    async with AsyncClient("fake", transport=transport, api_key="k") as client:
+        assert await client.generate_many(["a b", "c d"]).texts() == ["a b", "c d"]
+        assert (await client.capacity()).workers == 1
     start = session_pb2.Start(epoch=2**64 - 1, output_ids=[1, 2], salt=b"s")
     assert session_pb2.Start.FromString(start.SerializeToString()) == start
     stored = ledger_pb2.StoredRequest(request_id="r", sampling=inference_pb2.Sampling(top_p=0.5))
@@ -35,6 +42,9 @@ async def main():
     print(google.protobuf.__version__.partition(".")[0])
 
 asyncio.run(main())
+with Client("fake", transport=FakeTransport()) as client:
+    assert client.generate("a b").text() == "a b"
+    assert list(client.tokenize("a").token_ids) == [97]
 """
 
 

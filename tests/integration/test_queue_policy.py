@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from cluster.operating import operating
 from everlift.client import AsyncClient
 from everlift.errors import QueueFull
 from router.ledger.entry import State
@@ -41,8 +40,8 @@ async def submit(parts: Cluster, request_id: str, timeout_s: float | None) -> as
 async def test_what_is_set_holds_at_all_routers_and_at_the_next_leader() -> None:
     async with cluster(routers=3, workers=0) as parts:
         await until(lambda: any(router._leader.is_leading for router in parts.routers))
-        async with operating([parts.routers[-1].address]) as operator:
-            answer = await operator.set_policy("deadline", 3)
+        async with AsyncClient(parts.routers[-1].address) as client:
+            answer = await client.set_policy(order="deadline", max_queued=3)
         assert (answer.order, answer.max_queued) == ("deadline", 3)
         await until(lambda: orders(parts) == [("deadline", 3)] * 3)
         leader = next(router for router in parts.routers if router._leader.is_leading)
@@ -52,7 +51,7 @@ async def test_what_is_set_holds_at_all_routers_and_at_the_next_leader() -> None
         timeouts = {"without": None, "late": 500.0, "soon": 100.0}
         tasks = [await submit(parts, name, timeout_s) for name, timeout_s in timeouts.items()]
         await until(lambda: all(router._line.queued == 3 for router in parts.routers))
-        async with AsyncClient(parts.address) as client:
+        async with AsyncClient(parts.address, retry_s=0) as client:
             with pytest.raises(QueueFull):
                 await client.generate([1], request_id="refused").text()
         await parts.add_worker(max_num_seqs=1)
@@ -65,7 +64,7 @@ async def test_what_is_set_holds_at_all_routers_and_at_the_next_leader() -> None
 
 async def test_a_router_that_starts_later_goes_by_it() -> None:
     async with cluster(routers=1, workers=0) as parts:
-        async with operating([parts.address]) as operator:
-            await operator.set_policy(max_queued=5)
+        async with AsyncClient(parts.address) as client:
+            await client.set_policy(max_queued=5)
         await parts.add_router()
         await until(lambda: orders(parts) == [("fifo", 5)] * 2)

@@ -11,9 +11,10 @@ import grpc
 import pytest
 
 from everlift import wire
-from everlift.client import AsyncClient, submission_message
+from everlift.client import AsyncClient
 from everlift.errors import NoWorker, PromptTooLong, RouterStopping
 from everlift.messages import OnDisconnect
+from everlift.options import submission_message
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.sessions import WorkerLink

@@ -74,7 +74,7 @@ async def tokens(address: str, tls: Tls | None) -> list[int]:
 
 async def reason(address: str, tls: Tls | None) -> str:
     """Why one does not get in."""
-    async with AsyncClient(address, tls=tls) as client:
+    async with AsyncClient(address, tls=tls, retry_s=0) as client:
         with pytest.raises(Unreachable) as refused:
             await client.status()
     return str(refused.value)

@@ -13,7 +13,7 @@ from random import Random
 from cluster.completion import Gathering
 from everlift import AsyncClient, OnDisconnect, Stream
 from everlift.errors import EverliftError
-from everlift.stream import Chunk
+from everlift.reception import Chunk
 from tests.soak.pool import Answer, Pool, Task
 
 #: A router that is started again is there long before.

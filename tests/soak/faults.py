@@ -9,7 +9,6 @@ from random import Random
 
 from cluster.chaos.dice import Dice
 from cluster.chaos.run import Happened, leave_none_drained, look, make, willing
-from cluster.operating import Operator, operating
 from everlift import AsyncClient
 from everlift.errors import EverliftError
 
@@ -28,19 +27,19 @@ class Faults:
 
     async def run(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        async with AsyncClient(self._routers) as client, operating(self._routers) as operator:
+        async with AsyncClient(self._routers, retry_s=0) as client:
             while time.monotonic() < end:
                 await asyncio.sleep(self._rng.uniform(*self._every_s))
-                await self._make_one(client, operator)
-            await leave_none_drained(client, operator)
+                await self._make_one(client)
+            await leave_none_drained(client)
 
-    async def _make_one(self, client: AsyncClient, operator: Operator) -> None:
+    async def _make_one(self, client: AsyncClient) -> None:
         try:
             async with asyncio.timeout(_LOOK_S):
-                workers = willing(await look(client, operator))
+                workers = willing(await look(client))
         except (EverliftError, TimeoutError):
             # No router can say who is there: what strikes no worker is still possible.
             workers = []
         happening = self._dice.throw(time.monotonic(), workers)
         if happening is not None:
-            self.log.append(await make(operator, happening))
+            self.log.append(await make(client, happening))

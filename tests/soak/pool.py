@@ -10,7 +10,7 @@ from random import Random
 from cluster.completion import Completion, gather
 from cluster.demo import tasks
 from everlift import AsyncClient
-from everlift.client import GenerateOptions
+from everlift.options import GenerateOptions
 
 #: Short and long answers, and such that have characters of several tokens.
 _KINDS = ("count", "json", "repeat", "alphabet", "days", "count_by", "months", "repeat")

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import app
-from cluster.operating import Operator, operating
+from everlift import AsyncClient
 from everlift.errors import InvalidRequest, UnknownWorker, Unreachable
 from everlift.v1 import inference_pb2, inference_pb2_grpc, session_pb2
 from router.config import RouterConfig
@@ -94,8 +94,8 @@ async def router() -> AsyncIterator[Router]:
 
 
 @pytest.fixture
-async def operator(router: Router) -> AsyncIterator[Operator]:
-    async with operating([GONE, router.address]) as operator:
+async def operator(router: Router) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient([GONE, router.address]) as operator:
         yield operator
 
 
@@ -107,7 +107,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 
 
 async def test_a_worker_is_drained_by_a_beginning_of_its_id(
-    router: Router, operator: Operator
+    router: Router, operator: AsyncClient
 ) -> None:
     answer = await operator.drain("abc")
     assert (answer.worker_id, answer.num_running) == ("abc", 3)
@@ -116,14 +116,14 @@ async def test_a_worker_is_drained_by_a_beginning_of_its_id(
 
 @pytest.mark.parametrize(("name", "why"), [("ab", "may mean abc, abd"), ("x", "no worker 'x'")])
 async def test_one_that_is_not_known_or_not_the_only_one_is_told(
-    operator: Operator, name: str, why: str
+    operator: AsyncClient, name: str, why: str
 ) -> None:
     with pytest.raises(UnknownWorker, match=why):
         await operator.drain(name)
 
 
 async def test_where_no_router_answers_that_is_told() -> None:
-    async with operating([GONE]) as operator:
+    async with AsyncClient([GONE], retry_s=0) as operator:
         with pytest.raises(Unreachable):
             await operator.drain("abc")
 
@@ -161,9 +161,9 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
     assert await policy("--order", "", "--max-queued", "0") == "order fifo\nmax queued 7\n"
 
 
-async def test_an_order_that_there_is_not_is_told(router: Router, operator: Operator) -> None:
+async def test_an_order_that_there_is_not_is_told(router: Router, operator: AsyncClient) -> None:
     with pytest.raises(InvalidRequest, match="fifo or deadline, not 'lifo'"):
-        await operator.set_policy("lifo")
+        await operator.set_policy(order="lifo")
     assert (await router.ledger.policy()).order == ""
 
 

@@ -35,8 +35,9 @@ def test_success_begins_anew() -> None:
     assert [backoff.delay(100.0) for _ in range(4)] == [0.05, 0.1, 0.2, 0.2]
 
 
-def test_a_longer_wait_can_be_asked_for() -> None:
-    assert Backoff(10.0, lambda: 1.0).delay(0.0, at_least=3.0) == pytest.approx(3.0)
+@pytest.mark.parametrize(("jitter", "delay"), [(0.0, 3.0), (1.0, 3.75)])
+def test_a_longer_wait_can_be_asked_for_and_is_never_cut_short(jitter: float, delay: float) -> None:
+    assert Backoff(10.0, lambda: jitter).delay(0.0, at_least=3.0) == delay
 
 
 def test_it_may_go_on_for_hours() -> None:

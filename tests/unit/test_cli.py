@@ -13,8 +13,8 @@ from cluster import endpoint
 from cluster.cli import app
 from cluster.config import DEMO_MODEL
 from cluster.options import OPTIONS
-from everlift.client import GenerateOptions
-from everlift.errors import QueueFull
+from everlift.errors import RequestConflict
+from everlift.options import GenerateOptions
 from everlift.sampling import Grammar, GrammarKind
 from everlift.testing import Break, FakeRouter, Refuse
 from router.gateway.model import ByteTokenizer
@@ -193,9 +193,9 @@ async def test_the_cluster_on_this_machine_is_found(tmp_path: Path) -> None:
 
 
 async def test_a_routers_error_is_said_in_one_line() -> None:
-    async with FakeRouter(faults=[Refuse(QueueFull("9 requests [wait]"))]) as router:
+    async with FakeRouter(faults=[Refuse(RequestConflict("r is [another]"))]) as router:
         place = ("--address", router.address)
-        assert await failure("generate", "x", *place) == "9 requests [wait]"
+        assert await failure("generate", "x", *place) == "r is [another]"
         assert "stop string is empty" in await failure("generate", "x", "--stop", "", *place)
         assert "request_id must be" in await failure("attach", "no id", *place)
 

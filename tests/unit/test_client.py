@@ -1,4 +1,4 @@
-"""The client against the fake router, over the real wire."""
+"""The client against the fake router, over gRPC and without a socket."""
 
 import asyncio
 import socket
@@ -45,6 +45,7 @@ from everlift.testing import (
     Skip,
 )
 from everlift.v1 import inference_pb2 as pb
+from tests.wires import WIRES, Wire
 
 PROMPT = "zero one two three four"
 TEXT = PROMPT
@@ -57,10 +58,18 @@ CHUNKS = [
 ]
 
 
-async def chunks(*faults: Fault | None, reconnect_s: float = 5.0) -> tuple[list[Chunk], list[str]]:
+@pytest.fixture(params=WIRES, ids=["grpc", "memory"])
+def wire(request: pytest.FixtureRequest) -> Wire:
+    made: Wire = request.param()
+    return made
+
+
+async def chunks(
+    wire: Wire, *faults: Fault | None, reconnect_s: float = 5.0
+) -> tuple[list[Chunk], list[str]]:
     """What a stream yields under a script of faults, and the calls that it took."""
-    async with FakeRouter(faults=faults) as router:
-        async with AsyncClient(router.address, reconnect_s=reconnect_s) as client:
+    async with wire.router(faults=faults) as router:
+        async with wire.client(router, reconnect_s=reconnect_s) as client:
             got = [chunk async for chunk in client.generate(PROMPT)]
         return got, router.calls
 
@@ -77,12 +86,12 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_stream_yields_each_token_with_its_text_once() -> None:
-    assert await chunks() == (CHUNKS, ["Generate"])
+async def test_a_stream_yields_each_token_with_its_text_once(wire: Wire) -> None:
+    assert await chunks(wire) == (CHUNKS, ["Generate"])
 
 
-async def test_after_the_last_chunk_a_stream_knows_reason_usage_and_timing() -> None:
-    async with FakeRouter() as router, AsyncClient(router.address) as client:
+async def test_after_the_last_chunk_a_stream_knows_reason_usage_and_timing(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
         stream = client.generate(PROMPT, max_tokens=3)
         assert (stream.finish_reason, stream.usage, stream.timing) == (None, None, None)
         assert await stream.text() == "zero one two"
@@ -97,22 +106,22 @@ async def test_after_the_last_chunk_a_stream_knows_reason_usage_and_timing() -> 
 @pytest.mark.parametrize("fault", [Break, BreakOff])
 @pytest.mark.parametrize("offset", range(6))
 async def test_a_stream_that_breaks_at_any_offset_goes_on_exactly_there(
-    offset: int, fault: type[Break] | type[BreakOff]
+    wire: Wire, offset: int, fault: type[Break] | type[BreakOff]
 ) -> None:
-    assert await chunks(fault(offset)) == (CHUNKS, ["Generate", f"Attach {offset}"])
+    assert await chunks(wire, fault(offset)) == (CHUNKS, ["Generate", f"Attach {offset}"])
 
 
-async def test_a_stream_that_breaks_before_every_token_is_complete() -> None:
-    got, calls = await chunks(*(Break(offset) for offset in range(6)))
+async def test_a_stream_that_breaks_before_every_token_is_complete(wire: Wire) -> None:
+    got, calls = await chunks(wire, *(Break(offset) for offset in range(6)))
     assert got == CHUNKS
     assert calls == ["Generate"] + [f"Attach {offset}" for offset in range(6)]
 
 
-async def test_text_that_comes_with_the_end_survives_a_break_before_it() -> None:
+async def test_text_that_comes_with_the_end_survives_a_break_before_it(wire: Wire) -> None:
     def answer(submission: Submission) -> Output:
         return Output(((7, "a"), (8, "")), tail="b")
 
-    async with FakeRouter(answer, [Break(2)]) as router, AsyncClient(router.address) as client:
+    async with wire.router(answer, [Break(2)]) as router, wire.client(router) as client:
         got = [chunk async for chunk in client.generate("x")]
     assert got == [
         Chunk(0, (7,), "a", 1, False),
@@ -122,54 +131,58 @@ async def test_text_that_comes_with_the_end_survives_a_break_before_it() -> None
 
 
 @pytest.mark.parametrize("offset", range(5))
-async def test_a_repeated_piece_is_dropped(offset: int) -> None:
-    assert await chunks(Repeat(offset)) == (CHUNKS, ["Generate"])
+async def test_a_repeated_piece_is_dropped(wire: Wire, offset: int) -> None:
+    assert await chunks(wire, Repeat(offset)) == (CHUNKS, ["Generate"])
 
 
 @pytest.mark.parametrize("offset", range(4))
-async def test_a_piece_that_overlaps_the_last_one_is_asked_for_again(offset: int) -> None:
-    assert await chunks(Overlap(offset)) == (CHUNKS, ["Generate", f"Attach {offset + 1}"])
+async def test_a_piece_that_overlaps_the_last_one_is_asked_for_again(
+    wire: Wire, offset: int
+) -> None:
+    assert await chunks(wire, Overlap(offset)) == (CHUNKS, ["Generate", f"Attach {offset + 1}"])
 
 
-async def test_a_gap_is_data_loss() -> None:
+async def test_a_gap_is_data_loss(wire: Wire) -> None:
     with pytest.raises(DataLoss, match="offsets 2 to 2"):
-        await chunks(Skip(2))
+        await chunks(wire, Skip(2))
 
 
 @pytest.mark.parametrize("error", [RouterStopping, LedgerUnavailable])
-async def test_a_router_that_cannot_take_it_now_is_asked_again(error: type[EverliftError]) -> None:
-    assert await chunks(Refuse(error())) == (CHUNKS, ["Generate", "Generate"])
-    got = await chunks(Break(2), Refuse(error()))
+async def test_a_router_that_cannot_take_it_now_is_asked_again(
+    wire: Wire, error: type[EverliftError]
+) -> None:
+    assert await chunks(wire, Refuse(error())) == (CHUNKS, ["Generate", "Generate"])
+    got = await chunks(wire, Break(2), Refuse(error()))
     assert got == (CHUNKS, ["Generate", "Attach 2", "Attach 2"])
 
 
-async def test_what_was_accepted_and_is_unknown_now_is_data_loss() -> None:
+async def test_what_was_accepted_and_is_unknown_now_is_data_loss(wire: Wire) -> None:
     with pytest.raises(DataLoss, match="lost what it had acknowledged"):
-        await chunks(Break(2), Refuse(UnknownRequest()))
+        await chunks(wire, Break(2), Refuse(UnknownRequest()))
 
 
-async def test_every_error_comes_back_as_itself_with_its_cause() -> None:
+async def test_every_error_comes_back_as_itself_with_its_cause(wire: Wire) -> None:
     final = [e for e in errors.BY_SLUG.values() if e.grpc_status != "UNAVAILABLE"]
     assert len(final) > 12
-    async with FakeRouter(faults=[Refuse(e(f"why {e.slug}")) for e in final]) as router:
-        async with AsyncClient(router.address) as client:
+    async with wire.router(faults=[Refuse(e(f"why {e.slug}")) for e in final]) as router:
+        async with wire.client(router, retry_s=0) as client:
             for error in final:
                 with pytest.raises(error, match=f"why {error.slug}") as caught:
                     await client.generate(PROMPT).text()
                 assert type(caught.value) is error
 
 
-async def test_an_error_says_when_to_come_again() -> None:
-    async with FakeRouter(faults=[Refuse(QueueFull(retry_after_s=1.5))]) as router:
-        async with AsyncClient(router.address) as client:
+async def test_an_error_says_when_to_come_again(wire: Wire) -> None:
+    async with wire.router(faults=[Refuse(QueueFull(retry_after_s=1.5))]) as router:
+        async with wire.client(router, retry_s=1.4) as client:
             with pytest.raises(QueueFull) as caught:
                 await client.generate(PROMPT).text()
     assert caught.value.retry_after_s == 1.5
 
 
-async def test_after_an_error_a_stream_is_over() -> None:
-    async with FakeRouter(faults=[Refuse(EmptyPrompt())]) as router:
-        async with AsyncClient(router.address) as client:
+async def test_after_an_error_a_stream_is_over(wire: Wire) -> None:
+    async with wire.router(faults=[Refuse(EmptyPrompt())]) as router:
+        async with wire.client(router) as client:
             async with client.generate(PROMPT) as stream:
                 with pytest.raises(EmptyPrompt):
                     await anext(stream)
@@ -191,16 +204,16 @@ async def test_a_deadline_ends_the_search_for_a_router() -> None:
             await client.generate(PROMPT, timeout_s=0.3).text()
 
 
-async def test_a_deadline_ends_a_stream_that_holds() -> None:
-    async with FakeRouter(faults=[Hold(2)]) as router, AsyncClient(router.address) as client:
+async def test_a_deadline_ends_a_stream_that_holds(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
         stream = client.generate(PROMPT, timeout_s=0.3)
         assert (await anext(stream), await anext(stream)) == (CHUNKS[0], CHUNKS[1])
         with pytest.raises(DeadlineExceeded):
             await anext(stream)
 
 
-async def test_a_router_that_stops_and_starts_again_is_found_again() -> None:
-    async with FakeRouter(faults=[Hold(2)]) as router, AsyncClient(router.address) as client:
+async def test_a_router_that_stops_and_starts_again_is_found_again(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
         stream = client.generate(PROMPT)
         got = [await anext(stream), await anext(stream)]
         await router.stop()
@@ -223,26 +236,26 @@ async def test_the_next_router_is_asked_when_one_is_frozen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its kernel still takes connections."""
-    monkeypatch.setattr(everlift.client, "_ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(everlift.client, "_TRY_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         async with FakeRouter() as router:
             targets = [f"127.0.0.1:{frozen.getsockname()[1]}", router.address]
             async with AsyncClient(targets) as client:
                 assert (await client.status()).completed == 0
-            async with AsyncClient(targets[0]) as client:
-                with pytest.raises(DeadlineExceeded):
+            async with AsyncClient(targets[0], retry_s=0) as client:
+                with pytest.raises(Unreachable, match="no answer within"):
                     await client.status()
 
 
-async def test_closing_a_stream_cancels_its_request() -> None:
-    async with FakeRouter(faults=[Hold(2)]) as router, AsyncClient(router.address) as client:
+async def test_closing_a_stream_cancels_its_request(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
         async with client.generate(PROMPT) as stream:
             await anext(stream)
         assert router.requests[stream.request_id].state == pb.REQUEST_STATE_CANCELLED
 
 
-async def test_a_cancelled_task_cancels_its_request() -> None:
-    async with FakeRouter(faults=[Hold(1)]) as router, AsyncClient(router.address) as client:
+async def test_a_cancelled_task_cancels_its_request(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(1)]) as router, wire.client(router) as client:
         stream = client.generate(PROMPT)
 
         async def work() -> None:
@@ -257,8 +270,8 @@ async def test_a_cancelled_task_cancels_its_request() -> None:
         assert router.requests[stream.request_id].state == pb.REQUEST_STATE_CANCELLED
 
 
-async def test_closing_a_finished_stream_calls_nothing() -> None:
-    async with FakeRouter() as router, AsyncClient(router.address) as client:
+async def test_closing_a_finished_stream_calls_nothing(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
         async with client.generate(PROMPT) as stream:
             await stream.text()
         assert router.calls == ["Generate"]
@@ -269,9 +282,9 @@ async def test_closing_a_stream_without_a_router_does_not_fail() -> None:
         await client.generate(PROMPT).aclose()
 
 
-async def test_closing_an_attached_stream_only_leaves() -> None:
-    async with FakeRouter(faults=[Hold(2), Hold(2)]) as router:
-        async with AsyncClient(router.address) as client:
+async def test_closing_an_attached_stream_only_leaves(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(2), Hold(2)]) as router:
+        async with wire.client(router) as client:
             owner = client.generate(PROMPT)
             await anext(owner)
             async with client.attach(owner.request_id) as stream:
@@ -280,9 +293,9 @@ async def test_closing_an_attached_stream_only_leaves() -> None:
             await owner.aclose()
 
 
-async def test_closing_the_client_breaks_its_streams_and_cancels_nothing() -> None:
-    async with FakeRouter(faults=[Hold(1)]) as router:
-        client = AsyncClient(router.address)
+async def test_closing_the_client_breaks_its_streams_and_cancels_nothing(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(1)]) as router:
+        client = wire.client(router)
         stream = client.generate(PROMPT)
         await anext(stream)
         waiting = asyncio.ensure_future(anext(stream))
@@ -303,16 +316,16 @@ ABC = (
 )
 
 
-async def choices(*faults: Fault | None) -> tuple[list[str], Stream, list[str]]:
+async def choices(wire: Wire, *faults: Fault | None) -> tuple[list[str], Stream, list[str]]:
     """The texts of three choices under a script of faults, their stream, and its calls."""
-    async with FakeRouter(lambda _: ABC, faults) as router:
-        async with AsyncClient(router.address, reconnect_s=5.0) as client:
+    async with wire.router(lambda _: ABC, faults) as router:
+        async with wire.client(router, reconnect_s=5.0) as client:
             stream = client.generate(PROMPT, n=3)
             return await stream.texts(), stream, router.calls
 
 
-async def test_a_stream_of_several_choices_tells_them_apart() -> None:
-    texts, stream, calls = await choices()
+async def test_a_stream_of_several_choices_tells_them_apart(wire: Wire) -> None:
+    texts, stream, calls = await choices(wire)
     assert texts == ["abc!", "x?", "kl"]
     assert stream.finish_reasons == dict.fromkeys(range(3), FinishReason.STOP)
     assert stream.finish_reason is FinishReason.STOP
@@ -334,24 +347,24 @@ async def test_a_stream_of_several_choices_tells_them_apart() -> None:
     ],
 )
 async def test_each_choice_goes_on_exactly_where_it_broke(
-    fault: type[Break] | type[BreakOff], choice: int, offset: int, attach: str
+    wire: Wire, fault: type[Break] | type[BreakOff], choice: int, offset: int, attach: str
 ) -> None:
-    texts, stream, calls = await choices(fault(offset, choice))
+    texts, stream, calls = await choices(wire, fault(offset, choice))
     assert texts == ["abc!", "x?", "kl"]
     assert len(stream.finish_reasons) == 3
     assert calls == ["Generate", attach]
 
 
-async def test_faults_of_one_choice_do_not_touch_the_others() -> None:
-    assert (await choices(Repeat(1, choice=2)))[0] == ["abc!", "x?", "kl"]
-    texts, _, calls = await choices(Overlap(0, choice=2))
+async def test_faults_of_one_choice_do_not_touch_the_others(wire: Wire) -> None:
+    assert (await choices(wire, Repeat(1, choice=2)))[0] == ["abc!", "x?", "kl"]
+    texts, _, calls = await choices(wire, Overlap(0, choice=2))
     assert (texts, calls) == (["abc!", "x?", "kl"], ["Generate", "Attach 2 1 1"])
     with pytest.raises(DataLoss, match="offsets 0 to 0"):
-        await choices(Skip(0, choice=2))
+        await choices(wire, Skip(0, choice=2))
 
 
-async def test_choices_can_be_attached_to_each_from_its_own_offset() -> None:
-    async with FakeRouter(lambda _: ABC) as router, AsyncClient(router.address) as client:
+async def test_choices_can_be_attached_to_each_from_its_own_offset(wire: Wire) -> None:
+    async with wire.router(lambda _: ABC) as router, wire.client(router) as client:
         request_id = client.generate(PROMPT, n=3).request_id
         await client.generate(PROMPT, n=3, request_id=request_id).text()
         for offsets, texts in [
@@ -366,19 +379,19 @@ async def test_choices_can_be_attached_to_each_from_its_own_offset() -> None:
             await client.attach(request_id, [0, 0, 0, 0]).text()
 
 
-async def test_chunks_bring_the_log_probabilities_of_their_tokens() -> None:
+async def test_chunks_bring_the_log_probabilities_of_their_tokens(wire: Wire) -> None:
     logprobs = tuple(TokenLogprobs(-float(at), at + 1, ((7, -0.5),)) for at in range(3))
     output = Output(((1, "a"), (2, "b"), (3, "c")), logprobs=logprobs, prompt_logprobs=logprobs[:2])
-    async with FakeRouter(lambda _: output, [Break(1), Break(2)]) as router:
-        async with AsyncClient(router.address) as client:
+    async with wire.router(lambda _: output, [Break(1), Break(2)]) as router:
+        async with wire.client(router) as client:
             stream = client.generate(PROMPT, logprobs=1, prompt_logprobs=1)
             got = [chunk async for chunk in stream]
     assert [chunk.logprobs for chunk in got] == [(it,) for it in logprobs]
     assert stream.prompt_logprobs == logprobs[:2]
 
 
-async def test_a_request_can_be_attached_to_from_any_offset() -> None:
-    async with FakeRouter() as router, AsyncClient(router.address) as client:
+async def test_a_request_can_be_attached_to_from_any_offset(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
         stream = client.generate(PROMPT)
         await stream.text()
         for offset in range(6):
@@ -386,8 +399,8 @@ async def test_a_request_can_be_attached_to_from_any_offset() -> None:
             assert got == CHUNKS[offset:]
 
 
-async def test_a_request_can_be_attached_to_behind_what_was_received() -> None:
-    async with FakeRouter(lambda _: ABC) as router, AsyncClient(router.address) as client:
+async def test_a_request_can_be_attached_to_behind_what_was_received(wire: Wire) -> None:
+    async with wire.router(lambda _: ABC) as router, wire.client(router) as client:
         request_id = client.generate(PROMPT, n=3).request_id
         stream = client.generate(PROMPT, n=3, request_id=request_id)
         tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
@@ -404,8 +417,8 @@ async def test_a_request_can_be_attached_to_behind_what_was_received() -> None:
             client.attach(request_id, 1, received=[[1]])
 
 
-async def test_a_stream_can_be_read_on_after_a_wait_that_timed_out() -> None:
-    async with FakeRouter(faults=[Hold(2)]) as router, AsyncClient(router.address) as client:
+async def test_a_stream_can_be_read_on_after_a_wait_that_timed_out(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(2)]) as router, wire.client(router) as client:
         stream = client.generate(PROMPT)
         got = [await anext(stream), await anext(stream)]
         with pytest.raises(TimeoutError):
@@ -413,16 +426,16 @@ async def test_a_stream_can_be_read_on_after_a_wait_that_timed_out() -> None:
         assert got + [chunk async for chunk in stream] == CHUNKS
 
 
-async def test_the_same_id_is_the_same_request_and_another_body_a_conflict() -> None:
-    async with FakeRouter() as router, AsyncClient(router.address) as client:
+async def test_the_same_id_is_the_same_request_and_another_body_a_conflict(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
         assert await client.generate(PROMPT, request_id="a").text() == TEXT
         assert await client.generate(PROMPT, request_id="a", timeout_s=9).text() == TEXT
         with pytest.raises(RequestConflict):
             await client.generate("another", request_id="a").text()
 
 
-async def test_calls_answer_about_a_request() -> None:
-    async with FakeRouter() as router, AsyncClient(router.address) as client:
+async def test_calls_answer_about_a_request(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
         await client.generate(PROMPT, request_id="a").text()
         known = await client.get_request("a")
         assert (known.state, known.output_tokens) == (pb.REQUEST_STATE_FINISHED, 5)
@@ -433,8 +446,8 @@ async def test_calls_answer_about_a_request() -> None:
                 await call
 
 
-async def test_a_cancelled_request_ends_with_cancelled_for_its_readers() -> None:
-    async with FakeRouter(faults=[Hold(1)]) as router, AsyncClient(router.address) as client:
+async def test_a_cancelled_request_ends_with_cancelled_for_its_readers(wire: Wire) -> None:
+    async with wire.router(faults=[Hold(1)]) as router, wire.client(router) as client:
         stream = client.generate(PROMPT)
         await anext(stream)
         await client.cancel(stream.request_id)
@@ -442,8 +455,8 @@ async def test_a_cancelled_request_ends_with_cancelled_for_its_readers() -> None
             await anext(stream)
 
 
-async def test_every_option_reaches_the_router() -> None:
-    async with FakeRouter() as router, AsyncClient(router.address) as client:
+async def test_every_option_reaches_the_router(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
         stream = client.generate(
             [5, 6],
             max_tokens=1,
@@ -471,8 +484,8 @@ async def test_every_option_reaches_the_router() -> None:
     assert (sampling.min_p, sampling.seed) == (0.125, 9)
 
 
-async def test_every_option_of_choices_and_logits_reaches_the_router() -> None:
-    async with FakeRouter() as router, AsyncClient(router.address) as client:
+async def test_every_option_of_choices_and_logits_reaches_the_router(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
         stream = client.generate(
             PROMPT,
             n=3,
@@ -514,17 +527,17 @@ async def test_every_option_of_choices_and_logits_reaches_the_router() -> None:
     ],
 )
 async def test_the_form_of_the_output_reaches_the_router(
-    option: GenerateOptions, expected: tuple[str, tuple[str, ...]]
+    wire: Wire, option: GenerateOptions, expected: tuple[str, tuple[str, ...]]
 ) -> None:
-    async with FakeRouter() as router, AsyncClient(router.address) as client:
+    async with wire.router() as router, wire.client(router) as client:
         await client.generate(PROMPT, request_id="r", **option).text()
         grammar = router.requests["r"].submission.sampling.grammar
     assert grammar is not None
     assert (grammar.kind.value, grammar.texts) == expected
 
 
-async def test_a_client_keeps_its_requests_for_a_grace_unless_told_otherwise() -> None:
-    async with FakeRouter() as router, AsyncClient(router.address) as client:
+async def test_a_client_keeps_its_requests_for_a_grace_unless_told_otherwise(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
         await client.generate(PROMPT, request_id="r").text()
         assert router.requests["r"].submission.on_disconnect is OnDisconnect.GRACE
 
@@ -553,9 +566,9 @@ async def test_what_cannot_be_sent_is_refused_at_once() -> None:
         AsyncClient([])
 
 
-async def test_the_blocking_client_does_all_of_this_too() -> None:
-    def work(address: str) -> None:
-        with Client(address) as client:
+async def test_the_blocking_client_does_all_of_this_too(wire: Wire) -> None:
+    def work(client: Client) -> None:
+        with client:
             stream = client.generate(PROMPT, request_id="a")
             assert stream.request_id == "a"
             assert list(stream) == CHUNKS
@@ -575,25 +588,27 @@ async def test_the_blocking_client_does_all_of_this_too() -> None:
                 client.attach("b").text()
         client.close()
 
-    async with FakeRouter(faults=[Break(2)]) as router:
-        await asyncio.to_thread(work, router.address)
+    async with wire.router(faults=[Break(2)]) as router:
+        await asyncio.to_thread(work, wire.blocking(router))
 
 
-async def test_leaving_a_blocking_stream_cancels_its_request() -> None:
-    def work(address: str) -> None:
-        with Client(address) as client, client.generate(PROMPT, request_id="a") as stream:
+async def test_leaving_a_blocking_stream_cancels_its_request(wire: Wire) -> None:
+    def work(client: Client) -> None:
+        with client, client.generate(PROMPT, request_id="a") as stream:
             assert next(stream) == CHUNKS[0]
 
-    async with FakeRouter(faults=[Hold(2)]) as router:
-        await asyncio.to_thread(work, router.address)
+    async with wire.router(faults=[Hold(2)]) as router:
+        await asyncio.to_thread(work, wire.blocking(router))
         assert router.requests["a"].state == pb.REQUEST_STATE_CANCELLED
 
 
 @pytest.mark.parametrize(("offset", "word"), [(2, "two"), (5, "none")])
-async def test_who_goes_on_behind_other_tokens_hears_of_it(offset: int, word: str) -> None:
+async def test_who_goes_on_behind_other_tokens_hears_of_it(
+    wire: Wire, offset: int, word: str
+) -> None:
     """The router has made again what it lost: one token is another one, or missing."""
-    async with FakeRouter(faults=[Break(offset)]) as router:
-        async with AsyncClient(router.address) as client:
+    async with wire.router(faults=[Break(offset)]) as router:
+        async with wire.client(router) as client:
             stream = client.generate(PROMPT)
             for _ in range(offset):
                 await anext(stream)
@@ -605,16 +620,16 @@ async def test_who_goes_on_behind_other_tokens_hears_of_it(offset: int, word: st
                 await anext(stream)
 
 
-async def test_who_attaches_in_the_middle_need_not_say_what_was_before() -> None:
-    async with FakeRouter(faults=[None, Break(4)]) as router:
-        async with AsyncClient(router.address) as client:
+async def test_who_attaches_in_the_middle_need_not_say_what_was_before(wire: Wire) -> None:
+    async with wire.router(faults=[None, Break(4)]) as router:
+        async with wire.client(router) as client:
             await client.generate(PROMPT, request_id="r").text()
             assert await client.attach("r", from_offset=3).text() == " three four"
             assert router.calls == ["Generate", "Attach 3", "Attach 4"]
 
 
-async def test_a_request_can_be_forgotten() -> None:
-    async with FakeRouter() as router, AsyncClient(router.address) as client:
+async def test_a_request_can_be_forgotten(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
         await client.generate(PROMPT, request_id="r").text()
         await client.forget("r")
         for ask in (client.forget, client.get_request, client.cancel):
@@ -622,8 +637,8 @@ async def test_a_request_can_be_forgotten() -> None:
                 await ask("r")
 
 
-async def test_a_deadline_counts_from_the_first_call() -> None:
-    async with FakeRouter() as router, AsyncClient(router.address) as client:
+async def test_a_deadline_counts_from_the_first_call(wire: Wire) -> None:
+    async with wire.router() as router, wire.client(router) as client:
         stream = client.generate(PROMPT, timeout_s=9.0)
         await asyncio.sleep(0.05)
         assert await stream.text() == TEXT

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.chaos.run import Happened
-from everlift.stream import Chunk
+from everlift.reception import Chunk
 from router.ledger.entry import Event
 from tests.soak.clients import Seen
 from tests.soak.pool import Answer, make_pool

@@ -1,0 +1,338 @@
+"""Many requests at once, each of its own: their tokens, each offset of a choice exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from everlift import wire
+from everlift.deadline import Deadline
+from everlift.errors import Cancelled, EverliftError, Unreachable, from_slug
+from everlift.messages import FinishReason
+from everlift.patience import Patience
+from everlift.reading import DEADLINE_MARGIN_S, Reading, cancel, limit
+from everlift.reception import Chunk, Reception
+from everlift.retries import Retries
+from everlift.routers import Metadata, Routers
+from everlift.sampling import TokenLogprobs
+from everlift.v1 import inference_pb2 as pb
+
+#: Requests in one call: what a router takes.
+MAX_REQUESTS = 1024
+#: In one call of several: far below what any router takes.
+_MAX_BYTES = 1 << 20
+#: Chunks that wait for their reader; more stay with the routers.
+_UNREAD = 64
+#: A further call is worth its while when there is room for so much of all that may be under way.
+_REFILL = 0.25
+_CANCELS_AT_ONCE = 64
+_CANCEL_ALL_S = 5.0
+_DONE = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one of many requests ended. With an ``error`` what there was before it has come."""
+
+    finish_reasons: Mapping[int, FinishReason]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    usage: pb.Usage | None
+    timing: pb.Timing | None
+    error: EverliftError | None
+
+
+@dataclass(slots=True)
+class _Asked:
+    index: int
+    message: pb.GenerateRequest
+    reception: Reception
+
+    def outcome(self, error: EverliftError | None) -> Outcome:
+        return Outcome(
+            self.reception.finish_reasons,
+            self.reception.prompt_logprobs,
+            self.reception.usage,
+            self.reception.timing,
+            error,
+        )
+
+
+class ManyStream(AsyncIterator[tuple[int, Chunk]]):
+    """Iterate it for pairs of a prompt's index and a chunk, or ``await stream.texts()``; best
+    inside ``async with``, whose end closes it.
+
+    Chunks come as they are made, those of each choice of a request in the order of its offsets. A
+    request that fails does not disturb the others: its error is in ``outcomes``. A reader that is
+    slow holds the routers back, so that nothing piles up here.
+
+    >>> async with client.generate_many(["a b", "c"]) as stream:
+    ...     async for index, chunk in stream:
+    ...         print(index, repr(chunk.text))
+    0 'a'
+    1 'c'
+    0 ' b'
+    """
+
+    def __init__(
+        self,
+        routers: Routers,
+        messages: Iterable[pb.GenerateRequest],
+        retries: Callable[[], Retries],
+        timeout_s: float | None,
+        concurrency: int,
+        metadata: Metadata = (),
+    ) -> None:
+        """``retries`` are made for each request, and for each call of several. ``timeout_s`` holds
+        for each request, from its first call on."""
+        asked = [_Asked(at, it, Reception(it.request_id)) for at, it in enumerate(messages)]
+        self._request_ids = tuple(each.message.request_id for each in asked)
+        self._outcomes: dict[int, Outcome] = {}
+        self._routers = routers
+        self._retries = retries
+        self._timeout_s = timeout_s
+        self._concurrency = concurrency
+        self._metadata = metadata
+        self._waiting = deque(asked)
+        self._under_way: dict[int, _Asked] = {}
+        self._has_ended = asyncio.Event()
+        self._came: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue(_UNREAD)
+        self._work: asyncio.Task[None] | None = None
+        self._bug: Exception | None = None
+        self._tasks = asyncio.TaskGroup()
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """By index.
+
+        >>> client.generate_many(["one", "two"], request_id="mine").request_ids
+        ('mine:0', 'mine:1')
+        """
+        return self._request_ids
+
+    @property
+    def outcomes(self) -> dict[int, Outcome]:
+        """By index, of those that have ended.
+
+        >>> stream = client.generate_many(["one two", ""])
+        >>> texts = await stream.texts()
+        >>> stream.outcomes[0].usage.output_tokens, stream.outcomes[1].error
+        (2, EmptyPrompt('the prompt is empty'))
+        """
+        return self._outcomes
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, Chunk]:
+        if self._work is None:
+            self._work = asyncio.create_task(self._run())
+        came = await self._came.get()
+        if came is not None:
+            return came
+        self._came.put_nowait(_DONE)
+        if self._bug is not None:
+            raise self._bug
+        raise StopAsyncIteration
+
+    async def texts(self) -> list[str | EverliftError]:
+        """By index, the whole rest of each text, or what its request failed with: of the first
+        choice, if there are several.
+
+        >>> await client.generate_many(["one two", "three", ""]).texts()
+        ['one two', 'three', EmptyPrompt('the prompt is empty')]
+        """
+        pieces: defaultdict[int, list[str]] = defaultdict(list)
+        async for index, chunk in self:
+            if chunk.choice == 0:
+                pieces[index].append(chunk.text)
+        return [
+            self._outcomes[index].error or "".join(pieces[index])
+            for index in range(len(self._request_ids))
+        ]
+
+    async def aclose(self) -> None:
+        """Ends the requests that are unfinished; those that were not sent yet are not sent. Never
+        fails.
+
+        >>> stream = client.generate_many(["one two", "three four"])
+        >>> await stream.aclose()
+        >>> type(stream.outcomes[0].error)
+        <class 'everlift.errors.Cancelled'>
+        """
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.wait({self._work})
+        while not self._came.empty():
+            self._came.get_nowait()
+        self._came.put_nowait(_DONE)
+        under_way, never_sent = list(self._under_way.values()), list(self._waiting)
+        self._under_way.clear()
+        self._waiting.clear()
+        for each in under_way + never_sent:
+            self._outcomes[each.index] = each.outcome(Cancelled("its stream was closed"))
+        await _cancel_all(self._routers, [each.message.request_id for each in under_way])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def _run(self) -> None:
+        try:
+            async with self._tasks:
+                await self._feed()
+        except Exception as error:
+            self._bug = error
+        await self._came.put(_DONE)
+
+    async def _feed(self) -> None:
+        """Sends all of them, part by part."""
+        while self._waiting:
+            refill = min(len(self._waiting), max(1, round(self._concurrency * _REFILL)))
+            while (room := self._concurrency - len(self._under_way)) < refill:
+                self._has_ended.clear()
+                await self._has_ended.wait()
+            part = self._next_part(room)
+            self._under_way.update(part)
+            self._tasks.create_task(self._carry(part))
+
+    def _next_part(self, room: int) -> dict[int, _Asked]:
+        """What goes in one call: one at least."""
+        part: dict[int, _Asked] = {}
+        num_bytes = 0
+        while self._waiting and len(part) < min(room, MAX_REQUESTS):
+            num_bytes += self._waiting[0].message.ByteSize()
+            if part and num_bytes > _MAX_BYTES:
+                break
+            each = self._waiting.popleft()
+            part[each.index] = each
+        return part
+
+    async def _carry(self, part: dict[int, _Asked]) -> None:
+        """Some requests to where each has ended, or goes on by itself: what was accepted does when
+        their call breaks, and what was not is sent in another one."""
+        deadline = Deadline(self._timeout_s)
+        patience = self._patience(deadline)
+        while part:
+            router = self._routers.current
+            try:
+                await self._read(part, deadline, patience)
+            except EverliftError as error:
+                for each in [it for it in part.values() if it.reception.is_accepted]:
+                    self._hand_over(part, each, deadline, error)
+                if part:
+                    await self._wait(part, patience, error, router)
+
+    async def _wait(
+        self, part: dict[int, _Asked], patience: Patience, error: EverliftError, router: str
+    ) -> None:
+        """Until the next try for what was not accepted. Where there is none all of it ends."""
+        try:
+            await patience.wait(error, router)
+        except EverliftError as final:
+            for each in part.values():
+                self._end(each, final)
+            part.clear()
+
+    async def _read(self, part: dict[int, _Asked], deadline: Deadline, patience: Patience) -> None:
+        """All of one call, until nothing in ``part`` is left to come. Raises EverliftError where
+        something is."""
+        sent, remaining = list(part.values()), patience.remaining()
+        for each in sent:
+            limit(each.message, remaining)
+        call = self._routers.inference().GenerateMany(
+            pb.GenerateManyRequest(requests=[each.message for each in sent]),
+            timeout=None if remaining is None else remaining + DEADLINE_MARGIN_S,
+            metadata=self._routers.metadata + self._metadata,
+        )
+        try:
+            while part:
+                if (answer := await wire.read(call)) is None:
+                    raise Unreachable("the stream broke off")
+                patience.succeeded()
+                for piece in answer.pieces:
+                    # Of one that goes on by itself, or has ended, no more is taken from here.
+                    if (each := sent[piece.index]).index in part:
+                        await self._take(part, each, piece, deadline)
+        finally:
+            call.cancel()
+
+    async def _take(
+        self, part: dict[int, _Asked], each: _Asked, piece: pb.ManyPiece, deadline: Deadline
+    ) -> None:
+        try:
+            if piece.HasField("failure"):
+                raise _error(piece.failure)
+            chunk = each.reception.take(piece.piece)
+        except EverliftError as error:
+            self._hand_over(part, each, deadline, error)
+            return
+        if chunk is not None:
+            await self._came.put((each.index, chunk))
+        if each.reception.is_complete:
+            del part[each.index]
+            self._end(each)
+
+    def _hand_over(
+        self, part: dict[int, _Asked], each: _Asked, deadline: Deadline, error: EverliftError
+    ) -> None:
+        del part[each.index]
+        self._tasks.create_task(self._go_on(each, deadline, error))
+
+    async def _go_on(self, each: _Asked, deadline: Deadline, error: EverliftError) -> None:
+        """One request by itself, after an error that may pass."""
+        reading = Reading(
+            self._routers,
+            each.reception,
+            self._patience(deadline),
+            each.message,
+            self._metadata,
+        )
+        try:
+            await reading.recover(error)
+            while (chunk := await reading.next()) is not None:
+                await self._came.put((each.index, chunk))
+            self._end(each)
+        except EverliftError as final:
+            self._end(each, final)
+        finally:
+            reading.leave()
+
+    def _end(self, each: _Asked, error: EverliftError | None = None) -> None:
+        self._outcomes[each.index] = each.outcome(error)
+        del self._under_way[each.index]
+        self._has_ended.set()
+
+    def _patience(self, deadline: Deadline) -> Patience:
+        return Patience(self._routers, self._retries(), deadline)
+
+
+def _error(failure: pb.Failure) -> EverliftError:
+    error = from_slug(failure.slug, failure.message)
+    error.retry_after_s = failure.retry_after_s if failure.HasField("retry_after_s") else None
+    return error
+
+
+async def _cancel_all(routers: Routers, request_ids: Sequence[str]) -> None:
+    """What cannot be told in time the routers end by themselves."""
+    some = asyncio.Semaphore(_CANCELS_AT_ONCE)
+
+    async def end(request_id: str) -> None:
+        async with some:
+            await cancel(routers, request_id)
+
+    if request_ids:
+        tasks = [asyncio.create_task(end(request_id)) for request_id in request_ids]
+        _, left = await asyncio.wait(tasks, timeout=_CANCEL_ALL_S)
+        for task in left:
+            task.cancel()

@@ -1,0 +1,154 @@
+"""What may be said about a request, and the message that says it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict
+
+from everlift.errors import InvalidRequest, NotUtf8, OutOfRange
+from everlift.messages import OnDisconnect
+from everlift.request_id import check_request_id
+from everlift.v1 import inference_pb2 as pb
+
+#: Text, or token ids.
+Prompt: TypeAlias = str | Sequence[int]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What may be said about a request. What is not said, or None, takes its default."""
+
+    #: most tokens to generate; default: what the context leaves
+    max_tokens: int | None
+    #: 0 is greedy; default 1
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    #: same seed, same random numbers
+    seed: int | None
+    #: outputs of the same prompt, each a choice of its own; default 1
+    n: int | None
+    #: logits of tokens that occurred in prompt or output are divided by it; default 1
+    repetition_penalty: float | None
+    #: taken from the logits of tokens that occurred in the output; default 0
+    presence_penalty: float | None
+    #: the same, for each time that they occurred
+    frequency_penalty: float | None
+    #: added to the logits of these tokens
+    logit_bias: Mapping[int, float] | None
+    #: so many tokens come before a stop token or stop string counts
+    min_tokens: int | None
+    #: each token's log probability, and so many of the likeliest tokens at its place
+    logprobs: int | None
+    #: the same for the tokens of the prompt
+    prompt_logprobs: int | None
+    #: the output is JSON of this schema. Of this one and the next three only one may be given
+    json_schema: str | Mapping[str, Any] | None
+    #: the output matches this regular expression
+    regex: str | None
+    #: the output follows this grammar in GBNF, its rule "root" first
+    ebnf: str | None
+    #: the output is one of these texts
+    choice: str | Sequence[str] | None
+    #: the text ends before the first of these strings
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    #: the text ends after the stop string or stop token, not before it
+    include_stop: bool
+    #: from -10 to 10: a larger one goes first
+    priority: int
+    #: the first token is wanted so soon
+    ttft_target_s: float
+    #: go on after an end-of-sequence token
+    ignore_eos: bool
+    #: what is computed is shared with requests of the same salt alone
+    cache_salt: str
+    #: default: the one model that the cluster serves
+    model: str
+    #: idempotency key: the same request submitted again under its id is the same request
+    request_id: str | None
+    #: default GRACE: the router keeps the request for a while for its client to come back
+    on_disconnect: OnDisconnect
+    #: seconds from its first call on, after which it fails with DeadlineExceeded
+    timeout_s: float | None
+
+
+def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """What a router is sent. Raises TypeError for an option that does not exist, and InvalidRequest
+    for what cannot be sent."""
+    for name in options.keys() - GenerateOptions.__annotations__.keys():
+        raise TypeError(f"generate() has no option {name!r}")
+    if isinstance(prompt, bytes):
+        raise TypeError("a prompt is text or token ids, not bytes")
+    try:
+        message = _unprompted(options)
+        if isinstance(prompt, str):
+            message.text = prompt
+        else:
+            message.tokens.ids.extend(prompt)
+    except UnicodeEncodeError:
+        raise NotUtf8("the prompt or an option is text that UTF-8 cannot hold") from None
+    except (ValueError, OverflowError) as error:
+        raise OutOfRange(str(error)) from None
+    return message
+
+
+def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
+    stop, timeout_s = options.get("stop", ()), options.get("timeout_s")
+    on_disconnect = options.get("on_disconnect", OnDisconnect.GRACE)
+    ttft_target_s = options.get("ttft_target_s")
+    return pb.GenerateRequest(
+        request_id=check_request_id(options.get("request_id") or uuid.uuid4().hex),
+        model=options.get("model", ""),
+        max_tokens=options.get("max_tokens"),
+        n=options.get("n"),
+        sampling=_sampling(options),
+        include_stop=options.get("include_stop", False),
+        cache_salt=options.get("cache_salt", ""),
+        stop=_listed(stop),
+        stop_token_ids=options.get("stop_token_ids", ()),
+        ignore_eos=options.get("ignore_eos", False),
+        on_disconnect=on_disconnect.value,
+        timeout_ms=None if timeout_s is None else round(timeout_s * 1e3),
+        priority=options.get("priority", 0),
+        ttft_target_ms=None if ttft_target_s is None else round(ttft_target_s * 1e3),
+    )
+
+
+def _listed(texts: str | Sequence[str]) -> Sequence[str]:
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _sampling(options: GenerateOptions) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=options.get("temperature"),
+        top_p=options.get("top_p"),
+        top_k=options.get("top_k"),
+        min_p=options.get("min_p"),
+        seed=options.get("seed"),
+        repetition_penalty=options.get("repetition_penalty"),
+        presence_penalty=options.get("presence_penalty"),
+        frequency_penalty=options.get("frequency_penalty"),
+        logit_bias=options.get("logit_bias"),
+        min_tokens=options.get("min_tokens") or 0,
+        logprobs=options.get("logprobs"),
+        prompt_logprobs=options.get("prompt_logprobs"),
+        grammar=_grammar(options),
+    )
+
+
+def _grammar(options: GenerateOptions) -> pb.Grammar | None:
+    """The form that the output is to have. Raises InvalidRequest for more than one."""
+    schema, texts = options.get("json_schema"), options.get("choice")
+    forms = {
+        "json_schema": json.dumps(schema) if isinstance(schema, Mapping) else schema,
+        "regex": options.get("regex"),
+        "ebnf": options.get("ebnf"),
+        "choice": None if texts is None else pb.Choices(texts=_listed(texts)),
+    }
+    given = {name: form for name, form in forms.items() if form is not None}
+    if len(given) > 1:
+        raise InvalidRequest(f"an output has one form, not {' and '.join(given)}")
+    return pb.Grammar(**given) if given else None  # type: ignore[arg-type]

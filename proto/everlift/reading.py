@@ -1,0 +1,147 @@
+"""One request read to its end, across the loss of connections and routers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from everlift import logs, wire
+from everlift.errors import (
+    DataLoss,
+    EverliftError,
+    OffsetOutOfRange,
+    UnknownRequest,
+    Unreachable,
+)
+from everlift.patience import Patience, now
+from everlift.reception import Chunk, Reception
+from everlift.retries import is_refusal
+from everlift.routers import Metadata, Routers
+from everlift.v1 import inference_pb2 as pb
+
+log = logs.get(__name__)
+
+#: The router's own answer to a deadline, which has a cause, should come first.
+DEADLINE_MARGIN_S = 1.0
+_CANCEL_TIMEOUT_S = 2.0
+#: A connection that has carried pieces for so long is no failure in a row with what was before it.
+_STEADY_S = 1.0
+
+
+class Reading:
+    """Calls Generate until the request is accepted, if there is a ``submission``, and then Attach
+    behind what came, until nothing more will come."""
+
+    def __init__(
+        self,
+        routers: Routers,
+        reception: Reception,
+        patience: Patience,
+        submission: pb.GenerateRequest | None = None,
+        metadata: Metadata = (),
+    ) -> None:
+        """``metadata`` goes with the submission."""
+        self.is_over = False
+        self._routers = routers
+        self._reception = reception
+        self._patience = patience
+        self._submission = submission
+        self._metadata = metadata
+        self._router = ""
+        self._heard_since: float | None = None
+        self._call: grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse] | None = None
+
+    async def next(self) -> Chunk | None:
+        """None after the last one. Raises EverliftError, after which nothing more comes."""
+        while not self.is_over:
+            try:
+                chunk = self._reception.take(await self._read())
+            except EverliftError as error:
+                await self.recover(error)
+                continue
+            if self._reception.is_complete:
+                self.leave()
+            if chunk is not None:
+                self._patience.succeeded()
+                return chunk
+        return None
+
+    def leave(self) -> None:
+        """Reads no more; the request goes by its ``on_disconnect``."""
+        self.is_over = True
+        self._hang_up()
+
+    async def recover(self, error: EverliftError) -> None:
+        """Waits for the next try after ``error``. Raises EverliftError where there is none."""
+        if self._heard_since is not None and now() - self._heard_since > _STEADY_S:
+            self._patience.succeeded()
+        self._hang_up()
+        try:
+            if is_refusal(error) and self._reception.is_accepted:
+                raise error
+            await self._patience.wait(error, self._router)
+        except EverliftError as final:
+            self.is_over = True
+            raise self._named(final) from final.__cause__
+        _tell(self._reception, error)
+
+    async def _read(self) -> pb.GenerateResponse:
+        if self._call is None:
+            self._call = self._dial()
+        piece = await wire.read(self._call)
+        if piece is None:
+            raise Unreachable("the stream broke off")
+        if self._heard_since is None:
+            self._heard_since = now()
+        return piece
+
+    def _dial(self) -> grpc.aio.UnaryStreamCall[Any, pb.GenerateResponse]:
+        self._router = self._routers.current
+        stub, remaining = self._routers.inference(), self._patience.remaining()
+        timeout = None if remaining is None else remaining + DEADLINE_MARGIN_S
+        metadata = self._routers.metadata
+        # Until it is accepted it may be submitted again: the request id makes it one request.
+        if self._submission is not None and not self._reception.is_accepted:
+            limit(self._submission, remaining)
+            return stub.Generate(
+                self._submission, timeout=timeout, metadata=metadata + self._metadata
+            )
+        return stub.Attach(self._reception.attach_request(), timeout=timeout, metadata=metadata)
+
+    def _named(self, error: EverliftError) -> EverliftError:
+        if self._reception.is_accepted and isinstance(error, UnknownRequest | OffsetOutOfRange):
+            return DataLoss(f"the cluster has lost what it had acknowledged: {error}")
+        return error
+
+    def _hang_up(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+            self._call = self._heard_since = None
+
+
+def limit(submission: pb.GenerateRequest, remaining: float | None) -> None:
+    """What ``remaining`` is left of its time, in seconds; None where it has no end."""
+    if remaining is not None:
+        submission.timeout_ms = max(1, round(remaining * 1e3))
+
+
+async def cancel(routers: Routers, request_id: str) -> None:
+    """Ends a request whose reader is leaving. Never fails."""
+    try:
+        message = pb.CancelRequest(request_id=request_id)
+        stub = routers.inference()
+        call = stub.Cancel(message, timeout=_CANCEL_TIMEOUT_S, metadata=routers.metadata)
+        await wire.answer(call, call)
+    except EverliftError as error:
+        # The router ends it by itself when the grace for its lost client is over.
+        log.info("cancel failed", request_id=request_id, cause=str(error))
+
+
+def _tell(reception: Reception, error: EverliftError) -> None:
+    log.info(
+        "stream goes on",
+        request_id=reception.request_id,
+        offsets=reception.offsets(),
+        after=str(error),
+    )

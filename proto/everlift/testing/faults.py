@@ -1,0 +1,96 @@
+"""What can go wrong with a fake router's calls. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from everlift.errors import EverliftError
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The call fails before its first piece: one that streams, or the next one that is named
+    ``call``, such as "Cancel". With an ``index`` only that request of several fails."""
+
+    error: EverliftError
+    call: str = ""
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The token of ``choice`` at ``offset``, or its end; of the request at ``index`` where several
+    come in one call."""
+
+    offset: int
+    choice: int = 0
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Break(_Place):
+    """The call breaks before the token of ``choice`` at ``offset``, or before its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class BreakOff(_Place):
+    """The call ends before the token of ``choice`` at ``offset`` as if all were said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold(_Place):
+    """No piece comes from ``offset`` of ``choice`` on, until the request is cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat(_Place):
+    """The token of ``choice`` at ``offset`` is sent twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap(_Place):
+    """The token of ``choice`` at ``offset`` is sent again in one piece with the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip(_Place):
+    """The token of ``choice`` at ``offset`` is left out."""
+
+
+Stop = Break | BreakOff | Hold
+Fault: TypeAlias = Refuse | Stop | Repeat | Overlap | Skip
+
+#: Calls that take any fault; the others only a Refuse that names them.
+STREAMING = frozenset({"Generate", "GenerateMany", "Attach"})
+
+
+class Script:
+    """Faults in their order; None is a call that streams in health, and so is one for which no more
+    is left."""
+
+    def __init__(self, faults: Iterable[Fault | None]) -> None:
+        self._faults = deque(faults)
+
+    def next(self, call: str) -> Fault | None:
+        """What happens to this call. Raises what it is refused with."""
+        fault = self._take(call)
+        if isinstance(fault, Refuse) and fault.index is None:
+            raise fault.error
+        return fault
+
+    def _take(self, call: str) -> Fault | None:
+        if not self._faults:
+            return None
+        first = self._faults[0]
+        named = first.call if isinstance(first, Refuse) else ""
+        if call == named or (not named and call in STREAMING):
+            return self._faults.popleft()
+        return None
+
+
+def strikes(fault: Fault | None, index: int) -> bool:
+    """It is for the request at ``index`` of a call."""
+    return fault is not None and fault.index == index

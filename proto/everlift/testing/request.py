@@ -1,0 +1,105 @@
+"""A request as a fake router knows it, and what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from everlift.digest import token_digest
+from everlift.errors import DataLoss, OffsetOutOfRange
+from everlift.messages import FinishReason, Submission
+from everlift.sampling import TokenLogprobs
+from everlift.v1 import inference_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Token ids, each with the text that it releases, and the text that the end releases.
+    ``logprobs`` are those of the tokens, or none."""
+
+    tokens: tuple[tuple[int, str], ...]
+    tail: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+#: What comes of a request: of each of its choices the same, or of each its own.
+Answer = Callable[[Submission], Output | Sequence[Output]]
+
+
+def words(submission: Submission) -> Output:
+    """Gives the prompt back, a token a word; of token ids, each as a word."""
+    prompt = submission.prompt
+    text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+    first, *others = text.split(" ")
+    return Output(tuple(enumerate([first, *(f" {word}" for word in others)])))
+
+
+@dataclass(slots=True)
+class FakeRequest:
+    """A request as the fake router knows it. ``outputs`` are by choice."""
+
+    submission: Submission
+    outputs: tuple[Output, ...]
+    state: pb.RequestState.ValueType = pb.REQUEST_STATE_RUNNING
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tokens(self, choice: int) -> tuple[tuple[int, str], ...]:
+        return self.outputs[choice].tokens[: self.submission.max_tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all choices."""
+        return sum(len(self.tokens(choice)) for choice in range(len(self.outputs)))
+
+    def piece(self, choice: int, start: int, stop: int) -> pb.GenerateResponse:
+        output, tokens = self.outputs[choice], self.tokens(choice)[start:stop]
+        prompt_logprobs = output.prompt_logprobs if (choice, start) == (0, 0) else ()
+        return pb.GenerateResponse(
+            request_id=self.submission.request_id,
+            choice=choice,
+            offset=start,
+            epoch=1,
+            token_ids=[token for token, _ in tokens],
+            text="".join(text for _, text in tokens),
+            logprobs=[it.to_proto() for it in output.logprobs[start:stop]],
+            prompt_logprobs=[it.to_proto() for it in prompt_logprobs],
+        )
+
+    def end(self, choice: int, *, is_last: bool) -> pb.GenerateResponse:
+        """The last piece of a choice, and maybe of the stream."""
+        output, count = self.outputs[choice], len(self.tokens(choice))
+        complete = count == len(output.tokens)
+        piece = self.piece(choice, count, count)
+        piece.text = output.tail if complete else ""
+        piece.finish_reason = (FinishReason.STOP if complete else FinishReason.LENGTH).value
+        if is_last:
+            self.state = pb.REQUEST_STATE_FINISHED
+            piece.usage.prompt_tokens = len(self.submission.prompt)
+            piece.usage.output_tokens = self.num_tokens
+            piece.timing.attempts = 1
+        return piece
+
+    def check(self, offsets: Sequence[int], digests: Sequence[int]) -> None:
+        """Whoever says what it has cannot be out of range; it has something else. Raises
+        OffsetOutOfRange, DataLoss."""
+        for choice, offset in enumerate(offsets):
+            if choice >= len(self.outputs) or offset < 0:
+                raise OffsetOutOfRange(f"choice {choice} has no offset {offset}")
+            tokens = [token for token, _ in self.tokens(choice)[:offset]]
+            if choice < len(digests):
+                if offset > len(tokens) or token_digest(tokens) != digests[choice]:
+                    raise DataLoss(f"choice {choice} cannot be continued at offset {offset}")
+            elif offset > len(tokens):
+                raise OffsetOutOfRange(f"choice {choice} has no offset {offset}")
+
+    def places(self, offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Choice and offset of each token and each end from these on, as they would be made: step
+        by step."""
+        starts = [*offsets, *[0] * (len(self.outputs) - len(offsets))]
+        ends = [len(self.tokens(choice)) for choice in range(len(self.outputs))]
+        for at in range(max(ends) + 1):
+            for choice, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                if start <= at <= end:
+                    yield choice, at

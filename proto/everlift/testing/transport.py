@@ -1,0 +1,307 @@
+"""Clients and a fake router in one process: gRPC's interface without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, cast
+
+import grpc
+
+from everlift.testing.faults import Fault
+from everlift.testing.request import Answer, words
+from everlift.testing.router import FakeRouter
+from everlift.transport import Options
+
+A = TypeVar("A")
+Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
+
+#: Answers of a call that nobody has read yet; then its handler waits.
+_WINDOW = 16
+
+
+class FakeTransport:
+    """Whatever the address, a fake ``router`` answers, on the event loop of who asks.
+
+    >>> transport = FakeTransport(faults=[Break(1)])
+    >>> async with AsyncClient("fake", transport=transport) as client:
+    ...     await client.generate("one two").text()
+    'one two'
+    """
+
+    credentials = None
+
+    def __init__(
+        self,
+        answer: Answer = words,
+        faults: Iterable[Fault | None] = (),
+        *,
+        api_key: str | None = None,
+    ) -> None:
+        self._servers: dict[str, _Server] = {}
+        self.router = FakeRouter(answer, faults, api_key=api_key, transport=self)
+        self.router.listen()
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        return cast("grpc.aio.Channel", _Channel(self._servers, self.router.address))
+
+    def server(self, options: Options) -> grpc.aio.Server:
+        return cast("grpc.aio.Server", _Server(self._servers))
+
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        return cast("_Server", server).listen(address)
+
+
+@dataclass(slots=True)
+class _Status:
+    """How a call ended."""
+
+    code: grpc.StatusCode = grpc.StatusCode.OK
+    details: str = ""
+    metadata: Metadata = ()
+
+
+class _Details(grpc.HandlerCallDetails):
+    def __init__(self, method: str, metadata: Metadata) -> None:
+        self.method = method
+        self.invocation_metadata = metadata
+
+
+class _Server:
+    """What a server's owner and generated code need of it."""
+
+    _ports = count(1)
+
+    def __init__(self, servers: dict[str, _Server]) -> None:
+        self.calls: dict[_Call[Any], None] = {}
+        self._servers = servers
+        self._handlers: list[grpc.GenericRpcHandler] = []
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        self._handlers.extend(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        """The generic ones are the same."""
+
+    def listen(self, address: str) -> int:
+        host, _, port = address.rpartition(":")
+        bound = int(port) or next(self._ports)
+        self._servers[f"{host}:{bound}"] = self
+        return bound
+
+    async def start(self) -> None:
+        """It serves as soon as it has a port."""
+
+    async def stop(self, grace: float | None) -> None:
+        for address in [a for a, server in self._servers.items() if server is self]:
+            del self._servers[address]
+        for call in tuple(self.calls):
+            await call.break_off("Cancelling all calls")
+
+    def handler(self, details: grpc.HandlerCallDetails) -> Any:
+        """None where nobody serves the method."""
+        found = (handler.service(details) for handler in self._handlers)
+        return next((it for it in found if it is not None), None)
+
+
+class _Channel:
+    """What generated stubs need of a channel."""
+
+    def __init__(self, servers: dict[str, _Server], address: str) -> None:
+        self._servers = servers
+        self._address = address
+        self._calls: list[_Call[Any]] = []
+
+    def unary_unary(
+        self,
+        path: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        _registered_method: bool = False,
+    ) -> Callable[..., _Call[Any]]:
+        def call(
+            request: Any, *, timeout: float | None = None, metadata: Metadata | None = None
+        ) -> _Call[Any]:
+            data = request_serializer(request)
+            begun = _Call(response_deserializer, timeout)
+            self._calls = [*(it for it in self._calls if not it.is_over), begun]
+            begun.begin(self._servers.get(self._address), _Details(path, metadata or ()), data)
+            return begun
+
+        return call
+
+    unary_stream = unary_unary
+
+    async def close(self, grace: float | None = None) -> None:
+        """When it returns nothing of its calls runs any more."""
+        for call in self._calls:
+            call.cancel()
+            await call.is_left()
+
+
+class _Call(Generic[A]):
+    """A call, and the context that its handler is given. As with gRPC, reading one that was
+    cancelled raises CancelledError, and one that ended with an error AioRpcError. Both ends have
+    only bytes in common."""
+
+    def __init__(self, parse: Callable[[bytes], A], timeout: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._parse = parse
+        self._deadline = None if timeout is None else loop.time() + timeout
+        self._timer = None if timeout is None else loop.call_later(timeout, self._too_late)
+        self._answers: asyncio.Queue[bytes | _Status] = asyncio.Queue()
+        self._room = asyncio.Semaphore(_WINDOW)
+        self._ended = asyncio.Event()
+        self._status: _Status | None = None
+        self._aborted: _Status | None = None
+        self._metadata: Metadata = ()
+        self._serving: asyncio.Task[None] | None = None
+
+    def begin(self, server: _Server | None, details: _Details, data: bytes) -> None:
+        if server is None:
+            self._answers.put_nowait(_Status(grpc.StatusCode.UNAVAILABLE, "connection refused"))
+            return
+        self._metadata = details.invocation_metadata
+        self._serving = asyncio.create_task(self._serve(server.handler(details), data))
+        server.calls[self] = None
+        self._serving.add_done_callback(lambda _: server.calls.pop(self))
+
+    # the client's end
+
+    @property
+    def is_over(self) -> bool:
+        """Nobody will read it, and nothing of it runs."""
+        return self._status is not None and (self._serving is None or self._serving.done())
+
+    async def read(self) -> Any:
+        """The next answer; grpc.aio.EOF after the last one."""
+        try:
+            item = self._status or await self._answers.get()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if isinstance(item, bytes):
+            self._room.release()
+            return self._parse(item)
+        self._settle(item)
+        if item.code is grpc.StatusCode.CANCELLED:
+            raise asyncio.CancelledError
+        if item.code is not grpc.StatusCode.OK:
+            raise _error(item)
+        return grpc.aio.EOF
+
+    async def _all(self) -> AsyncIterator[A]:
+        while (answer := await self.read()) is not grpc.aio.EOF:
+            yield answer
+
+    def __aiter__(self) -> AsyncIterator[A]:
+        return self._all()
+
+    def __await__(self) -> Any:
+        return self.read().__await__()
+
+    def cancel(self) -> bool:
+        return self._abandon(_Status(grpc.StatusCode.CANCELLED, "Locally cancelled"))
+
+    def _too_late(self) -> None:
+        self._abandon(_Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+
+    def _abandon(self, status: _Status) -> bool:
+        if self._status is not None:
+            return False
+        if self._serving is not None:
+            self._serving.cancel()
+        self._settle(status)
+        # Whoever reads now hears of it first.
+        while not self._answers.empty():
+            self._answers.get_nowait()
+        self._answers.put_nowait(status)
+        return True
+
+    def _settle(self, status: _Status) -> None:
+        self._status = self._status or status
+        self._ended.set()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def is_left(self) -> None:
+        """Returns when its handler has ended."""
+        if self._serving is not None:
+            await asyncio.wait({self._serving})
+
+    async def code(self) -> grpc.StatusCode:
+        return (await self._end()).code
+
+    async def details(self) -> str:
+        return (await self._end()).details
+
+    async def trailing_metadata(self) -> Metadata:
+        return (await self._end()).metadata
+
+    async def _end(self) -> _Status:
+        await self._ended.wait()
+        assert self._status is not None
+        return self._status
+
+    # the server's end
+
+    async def _serve(self, handler: Any, data: bytes) -> None:
+        status = _Status()
+        try:
+            await self._handle(handler, data)
+        except grpc.aio.AbortError:
+            assert self._aborted is not None
+            status = self._aborted
+        except asyncio.CancelledError:
+            status = self._aborted or _Status(grpc.StatusCode.CANCELLED)
+            raise
+        except Exception as error:
+            # A mistake in a test's own answer is told as a server tells it.
+            status = _Status(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")
+        finally:
+            self._answers.put_nowait(status)
+
+    async def _handle(self, handler: Any, data: bytes) -> None:
+        if handler is None:
+            await self.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        request = handler.request_deserializer(data)
+        if not handler.response_streaming:
+            await self._send(handler.response_serializer(await handler.unary_unary(request, self)))
+            return
+        async with aclosing(handler.unary_stream(request, self)) as answers:
+            async for answer in answers:
+                await self._send(handler.response_serializer(answer))
+
+    async def _send(self, data: bytes) -> None:
+        """Waits while nobody reads."""
+        await self._room.acquire()
+        self._answers.put_nowait(data)
+
+    async def break_off(self, cause: str) -> None:
+        """Its server ends."""
+        self._aborted = _Status(grpc.StatusCode.UNAVAILABLE, cause)
+        if self._serving is not None:
+            self._serving.cancel()
+        await self.is_left()
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()
+    ) -> NoReturn:
+        self._aborted = _Status(code, details, tuple(trailing_metadata))
+        raise grpc.aio.AbortError
+
+    def invocation_metadata(self) -> Metadata:
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        if self._deadline is None:
+            return None
+        return max(0.0, self._deadline - asyncio.get_running_loop().time())
+
+
+def _error(status: _Status) -> grpc.aio.AioRpcError:
+    metadata = grpc.aio.Metadata(*status.metadata)
+    return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), metadata, status.details)

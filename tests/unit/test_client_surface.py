@@ -1,0 +1,81 @@
+"""The client with an event loop and the one without offer the same."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from everlift import (
+    AsyncClient,
+    BlockingManyStream,
+    BlockingStream,
+    Client,
+    ManyStream,
+    Stream,
+)
+from everlift.v1 import admin_pb2, inference_pb2
+
+PAIRS = [(AsyncClient, Client), (Stream, BlockingStream), (ManyStream, BlockingManyStream)]
+#: What is called otherwise where nothing is awaited.
+NAMES = {
+    "aclose": "close",
+    "__aiter__": "__iter__",
+    "__anext__": "__next__",
+    "__aenter__": "__enter__",
+    "__aexit__": "__exit__",
+}
+TYPES = {Stream: BlockingStream, ManyStream: BlockingManyStream}
+
+
+def surface(kind: type) -> dict[str, Any]:
+    """What it offers itself: methods, properties, and the names that a program hardly writes."""
+    special = {*NAMES, *NAMES.values()}
+    return {
+        name: member
+        for name, member in vars(kind).items()
+        if not name.startswith("_") or name in special
+    }
+
+
+def blocking(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], Any]:
+    """Parameters and result of what an asynchronous method is without an event loop."""
+    hints = typing.get_type_hints(function)
+    result = hints.pop("return", None)
+    return list(inspect.signature(function).parameters.values()), TYPES.get(result, result)
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_both_have_the_same_names(one: type, other: type) -> None:
+    assert {NAMES.get(name, name) for name in surface(one)} == surface(other).keys()
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_both_have_the_same_signatures(one: type, other: type) -> None:
+    for name, member in surface(one).items():
+        there = getattr(other, NAMES.get(name, name))
+        if not isinstance(member, property):
+            assert blocking(member) == blocking(there), name
+
+
+def test_both_are_made_in_the_same_way() -> None:
+    assert inspect.signature(AsyncClient.__init__) == inspect.signature(Client.__init__)
+
+
+def test_every_call_of_the_contract_is_offered() -> None:
+    named = {
+        "GetStatus": "status",
+        "ListModels": "models",
+        "Capacity": "capacity",
+    }
+    services = [
+        inference_pb2.DESCRIPTOR.services_by_name["Inference"],
+        admin_pb2.DESCRIPTOR.services_by_name["Admin"],
+    ]
+    for service in services:
+        for call in service.methods_by_name:
+            words = "".join(f"_{c.lower()}" if c.isupper() else c for c in call).strip("_")
+            assert hasattr(AsyncClient, named.get(call, words)), call

@@ -1,0 +1,182 @@
+"""Which errors pass, and when a call is made again."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from everlift import (
+    AsyncClient,
+    DeadlineExceeded,
+    InvalidRequest,
+    LedgerFull,
+    LedgerUnavailable,
+    NoWorker,
+    QueueFull,
+    RateLimited,
+    RouterStopping,
+    UnknownRequest,
+    Unreachable,
+)
+from everlift.deadline import Deadline
+from everlift.retries import Retries
+from everlift.testing import FakeTransport, Hold, Refuse
+from everlift.v1 import chaos_pb2
+
+
+def retries(unavailable_s: float = 30.0, refused_s: float = 10.0, jitter: float = 0.0) -> Retries:
+    return Retries(unavailable_s, refused_s, lambda: jitter)
+
+
+def test_what_may_pass_is_tried_again_and_nothing_else() -> None:
+    for passing in (
+        Unreachable(),
+        RouterStopping(),
+        LedgerUnavailable(),
+        QueueFull(),
+        LedgerFull(),
+    ):
+        assert retries().delay(passing, 0.0) == 0.025
+    for final in (NoWorker(), InvalidRequest(), UnknownRequest(), DeadlineExceeded()):
+        assert retries().delay(final, 0.0) is None
+
+
+@pytest.mark.parametrize(("jitter", "delay"), [(0.0, 2.0), (0.5, 2.25), (1.0, 2.5)])
+def test_nobody_comes_sooner_than_told_and_not_all_at_once(jitter: float, delay: float) -> None:
+    assert retries(jitter=jitter).delay(RateLimited(retry_after_s=2.0), 0.0) == delay
+
+
+def test_a_wait_that_the_budget_does_not_hold_is_not_begun() -> None:
+    assert retries(refused_s=1.9).delay(RateLimited(retry_after_s=2.0), 0.0) is None
+    assert retries(refused_s=2.1).delay(RateLimited(retry_after_s=2.0), 0.0) == 2.0
+
+
+def test_without_a_budget_nothing_is_tried_again() -> None:
+    off = retries(unavailable_s=0.0, refused_s=0.0)
+    assert off.delay(QueueFull(), 0.0) is None
+    assert off.delay(Unreachable(), 0.0) is None
+
+
+def test_a_budget_may_have_no_end() -> None:
+    endless, now = retries(refused_s=math.inf), 0.0
+    for _ in range(1000):
+        delay = endless.delay(QueueFull(retry_after_s=100.0), now)
+        assert delay is not None
+        now += delay
+
+
+def test_each_kind_has_a_budget_of_its_own_and_success_renews_both() -> None:
+    both = retries(unavailable_s=1.0, refused_s=1.0)
+    assert both.delay(QueueFull(), 0.0) is not None
+    assert both.delay(Unreachable(), 1.5) is not None
+    assert both.delay(QueueFull(), 1.5) is None
+    both.succeeded()
+    assert both.delay(QueueFull(), 1.5) is not None
+
+
+def test_a_deadline_counts_from_the_first_call() -> None:
+    deadline = Deadline(5.0)
+    assert not deadline.passes_before(1e9)
+    assert deadline.remaining(100.0) == 5.0
+    assert (deadline.remaining(103.0), deadline.remaining(106.0)) == (2.0, 0.0)
+    assert deadline.passes_before(105.1)
+    assert not deadline.passes_before(105.0)
+    never = Deadline(None)
+    assert never.remaining(0.0) is None
+    assert not never.passes_before(1e9)
+
+
+SOON = 0.01
+
+
+async def test_a_submission_that_found_no_room_comes_again_under_its_id() -> None:
+    refusals = [Refuse(each(retry_after_s=SOON)) for each in (QueueFull, RateLimited, LedgerFull)]
+    transport = FakeTransport(faults=refusals)
+    async with AsyncClient("fake", transport=transport) as client:
+        assert await client.generate("a b", request_id="r").text() == "a b"
+    assert transport.router.calls == ["Generate"] * 4
+    assert list(transport.router.requests) == ["r"]
+
+
+async def test_a_submission_waits_as_long_as_it_was_told() -> None:
+    transport = FakeTransport(faults=[Refuse(QueueFull(retry_after_s=0.2))])
+    async with AsyncClient("fake", transport=transport) as client:
+        began = asyncio.get_running_loop().time()
+        await client.generate("a").text()
+        assert asyncio.get_running_loop().time() - began >= 0.2
+
+
+async def test_retries_can_be_switched_off() -> None:
+    transport = FakeTransport(faults=[Refuse(QueueFull()), Refuse(RouterStopping(), "GetStatus")])
+    async with AsyncClient("fake", transport=transport, retry_s=0) as client:
+        with pytest.raises(QueueFull):
+            await client.generate("a").text()
+        with pytest.raises(RouterStopping):
+            await client.status()
+    assert transport.router.calls == ["Generate", "GetStatus"]
+
+
+async def test_a_single_call_is_made_again_where_it_may_pass() -> None:
+    transport = FakeTransport(
+        faults=[
+            Refuse(LedgerUnavailable(), "Cancel"),
+            Refuse(RateLimited(retry_after_s=SOON), "Cancel"),
+            Refuse(UnknownRequest("never seen"), "Cancel"),
+        ]
+    )
+    async with AsyncClient("fake", transport=transport) as client:
+        with pytest.raises(UnknownRequest, match="never seen"):
+            await client.cancel("r")
+    assert transport.router.calls == ["Cancel"] * 3
+
+
+async def test_a_fault_is_not_injected_twice() -> None:
+    transport = FakeTransport(faults=[Refuse(RouterStopping(), "Inject")])
+    async with AsyncClient("fake", transport=transport) as client:
+        with pytest.raises(RouterStopping):
+            await client.inject(chaos_pb2.Fault())
+    assert transport.router.calls == ["Inject"]
+
+
+async def test_a_deadline_covers_all_tries_of_a_single_call() -> None:
+    refusals = [Refuse(RouterStopping(), "GetStatus")] * 100
+    async with AsyncClient("fake", transport=FakeTransport(faults=refusals)) as client:
+        with pytest.raises(DeadlineExceeded, match="no router answered"):
+            await client.status(timeout_s=0.3)
+    refusals = [Refuse(QueueFull("no room", retry_after_s=0.1), "GetStatus")] * 100
+    async with AsyncClient("fake", transport=FakeTransport(faults=refusals)) as client:
+        with pytest.raises(QueueFull, match="no room"):
+            await client.status(timeout_s=0.3)
+
+
+async def test_a_deadline_covers_all_tries_of_a_submission() -> None:
+    refusals = [Refuse(QueueFull("no room", retry_after_s=0.1))] * 100
+    transport = FakeTransport(faults=refusals)
+    async with AsyncClient("fake", transport=transport) as client:
+        with pytest.raises(QueueFull, match="no room"):
+            await client.generate("a", timeout_s=0.3).text()
+    assert transport.router.calls == ["Generate"] * len(transport.router.calls)
+    assert 2 <= len(transport.router.calls) <= 4
+
+
+async def test_what_is_left_of_the_time_is_sent() -> None:
+    transport = FakeTransport(faults=[Refuse(QueueFull(retry_after_s=0.2))])
+    async with AsyncClient("fake", transport=transport) as client:
+        await client.generate("a", timeout_s=9, request_id="r").text()
+    left = transport.router.requests["r"].submission.timeout_s
+    assert left is not None and left <= 8.8
+
+
+async def test_a_call_that_nobody_waits_for_is_not_made_again() -> None:
+    transport = FakeTransport(faults=[Hold(0)])
+    async with AsyncClient("fake", transport=transport) as client:
+        async with client.generate("a", request_id="r") as stream:
+            waiting = asyncio.create_task(anext(stream))
+            while not transport.router.requests:
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+    assert transport.router.calls == ["Generate", "Cancel"]
