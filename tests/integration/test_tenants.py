@@ -25,6 +25,7 @@ from everlift.errors import (
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.gateway.caller import Scope
+from tests.http_client import JSON, Answer, ask
 from tests.in_process import ROUTER, Cluster, cluster, receive, right_tokens, until
 from tests.keyring import Keyring
 
@@ -37,6 +38,7 @@ class Parts:
     cluster: Cluster
     keyring: Keyring
     clients: dict[str, AsyncClient]
+    keys: dict[str, str]
     #: what is left at the end
     stack: AsyncExitStack
 
@@ -73,7 +75,7 @@ async def parts(tmp_path: Path) -> AsyncIterator[Parts]:
         clients["stranger"] = AsyncClient(here)
         for client in clients.values():
             await stack.enter_async_context(client)
-        yield Parts(parts, keyring, clients, stack)
+        yield Parts(parts, keyring, clients, keys, stack)
 
 
 Ask = Callable[[AsyncClient, str], Awaitable[object]]
@@ -82,6 +84,27 @@ Ask = Callable[[AsyncClient, str], Awaitable[object]]
 async def attach(client: AsyncClient, request_id: str) -> object:
     async with client.attach(request_id) as stream:
         return await anext(aiter(stream))
+
+
+async def test_keys_and_limits_hold_over_http_too(parts: Parts) -> None:
+    """And a tenant's events are that tenant's alone."""
+    address = parts.cluster.routers[1].http_address
+    await parts.began("acme")
+
+    async def answer(name: str, **fields: object) -> Answer:
+        key = {"authorization": f"Bearer {parts.keys[name]}"} if name in parts.keys else {}
+        body = {"prompt": "a", "max_tokens": 4, **fields}
+        last = {"last-event-id": "r/0.0"} if "stream" in fields else {}
+        return await ask(address, "/v1/completions", body, {**JSON, **key, **last})
+
+    assert [(await answer(name)).status for name in ("stranger", "watcher", "acme")] == [
+        *(401, 403, 200)
+    ]
+    assert (await answer("other", stream=True)).error == ("unknown_request", None)
+    assert (await answer("limited", max_tokens=9)).error == ("out_of_range", "max_tokens")
+    assert [(await answer("limited")).status for _ in range(3)] == [200, 200, 429]
+    refused = await answer("limited")
+    assert refused.error[0] == "rate_limited" and int(refused.headers["retry-after"]) >= 1
 
 
 ASKS: dict[str, Ask] = {
