@@ -200,7 +200,7 @@ async def test_scopes_hold(parts: Parts) -> None:
     assert (await failure(parts["watcher"].generate("x").text()))[0] is Forbidden
     assert (await failure(parts["stranger"].generate("x").text()))[0] is Unauthenticated
     address = parts.cluster.address
-    async with operating([address], await parts.keyring.key("acme")) as operator:
+    async with operating([address], api_key=await parts.keyring.key("acme")) as operator:
         assert (await failure(operator.drain("w")))[0] in (Forbidden, Unauthenticated)
 
 
