@@ -52,7 +52,7 @@ class Limits:
         each = self.max_tokens // submission.n
         if submission.max_tokens is not None or each == 0:
             asked = (submission.max_tokens or 1) * submission.n
-            check_range("max_tokens of all choices", asked, 1, self.max_tokens)
+            check_range("max_tokens of all choices", asked, 1, self.max_tokens, field="max_tokens")
             return submission
         return replace(submission, max_tokens=each)
 
