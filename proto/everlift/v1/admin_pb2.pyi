@@ -138,7 +138,9 @@ class CapacityResponse(google.protobuf.message.Message):
     queued_tokens: builtins.int
     """to be computed for them, as predicted"""
     wait_s: builtins.float
-    """until what waits now is dispatched, as predicted, at most; unset: not known"""
+    """Until what waits now is dispatched, as predicted by the tokens that wait; what runs may be in the way of them for
+    longer. Unset: not known.
+    """
     def __init__(
         self,
         *,
