@@ -55,7 +55,7 @@ class Emptying(inference_pb2_grpc.InferenceServicer):
         self.left = 4
 
     async def GetStatus(self, request: object, context: object) -> inference_pb2.GetStatusResponse:
-        self.left -= 1
+        self.left = max(self.left - 1, 0)
         worker = inference_pb2.WorkerStatus(
             worker_id="abc", alive=True, num_running=self.left, draining=self.left < 3
         )
