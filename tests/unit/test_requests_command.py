@@ -23,6 +23,9 @@ class Listing(inference_pb2_grpc.InferenceServicer):
     def __init__(self) -> None:
         self.asked: list[pb.ListRequestsRequest] = []
 
+    async def GetStatus(self, request: object, context: object) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse()
+
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: object
     ) -> pb.ListRequestsResponse:
