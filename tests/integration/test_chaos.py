@@ -212,7 +212,7 @@ async def test_the_check_finds_what_somebody_has_broken(cluster: ProcessCluster)
     found = json.loads(result.stdout)
     assert found["requests"]["finished"] == 1
     assert found["counts"] == dict.fromkeys(
-        ("lost", "repeated", "reordered", "orphaned", "immortal"), 0
+        ("lost", "repeated", "reordered", "orphaned", "immortal", "mislisted"), 0
     ) | {"orphaned": 2}
     assert {each["why"] for each in found["findings"]} == {
         "t:broken:0 has no request",
