@@ -19,7 +19,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -69,6 +69,9 @@ soak-engine: $(VENV)/.installed ## random models and histories, SOAK_MINUTES (10
 
 bench-ledger: $(VENV)/.installed ## what a step costs in the ledger (build/bench/ledger.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/ledger_step.py
+
+bench-router: $(VENV)/.installed ## what a router carries on one core, also against Ray Serve (build/bench/router.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/router_cost.py
 
 bench-durability: $(VENV)/.installed ## tokens before or after the ledger has them (build/bench/durability.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/durability.py

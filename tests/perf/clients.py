@@ -17,7 +17,7 @@ import grpc
 from everlift.channels import CLIENT_OPTIONS
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from tests.perf.cores import cpu_seconds, resident_bytes
+from tests.perf.cores import cpu_seconds, resident_bytes, waited_seconds
 
 
 class Incomplete(Exception):
@@ -52,6 +52,8 @@ class Window:
     tokens: int
     cpu_s: float
     wall_s: float
+    #: for which others had the process's core
+    waited_s: float
     #: of the process, when the streams had begun
     resident_bytes: int
 
@@ -62,6 +64,7 @@ class Window:
             "tokens_per_message": self.tokens / self.messages,
             "tokens_per_wall_s": self.tokens / self.wall_s,
             "core_share": self.cpu_s / self.wall_s,
+            "core_denied": self.waited_s / self.wall_s,
         }
 
 
@@ -73,12 +76,13 @@ async def watch(pid: int, num: int, read: Callable[[Traffic], Coroutine[Any, Any
             group.create_task(read(traffic))
         await traffic.all_began.wait()
         messages, tokens, resident = traffic.messages, traffic.tokens, resident_bytes(pid)
-        cpu, wall = cpu_seconds(pid), time.perf_counter()
+        cpu, wall, waited = cpu_seconds(pid), time.perf_counter(), waited_seconds(pid)
     return Window(
         traffic.messages - messages,
         traffic.tokens - tokens,
         cpu_seconds(pid) - cpu,
         time.perf_counter() - wall,
+        waited_seconds(pid) - waited,
         resident,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,13 +26,14 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime(_cpu_clock(pid))
 
 
-def total_cpu_seconds(pids: Iterable[int]) -> float:
-    return sum(map(cpu_seconds, pids))
-
-
 def _cpu_clock(pid: int) -> int:
     """What clock_getcpuclockid(3) answers: the clock that the scheduler counts of a process."""
     return (~pid << 3) | 2
+
+
+def waited_seconds(pid: int) -> float:
+    """For how long its first thread was ready to go on while others had the core."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def resident_bytes(pid: int) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -150,21 +149,24 @@ class RayServe:
 
 @contextmanager
 def ray_serve() -> Iterator[RayServe]:
-    with child(_drive) as driver:
+    # Short, since Ray's sockets lie in it: a socket's path has 107 bytes at most.
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-ray-", ignore_cleanup_errors=True) as scratch,
+        child(_drive, scratch) as driver,
+    ):
         yield RayServe(driver.pipe.recv(), driver)
 
 
 # the driver
 
 
-def _drive(pipe: Connection) -> None:
+def _drive(scratch: str, pipe: Connection) -> None:
     os.environ.update(_DIRECT)
     local_ray.prepare()
     import ray
     from ray import serve
 
     local_ray.log_messages()
-    scratch = tempfile.mkdtemp(prefix="bench-ray-")
     try:
         ray.init(
             address="local",
@@ -183,7 +185,6 @@ def _drive(pipe: Connection) -> None:
         asyncio.run(_answer(pipe))
     finally:
         ray.shutdown()
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _deploy() -> None:

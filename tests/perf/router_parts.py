@@ -14,7 +14,7 @@ from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 from tests.perf import cores
 from tests.perf.clients import Window, connected, watch
-from tests.perf.cores import cpu_seconds
+from tests.perf.cores import cpu_seconds, waited_seconds
 from tests.perf.durability import RouterProcess, router_process
 from tests.perf.floor import Floor
 from tests.perf.noop_worker import Habits, working
@@ -22,10 +22,8 @@ from tests.perf.ray_serve import WAYS, RayServe, Way
 
 CONFIG = RouterConfig(model="fake", port=0, http_host="", worker_silence=5.0)
 CONNECTIONS = 8
-STREAMS = (256, 64)
-LINES = (64, 256)
 #: messages in a second, of which the first is taken that the router and its clients keep up with
-PACES_PER_S = (8000, 5600, 4000, 2800, 2000)
+PACES_PER_S = (8000, 5000, 3000, 2000)
 #: as many messages as steps, but for so few that were late
 CALM_SHARE = 0.98
 PROMPT_TOKENS, OUTPUT_TOKENS, STEP_S = 100, 16, 0.02
@@ -33,7 +31,6 @@ LOAD = 0.7
 #: enough of these requests at once to keep a router busy
 SATURATING = 512
 HELD, HELD_TOKENS, HELD_STEP_S = 2000, 8, 0.25
-SERVE_STREAMS = 256
 #: from the load's begin to when it is counted
 WARM_UP_S = 0.5
 
@@ -49,7 +46,11 @@ class Bench:
     #: of what is measured, and of everything else
     core: int
     other_core: int
+    #: of each measurement
     seconds: float
+    #: streams, or requests, at once
+    many: int
+    few: int
     router: RouterProcess
     floor: Floor
 
@@ -93,13 +94,15 @@ async def hasty_streams(bench: Bench, num: int, tokens: int, per_s: float) -> Fi
 
 
 async def streams(bench: Bench) -> dict[str, Figures]:
-    found = {f"streams_{num}": await calm_streams(bench, num) for num in STREAMS}
-    num = STREAMS[0]
-    found["streams_of_4"] = await calm_streams(bench, num, 4)
-    for tokens, calm in ((1, found[f"streams_{num}"]), (4, found["streams_of_4"])):
-        per_s = calm["tokens_per_cpu_s"]
-        found[f"hasty_streams_of_{tokens}"] = await hasty_streams(bench, num, tokens, per_s)
-    return found
+    many = bench.many
+    one, four = await calm_streams(bench, many), await calm_streams(bench, many, 4)
+    return {
+        "streams": one,
+        "few_streams": await calm_streams(bench, bench.few),
+        "streams_of_4": four,
+        "hasty_streams": await hasty_streams(bench, many, 1, one["tokens_per_cpu_s"]),
+        "hasty_streams_of_4": await hasty_streams(bench, many, 4, four["tokens_per_cpu_s"]),
+    }
 
 
 # requests
@@ -116,14 +119,17 @@ async def lines(
         await asyncio.sleep(WARM_UP_S)
         before, begin = clients.answered, time.perf_counter()
         cpu, ledger_cpu = cpu_seconds(pid), cpu_seconds(bench.ledger_pid)
+        waited = waited_seconds(pid)
         await asyncio.sleep(bench.seconds)
         answered, wall_s = clients.answered - before, time.perf_counter() - begin
         cpu_s = cpu_seconds(pid) - cpu
         ledger_cpu_s = cpu_seconds(bench.ledger_pid) - ledger_cpu
+        waited_s = waited_seconds(pid) - waited
     return {
         "requests_per_cpu_s": answered / cpu_s,
         "requests_per_wall_s": answered / wall_s,
         "core_share": cpu_s / wall_s,
+        "core_denied": waited_s / wall_s,
         "ledger_core_share": ledger_cpu_s / wall_s,
     }
 
@@ -131,11 +137,10 @@ async def lines(
 async def requests(bench: Bench) -> dict[str, Figures]:
     request, found = _request(1), {}
     router, floor = bench.router, bench.floor
-    for num in LINES:
+    for name, num in (("requests", bench.many), ("few_requests", bench.few)):
         async with working(router.internal_address, Habits(0.0, 1, 1)):
-            through = await lines(bench, router.address, router.pid, num, request)
-        found[f"requests_{num}"] = through
-        found[f"floor_{num}"] = await lines(bench, floor.ledger, floor.pid, num, request)
+            found[name] = await lines(bench, router.address, router.pid, num, request)
+        found[f"{name}_floor"] = await lines(bench, floor.ledger, floor.pid, num, request)
     return found
 
 
@@ -180,7 +185,7 @@ async def held(bench: Bench) -> dict[str, Figures]:
     ledger = LedgerConfig(url=bench.url, key_prefix=f"held-{time.time_ns()}")
     with router_process(CONFIG, ledger) as router:
         cores.pin(router.pid, bench.core)
-        await run_streams(router, STREAMS[1], HELD_TOKENS, HELD_STEP_S, 1)
+        await run_streams(router, bench.few, HELD_TOKENS, HELD_STEP_S, 1)
         before = cores.resident_bytes(router.pid)
         window = await run_streams(router, HELD, HELD_TOKENS, HELD_STEP_S, 1)
     per_stream = (window.resident_bytes - before) / HELD
@@ -191,7 +196,7 @@ async def held(bench: Bench) -> dict[str, Figures]:
 
 
 async def serve(bench: Bench, ray: RayServe) -> dict[str, Figures]:
-    num = SERVE_STREAMS
+    num = bench.many
     calm = await calm_streams(bench, num)
     found = {"router": calm}
     for way in WAYS:
@@ -204,7 +209,7 @@ async def serve(bench: Bench, ray: RayServe) -> dict[str, Figures]:
 
 async def through_serve(bench: Bench, ray: RayServe, way: Way, pace_s: float) -> Figures:
     """For about as long as the router's."""
-    num = SERVE_STREAMS
+    num = bench.many
     cores.pin(ray.pid(way), bench.core)
     try:
         first = await ray.watch(way, num, 8, pace_s)
