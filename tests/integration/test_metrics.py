@@ -154,7 +154,7 @@ async def test_of_the_cluster_its_leader_speaks_alone() -> None:
 async def test_what_the_full_queue_refuses_is_counted_too() -> None:
     config = replace(ROUTER, max_queued=1)
     async with cluster(workers=0, router_config=config) as parts:
-        async with AsyncClient(parts.address) as client:
+        async with AsyncClient(parts.address, retry_s=0.0) as client:
             waits = asyncio.create_task(receive(client, [5], 3))
             await until(lambda: parts.routers[0]._line.queued)
             with pytest.raises(QueueFull):
