@@ -172,7 +172,7 @@ async def test_a_router_that_relays_and_dies_does_not_take_the_request_with_it(
             live = first._requests._custody.get(stream.request_id)
             assert live is not None
             await until(lambda: live._num_readers == 2)
-            stream._hang_up()
+            stream._reading._hang_up()
             await until(lambda: live._num_readers == 1)
             await parts.kill_router(second)
             await until(lambda: not live.has_readers)
