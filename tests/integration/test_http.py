@@ -439,6 +439,7 @@ async def test_where_a_stream_is_must_be_right(address: str) -> None:
     assert answer.error == ("invalid_request", "last-event-id")
 
 
+@pytest.mark.long
 async def test_a_slow_reader_is_waited_for() -> None:
     """The router writes no more than the connection takes, and others have their tokens."""
     async with cluster(workers=1, worker_config=replace(WORKER, num_blocks=1024)) as parts:

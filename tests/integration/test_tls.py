@@ -210,7 +210,7 @@ async def test_a_client_shows_its_new_certificate_when_it_has_one(
     )
     async with cluster(workers=0, router_config=config) as parts:
         tls = Tls(str(ours.ca), str(ours.cert), str(ours.key))
-        async with AsyncClient(parts.address, tls=tls) as client:
+        async with AsyncClient(parts.address, tls=tls, retry_s=0) as client:
             await client.status()
             theirs.hold(files.server, files.others.ca)
             # What is connected stays so.
@@ -274,7 +274,7 @@ async def test_a_stranger_is_nobody_inside(files: Files) -> None:
 
 
 async def is_refused_by_router(address: str, transport: Transport) -> bool:
-    async with AsyncClient(address, transport=transport) as client:
+    async with AsyncClient(address, transport=transport, retry_s=0) as client:
         try:
             await client.status()
         except Unreachable:
