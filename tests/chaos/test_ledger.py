@@ -266,7 +266,7 @@ async def test_a_nearly_full_server_gets_no_new_requests_and_finishes_what_it_ha
 
 def impatient(cluster: Cluster) -> AsyncClient:
     """It asks once."""
-    return AsyncClient(cluster.addresses, reconnect_s=0.1)
+    return AsyncClient(cluster.addresses, reconnect_s=0.1, retry_s=0.0)
 
 
 async def is_refused(client: AsyncClient) -> bool:
