@@ -1,0 +1,1 @@
+"""A gRPC server on asyncio and h2."""

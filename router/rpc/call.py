@@ -101,11 +101,6 @@ class Call:
         self._has_all = True
         self._came.set()
 
-    @property
-    def num_held(self) -> int:
-        """Bytes of messages that nobody has read yet."""
-        return self._unread_bytes + self._reader.num_held
-
     def _let_in(self) -> None:
         """More may come, unless too much is unread."""
         if self._unacknowledged and self._unread_bytes <= self._limits.max_unread_bytes:
@@ -169,9 +164,6 @@ class Call:
 
     def time_remaining(self) -> float | None:
         return None if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
-
-    def peer(self) -> str:
-        return self._connection.peer
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
         self._initial, self._must_begin = tuple(metadata), True

@@ -82,7 +82,6 @@ class Http2(H2Connection):
 class Connection(asyncio.Protocol):
     def __init__(self, server: Server, limits: Limits) -> None:
         self.limits = limits
-        self.peer = ""
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, Call] = {}
@@ -111,7 +110,6 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(_WRITE_HIGH)
-        self.peer = str(transport.get_extra_info("peername"))
         if not self._server.joined(self):
             self._transport.abort()
             return
@@ -183,9 +181,10 @@ class Connection(asyncio.Protocol):
         size = event.flow_controlled_length
         if call is None:
             # Answered already; what still comes counts on the connection.
-            self._http2.increment_flow_control_window(size) if size else None
-            return
-        call.feed(event.data, size)
+            if size:
+                self._http2.increment_flow_control_window(size)
+        else:
+            call.feed(event.data, size)
 
     def acknowledge(self, call: Call, size: int) -> None:
         """The call has taken so many bytes."""

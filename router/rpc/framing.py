@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable
 
 from everlift.errors import InvalidRequest, MessageTooLarge, Unimplemented
 
@@ -18,8 +17,6 @@ _WINDOW_BITS = {"gzip": 31, "deflate": 15}
 ENCODINGS = (IDENTITY, *_WINDOW_BITS)
 #: To compress less would make it longer.
 _WORTHWHILE_BYTES = 256
-
-Compress = Callable[[bytes], bytes]
 
 
 def check_encoding(name: str) -> str:

@@ -35,7 +35,6 @@ class Server:
         self._bound: list[tuple[socket.socket, ssl.SSLContext | None]] = []
         self._listening: list[asyncio.Server] = []
         self._connections: set[Connection] = set()
-        self._stopped = asyncio.Event()
 
     # before it starts
 
@@ -101,10 +100,6 @@ class Server:
         await self._wait_for_calls(_FAREWELL_S)
         for connection in tuple(self._connections):
             connection.abort()
-        self._stopped.set()
-
-    async def wait_for_termination(self) -> None:
-        await self._stopped.wait()
 
     async def _wait_for_calls(self, patience_s: float) -> None:
         deadline = asyncio.get_running_loop().time() + patience_s
