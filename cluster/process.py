@@ -18,6 +18,8 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+import uvloop
+
 from cluster.announcer import Announcer
 from cluster.launch import Launch, RankLaunch, Report, RouterLaunch, decode
 from everlift import logs
@@ -42,7 +44,7 @@ def main() -> None:
     launch = decode(sys.argv[1], sys.stdin.readline().encode())
     logs.configure(launch.name, launch.log_level)
     try:
-        asyncio.run(_run(launch, tell))
+        uvloop.run(_run(launch, tell))
     except (EverliftError, LedgerSetupError, SettingsError, OSError, ValueError) as error:
         log.error("failed", cause=str(error))
         tell({"error": str(error)})

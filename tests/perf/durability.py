@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import grpc
 import redis
+import uvloop
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.channels import CLIENT_OPTIONS, SERVER_OPTIONS
@@ -155,7 +156,7 @@ def _serve(config: RouterConfig, ledger: LedgerConfig, pipe: Connection) -> None
         await asyncio.to_thread(pipe.poll, None)
         await router.stop()
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc
+import uvloop
 
 from everlift.channels import SERVER_OPTIONS
 from everlift.messages import FinishReason
@@ -106,7 +107,7 @@ def _serve(config: LedgerConfig, pace_s: float, pipe: Connection) -> None:
         await filed.stop(None)
         await ledger.close()
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @contextmanager
