@@ -46,7 +46,8 @@ class LedgerConfig:
     retention: float = 3600.0
     #: the longest that one call takes, its retries counted in
     timeout: float = 3.0
-    #: connections of one process; calls beyond that wait for one
+    #: connections of one process to a cluster's servers, or to one where a replica is waited for;
+    #: calls beyond that wait for one. Other calls share one connection
     max_connections: int = 32
     #: what the embedded server may keep; at the limit it refuses writes
     maxmemory_mib: int = 1024

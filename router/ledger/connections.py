@@ -30,16 +30,15 @@ from redis.exceptions import RedisClusterException
 
 from everlift.reloaded import Reloaded
 from router.ledger.address import Address, Kind, parse
+from router.ledger.channel import Argument, Channel
 from router.ledger.config import LedgerConfig
 from router.ledger.tls import SentinelTlsConnection, TlsConnection, context
 
-#: ``shards.py`` bounds the connections: a pool that counts them too would count for ever those
+#: They are bounded here: a pool that counts them too would count for ever those
 #: whose way back was cancelled.
 _ANY_NUMBER = 1 << 31
 #: A sentinel that does not answer may cost so much of a call's time: then the next one is asked.
 _SENTINEL_PART = 1 / 8
-
-Argument = str | int | bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,10 @@ class Connections(Protocol):
         """Their answers, refusals among them as exceptions. Those for one server go to it in one
         piece, over one connection, in their order. Raises RedisError or RedisClusterException when
         a server cannot be reached; what became of the commands is then unknown."""
+        ...
+
+    async def call(self, commands: Sequence[Command]) -> list[Any]:
+        """The same for scripts that wait for nothing."""
         ...
 
     async def servers(self, keys: Sequence[str]) -> list[str]:
@@ -77,27 +80,37 @@ def connections(config: LedgerConfig) -> Connections:
         return _Cluster(address, config)
     if address.kind is Kind.SENTINEL:
         return _SentinelPrimary(address, config)
-    return _OneServer(Redis.from_pool(_pool(address, config)))
+    return _OneServer(Redis.from_pool(_pool(address, config)), config)
 
 
 class _OneServer:
-    def __init__(self, client: Redis) -> None:
+    """Calls of scripts share a connection; what else is sent has one each time."""
+
+    def __init__(self, client: Redis, config: LedgerConfig) -> None:
         self._client = client
+        self._channel = Channel(client.connection_pool.make_connection, _patience_s(config))
+        self._slots = asyncio.Semaphore(config.max_connections)
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
-        pipeline = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command.arguments)
-        return await pipeline.execute(raise_on_error=False)
+        async with self._slots:
+            pipeline = self._client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command.arguments)
+            return await pipeline.execute(raise_on_error=False)
+
+    async def call(self, commands: Sequence[Command]) -> list[Any]:
+        return await self._channel.send([command.arguments for command in commands])
 
     async def servers(self, keys: Sequence[str]) -> list[str]:
         return list(keys[:1])
 
     async def look_again(self) -> None:
         # Behind its name there may be another server by now. A connection in use ends by itself.
+        self._channel.retire()
         await self._client.connection_pool.disconnect(inuse_connections=False)
 
     async def close(self) -> None:
+        await self._channel.close()
         await self._client.aclose()
 
 
@@ -122,7 +135,8 @@ class _SentinelPrimary(_OneServer):
                 db=address.db,
                 max_connections=_ANY_NUMBER,
                 **settings,
-            )
+            ),
+            config,
         )
 
     async def servers(self, keys: Sequence[str]) -> list[str]:
@@ -131,6 +145,7 @@ class _SentinelPrimary(_OneServer):
             before = self._primary
             self._primary = await self._sentinel.discover_master(self._service)
             if before not in (None, self._primary):
+                self._channel.drop()
                 await self._client.connection_pool.disconnect()
         return await super().servers(keys)
 
@@ -161,6 +176,7 @@ class _Cluster:
         self._settings = _settings(address, config)
         self._tls = self._settings.pop("tls", None)
         self._client = self._make()
+        self._slots = asyncio.Semaphore(config.max_connections)
 
     def _make(self) -> RedisCluster:
         client = RedisCluster(
@@ -175,12 +191,17 @@ class _Cluster:
         return client
 
     async def send(self, commands: Sequence[Command]) -> list[Any]:
-        client = await self._client.initialize()
-        pipeline = client.pipeline()
-        for command in commands:
-            node = client.get_node_from_key(command.key)
-            pipeline.execute_command(*command.arguments, target_nodes=node)
-        return await pipeline.execute(raise_on_error=False, allow_redirections=False)
+        # Each call has one connection to each server that it speaks with.
+        async with self._slots:
+            client = await self._client.initialize()
+            pipeline = client.pipeline()
+            for command in commands:
+                node = client.get_node_from_key(command.key)
+                pipeline.execute_command(*command.arguments, target_nodes=node)
+            return await pipeline.execute(raise_on_error=False, allow_redirections=False)
+
+    async def call(self, commands: Sequence[Command]) -> list[Any]:
+        return await self.send(commands)
 
     async def servers(self, keys: Sequence[str]) -> list[str]:
         client = await self._client.initialize()
@@ -233,8 +254,7 @@ def _pool(address: Address, config: LedgerConfig) -> ConnectionPool:
 
 def _settings(address: Address, config: LedgerConfig) -> dict[str, Any]:
     """What every connection is made with."""
-    # A connection that says nothing is given up in time for a second one.
-    patience = config.timeout / 2
+    patience = _patience_s(config)
     return {
         "username": address.username,
         "password": address.password,
@@ -247,3 +267,8 @@ def _settings(address: Address, config: LedgerConfig) -> dict[str, Any]:
         "driver_info": None,
         **({"tls": context(config)} if address.tls else {}),
     }
+
+
+def _patience_s(config: LedgerConfig) -> float:
+    """A connection that says nothing is given up in time for a second one."""
+    return config.timeout / 2

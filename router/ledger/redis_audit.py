@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from router.ledger import codec, scripts
 from router.ledger.audit import Audited, Claim, Item, Listed, Stray
-from router.ledger.connections import Argument, Command
+from router.ledger.channel import Argument
+from router.ledger.connections import Command
 from router.ledger.entry import State
 from router.ledger.shards import Shards
 

@@ -46,8 +46,9 @@ from router.ledger.base import (
     check_nonce,
     check_told,
 )
+from router.ledger.channel import Argument
 from router.ledger.config import EMBEDDED, LedgerConfig, LedgerSetupError
-from router.ledger.connections import Argument, Command
+from router.ledger.connections import Command
 from router.ledger.entry import (
     Append,
     Appended,

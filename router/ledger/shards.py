@@ -30,8 +30,9 @@ from redis.exceptions import (
 )
 
 from everlift.errors import LedgerUnavailable
+from router.ledger.channel import Argument
 from router.ledger.config import LedgerConfig
-from router.ledger.connections import Argument, Command, connections
+from router.ledger.connections import Command, connections
 from router.ledger.scripts import Script
 from router.ledger.server import SCHEMA, Info
 
@@ -83,8 +84,6 @@ class Shards:
         self._timeout_s = config.timeout
         self._roots = [f"{config.key_prefix}:{SCHEMA}:{{{n}}}:" for n in range(config.shards)]
         self._connections = connections(config)
-        # Each call has one connection to each server that it speaks with.
-        self._slots = asyncio.Semaphore(config.max_connections)
         self._is_replicated = config.durability_class == "replicated"
         #: set by each look at the servers
         self.knows_waitaof = False
@@ -137,7 +136,7 @@ class Shards:
 
         async def ask() -> list[Any]:
             keys = await self._connections.servers(self._roots)
-            answers = await self._send([Command(key, arguments) for key in keys])
+            answers = await self._connections.send([Command(key, arguments) for key in keys])
             for answer in answers:
                 if isinstance(answer, RedisError) and _passes(answer):
                     raise answer
@@ -195,7 +194,10 @@ class Shards:
         commands = [self._command(call) for call in calls]
         settling = self._settling(calls)
         per_shard = 4 if self.knows_waitaof else 3
-        answers = await self._send([*commands, *more, *settling])
+        asked = [*commands, *more, *settling]
+        # What waits for a replica, or is no script, does not go where others wait behind it.
+        send = self._connections.send if settling or more else self._connections.call
+        answers = await send(asked)
         missing = [
             call
             for call, answer in zip(calls, answers, strict=False)
@@ -203,7 +205,7 @@ class Shards:
         ]
         if missing:
             await self._load(missing)
-            answers = await self._send([*commands, *more, *settling])
+            answers = await send(asked)
         kept = len(commands) + len(more)
         _raise_first(answers[:kept])
         _check_settled(answers[kept:], per_shard)
@@ -242,13 +244,9 @@ class Shards:
         await self._answered(loading)
 
     async def _answered(self, commands: Sequence[Command]) -> list[Any]:
-        answers = await self._send(commands)
+        answers = await self._connections.send(commands)
         _raise_first(answers)
         return answers
-
-    async def _send(self, commands: Sequence[Command]) -> list[Any]:
-        async with self._slots:
-            return await self._connections.send(commands)
 
     async def close(self) -> None:
         await self._connections.close()

@@ -1,0 +1,211 @@
+"""One connection that many calls share, against servers that answer as a test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from redis.asyncio.connection import UnixDomainSocketConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError, NoScriptError, RedisError, TimeoutError
+
+from router.ledger.channel import Channel
+
+#: what a server does with what it reads
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+PING = b"*1\r\n$4\r\nPING\r\n"
+
+
+class Server:
+    def __init__(self, talk: Talk) -> None:
+        self._talk = talk
+        self.connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            await self._talk(reader, writer)
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def talking(
+    talk: Talk, directory: Path, patience_s: float = 5.0
+) -> AsyncIterator[tuple[Channel, Server]]:
+    server, path = Server(talk), str(directory / "server")
+
+    def make() -> UnixDomainSocketConnection:
+        retry = Retry(NoBackoff(), 0)
+        return UnixDomainSocketConnection(path=path, protocol=2, driver_info=None, retry=retry)
+
+    async with await asyncio.start_unix_server(server.serve, path):
+        channel = Channel(make, patience_s)
+        try:
+            yield channel, server
+        finally:
+            await channel.close()
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A command's last word, as a server would say ECHO's."""
+    while line := await reader.readline():
+        words = []
+        for _ in range(int(line[1:])):
+            size = int((await reader.readline())[1:])
+            words.append((await reader.readexactly(size + 2))[:-2])
+        writer.write(b"$%d\r\n%s\r\n" % (len(words[-1]), words[-1]))
+
+
+async def test_what_a_turn_asks_leaves_in_one_write_and_each_has_its_own_answers(
+    tmp_path: Path,
+) -> None:
+    reads = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reads.append(await reader.read(1 << 16))
+        writer.write(b"".join(b":%d\r\n" % n for n in range(1, 6)))
+        await reader.read()
+
+    async with talking(talk, tmp_path) as (channel, server):
+        one, two, three = await asyncio.gather(
+            channel.send([("PING",)]),
+            channel.send([("PING",), ("PING",)]),
+            channel.send([("PING",), ("PING",)]),
+        )
+        assert (one, two, three) == ([1], [2, 3], [4, 5])
+        assert reads == [5 * PING]
+        assert server.connections == 1
+
+
+async def test_who_gives_up_leaves_no_answer_for_the_next(tmp_path: Path) -> None:
+    async with talking(echo, tmp_path) as (channel, server):
+        await channel.send([("ECHO", "first")])
+        for n in range(50):
+            given_up = asyncio.create_task(channel.send([("ECHO", "given up"), ("ECHO", n)]))
+            for _ in range(n % 5):
+                await asyncio.sleep(0)
+            given_up.cancel()
+            assert await channel.send([("ECHO", f"{n}")]) == [f"{n}".encode()]
+            await asyncio.gather(given_up, return_exceptions=True)
+        assert server.connections == 1
+
+
+async def test_a_refusal_is_an_answer_of_its_own_kind(tmp_path: Path) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        writer.write(b"-NOSCRIPT No matching script.\r\n:7\r\n")
+        await reader.read()
+
+    async with talking(talk, tmp_path) as (channel, _):
+        refused, answered = await channel.send([("EVALSHA", "sha", 0), ("PING",)])
+        assert isinstance(refused, NoScriptError)
+        assert answered == 7
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b":1\r\n", id="too-little"),
+        pytest.param(b":1\r\n$100\r\nhalf", id="half-an-answer"),
+        pytest.param(b"?what\r\n", id="no-protocol"),
+        pytest.param(b":1\r\n:2\r\n:3\r\n", id="more-than-was-asked"),
+    ],
+)
+async def test_what_is_under_way_fails_with_its_connection_and_the_next_call_has_another(
+    tmp_path: Path, said: bytes
+) -> None:
+    connections = 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        if connections > 1:
+            return await echo(reader, writer)
+        await reader.read(1 << 16)
+        writer.write(said)
+        if said.count(b"\r\n") == 3:
+            # Until the other end has had enough of it.
+            await reader.read()
+
+    async with talking(talk, tmp_path) as (channel, server):
+        answers = await asyncio.gather(
+            channel.send([("PING",)]), channel.send([("PING",)]), return_exceptions=True
+        )
+        assert answers[0] == [1] or isinstance(answers[0], ConnectionError)
+        assert answers[1] == [2] or isinstance(answers[1], ConnectionError)
+        while server.connections < 2:
+            try:
+                assert await channel.send([("ECHO", "again")]) == [b"again"]
+            except RedisError:
+                await asyncio.sleep(0)
+
+
+async def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with talking(talk, tmp_path, patience_s=0.1) as (channel, _):
+        with pytest.raises(TimeoutError):
+            await channel.send([("PING",)])
+
+
+async def test_a_server_that_is_slow_but_speaks_is_not_given_up(tmp_path: Path) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        for n in range(6):
+            await asyncio.sleep(0.1)
+            writer.write(b":%d\r\n" % n)
+        await reader.read()
+
+    async with talking(talk, tmp_path, patience_s=0.4) as (channel, _):
+        assert await channel.send([("PING",)] * 6) == [*range(6)]
+
+
+async def test_who_is_under_way_ends_on_a_connection_that_is_retired(tmp_path: Path) -> None:
+    may_answer = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        await may_answer.wait()
+        writer.write(b":1\r\n")
+        await reader.read()
+
+    async with talking(talk, tmp_path) as (channel, server):
+        first = asyncio.create_task(channel.send([("PING",)]))
+        while not server.connections:
+            await asyncio.sleep(0)
+        channel.retire()
+        second = asyncio.create_task(channel.send([("PING",)]))
+        while server.connections < 2:
+            await asyncio.sleep(0)
+        may_answer.set()
+        assert await asyncio.gather(first, second) == [[1], [1]]
+
+
+async def test_what_is_under_way_fails_when_another_server_is_to_be_asked(tmp_path: Path) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with talking(talk, tmp_path) as (channel, server):
+        asking = asyncio.create_task(channel.send([("PING",)]))
+        while not server.connections:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        channel.drop()
+        with pytest.raises(ConnectionError):
+            await asking
+
+
+async def test_a_server_that_is_not_there_is_an_error_for_all_who_ask(tmp_path: Path) -> None:
+    async with talking(echo, tmp_path) as (channel, _):
+        (tmp_path / "server").unlink()
+        answers = await asyncio.gather(
+            *(channel.send([("PING",)]) for _ in range(3)), return_exceptions=True
+        )
+        assert [type(answer) for answer in answers] == [ConnectionError] * 3
