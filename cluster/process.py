@@ -22,7 +22,7 @@ import uvloop
 
 from cluster.announcer import Announcer
 from cluster.launch import Launch, RankLaunch, Report, RouterLaunch, decode
-from everlift import logs
+from everlift import heap, logs
 from everlift.errors import EverliftError
 from everlift.settings import SettingsError
 from everlift.transport import internal
@@ -83,6 +83,7 @@ async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stop.set)
     ledger = await connect(launch.ledger)
     router = await Router.start(launch.router, ledger, memory_limit=launch.ledger.memory_limit)
+    heap.settle()
     tell(
         {
             "address": router.address,
@@ -113,6 +114,7 @@ async def _live(rank: Rank, launch: RankLaunch, tell: Tell) -> None:
     if launch.rank == 0 and launch.worker.tensor_parallel > 1:
         tell({"rendezvous": await rank.open()})
     info = await rank.start()
+    heap.settle()
     if launch.rank == 0:
         await _first(rank.wait(), _announce(rank, info, launch, tell))
     else:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ray import serve
 from ray.util import get_node_ip_address
 
-from everlift import logs
+from everlift import heap, logs
 from everlift.errors import EverliftError
 from everlift.notice import on_signal
 from everlift.v1 import session_pb2
@@ -44,6 +44,7 @@ class RouterDeployment:
         self._router: Router | None = await Router.start(
             config, await connect(_located(ledger)), memory_limit=ledger.memory_limit
         )
+        heap.settle()
         on_signal(self._leave)
 
     async def announce(self, worker: bytes) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ray.util import get_node_ip_address
 
-from everlift import logs
+from everlift import heap, logs
 from everlift.notice import on_signal
 from worker.config import WorkerConfig
 from worker.rank import Rank
@@ -34,7 +34,9 @@ class RankActor:
     async def start(self) -> bytes:
         """WorkerInfo, when ready."""
         on_signal(self._rank.reclaim)
-        return (await self._rank.start()).SerializeToString()
+        info = await self._rank.start()
+        heap.settle()
+        return info.SerializeToString()
 
     async def wait(self) -> None:
         await self._rank.wait()

@@ -27,6 +27,7 @@ import grpc
 import redis
 import uvloop
 
+from everlift import heap
 from everlift.blockhash import BLOCK_SIZE
 from everlift.channels import CLIENT_OPTIONS, SERVER_OPTIONS
 from everlift.v1 import inference_pb2 as pb
@@ -152,6 +153,7 @@ class RouterProcess:
 def _serve(config: RouterConfig, ledger: LedgerConfig, pipe: Connection) -> None:
     async def run() -> None:
         router = await Router.start(config, await connect(ledger))
+        heap.settle()
         pipe.send((router.address, router.internal_address))
         await asyncio.to_thread(pipe.poll, None)
         await router.stop()

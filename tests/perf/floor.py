@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import uvloop
 
+from everlift import heap
 from everlift.channels import SERVER_OPTIONS
 from everlift.messages import FinishReason
 from everlift.v1 import inference_pb2 as pb
@@ -101,6 +102,7 @@ def _serve(config: LedgerConfig, pace_s: float, pipe: Connection) -> None:
         assert await ledger.lead("floor", "nowhere:1", term, _LEASE_S)
         transport, transport_address = await _listen(_Transport(pace_s))
         filed, ledger_address = await _listen(_Filed(ledger, term))
+        heap.settle()
         pipe.send((transport_address, ledger_address))
         await asyncio.to_thread(pipe.poll, None)
         await transport.stop(None)
