@@ -8,7 +8,7 @@ keeps ``Request``; together with the tokens generated so far it is all that a co
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Self
 
@@ -116,7 +116,7 @@ class Submission:
         """``request_id`` is its name inside the cluster; ``seed`` is used where the message has
         none. Raises InvalidRequest."""
         _check_best_of(message)
-        checked = cls(
+        submission = cls(
             request_id=request_id,
             model=message.model,
             prompt=_prompt(message),
@@ -137,7 +137,9 @@ class Submission:
             session_id=message.session_id,
             fairness_id=message.fairness_id,
         )
-        return replace(checked, body_hash=_body_hash(message))
+        # Only of what has been checked: a list that is too long is not hashed.
+        object.__setattr__(submission, "body_hash", _body_hash(message))
+        return submission
 
 
 def _seconds(message: pb.GenerateRequest, field: str) -> float | None:

@@ -40,7 +40,7 @@ def _num_computed(live: LiveRequest, choice: Choice) -> int:
 def _sampling(live: LiveRequest, choice: Choice) -> SamplingParams:
     """The prompt is scored once, for the first choice, which draws nothing until then."""
     sampling = live.request.sampling
-    if choice.index == 0 and live.lacks_prompt_logprobs:
+    if sampling.prompt_logprobs is None or (choice.index == 0 and live.lacks_prompt_logprobs):
         return sampling
     return replace(sampling, prompt_logprobs=None)
 

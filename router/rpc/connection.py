@@ -122,7 +122,7 @@ class Connection(asyncio.Protocol):
                 SettingCodes.INITIAL_WINDOW_SIZE: _STREAM_WINDOW,
             },
         )
-        self._http2.decoder.max_header_list_size = head_bytes
+        self._http2.decoder = heads.KnownBlocks(head_bytes)
         self._http2.initiate_connection()
         self._http2.increment_flow_control_window(_CONNECTION_WINDOW - _FIRST_WINDOW)
         self._flush()

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
+from hpack import Decoder, HeaderTuple
+
 from everlift.errors import InvalidRequest, MetadataTooLarge
 from router.rpc.framing import ENCODINGS, IDENTITY, check_encoding
 
@@ -19,6 +21,8 @@ _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 #: What HTTP and gRPC say for themselves, and is no metadata of the caller's.
 _OWN = frozenset({"te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"})
+#: Blocks of a connection: their entries are at most 126 each, and a call has some ten.
+_MOST_KNOWN = 64
 #: As HTTP/2 counts a header beside its letters.
 _OVERHEAD = 32
 _CONTENT_TYPE = b"application/grpc"
@@ -45,6 +49,32 @@ class Head:
     metadata: Metadata
     timeout_s: float | None
     encoding: str
+
+
+class KnownBlocks(Decoder):
+    """HPACK, to which a block that a client sends call after call is known: where it names nothing
+    but entries of the tables, it stands for the same headers for as long as they do. That is nearly
+    every block of grpcio's, and to take it apart cost more than to parse the call's message."""
+
+    def __init__(self, max_header_list_size: int) -> None:
+        super().__init__(max_header_list_size)
+        self._known: dict[bytes, list[HeaderTuple]] = {}
+
+    def decode(self, data: bytes, raw: bool = False) -> Iterable[HeaderTuple]:
+        """Raises HPACKError."""
+        if (known := self._known.get(data)) is not None:
+            return known
+        headers = list(super().decode(data, raw))
+        if not _changes_nothing(data):
+            self._known.clear()
+        elif len(self._known) < _MOST_KNOWN:
+            self._known[bytes(data)] = headers
+        return headers
+
+
+def _changes_nothing(block: bytes) -> bool:
+    """Indexed header fields alone (RFC 7541, section 6.1), each of a single byte."""
+    return all(0x80 < byte < 0xFF for byte in block)
 
 
 def parse(headers: Iterable[tuple[bytes, bytes]], max_metadata_bytes: int) -> Head:
