@@ -27,9 +27,10 @@ PACES_PER_S = (8000, 5000, 3000, 2000)
 #: as many messages as steps, but for so few that were late
 CALM_SHARE = 0.98
 PROMPT_TOKENS, OUTPUT_TOKENS, STEP_S = 100, 16, 0.02
+#: of a core
 LOAD = 0.7
-#: enough of these requests at once to keep a router busy
-SATURATING = 512
+#: so few that each of their tokens is a message of its own
+GENTLE_PER_S = 100.0
 HELD, HELD_TOKENS, HELD_STEP_S = 2000, 8, 0.25
 #: from the load's begin to when it is counted
 WARM_UP_S = 0.5
@@ -149,31 +150,37 @@ async def requests(bench: Bench) -> dict[str, Figures]:
 
 async def latency(bench: Bench) -> dict[str, Figures]:
     request = _request(OUTPUT_TOKENS, PROMPT_TOKENS)
-    router = bench.router
+    router, floor = bench.router, bench.floor
     async with working(router.internal_address, Habits(STEP_S, 1, 1)):
-        most = await lines(bench, router.address, router.pid, SATURATING, request)
-        rate = LOAD * most["requests_per_wall_s"]
-        through = await first_tokens(bench, router.address, request, rate)
+        gentle = await arrivals(bench, router.address, router.pid, request, GENTLE_PER_S)
+        rate = LOAD * gentle["requests_per_cpu_s"]
+        through = await arrivals(bench, router.address, router.pid, request, rate)
     return {
-        "saturated": most,
+        "gentle": gentle,
         "latency": through,
-        "latency_floor": await first_tokens(bench, bench.floor.transport, request, rate),
+        "latency_floor": await arrivals(bench, floor.transport, floor.pid, request, rate),
     }
 
 
-async def first_tokens(
-    bench: Bench, address: str, request: pb.GenerateRequest, rate: float
+async def arrivals(
+    bench: Bench, address: str, pid: int, request: pb.GenerateRequest, rate: float
 ) -> Figures:
-    """The same arrivals at every call."""
+    """The same ones at every call of a rate."""
     async with connected(address, CONNECTIONS) as clients:
         await asyncio.gather(*(clients.read(request) for _ in range(CONNECTIONS)))
+        begin, cpu, waited = time.perf_counter(), cpu_seconds(pid), waited_seconds(pid)
         waits = await clients.arrive(request, rate, bench.seconds, random.Random(1))
+        wall_s, cpu_s = time.perf_counter() - begin, cpu_seconds(pid) - cpu
+        waited_s = waited_seconds(pid) - waited
     percentiles = statistics.quantiles(waits, n=100, method="inclusive")
     return {
         "ttft_p50_ms": percentiles[49] * 1e3,
         "ttft_p99_ms": percentiles[98] * 1e3,
         "requests": len(waits),
         "requests_per_s": rate,
+        "requests_per_cpu_s": len(waits) / cpu_s,
+        "core_share": cpu_s / wall_s,
+        "core_denied": waited_s / wall_s,
     }
 
 
