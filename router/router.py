@@ -328,8 +328,9 @@ class Router:
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
         self._leader.worker_frame(worker_id, frame)
-        for progress in frame.progress:
-            self._requests.attempts.progress(worker_id, progress)
+
+    def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
+        self._requests.attempts.progress(worker_id, progress)
 
     def worker_lost(self, worker_id: str) -> None:
         log.info("worker lost", worker_id=worker_id)

@@ -32,6 +32,9 @@ _ANSWER_S = 5.0
 #: follows from it is known before the time is up. Of its beats four have failed to come by then.
 _LOST_AT = 0.85
 _LOOKS = 20
+#: Sequences of a frame before others have their turn of the event loop: a first token of another
+#: request, or its way to a worker, does not wait for all of a large batch.
+_AT_ONCE = 64
 #: Who wakes so much later than it wanted to was kept waiting by the event loop.
 _STALL_S = 0.2
 
@@ -41,7 +44,11 @@ class Listener(Protocol):
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None: ...
 
-    def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None: ...
+    def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
+        """What a frame says of the worker itself; its progress follows."""
+        ...
+
+    def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None: ...
 
     def worker_lost(self, worker_id: str) -> None: ...
 
@@ -140,7 +147,7 @@ class WorkerLink:
             self._spoke()
             if not self.is_up:
                 self._up()
-            self._heard(frame)
+            await self._heard(frame)
 
     async def _written(
         self, outbox: Outbox[session_pb2.RouterFrame]
@@ -154,12 +161,16 @@ class WorkerLink:
         while (left := self._held_until - now()) > 0:
             await asyncio.sleep(left)
 
-    def _heard(self, frame: session_pb2.WorkerFrame) -> None:
+    async def _heard(self, frame: session_pb2.WorkerFrame) -> None:
         if frame.HasField("state"):
             self.state = frame.state
             if frame.state.running or not frame.state.num_running:
                 self.running = list(frame.state.running)
         self._listener.worker_frame(self.info.worker_id, frame)
+        for place, progress in enumerate(frame.progress, 1):
+            self._listener.worker_progress(self.info.worker_id, progress)
+            if not place % _AT_ONCE:
+                await asyncio.sleep(0)
 
     async def _watch(self) -> None:
         """A silent worker is lost before ``silence_s`` are over, if the event loop is not late."""

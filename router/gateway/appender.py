@@ -17,6 +17,8 @@ log = logs.get(__name__)
 
 _Key = tuple[str, int, int]
 _RETRY_S = 0.1
+#: Answers before others have their turn of the event loop.
+_AT_ONCE = 64
 #: An answer that takes longer is late.
 _LATE_S = 0.3
 
@@ -62,8 +64,10 @@ class Appender:
                 self._put_back(batch)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            for append, answer in zip(batch.values(), answers, strict=True):
-                self._on_stored(append, answer)
+            for place, append in enumerate(batch.values()):
+                self._on_stored(append, answers[place])
+                if place % _AT_ONCE == _AT_ONCE - 1:
+                    await asyncio.sleep(0)
 
     async def _gather(self) -> None:
         if self._gather_s:

@@ -31,6 +31,8 @@ class Worker(session_pb2_grpc.WorkerSessionServicer):
     def __init__(self, worker_id: str = "w", address: str = "127.0.0.1:0") -> None:
         self.info = session_pb2.WorkerInfo(worker_id=worker_id, block_size=BLOCK_SIZE)
         self.state = session_pb2.WorkerState(num_running=3, num_waiting=1)
+        #: goes with the next frame
+        self.progress: list[session_pb2.Progress] = []
         self.frames: list[session_pb2.RouterFrame] = []
         self.num_streams = 0
         self.num_left = 0
@@ -51,7 +53,8 @@ class Worker(session_pb2_grpc.WorkerSessionServicer):
             while True:
                 await asyncio.sleep(0.02)
                 await self.moving.wait()
-                yield session_pb2.WorkerFrame(state=self.state)
+                progress, self.progress = self.progress, []
+                yield session_pb2.WorkerFrame(state=self.state, progress=progress)
         finally:
             self.num_left += 1
             reader.cancel()
@@ -72,12 +75,19 @@ class Heard:
     """A listener."""
 
     words: list[str] = field(default_factory=list)
+    #: what came of sequences, and the turns of the event loop between
+    heard: list[int | str] = field(default_factory=list)
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None:
         self.words.append(f"up {info.worker_id}")
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
         pass
+
+    def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
+        self.heard.append(progress.epoch)
+        if progress.epoch == 1:
+            asyncio.get_running_loop().call_soon(self.heard.append, "turn")
 
     def worker_lost(self, worker_id: str) -> None:
         self.words.append(f"lost {worker_id}")
@@ -103,6 +113,16 @@ async def sessions(worker: Worker, heard: Heard) -> AsyncIterator[Sessions]:
     await until(lambda: heard.words == ["up w"])
     yield sessions
     await sessions.close()
+
+
+async def test_a_large_batch_leaves_others_their_turn(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    worker.progress = [session_pb2.Progress(epoch=n) for n in range(1, 201)]
+    await until(lambda: 200 in heard.heard)
+    assert heard.heard.index("turn") < 100
+    heard.heard.remove("turn")
+    assert heard.heard == [*range(1, 201)]
 
 
 async def test_a_silent_worker_is_lost_and_what_it_runs_of_ours_ends(
