@@ -18,8 +18,9 @@ those of all threads of a process.
               unseen. (A router that is late joins tokens into fewer messages: that it can take more
               requests in a closed loop says nothing of how many it keeps up with.)
     held      what 2,000 streams that go on take of a router's memory
-    serve     256 streams through Ray Serve (ray_serve.py) and through the router, a token each at
-              every step of the same pace; both hasty too
+    serve     256 streams through Ray Serve (ray_serve.py), an item for each token, and through the
+              router with up to four tokens a message, and with one ("single"); at every step of the
+              same pace. Hasty ones too, with a token a step
 
 Streams are counted from when all have begun: what it costs to begin a request is in the second part
 alone. A floor, or Ray Serve, has the router's core while it is measured. The raw figures say what
@@ -64,6 +65,8 @@ SERVE = "serve"
 RATIOS = (
     "tokens_per_cpu_s_vs_serve_handle",
     "tokens_per_cpu_s_vs_serve_direct",
+    "single_tokens_per_cpu_s_vs_serve_handle",
+    "single_tokens_per_cpu_s_vs_serve_direct",
     "messages_per_s_per_core",
     "tokens_per_s_per_core",
     "rps_vs_floor",
@@ -75,11 +78,12 @@ RATIOS = (
 def ratios(found: Found) -> Figures:
     """Of one round, of the parts that were measured."""
     each = {}
-    if "router" in found:
-        router = found["router"]["tokens_per_cpu_s"]
+    if "router_of_4" in found:
         for way in ("handle", "direct"):
             serve = found[way]["tokens_per_cpu_s"]
-            each[f"tokens_per_cpu_s_vs_serve_{way}"] = router / serve
+            for name, of in (("tokens", "router_of_4"), ("single_tokens", "router")):
+                router = found[of]["tokens_per_cpu_s"]
+                each[f"{name}_per_cpu_s_vs_serve_{way}"] = router / serve
     if "streams_of_4" in found:
         each["messages_per_s_per_core"] = found["streams"]["messages_per_cpu_s"]
         each["tokens_per_s_per_core"] = found["streams_of_4"]["tokens_per_cpu_s"]

@@ -205,7 +205,7 @@ async def held(bench: Bench) -> dict[str, Figures]:
 async def serve(bench: Bench, ray: RayServe) -> dict[str, Figures]:
     num = bench.many
     calm = await calm_streams(bench, num)
-    found = {"router": calm}
+    found = {"router": calm, "router_of_4": await calm_streams(bench, num, 4)}
     for way in WAYS:
         found[way] = await through_serve(bench, ray, way, calm["pace_s"])
     found["hasty_router"] = await hasty_streams(bench, num, 1, calm["tokens_per_cpu_s"])
