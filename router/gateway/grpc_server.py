@@ -12,11 +12,10 @@ from everlift.errors import EverliftError, OutOfRange
 from everlift.request_id import is_request_id
 from everlift.trace_context import TRACERESPONSE, TraceContext
 from everlift.v1 import inference_pb2 as pb
-from router.gateway import fields
+from router.gateway import fields, headers
 from router.gateway.caller import Scope
 from router.gateway.door import Door
 from router.gateway.handlers import Call, Handlers, parse
-from router.gateway.headers import REQUEST_ID
 from router.gateway.inference import Inference, Opened
 from router.gateway.many import MAX_REQUESTS
 from router.gateway.relay import is_relayed
@@ -43,8 +42,7 @@ class InferenceServer:
                 call.caller, message, call.headers, _timeout_s(call)
             )
         except Exception:
-            if is_request_id(message.request_id):
-                await _greet(call, message.request_id)
+            await _greet(call, message.request_id)
             raise
         await _greet(call, opened.request_id, opened.trace)
         return opened
@@ -124,8 +122,10 @@ def _timeout_s(call: Call) -> float | None:
 
 
 async def _greet(call: Call, request_id: str, trace: TraceContext | None = None) -> None:
-    """What a client knows first."""
-    metadata = [(REQUEST_ID, request_id)]
+    """What a client knows first. A refused request may have a name that cannot be one."""
+    metadata = []
+    if is_request_id(request_id):
+        metadata.append((headers.IDEMPOTENCY_KEY, request_id))
     if trace is not None:
         metadata.append((TRACERESPONSE, str(trace)))
-    await call.context.send_initial_metadata(tuple(metadata))
+    await call.greet(*metadata)

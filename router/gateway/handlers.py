@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from everlift import wire
 from everlift.errors import InvalidRequest, NotUtf8
+from router.gateway import headers as request_headers
 from router.gateway.caller import Caller, Scope
 from router.gateway.door import Door
 from router.gateway.failures import answerable
@@ -36,6 +37,13 @@ class Call:
     caller: Caller
     headers: Mapping[str, str]
     context: Context
+
+    async def greet(self, *metadata: tuple[str, str]) -> None:
+        """Says this before anything else, and the call's own ``x-request-id``. At most once."""
+        if x_request_id := request_headers.x_request_id(self.headers):
+            metadata = ((request_headers.X_REQUEST_ID, x_request_id), *metadata)
+        if metadata:
+            await self.context.send_initial_metadata(metadata)
 
 
 def service_name(handlers: grpc.GenericRpcHandler) -> str:
@@ -101,6 +109,7 @@ class Handlers:
         ) -> AsyncIterator[Message]:
             try:
                 call = self._admit(context, scope)
+                await call.greet()
                 async with aclosing(await begin(messages, call)) as pieces:  # type: ignore[type-var]
                     async for piece in pieces:
                         yield piece
@@ -114,7 +123,7 @@ class Handlers:
     def pieces(
         self, handler: Callable[[bytes, Call], Awaitable[Opened]], scope: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Of a request's stream."""
+        """Of a request's stream. The handler greets, which may name the request then."""
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> None:
             try:
@@ -137,6 +146,7 @@ class Handlers:
         async def answer(messages: AsyncIterator[bytes], context: Context) -> Message | None:
             try:
                 call = self._admit(context, scope)
+                await call.greet()
                 return await handler(await _only(messages), call)
             except Exception as error:
                 await _abort(context, error)

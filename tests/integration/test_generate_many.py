@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,28 @@ async def test_a_bad_one_is_told_what_is_wrong_and_the_others_go_on() -> None:
             4: "out_of_range",
         }
         assert (await client.get_request("good")).state == pb.REQUEST_STATE_FINISHED
+
+
+async def test_the_log_has_the_name_that_a_mesh_gave_the_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "router"):
+        async with cluster(workers=1) as parts:
+            requests = [asked([1], 3, "a"), asked([2], 3, "b")]
+            result = await read(parts.address, requests, {"x-request-id": "mesh/1"})
+            plain = await read(parts.address, [asked([1], 3, "c")])
+    assert (result.finished, plain.finished) == ({0, 1}, {0})
+    told = [
+        (fields["request_id"], record.getMessage(), fields.get("x_request_id"))
+        for record in caplog.records
+        if record.getMessage() in ("accepted", "finished")
+        for fields in [record.__dict__["everlift_fields"]]
+    ]
+    assert sorted(told, key=str) == [
+        (name, event, given)
+        for name, given in (("a", "mesh/1"), ("b", "mesh/1"), ("c", None))
+        for event in ("accepted", "finished")
+    ]
 
 
 @pytest.mark.parametrize(
