@@ -21,7 +21,8 @@ SERVER_PROTOS := $(sort $(wildcard router/gateway/kserve/v2/*.proto))
 # The contract of the last release.
 CONTRACT := proto/contract.binpb
 TORCH := 2.13.0
-# Tests that no clock but their own looks at run side by side; those of whole clusters one after another.
+# Tests that no clock but their own looks at share the cores by the piece. Those of whole clusters mostly wait: three files
+# of them run at a time, each in one process, in this order, in which the long ones come first.
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
@@ -59,7 +60,8 @@ demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no
 
 test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests (under 20 minutes on 2 cores)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
-	$(BIN)/pytest -q -m "not long and not soak and not ray_up" $(addprefix --ignore=,$(ANYWHERE))
+	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n 3 --dist=loadfile --no-loadscope-reorder \
+	  $(addprefix --ignore=,$(ANYWHERE))
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests that take longer, and a short soak
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} $(BIN)/pytest -q -m "long or soak"

@@ -16,6 +16,7 @@ from everlift.client import AsyncClient
 from everlift.errors import EverliftError, InvalidRequest, OutOfRange
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
+from router.gateway import grpc_server
 from router.gateway.many import MAX_REQUESTS
 from tests.in_process import ROUTER, cluster, receive, right_tokens, until
 
@@ -219,11 +220,13 @@ async def test_a_full_queue_refuses_each_and_says_when_to_come_again() -> None:
         await asyncio.gather(*waiting)
 
 
-async def test_a_deadline_of_the_call_is_each_one_s() -> None:
+async def test_a_deadline_of_the_call_is_each_one_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A busy machine needs longer until its client has the answer: half of the deadline at most.
+    monkeypatch.setattr(grpc_server, "_TO_ANSWER_S", 1.0)
     async with cluster(workers=1) as parts:
         parts.hold()
         requests = [asked([1], 50, "a"), asked([2], 50, "b")]
-        result = await read(parts.address, requests, timeout_s=0.5)
+        result = await read(parts.address, requests, timeout_s=2.0)
     assert {it.slug for it in result.failures.values()} == {"deadline_exceeded"}
     assert len(result.failures) == 2
 
