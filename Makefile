@@ -7,6 +7,12 @@ VENV := .venv
 PROTO_VENV := .venv-proto
 # A third one: other people's clients, of which one wants protobuf 6.
 CLIENTS_VENV := .venv-clients
+# Of which files each is made.
+MADE_OF := pyproject.toml constraints.txt
+PROTO_MADE_OF := proto/requirements.txt
+CLIENTS_MADE_OF := tests/clients/requirements.txt
+# An environment is made again when what these files hold has changed. Their times say nothing: a clone's are all new.
+unless_current = $(shell cat $(2) | cksum | cmp -s - $(1)/.installed || echo changed)
 BIN := $(VENV)/bin
 PROTO_BIN := $(PROTO_VENV)/bin
 PROTOS := $(sort $(wildcard proto/everlift/v1/*.proto))
@@ -15,18 +21,19 @@ SERVER_PROTOS := $(sort $(wildcard router/gateway/kserve/v2/*.proto))
 # The contract of the last release.
 CONTRACT := proto/contract.binpb
 TORCH := 2.13.0
-# Tests that no clock but their own looks at run side by side; those of whole clusters one after another.
+# Tests that no clock but their own looks at share the cores by the piece. Those of whole clusters mostly wait: three files
+# of them run at a time, each in one process, in this order, in which the long ones come first.
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
 
 install: $(VENV)/.installed ## make .venv with everything that Everlift needs
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: $(call unless_current,$(VENV),$(MADE_OF))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Everlift needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing Everlift into $(VENV): one to several minutes the first time"
@@ -36,24 +43,25 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	    --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || \
 	  echo "no CPU build of torch $(TORCH) found: taking the package index's own"
 	$(BIN)/pip install -q -e '.[dev]' -c constraints.txt
-	@touch $@
+	@cat $(MADE_OF) | cksum > $@
 
-$(PROTO_VENV)/.installed: Makefile
+$(PROTO_VENV)/.installed: $(call unless_current,$(PROTO_VENV),$(PROTO_MADE_OF))
 	$(PYTHON) -m venv $(PROTO_VENV)
-	$(PROTO_BIN)/pip install -q grpcio-tools==1.76.0 buf-bin==1.75.0 mypy-protobuf==3.7.0
-	@touch $@
+	$(PROTO_BIN)/pip install -q -r $(PROTO_MADE_OF)
+	@cksum < $(PROTO_MADE_OF) > $@
 
-$(CLIENTS_VENV)/.installed: tests/clients/requirements.txt
+$(CLIENTS_VENV)/.installed: $(call unless_current,$(CLIENTS_VENV),$(CLIENTS_MADE_OF))
 	$(PYTHON) -m venv $(CLIENTS_VENV)
-	$(CLIENTS_VENV)/bin/pip install -q -r tests/clients/requirements.txt
-	@touch $@
+	$(CLIENTS_VENV)/bin/pip install -q -r $(CLIENTS_MADE_OF)
+	@cksum < $(CLIENTS_MADE_OF) > $@
 
 demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no token
 	@$(BIN)/everlift demo --picture build/demo.png
 
 test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests (under 20 minutes on 2 cores)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
-	$(BIN)/pytest -q -m "not long and not soak and not ray_up" $(addprefix --ignore=,$(ANYWHERE))
+	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n 3 --dist=loadfile --no-loadscope-reorder \
+	  $(addprefix --ignore=,$(ANYWHERE))
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests that take longer, and a short soak
 	SOAK_MINUTES=$${SOAK_MINUTES:-2} $(BIN)/pytest -q -m "long or soak"

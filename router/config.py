@@ -121,9 +121,9 @@ class RouterConfig:
     def __post_init__(self) -> None:
         self._check_tls()
         if self.beat * 2 > self.lease:
-            raise ValueError(f"router.lease ({self.lease:g}) must be twice router.beat or more")
+            raise ValueError(f"lease ({self.lease:g}) must be twice beat or more")
         if self.max_queued < 1 or self.max_losses < 1:
-            raise ValueError("router.max_queued and router.max_losses must be at least 1")
+            raise ValueError("max_queued and max_losses must be at least 1")
         if (self.access == "file") != bool(self.access_file):
             raise ValueError("access_file must be set with access: file, and then only")
         if self.access_file:
@@ -131,15 +131,15 @@ class RouterConfig:
             path = str(Path(self.access_file).expanduser().absolute())
             object.__setattr__(self, "access_file", path)
         if not 1 << 10 <= self.max_message_bytes < 1 << 31:
-            raise ValueError("router.max_message_bytes must be from 1 KiB to below 2 GiB")
+            raise ValueError("max_message_bytes must be from 1 KiB to below 2 GiB")
         if self.max_body_bytes < 1 << 10:
-            raise ValueError("router.max_body_bytes must be at least 1024")
+            raise ValueError("max_body_bytes must be at least 1024")
         if not 0 <= self.trace_sample <= 1:
-            raise ValueError("router.trace_sample must be from 0 to 1")
+            raise ValueError("trace_sample must be from 0 to 1")
         if self.template_timeout <= 0:
-            raise ValueError("router.template_timeout must be above 0")
+            raise ValueError("template_timeout must be above 0")
         if self.template_processes < 1:
-            raise ValueError("router.template_processes must be at least 1")
+            raise ValueError("template_processes must be at least 1")
 
     def _check_tls(self) -> None:
         check_pair(self.tls_cert, self.tls_key, "tls_")

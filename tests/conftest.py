@@ -1,23 +1,37 @@
-"""After each test no process, listening port or shared memory segment is left."""
+"""After each test no process, listening port or shared memory segment is left.
+
+Processes and ports are looked at among this process's own descendants. Shared memory belongs to the
+machine, where others run tests too, so what somebody else has open or mapped is not ours.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import glob
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENCE_S = 15.0
+_SHARED_MEMORY = "/dev/shm"
 
 # What a killed parent leaves behind becomes a child of this process, where it can be seen.
 ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+# A shell has what it starts in the background ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,7 @@ def leaving_nothing() -> Iterator[None]:
     before = _things()
     yield
     deadline = time.monotonic() + _PATIENCE_S
-    while (left := _things() - before) and time.monotonic() < deadline:
+    while (left := _left(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left, f"left behind: {left}"
 
@@ -59,13 +73,40 @@ def listening_ports(pid: int) -> set[str]:
     return {address for _, address in _listening(_family(pid))}
 
 
+def _left(before: Things) -> Things:
+    left = _things() - before
+    if not left.shared_memory:
+        return left
+    return replace(left, shared_memory=left.shared_memory - _held_by_others())
+
+
 def _things() -> Things:
     family = _family(os.getpid())
     return Things(
         processes=frozenset(_describe(pid) for pid in family if pid != os.getpid()),
         ports=frozenset(f"{pid} listens on {address}" for pid, address in _listening(family)),
-        shared_memory=frozenset(os.listdir("/dev/shm")),
+        shared_memory=frozenset(os.listdir(_SHARED_MEMORY)),
     )
+
+
+def _held_by_others() -> frozenset[str]:
+    """Names of the segments that a process outside of this one's family has open or mapped."""
+    ours = set(_family(os.getpid()))
+    others = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    return frozenset(name for pid in others if pid not in ours for name in _held(pid))
+
+
+def _held(pid: int) -> Iterator[str]:
+    """By a process that is not ours, so that we may not be allowed to look."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if f" {_SHARED_MEMORY}/" in line:
+                yield line.partition(f"{_SHARED_MEMORY}/")[2]
+    for descriptor in glob.iglob(f"/proc/{pid}/fd/*"):
+        with suppress(OSError):
+            directory, _, name = os.readlink(descriptor).rpartition("/")
+            if directory == _SHARED_MEMORY:
+                yield name
 
 
 def _family(first: int) -> list[int]:

@@ -823,7 +823,6 @@ class LedgerMachine(RuleBasedStateMachine):
 #: Explaining a failure would take longer than finding it.
 _SEARCH = settings(
     stateful_step_count=40,
-    deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

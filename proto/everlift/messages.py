@@ -53,7 +53,8 @@ class Submission:
 
     ``max_tokens`` and ``timeout_s`` are None where the client set none. ``body_hash`` names
     everything that shapes the result, so that a repeated request id can be told from a reused one.
-    ``request_id`` has its tenant's name before it (request_id.py).
+    ``request_id`` has its tenant's name before it (request_id.py). ``x_request_id`` is what logs
+    and traces elsewhere call the call that it came with; it names nothing here.
     """
 
     request_id: str
@@ -75,6 +76,7 @@ class Submission:
     trace: TraceContext | None = None
     session_id: str = ""
     fairness_id: str = ""
+    x_request_id: str = ""
 
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
@@ -112,6 +114,7 @@ class Submission:
         request_id: str,
         seed: int,
         trace: TraceContext | None = None,
+        x_request_id: str = "",
     ) -> Self:
         """``request_id`` is its name inside the cluster; ``seed`` is used where the message has
         none. Raises InvalidRequest."""
@@ -136,6 +139,7 @@ class Submission:
             trace=trace,
             session_id=message.session_id,
             fairness_id=message.fairness_id,
+            x_request_id=x_request_id,
         )
         # Only of what has been checked: a list that is too long is not hashed.
         object.__setattr__(submission, "body_hash", _body_hash(message))
@@ -230,6 +234,7 @@ class Request:
     trace: TraceContext | None = None
     session_id: str = ""
     fairness_id: str = ""
+    x_request_id: str = ""
 
     def to_bytes(self) -> bytes:
         return ledger_pb2.StoredRequest(
@@ -252,6 +257,7 @@ class Request:
             trace=self.trace.to_proto() if self.trace else None,
             session_id=self.session_id,
             fairness_id=self.fairness_id,
+            x_request_id=self.x_request_id,
         ).SerializeToString()
 
     @classmethod
@@ -277,4 +283,5 @@ class Request:
             trace=TraceContext.from_proto(stored.trace) if stored.HasField("trace") else None,
             session_id=stored.session_id,
             fairness_id=stored.fairness_id,
+            x_request_id=stored.x_request_id,
         )

@@ -224,7 +224,10 @@ class Custody:
 
     def spawn_for(self, live: LiveRequest, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """The same for one request, which ends with an unforeseen error of it."""
-        return self.spawn(self._guarded(live, work))
+        task = self.spawn(self._guarded(live, work))
+        # What is cancelled before its first step has not begun with its work either.
+        task.add_done_callback(lambda _: work.close())
+        return task
 
     async def _guarded(self, live: LiveRequest, work: Coroutine[Any, Any, T]) -> T:
         try:

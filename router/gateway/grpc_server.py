@@ -10,13 +10,12 @@ from google.protobuf.message import Message
 
 from everlift.errors import EverliftError, OutOfRange
 from everlift.request_id import is_request_id
-from everlift.trace_context import TRACERESPONSE, TraceContext
+from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
-from router.gateway import fields
+from router.gateway import fields, headers
 from router.gateway.caller import Scope
 from router.gateway.door import Door
 from router.gateway.handlers import Call, Handlers, parse
-from router.gateway.headers import REQUEST_ID
 from router.gateway.inference import Inference, Opened
 from router.gateway.many import MAX_REQUESTS
 from router.gateway.relay import is_relayed
@@ -43,11 +42,11 @@ class InferenceServer:
                 call.caller, message, call.headers, _timeout_s(call)
             )
         except Exception:
+            # A refused one may be called what no request can be.
             if is_request_id(message.request_id):
-                await _greet(call, message.request_id)
+                call.told[headers.IDEMPOTENCY_KEY] = message.request_id
             raise
-        await _greet(call, opened.request_id, opened.trace)
-        return opened
+        return _told(call, opened)
 
     def generate_many(self, data: bytes, call: Call) -> AsyncIterator[pb.GenerateManyResponse]:
         message = self._submitted(pb.GenerateManyRequest, data, most_fields=2 * MAX_REQUESTS)
@@ -67,8 +66,7 @@ class InferenceServer:
         opened = await self._inference.attach(
             call.caller, message, is_relayed=is_relayed(call.headers)
         )
-        await _greet(call, opened.request_id, opened.trace)
-        return opened
+        return _told(call, opened)
 
     async def cancel(self, data: bytes, call: Call) -> pb.CancelResponse:
         return await self._inference.cancel(call.caller, parse(pb.CancelRequest, data))
@@ -123,9 +121,9 @@ def _timeout_s(call: Call) -> float | None:
     return None if left_s is None else max(left_s - _TO_ANSWER_S, left_s / 2)
 
 
-async def _greet(call: Call, request_id: str, trace: TraceContext | None = None) -> None:
-    """What a client knows first."""
-    metadata = [(REQUEST_ID, request_id)]
-    if trace is not None:
-        metadata.append((TRACERESPONSE, str(trace)))
-    await call.context.send_initial_metadata(tuple(metadata))
+def _told(call: Call, opened: Opened) -> Opened:
+    """What its client knows first."""
+    call.told[headers.IDEMPOTENCY_KEY] = opened.request_id
+    if opened.trace is not None:
+        call.told[TRACERESPONSE] = str(opened.trace)
+    return opened

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from everlift import wire
 from everlift.errors import InvalidRequest, NotUtf8
+from router.gateway import headers as request_headers
 from router.gateway.caller import Caller, Scope
 from router.gateway.door import Door
 from router.gateway.failures import answerable
@@ -29,13 +30,21 @@ M = TypeVar("M", bound=Message)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
-    """A call whose caller may make it. Names of ``headers`` are in small letters."""
+    """A call whose caller may make it. Names of ``headers`` are in small letters.
+
+    ``told`` is what its client knows first, whatever the answer is."""
 
     caller: Caller
     headers: Mapping[str, str]
     context: Context
+    told: dict[str, str] = field(default_factory=dict)
+
+    async def greet(self) -> None:
+        """Before the answer begins."""
+        if self.told:
+            await self.context.send_initial_metadata(tuple(self.told.items()))
 
 
 def service_name(handlers: grpc.GenericRpcHandler) -> str:
@@ -101,6 +110,7 @@ class Handlers:
         ) -> AsyncIterator[Message]:
             try:
                 call = self._admit(context, scope)
+                await call.greet()
                 async with aclosing(await begin(messages, call)) as pieces:  # type: ignore[type-var]
                     async for piece in pieces:
                         yield piece
@@ -114,12 +124,15 @@ class Handlers:
     def pieces(
         self, handler: Callable[[bytes, Call], Awaitable[Opened]], scope: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Of a request's stream."""
+        """Of a request's stream, of which the handler may say something first."""
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> None:
             try:
                 call = self._admit(context, scope)
-                opened = await handler(await _only(messages), call)
+                try:
+                    opened = await handler(await _only(messages), call)
+                finally:
+                    await call.greet()
                 async with aclosing(opened.pieces):  # type: ignore[type-var]
                     await _send(opened.pieces, context)
             except Exception as error:
@@ -137,6 +150,7 @@ class Handlers:
         async def answer(messages: AsyncIterator[bytes], context: Context) -> Message | None:
             try:
                 call = self._admit(context, scope)
+                await call.greet()
                 return await handler(await _only(messages), call)
             except Exception as error:
                 await _abort(context, error)
@@ -151,7 +165,10 @@ class Handlers:
         headers = _headers(context)
         caller = self._door.admit(headers)
         caller.check(scope)
-        return Call(caller, headers, context)
+        call = Call(caller, headers, context)
+        if x_request_id := request_headers.x_request_id(headers):
+            call.told[request_headers.X_REQUEST_ID] = x_request_id
+        return call
 
 
 async def _send(pieces: AsyncIterator[Message], context: Context) -> None:

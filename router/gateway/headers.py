@@ -1,17 +1,20 @@
-"""Headers that clients and proxies send beside a request, put into its message. Pure.
+"""Headers that clients and proxies send beside a request. Pure.
+
+Into its message go
 
     idempotency-key                      request_id
-    x-request-id                         the same, where there is no other name
     x-slo-ttft-ms                        ttft_target_ms
     x-session-id                         session_id
     x-gateway-inference-fairness-id      fairness_id
 
 What the message says itself holds. The last three are names that the Gateway API Inference
-Extension and the routers around it use.
+Extension and the routers around it use. ``x-request-id`` is for logs and traces alone: a mesh gives
+several calls the same one.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from everlift.errors import InvalidRequest, OutOfRange
@@ -19,11 +22,12 @@ from everlift.messages import MAX_LABEL_BYTES, MAX_TIMEOUT_S
 from everlift.request_id import is_request_id
 from everlift.v1 import inference_pb2 as pb
 
-_IDEMPOTENCY_KEY = "idempotency-key"
-REQUEST_ID = "x-request-id"
+IDEMPOTENCY_KEY = "idempotency-key"
+X_REQUEST_ID = "x-request-id"
 _TTFT_TARGET = "x-slo-ttft-ms"
 _SESSION_ID = "x-session-id"
 _FAIRNESS_ID = "x-gateway-inference-fairness-id"
+_PRINTABLE = re.compile(rf"[\x21-\x7e]{{1,{MAX_LABEL_BYTES}}}")
 
 
 def apply(
@@ -39,21 +43,25 @@ def apply(
         message.ttft_target_ms = _milliseconds(headers, _TTFT_TARGET)
 
 
+def x_request_id(headers: Mapping[str, str]) -> str:
+    """Empty where there is none, or none that a log line can have: proxies make it, and not for
+    us."""
+    value = headers.get(X_REQUEST_ID, "")
+    return value if _PRINTABLE.fullmatch(value) else ""
+
+
 def _request_id(headers: Mapping[str, str], place: int | None) -> str:
     """Empty where the headers name none."""
-    suffix = "" if place is None else f":{place}"
-    if _IDEMPOTENCY_KEY in headers:
-        # The IETF's draft has the key in quotation marks, most clients have it without.
-        request_id = headers[_IDEMPOTENCY_KEY].strip('"') + suffix
-        if not is_request_id(request_id):
-            raise InvalidRequest(
-                f"{_IDEMPOTENCY_KEY} must be 1 to 128 characters of A-Z a-z 0-9 . _ : -",
-                field=_IDEMPOTENCY_KEY,
-            )
-        return request_id
-    # Proxies make this one, and not for us.
-    request_id = headers.get(REQUEST_ID, "") + suffix
-    return request_id if REQUEST_ID in headers and is_request_id(request_id) else ""
+    if IDEMPOTENCY_KEY not in headers:
+        return ""
+    # The IETF's draft has the key in quotation marks, most clients have it without.
+    request_id = headers[IDEMPOTENCY_KEY].strip('"') + ("" if place is None else f":{place}")
+    if not is_request_id(request_id):
+        raise InvalidRequest(
+            f"{IDEMPOTENCY_KEY} must be 1 to 128 characters of A-Z a-z 0-9 . _ : -",
+            field=IDEMPOTENCY_KEY,
+        )
+    return request_id
 
 
 def _label(headers: Mapping[str, str], name: str) -> str:

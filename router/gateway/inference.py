@@ -121,11 +121,14 @@ class Inference:
         timeout_s: float | None,
     ) -> Opened:
         began, trace = now(), self._tracer.begin(headers.items())
+        x_request_id = request_headers.x_request_id(headers)
         message.request_id = message.request_id or new_request_id()
-        with self._telling_refusals(trace, began):
+        with self._telling_refusals(trace, began, x_request_id):
             request_id = caller.qualify(message.request_id)
             self._model.check_fits(message.text or message.tokens.ids)
-            submission = Submission.from_proto(message, request_id, secrets.randbits(63), trace)
+            submission = Submission.from_proto(
+                message, request_id, secrets.randbits(63), trace, x_request_id
+            )
             fitted = caller.limits.fitted(submission)
             request = await aside.with_text(len(message.text), lambda: self._model.resolve(fitted))
             try:
@@ -257,14 +260,16 @@ class Inference:
         self._requests.turned_away(error)
 
     @contextmanager
-    def _telling_refusals(self, trace: TraceContext | None, began: float) -> Iterator[None]:
+    def _telling_refusals(
+        self, trace: TraceContext | None, began: float, x_request_id: str
+    ) -> Iterator[None]:
         """What fails in it was never accepted."""
         try:
             yield
         except Exception as error:
             known = error if isinstance(error, EverliftError) else EverliftError()
             self._requests.turned_away(known)
-            self._tracer.refused(trace, now() - began, known.slug)
+            self._tracer.refused(trace, now() - began, known.slug, x_request_id)
             raise
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from everlift import logs
 from everlift.errors import DataLoss, EverliftError
-from everlift.request_id import tenant_of
 from router.clock import now
 from router.config import RouterConfig
 from router.gateway.appender import Appender
@@ -111,12 +110,7 @@ class Keeping:
         for choice in live.choices:
             self._mark(live, choice, len(choice.output))
         self._custody.settle_as(live, _finished_entry(live))
-        log.info(
-            "finished",
-            request_id=live.request_id,
-            tenant=tenant_of(live.request_id),
-            tokens=live.num_tokens,
-        )
+        log.info("finished", **live.names, tokens=live.num_tokens)
 
     def _away(self, append: Append) -> None:
         if self._away_since is None:

@@ -10,7 +10,7 @@ from math import inf
 
 from everlift.errors import EverliftError
 from everlift.messages import Request
-from everlift.request_id import bare
+from everlift.request_id import bare, tenant_of
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
@@ -96,6 +96,14 @@ class LiveRequest:
         self._observer: ClassObserver = NOBODY
         #: where it is traced
         self.journal: Journal | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What it is called in a log line, whoever looks for it there."""
+        names = {"request_id": self.request_id, "tenant": tenant_of(self.request_id)}
+        if self.request.x_request_id:
+            names["x_request_id"] = self.request.x_request_id
+        return names
 
     @property
     def arrived(self) -> float:

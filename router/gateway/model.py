@@ -204,6 +204,7 @@ class ServedModel:
             trace=submission.trace,
             session_id=submission.session_id,
             fairness_id=submission.fairness_id,
+            x_request_id=submission.x_request_id,
         )
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:

@@ -30,7 +30,6 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import Request
-from everlift.request_id import tenant_of
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.access.limits import Limits
@@ -177,12 +176,7 @@ class Requests:
         if live.journal is not None:
             live.journal.accepted(now() - began)
         self._custody.observer.of_class(live.priority).accepted(len(request.prompt_ids))
-        log.info(
-            "accepted",
-            request_id=request.request_id,
-            tenant=tenant_of(request.request_id),
-            prompt_tokens=len(request.prompt_ids),
-        )
+        log.info("accepted", **live.names, prompt_tokens=len(request.prompt_ids))
         self.attempts.enqueue(live)
         self._patience.expire_in(live, timeout_s)
         return live
@@ -371,7 +365,9 @@ class Requests:
                 # Another gateway went on with it meanwhile, or it has ended.
                 self._custody.settle_as(live, entry)
         refusal = QueueFull("too many requests wait", retry_after_s=1.0)
-        self._custody.tracer.refused(live.request.trace, live.age_s(now()), refusal.slug)
+        self._custody.tracer.refused(
+            live.request.trace, live.age_s(now()), refusal.slug, live.request.x_request_id
+        )
         live.settle(now(), refusal)
 
     def adopt_soon(self, request_id: str) -> None:

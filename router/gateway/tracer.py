@@ -20,7 +20,9 @@ class Tracer(Protocol):
         """Whether a request of this span is to have a journal."""
         ...
 
-    def refused(self, trace: TraceContext | None, elapsed_s: float, slug: str) -> None:
+    def refused(
+        self, trace: TraceContext | None, elapsed_s: float, slug: str, x_request_id: str
+    ) -> None:
         """A request that was not accepted, so long after its call came."""
         ...
 
@@ -36,7 +38,9 @@ class _Nobody:
     def wants(self, trace: TraceContext | None) -> bool:
         return False
 
-    def refused(self, trace: TraceContext | None, elapsed_s: float, slug: str) -> None: ...
+    def refused(
+        self, trace: TraceContext | None, elapsed_s: float, slug: str, x_request_id: str
+    ) -> None: ...
 
     async def ended(self, live: LiveRequest) -> None: ...
 

@@ -160,10 +160,12 @@ class Shards:
         failure: Exception | None = None
         failures = 0
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as limit:
                 if self._disturbed_until:
                     await self._disturbance()
-                while True:
+                # The cancellation is lost where a node's answer fails in the same moment: then
+                # asyncio.gather tells of that alone.
+                while not limit.expired():
                     try:
                         if isinstance(failure, _ELSEWHERE):
                             await self._connections.look_again()
@@ -174,6 +176,7 @@ class Shards:
                             raise
                     failures += 1
                     await asyncio.sleep(_BACKOFF.compute(failures))
+                raise TimeoutError
         except TimeoutError as error:
             what = "no answer" if failure is None else kind(failure)
             raise LedgerUnavailable(f"{name}: {what} within {self._timeout_s:g} s") from (

@@ -78,10 +78,12 @@ def request_spans(
     return spans
 
 
-def refusal_span(trace: TraceContext, start: float, end: float, slug: str) -> Span:
+def refusal_span(
+    trace: TraceContext, start: float, end: float, slug: str, x_request_id: str
+) -> Span:
     """Of a request that was never accepted. What it said may be anything, so nothing of it is
     here."""
-    attributes: dict[str, Value] = {**_OURS, "error.type": slug}
+    attributes = {**_x_request_id(x_request_id), **_OURS, "error.type": slug}
     return Span(_OPERATION, trace, start, end, attributes, slug, is_root=True)
 
 
@@ -194,6 +196,7 @@ def _request_attributes(request: Request) -> dict[str, Value]:
     labels = {"session.id": request.session_id, "everlift.fairness_id": request.fairness_id}
     return {
         **{name: label for name, label in labels.items() if label},
+        **_x_request_id(request.x_request_id),
         **_OURS,
         "gen_ai.request.model": request.model,
         "gen_ai.request.max_tokens": request.max_tokens,
@@ -203,6 +206,11 @@ def _request_attributes(request: Request) -> dict[str, Value]:
         "gen_ai.request.top_k": sampling.top_k,
         "everlift.priority": request.priority,
     }
+
+
+def _x_request_id(value: str) -> dict[str, Value]:
+    """As OpenTelemetry's conventions have a header."""
+    return {"http.request.header.x-request-id": [value]} if value else {}
 
 
 def _entry_attributes(request: Request, entry: Entry) -> dict[str, Value]:

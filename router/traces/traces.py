@@ -62,10 +62,12 @@ class Traces:
     def wants(self, trace: TraceContext | None) -> bool:
         return self._exporter is not None and trace is not None and trace.is_sampled
 
-    def refused(self, trace: TraceContext | None, elapsed_s: float, slug: str) -> None:
+    def refused(
+        self, trace: TraceContext | None, elapsed_s: float, slug: str, x_request_id: str
+    ) -> None:
         if self._exporter is not None and trace is not None and trace.is_sampled:
             now = time.time()
-            self._exporter.export([refusal_span(trace, now - elapsed_s, now, slug)])
+            self._exporter.export([refusal_span(trace, now - elapsed_s, now, slug, x_request_id)])
 
     def close(self) -> None:
         """Sends what is left. Waits for that: not for the event loop's thread."""

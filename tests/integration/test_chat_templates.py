@@ -23,6 +23,7 @@ from everlift.errors import (
     TemplateTimeout,
     UnknownModel,
 )
+from router.chat import process as renderers
 from router.chat import templates
 from router.chat.formats import HERMES, LLAMA3
 from router.chat.templates import ChatTemplate
@@ -142,8 +143,12 @@ async def test_mistral_and_what_its_template_refuses(tmp_path: Path) -> None:
             await template.render(HELLO, None, more={"chat_template": "mine"})
 
 
-async def test_a_hostile_template_costs_its_own_chat_and_nobody_elses(tmp_path: Path) -> None:
-    async with serving(tmp_path, HOSTILE) as template:
+async def test_a_hostile_template_costs_its_own_chat_and_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However busy the machine is, it is the CPU time that ends a chat here.
+    monkeypatch.setattr(renderers, "_PATIENCE", 60)
+    async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=1.0)) as template:
         for act, cause in REFUSED.items():
             with pytest.raises(TemplateFailed) as caught:
                 await template.render(saying(act), None)
@@ -152,7 +157,7 @@ async def test_a_hostile_template_costs_its_own_chat_and_nobody_elses(tmp_path: 
             assert await template.render(saying(act.upper()), None) == f"{act.upper()} is fine"
         before = supervisor(template).pid
         for act in ("loop", "number"):
-            with pytest.raises(TemplateTimeout, match="more than 2 s"):
+            with pytest.raises(TemplateTimeout, match="more than 1 s"):
                 await template.render(saying(act), None)
             assert await template.render(saying(act.upper()), None) == f"{act.upper()} is fine"
         # The kernel did it: what has transformers loaded is still there.

@@ -66,7 +66,7 @@ async def test_a_completion_is_what_the_model_says(parts: Cluster, address: str)
     assert choice["text"] == right_text(parts, PROMPT, 20)
     usage = {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
     assert answer.json["usage"] == usage
-    assert answer.json["id"] == f"cmpl-{answer.headers['x-request-id']}"
+    assert answer.json["id"] == f"cmpl-{answer.headers['idempotency-key']}"
     assert answer.json["model"] == "fake"
 
 
@@ -155,11 +155,31 @@ async def test_a_name_makes_it_one_request(parts: Cluster, address: str) -> None
     first = await ask(address, "/v1/completions", body, headers)
     again = await ask(address, "/v1/completions", body, headers)
     assert first.json["choices"] == again.json["choices"]
-    assert again.headers["x-request-id"] == "mine"
+    assert again.headers["idempotency-key"] == again.headers["x-request-id"] == "mine"
     other = await ask(address, "/v1/completions", {**body, "prompt": "b"}, headers)
     assert (other.status, other.error[0]) == (409, "request_conflict")
     assert other.headers["x-should-retry"] == "false"
     assert (await parts.ledger.get("mine")).num_tokens == (9,)
+
+
+async def test_calls_that_a_mesh_calls_the_same_are_requests_of_their_own(address: str) -> None:
+    headers = {**JSON, "x-request-id": "mesh/1"}
+    answers = [
+        await ask(address, "/v1/completions", {**GREEDY, "prompt": prompt}, headers)
+        for prompt in ("a", "b")
+    ]
+    assert [answer.status for answer in answers] == [200, 200]
+    assert answers[0].json["id"] != answers[1].json["id"]
+    assert {answer.headers["x-request-id"] for answer in answers} == {"mesh/1"}
+    unprintable = await ask(address, "/v1/completions", GREEDY, {**JSON, "x-request-id": "a b"})
+    assert unprintable.headers["x-request-id"] == unprintable.headers["idempotency-key"]
+
+
+async def test_every_answer_has_the_name_that_a_mesh_gave_its_call(address: str) -> None:
+    headers = {**JSON, "x-request-id": "mesh/1"}
+    for path, status in (("/tokenize", 200), ("/v1/completions", 400), ("/v1/models", 405)):
+        answer = await ask(address, path, {"prompt": ""}, headers)
+        assert (answer.status, answer.headers["x-request-id"]) == (status, "mesh/1")
 
 
 async def test_several_prompts_have_their_places_behind_the_name(
@@ -173,7 +193,7 @@ async def test_several_prompts_have_their_places_behind_the_name(
 async def test_a_refusal_names_its_request_too(address: str) -> None:
     answer = await ask(address, "/v1/completions", {"prompt": ""})
     assert answer.error == ("empty_prompt", "prompt")
-    assert answer.headers["x-request-id"]
+    assert answer.headers["idempotency-key"]
     bad = await ask(address, "/v1/completions", GREEDY, {**JSON, "idempotency-key": "not one"})
     assert (bad.status, bad.error) == (400, ("invalid_request", "idempotency-key"))
 

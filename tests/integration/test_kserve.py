@@ -69,6 +69,20 @@ async def read_all(call: grpc.aio.StreamStreamCall) -> list[pb.ModelStreamInferR
     return [answer async for answer in call]
 
 
+async def test_calls_that_a_mesh_calls_the_same_are_requests_of_their_own() -> None:
+    metadata = (("x-request-id", "mesh/1"),)
+    async with cluster(workers=1) as parts, stub_of(parts.address) as stub:
+        for prompt in ([1], [2]):
+            call = stub.ModelInfer(asking("", prompt, 3), metadata=metadata)
+            assert tokens(await call) == right_tokens(prompt, 3)
+            assert dict(await call.initial_metadata())["x-request-id"] == "mesh/1"
+        both = iter([asking("", prompt, 3, stream=False) for prompt in ([3], [4])])
+        stream = stub.ModelStreamInfer(both, metadata=metadata)
+        answers = await read_all(stream)
+        assert not any(answer.error_message for answer in answers)
+        assert dict(await stream.initial_metadata())["x-request-id"] == "mesh/1"
+
+
 async def test_the_same_id_and_body_is_the_same_request() -> None:
     async with cluster(workers=1) as parts, stub_of(parts.address) as stub:
         request = asking("mine", [1, 2], 6)

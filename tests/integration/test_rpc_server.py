@@ -22,6 +22,7 @@ from everlift import wire
 from everlift.errors import MessageTooLarge
 from router.rpc.limits import Limits
 from router.rpc.server import Server
+from tests.in_process import cluster
 
 SERVICE = "test.Service"
 Context = Any
@@ -234,7 +235,7 @@ async def test_a_connection_that_breaks_ends_its_handlers() -> None:
 
 
 async def test_who_does_not_read_holds_its_handler_up() -> None:
-    async with bench() as it, raw(it) as client:
+    async with bench() as it, raw(it.port) as client:
         stream_id = client.call("Flood")
         client.http2.send_data(stream_id, bytes(5), end_stream=True)
         client.send()
@@ -354,8 +355,8 @@ class Raw:
 
 
 @asynccontextmanager
-async def raw(it: Bench) -> AsyncIterator[Raw]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+async def raw(port: int) -> AsyncIterator[Raw]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     client = Raw(reader, writer)
     client.send()
     try:
@@ -384,7 +385,7 @@ def status_of(event: Any) -> tuple[str, str]:
     ],
 )
 async def test_heads_that_are_refused(header: tuple[str, str], status: tuple[str, str]) -> None:
-    async with bench() as it, raw(it) as client:
+    async with bench() as it, raw(it.port) as client:
         if header == (":path", ""):
             pytest.skip("h2 does not let it through")
         client.call("Echo", header, end=True)
@@ -392,15 +393,27 @@ async def test_heads_that_are_refused(header: tuple[str, str], status: tuple[str
         assert await it.unary("Echo")(b"on") == b"on"
 
 
+async def test_a_refusal_begins_with_the_name_that_a_mesh_gave_its_call() -> None:
+    """grpc's own clients may forget what came just before an error."""
+    path = (":path", "/everlift.v1.Inference/Generate")
+    async with cluster(workers=0) as parts:
+        async with raw(int(parts.address.rpartition(":")[2])) as client:
+            client.call("", path, ("x-request-id", "mesh/1"), end=True)
+            begun = await client.until(h2.events.ResponseReceived)
+            ended = await client.until(h2.events.TrailersReceived)
+    assert (b"x-request-id", b"mesh/1") in begun.headers
+    assert (b"grpc-status", b"3") in ended.headers
+
+
 async def test_a_head_without_end_breaks_its_own_connection_only() -> None:
-    async with bench() as it, raw(it) as client:
+    async with bench() as it, raw(it.port) as client:
         client.call("Echo", ("x-long", "x" * 200_000))
         assert await client.until(h2.events.ConnectionTerminated) is not None
         assert await it.unary("Echo")(b"on") == b"on"
 
 
 async def test_calls_that_are_given_up_by_the_thousand() -> None:
-    async with bench(Limits(resets_per_s=50)) as it, raw(it) as client:
+    async with bench(Limits(resets_per_s=50)) as it, raw(it.port) as client:
         for _ in range(200):
             stream_id = client.call("Hang")
             client.http2.reset_stream(stream_id)
@@ -423,14 +436,14 @@ async def test_who_is_silent_is_asked_and_then_hung_up_on() -> None:
 
 
 async def test_an_idle_connection_is_closed() -> None:
-    async with bench(Limits(keepalive=0.05, idle=0.2)) as it, raw(it) as client:
+    async with bench(Limits(keepalive=0.05, idle=0.2)) as it, raw(it.port) as client:
         ended = await client.until(h2.events.ConnectionTerminated)
         assert ended.error_code == ErrorCodes.NO_ERROR
         assert await client.until(h2.events.ConnectionTerminated) is None
 
 
 async def test_more_connections_than_are_taken() -> None:
-    async with bench(Limits(max_connections=2)) as it, raw(it) as first, raw(it):
+    async with bench(Limits(max_connections=2)) as it, raw(it.port) as first, raw(it.port):
         await first.until(h2.events.RemoteSettingsChanged)
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
         with pytest.raises((OSError, asyncio.IncompleteReadError)):

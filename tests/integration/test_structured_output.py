@@ -147,7 +147,6 @@ SCHEMAS = st.recursive(
 )
 QUICK = settings(
     max_examples=25,
-    deadline=None,
     derandomize=True,
     # The service outlives the examples, as it is meant to.
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -111,15 +111,16 @@ async def test_a_caller_without_a_trace_is_told_the_one_that_begins() -> None:
         assert attached == answered
         _, trace_id, span_id, flags = str(answered["traceresponse"]).split("-")
         [root] = (await trace_of(collecting, trace_id))[ROOT]
-    assert answered["x-request-id"] == pieces[0].request_id
+    assert answered["idempotency-key"] == pieces[0].request_id
     assert (root.span_id.hex(), root.parent_span_id, flags) == (span_id, b"", "01")
 
 
-async def test_session_and_share_are_told_as_the_call_s_headers_name_them() -> None:
+async def test_session_share_and_call_are_told_as_the_call_s_headers_name_them() -> None:
     headers = (
         ("traceparent", PARENT),
         ("x-session-id", "talk-7"),
         ("x-gateway-inference-fairness-id", "acme"),
+        ("x-request-id", "mesh/1"),
     )
     async with traced() as (parts, collecting):
         async with grpc.aio.insecure_channel(parts.address) as channel:
@@ -129,6 +130,7 @@ async def test_session_and_share_are_told_as_the_call_s_headers_name_them() -> N
         spans = await trace_of(collecting, TRACE)
     told = attributes(spans[ROOT][0])
     assert (told["session.id"], told["everlift.fairness_id"]) == ("talk-7", "acme")
+    assert told["http.request.header.x-request-id"] == ["mesh/1"]
 
 
 @pytest.mark.parametrize("traceparent, sample", [(f"00-{TRACE}-{SPAN}-00", 1.0), ("", 0.0)])
@@ -210,6 +212,18 @@ async def test_a_refusal_is_told_with_its_cause() -> None:
     assert attributes(refused)["error.type"] == UnknownModel.slug
     assert "marker" not in str(refused)
     assert attributes(other)["error.type"] == OutOfRange.slug
+
+
+async def test_a_refusal_has_the_name_that_a_mesh_gave_its_call() -> None:
+    headers = (("traceparent", PARENT), ("x-request-id", "mesh/1"))
+    async with traced() as (parts, collecting):
+        async with grpc.aio.insecure_channel(parts.address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.Generate(pb.GenerateRequest(model="none"), metadata=headers).read()
+        await until(lambda: collecting.spans)
+    [refused] = collecting.spans
+    assert attributes(refused)["http.request.header.x-request-id"] == ["mesh/1"]
 
 
 async def test_who_is_refused_by_the_leader_is_told_too() -> None:

@@ -93,7 +93,7 @@ def judge(got: Tokens, prompt: int, error: EverliftError | None) -> None:
         assert type(error) is not EverliftError
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(scripts)
 def test_a_stream_gives_each_token_once_or_a_named_error(script: list[Fault | None]) -> None:
     got: Tokens = defaultdict(list)
@@ -115,7 +115,7 @@ def test_a_stream_gives_each_token_once_or_a_named_error(script: list[Fault | No
         assert error is None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(scripts, st.integers(1, 4))
 def test_many_give_each_token_once_or_a_named_error(
     script: list[Fault | None], concurrency: int

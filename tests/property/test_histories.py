@@ -82,7 +82,6 @@ def _batch(number: int, add) -> None:  # type: ignore[no-untyped-def]
     @settings(
         max_examples=_BATCH,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],
     )

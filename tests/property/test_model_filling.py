@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -50,7 +50,6 @@ def test_runs_are_the_slice_in_its_order(cut: tuple[tuple[int, ...], tuple[slice
     assert found == whole[slices].flatten().tolist()
 
 
-@settings(deadline=None)
 @given(cut=cuts(), stored=DTYPES, held=DTYPES, padding=st.integers(0, 2), buffer=st.integers(1, 64))
 def test_a_parameter_gets_its_slice_as_torch_converts_it(
     cut: tuple[tuple[int, ...], tuple[slice, ...]],
@@ -70,7 +69,6 @@ def test_a_parameter_gets_its_slice_as_torch_converts_it(
     assert torch.equal(into, whole[slices].to(held))
 
 
-@settings(deadline=None)
 @given(cut=cuts(), held=DTYPES, padding=st.integers(0, 2), period=st.integers(1, 40))
 def test_a_slice_of_a_dummy_is_that_of_the_whole(
     cut: tuple[tuple[int, ...], tuple[slice, ...]], held: torch.dtype, padding: int, period: int

@@ -220,7 +220,7 @@ class Run:
         return ((key, job) for key, job in self.jobs.items() if key not in self.aborted)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(bounds, crowds, events)
 def test_every_sequence_gets_exactly_its_tokens(
     bounds: Limits, crowd: Event, events: list[Event]
@@ -245,7 +245,7 @@ def test_every_sequence_gets_exactly_its_tokens(
         assert this.collected.recomputed_tokens.total() == load.counters.recomputed_tokens
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(bounds, crowds, events)
 def test_the_same_log_makes_the_same_plans(
     bounds: Limits, crowd: Event, events: list[Event]

@@ -22,7 +22,6 @@ _EXAMPLES = 500
 def test_many_histories(test) -> None:  # type: ignore[no-untyped-def]
     many = settings(
         max_examples=_EXAMPLES,
-        deadline=None,
         database=None,
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),

@@ -35,7 +35,7 @@ def test_every_fault_comes_and_every_cluster_takes_it() -> None:
     assert seen == {*NAMES}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 1 << 32), st.floats(0.1, 10.0))
 def test_one_worker_is_always_spared(seed: int, every_s: float) -> None:
     """As nobody starts another worker: those that are killed or drained stay so."""

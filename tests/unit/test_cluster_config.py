@@ -99,6 +99,26 @@ def test_a_file_that_cannot_be_is_explained(tmp_path: Path, text: str, message: 
         load(file, {})
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("beat=5", r"lease \(1\.2\) must be twice beat or more"),
+        ("max_losses=0", "max_queued and max_losses must be at least 1"),
+        ("access=file", "access_file must be set with access: file, and then only"),
+        ("max_message_bytes=1", "max_message_bytes must be from 1 KiB to below 2 GiB"),
+        ("max_body_bytes=1", "max_body_bytes must be at least 1024"),
+        ("trace_sample=2", "trace_sample must be from 0 to 1"),
+        ("template_timeout=0", "template_timeout must be above 0"),
+        ("template_processes=0", "template_processes must be at least 1"),
+    ],
+)
+def test_a_router_s_setting_that_cannot_be_is_named_with_its_section_once(
+    setting: str, message: str
+) -> None:
+    with pytest.raises(SettingsError, match=rf"^router\.{message}$"):
+        load(None, {}, [f"router.{setting}"])
+
+
 def test_an_empty_file_says_nothing_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     with pytest.raises(SettingsError, match="No such file"):

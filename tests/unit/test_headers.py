@@ -18,7 +18,6 @@ def applied(place: int | None = None, **given: str) -> pb.GenerateRequest:
 def test_each_header_has_its_field() -> None:
     assert applied(
         idempotency_key="key",
-        x_request_id="other",
         x_slo_ttft_ms="200",
         x_session_id="s",
         x_gateway_inference_fairness_id="f",
@@ -49,14 +48,34 @@ def test_what_the_message_says_holds() -> None:
     ("given", "request_id"),
     [
         ({"idempotency_key": '"8e03978e"'}, "8e03978e"),
-        ({"x_request_id": "proxy-1"}, "proxy-1"),
-        ({"x_request_id": "a b"}, ""),
-        ({"x_request_id": ""}, ""),
-        ({"x_request_id": "x" * 129}, ""),
+        ({"idempotency_key": "8e03978e", "x_request_id": "proxy-1"}, "8e03978e"),
+        ({"x_request_id": "proxy-1"}, ""),
     ],
 )
 def test_the_request_is_named(given: dict[str, str], request_id: str) -> None:
     assert applied(**given).request_id == request_id
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("Root=1-67891233-abcdef01/+", True),
+        ("x" * 128, True),
+        ("x" * 129, False),
+        ("", False),
+        ("a b", False),
+        ("a\n", False),
+        ("é", False),
+    ],
+)
+def test_a_call_s_name_elsewhere_is_taken_as_a_log_line_can_have_it(
+    given: str, taken: bool
+) -> None:
+    assert headers.x_request_id({"x-request-id": given}) == (given if taken else "")
+
+
+def test_a_call_need_have_no_name_elsewhere() -> None:
+    assert headers.x_request_id({"idempotency-key": "k"}) == ""
 
 
 @pytest.mark.parametrize("key", ["", "a b", "x" * 129, "tenant/id", "key,key"])
@@ -68,8 +87,6 @@ def test_a_key_that_cannot_name_is_refused(key: str) -> None:
 
 def test_several_requests_have_their_places_in_their_names() -> None:
     assert applied(7, idempotency_key="k").request_id == "k:7"
-    assert applied(7, x_request_id="k").request_id == "k:7"
-    assert applied(7, x_request_id="x" * 127).request_id == ""
     with pytest.raises(InvalidRequest, match="idempotency-key"):
         applied(7, idempotency_key="x" * 127)
 

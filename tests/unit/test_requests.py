@@ -596,6 +596,16 @@ async def test_what_is_cancelled_while_an_heir_takes_it_is_cancelled_by_the_heir
     assert elsewhere.value.address == "there:1"
 
 
+async def test_work_that_is_broken_off_before_its_first_step_leaves_nothing(
+    gateway: Gateway,
+) -> None:
+    live = await gateway.submit()
+    gateway.requests.attempts.end(live, State.CANCELLED, Cancelled())
+    await gateway.requests.stop(0.0)
+    # A coroutine that nobody awaits is a warning, and so an error, when it is collected.
+    gc.collect()
+
+
 async def test_where_a_request_is_is_no_news(
     gateway: Gateway, ledger: MemoryLedger, caplog: pytest.LogCaptureFixture
 ) -> None:

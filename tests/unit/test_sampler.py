@@ -360,7 +360,7 @@ samplings = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(samplings, st.randoms(use_true_random=False))
 def test_drafts_change_no_token(sampling: SamplingParams, rng: Random) -> None:
     plain = Generation(sampling).run(16)

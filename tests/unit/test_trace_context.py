@@ -63,14 +63,15 @@ def test_a_child_knows_its_parent() -> None:
     assert child == TraceContext(TRACE, "a" * 16, True, SPAN, "k=v")
 
 
-def test_the_ledger_keeps_it_and_a_repeated_request_is_the_same_in_another_trace() -> None:
+def test_the_ledger_keeps_it_and_a_repeated_request_is_the_same_in_another_call() -> None:
     message = pb.GenerateRequest(text="hi", max_tokens=2)
     context = TraceContext(TRACE, SPAN, True, "b" * 16, "k=v")
     requests = [
-        ServedModel.load("fake").resolve(Submission.from_proto(message, "r", 1, trace))
-        for trace in (context, None)
+        ServedModel.load("fake").resolve(Submission.from_proto(message, "r", 1, *call))
+        for call in ((context, "mesh/1"), (None, ""))
     ]
     stored = [Request.from_bytes(request.to_bytes()) for request in requests]
     assert stored == requests
     assert [request.trace for request in stored] == [context, None]
+    assert [request.x_request_id for request in stored] == ["mesh/1", ""]
     assert stored[0].body_hash == stored[1].body_hash

@@ -181,9 +181,10 @@ def test_an_attempt_without_a_token_has_no_decode() -> None:
 
 
 def test_a_refusal_is_a_trace_of_one_span() -> None:
-    span = refusal_span(TRACE, 1.0, 2.0, "queue_full")
+    span = refusal_span(TRACE, 1.0, 2.0, "queue_full", "mesh/1")
     assert (span.name, span.error, span.context) == ("text_completion", "queue_full", TRACE)
     assert span.attributes["error.type"] == "queue_full"
+    assert span.attributes["http.request.header.x-request-id"] == ["mesh/1"]
 
 
 def test_a_span_has_these_attributes_and_no_others() -> None:

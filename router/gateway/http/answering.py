@@ -92,10 +92,10 @@ class Answering:
         if generation.trace is not None:
             call.told[TRACERESPONSE] = str(generation.trace)
         if not fields.stream:
-            return JsonResponse(await _whole(generation, transcript, answer), headers=call.told)
+            return JsonResponse(await _whole(generation, transcript, answer))
         has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
         rest = events(generation, transcript, answer, has_usage=has_usage)
-        return EventStream(await anext(rest), rest, transcript, call.params, call.told)
+        return EventStream(await anext(rest), rest, transcript, call.params)
 
     async def _open(self, call: Call, messages: Sequence[pb.GenerateRequest]) -> Generation:
         if _LAST_EVENT_ID not in call.headers:
@@ -143,7 +143,8 @@ def _named(call: Call) -> str:
     if _LAST_EVENT_ID in call.headers:
         named.request_id = EventId.parse(call.headers[_LAST_EVENT_ID]).name
     headers.apply(named, call.headers)
-    call.told[headers.REQUEST_ID] = name = named.request_id or new_request_id()
+    call.told[headers.IDEMPOTENCY_KEY] = name = named.request_id or new_request_id()
+    call.told.setdefault(headers.X_REQUEST_ID, name)
     return name
 
 

@@ -78,7 +78,7 @@ class Api:
                 allow_origins=cors_origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
-                expose_headers=("x-request-id", "traceresponse", "retry-after"),
+                expose_headers=("idempotency-key", "x-request-id", "traceresponse", "retry-after"),
             )
         return app
 
@@ -120,4 +120,4 @@ class Api:
 
 
 async def _nothing_here(scope: Scope, receive: Receive, send: Send) -> None:
-    await refusal(UnknownPath("there is nothing at this path"), {}, {})(scope, receive, send)
+    await refusal(UnknownPath("there is nothing at this path"), {})(scope, receive, send)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everlift import logs
 from everlift.errors import (
@@ -21,6 +21,7 @@ from everlift.errors import (
     UnsupportedMediaType,
 )
 from router.gateway import caller as callers
+from router.gateway import headers as request_headers
 from router.gateway.caller import ANYONE, Caller
 from router.gateway.door import Door
 from router.gateway.http import body, errors
@@ -108,9 +109,11 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         call = Call(request, ANYONE, _headers(request), self._max_body_bytes)
+        if x_request_id := request_headers.x_request_id(call.headers):
+            call.told[request_headers.X_REQUEST_ID] = x_request_id
         response = await self._answer(call)
         if response is not None:
-            await response(scope, receive, send)
+            await response(scope, receive, _telling(call.told, send))
 
     async def _answer(self, call: Call) -> ASGIApp | None:
         """None where nobody waits for one any more."""
@@ -123,11 +126,11 @@ class Endpoint:
         except (Gone, ClientDisconnect):
             return None
         except EverliftError as error:
-            return refusal(error, call.params, call.told)
+            return refusal(error, call.params)
         except Exception:
             log.exception("a request failed", path=call.request.url.path)
             unknown = EverliftError("internal error; the router's log says more")
-            return refusal(unknown, call.params, call.told)
+            return refusal(unknown, call.params)
 
     def _check_method(self, call: Call) -> None:
         allowed = [self._method, "HEAD"] if self._method == "GET" else [self._method]
@@ -160,14 +163,20 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def refusal(
-    error: EverliftError, params: Mapping[str, str], told: Mapping[str, str]
-) -> JsonResponse:
-    return JsonResponse(
-        errors.described(error, params),
-        error.http_status,
-        {**told, **errors.headers(error)},
-    )
+def refusal(error: EverliftError, params: Mapping[str, str]) -> JsonResponse:
+    return JsonResponse(errors.described(error, params), error.http_status, errors.headers(error))
+
+
+def _telling(told: Mapping[str, str], send: Send) -> Send:
+    """As ``send``, for an answer that has these headers too."""
+
+    async def tell(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            more = [(name.encode(), value.encode()) for name, value in told.items()]
+            message["headers"] = [*message["headers"], *more]
+        await send(message)
+
+    return tell
 
 
 def _headers(request: Request) -> dict[str, str]:

@@ -17,6 +17,13 @@ from router.gateway.http.transcript import News, Transcript, Usage
 
 log = logs.get(__name__)
 
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # A proxy that collects what comes would hold tokens back.
+    (b"x-accel-buffering", b"no"),
+)
+
 
 class StreamedAnswer(Protocol):
     """What is made of news: the chunks of one kind of answer."""
@@ -59,27 +66,18 @@ class EventStream:
         rest: AsyncGenerator[bytes, None],
         transcript: Transcript,
         params: Mapping[str, str],
-        headers: Mapping[str, str],
     ) -> None:
         self._first = first
         self._rest = rest
         self._transcript = transcript
         self._params = params
-        self._headers = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-            # A proxy that collects what comes would hold tokens back.
-            "x-accel-buffering": "no",
-            **headers,
-        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(Gone):
             await unless_gone(receive, self._tell(send))
 
     async def _tell(self, send: Send) -> None:
-        headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         async with aclosing(self._rest):
             await _send(send, self._first)
             try:
