@@ -14,6 +14,7 @@ from everlift.client import AsyncClient
 from everlift.errors import QueueFull, Unauthenticated
 from router.gateway.caller import Caller, Scope
 from router.gateway.http import connection
+from router.gateway.http.event_id import BEGIN, EventId
 from tests.http_client import JSON, Event, ask, get, streamed
 from tests.in_process import ROUTER, WORKER, Cluster, cluster, right_tokens, until
 from worker.config import FakeModel
@@ -429,14 +430,26 @@ async def test_where_a_stream_is_must_be_right(address: str) -> None:
     body = {**GREEDY, "stream": True}
     for last, status, code in (
         ("nonsense", 400, "invalid_request"),
-        ("unknown/0.0", 404, "unknown_request"),
-        ("r/0.0,0.0", 400, "invalid_request"),
+        (str(EventId("unknown", [BEGIN])), 404, "unknown_request"),
+        (str(EventId("r", [BEGIN, BEGIN])), 400, "invalid_request"),
     ):
         headers = {**JSON, "last-event-id": last}
         answer = await ask(address, "/v1/completions", body, headers)
         assert (answer.status, answer.error[0]) == (status, code)
-    answer = await ask(address, "/v1/completions", GREEDY, {**JSON, "last-event-id": "r/0.0"})
+    answer = await ask(address, "/v1/completions", GREEDY, {**JSON, "last-event-id": "r/0"})
     assert answer.error == ("invalid_request", "last-event-id")
+
+
+async def test_who_had_another_text_is_told_so(address: str) -> None:
+    body = {**GREEDY, "max_tokens": 20, "stream": True}
+    *seen, _ = await events(address, body, {**JSON, "idempotency-key": "mine"})
+    had = EventId.parse(seen[3].id)
+    [other] = [replace(each, digest=each.digest ^ 1) for each in had.positions]
+    for positions, status in ((had.positions, 200), ([other], 500)):
+        headers = {**JSON, "last-event-id": str(EventId("mine", positions))}
+        answer = await ask(address, "/v1/completions", body, headers)
+        assert answer.status == status
+    assert answer.error == ("data_loss", None)
 
 
 @pytest.mark.long
