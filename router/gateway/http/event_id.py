@@ -3,8 +3,8 @@
     REQUEST/3.14.8f02c1d4a9b6e730,5.22.01a7d95cc43f8be2.e
 
 The request's name, and for each choice how many tokens and characters of its output its client has,
-and what everlift.digest makes of these tokens; an ``e`` says that it has the end too. The text after
-a token depends on the tokens up to it alone, so that a count says which text that was.
+and what everlift.digest makes of these tokens; an ``e`` says that it has the end too. The text
+after a token depends on the tokens up to it alone, so that a count says which text that was.
 """
 
 from __future__ import annotations
