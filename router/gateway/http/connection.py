@@ -8,14 +8,25 @@ from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from everlift.errors import EverliftError, MalformedBody, MetadataTooLarge
+from everlift.errors import (
+    EverliftError,
+    MalformedBody,
+    MetadataTooLarge,
+    TooManyConnections,
+)
 from router.gateway.http import errors
 from router.gateway.http.endpoint import encode
 
 #: Of a request line and its headers; a session's token or a trace's state fits several times.
 _MAX_HEAD_BYTES = 64 << 10
+#: Of one router, beside those over gRPC.
+_MAX_CONNECTIONS = 1 << 14
 #: In which they have to come.
 _HEAD_TIMEOUT_S = 30.0
+
+
+#: Of a header, beside its name and value.
+_FIELD_BYTES = len(": \r\n")
 
 
 class Connection(HttpToolsProtocol):
@@ -23,7 +34,10 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._head_bytes = 0
         self._is_in_head = True
+        self._is_too_long = False
         self._deadline = self.loop.call_later(_HEAD_TIMEOUT_S, transport.close)
+        if len(self.connections) > _MAX_CONNECTIONS:
+            self._refuse(TooManyConnections(f"this router has {_MAX_CONNECTIONS} connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
@@ -34,9 +48,7 @@ class Connection(HttpToolsProtocol):
         if self._is_in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
-                self._refuse(
-                    MetadataTooLarge(f"the headers are longer than {_MAX_HEAD_BYTES} bytes")
-                )
+                self._refuse(_too_long())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -48,10 +60,15 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._deadline.cancel()
+        fields = sum(len(name) + len(value) + _FIELD_BYTES for name, value in self.headers)
+        if len(self.url) + fields > _MAX_HEAD_BYTES:
+            self._is_too_long = True
+            # Out of the parser, which would go on with the body; send_400_response answers.
+            raise _too_long()
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(MalformedBody("this is not HTTP/1.1"))
+        self._refuse(_too_long() if self._is_too_long else MalformedBody("this is not HTTP/1.1"))
 
     def _refuse(self, error: EverliftError) -> None:
         status = HTTPStatus(error.http_status)
@@ -62,3 +79,7 @@ class Connection(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _too_long() -> MetadataTooLarge:
+    return MetadataTooLarge(f"the headers are longer than {_MAX_HEAD_BYTES} bytes")
