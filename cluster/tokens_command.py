@@ -1,4 +1,4 @@
-"""``everlift models``, ``everlift tokenize`` and ``everlift detokenize``: what is served, and how it
+"""``everlift models``, ``everlift tokenize``, ``everlift detokenize``: what is served, and how it
 reads text."""
 
 from __future__ import annotations
