@@ -75,7 +75,7 @@ class AdminServer:
         methods = {
             "Drain": handlers.unary(self.drain, Scope.ADMIN),
             "SetPolicy": handlers.unary(self.set_policy, Scope.ADMIN),
-            "Capacity": handlers.unary(self.capacity, Scope.METRICS),
+            "Capacity": handlers.unary(self.capacity, Scope.METRICS, Scope.ADMIN),
         }
         name = pb.DESCRIPTOR.services_by_name["Admin"].full_name
         return grpc.method_handlers_generic_handler(name, methods)

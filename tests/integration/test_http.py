@@ -450,6 +450,7 @@ async def test_who_had_another_text_is_told_so(address: str) -> None:
         answer = await ask(address, "/v1/completions", body, headers)
         assert answer.status == status
     assert answer.error == ("data_loss", None)
+    assert answer.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.long
