@@ -14,7 +14,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from cluster import capacity_view, generate, ledger_command, requests_command, serving
+from cluster import (
+    capacity_view,
+    generate,
+    ledger_command,
+    requests_command,
+    serving,
+    tokens_command,
+)
 from cluster import config as configuration
 from cluster.access import keys, tenants
 from cluster.batch import command as batching
@@ -170,6 +177,9 @@ def ledger(
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=batching.EXAMPLES)(batching.batch)
 app.command(epilog=requests_command.EXAMPLES)(requests_command.requests)
+app.command(epilog=tokens_command.MODELS_EXAMPLES)(tokens_command.models)
+app.command(epilog=tokens_command.TOKENIZE_EXAMPLES)(tokens_command.tokenize)
+app.command(epilog=tokens_command.DETOKENIZE_EXAMPLES)(tokens_command.detokenize)
 app.add_typer(chaos.app, name="chaos")
 app.add_typer(keys.app, name="key")
 app.add_typer(tenants.app, name="tenant")

@@ -55,7 +55,9 @@ _SHAPES: dict[str, Json] = {
     "access.mode": {"enum": list(get_args(get_type_hints(RouterConfig)["access"]))},
     "affinity": {"type": "object"},
     "annotations": _TEXTS,
-    "gateway.hostnames": {"type": "array", "items": {"type": "string"}},
+    # As the Gateway API writes durations.
+    "gateway.http.timeout": {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){0,4}$"},
+    "hostnames": {"type": "array", "items": {"type": "string"}},
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "labels": _TEXTS,
     "ledger.durabilityClass": {"enum": list(PROMISES)},

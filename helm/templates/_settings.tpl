@@ -58,11 +58,21 @@
     {{- fail "tls.clients.mutual: must be set with tls.clients.testSecret" -}}
   {{- end -}}
 {{- end -}}
-{{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
-  {{- fail "ingress.host: must be set with ingress.enabled" -}}
+{{- with .Values.ingress -}}
+  {{- if and .enabled (not .host) -}}
+    {{- fail "ingress.host: must be set with ingress.enabled" -}}
+  {{- end -}}
+  {{- if and .http.enabled (not .http.host) -}}
+    {{- fail "ingress.http.host: must be set with ingress.http.enabled" -}}
+  {{- end -}}
 {{- end -}}
-{{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}
-  {{- fail "gateway.parentRefs: must be set with gateway.enabled" -}}
+{{- with .Values.gateway -}}
+  {{- if and .enabled (not .parentRefs) -}}
+    {{- fail "gateway.parentRefs: must be set with gateway.enabled" -}}
+  {{- end -}}
+  {{- if and .http.enabled (not (or .parentRefs .http.parentRefs)) -}}
+    {{- fail "gateway.http.parentRefs: must be set with gateway.http.enabled" -}}
+  {{- end -}}
 {{- end -}}
 {{- end -}}
 

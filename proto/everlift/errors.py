@@ -3,9 +3,15 @@
     EverliftError
     ├── InvalidRequest            the request can never work as it is
     │   ├── EmptyPrompt
-    │   ├── PromptTooLong
+    │   ├── PromptTooLong         in tokens
+    │   │   └── PromptTextTooLong in characters: it was not even tokenised
     │   ├── NotUtf8
     │   ├── OutOfRange            a parameter's value
+    │   │   ├── TooManyChoices    n
+    │   │   ├── TooManyStops      stop strings, their bytes, or stop tokens
+    │   │   ├── LogitBiasTooLarge
+    │   │   ├── GrammarTooLarge   a schema, another grammar, or its choices
+    │   │   └── TooManyRequests   of one call
     │   ├── UnknownField          of a body in JSON
     │   ├── MalformedBody         no JSON, or none that is taken
     │   ├── BodyTooSlow           the rest of it did not come
@@ -39,6 +45,7 @@
     ├── LedgerUnavailable
     ├── NoWorker                  it waited for one, and none came
     ├── UnknownWorker
+    ├── TooManyConnections        of one router
     ├── RouterStopping            this replica drains: go to another one, nothing is lost
     ├── Moved                     another router goes on with the request: attach again
     ├── Unreachable               no router answers: what the client itself finds
@@ -86,12 +93,36 @@ class PromptTooLong(InvalidRequest):
     slug = "prompt_too_long"
 
 
+class PromptTextTooLong(PromptTooLong):
+    slug = "prompt_text_too_long"
+
+
 class NotUtf8(InvalidRequest):
     slug = "not_utf8"
 
 
 class OutOfRange(InvalidRequest):
     slug = "out_of_range"
+
+
+class TooManyChoices(OutOfRange):
+    slug = "too_many_choices"
+
+
+class TooManyStops(OutOfRange):
+    slug = "too_many_stops"
+
+
+class LogitBiasTooLarge(OutOfRange):
+    slug = "logit_bias_too_large"
+
+
+class GrammarTooLarge(OutOfRange):
+    slug = "grammar_too_large"
+
+
+class TooManyRequests(OutOfRange):
+    slug = "too_many_requests"
 
 
 class UnknownField(InvalidRequest):
@@ -263,6 +294,12 @@ class UnknownWorker(EverliftError):
 
 class ChaosForbidden(Forbidden):
     slug = "chaos_forbidden"
+
+
+class TooManyConnections(EverliftError):
+    slug = "too_many_connections"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
 
 
 class RouterStopping(EverliftError):

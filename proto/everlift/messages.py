@@ -13,7 +13,13 @@ from enum import Enum
 from typing import Self
 
 from everlift.checks import check_range, one_too_many
-from everlift.errors import EmptyPrompt, InvalidRequest, OutOfRange
+from everlift.errors import (
+    EmptyPrompt,
+    InvalidRequest,
+    OutOfRange,
+    TooManyChoices,
+    TooManyStops,
+)
 from everlift.request_id import check_qualified, tenant_of
 from everlift.sampling import SamplingParams
 from everlift.trace_context import TraceContext
@@ -81,7 +87,7 @@ class Submission:
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
         check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
-        check_range("n", self.n, 1, MAX_N)
+        check_num_choices(self.n)
         if not self.prompt:
             raise EmptyPrompt("the prompt is empty", field="prompt")
         if self.max_tokens is not None:
@@ -94,7 +100,9 @@ class Submission:
             )
         _check_stops(self.stop)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise OutOfRange(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids", field="stop_token_ids")
+            raise TooManyStops(
+                f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids", field="stop_token_ids"
+            )
         _check_bytes("cache_salt", self.cache_salt, MAX_CACHE_SALT_BYTES)
         _check_bytes("session_id", self.session_id, MAX_LABEL_BYTES)
         _check_bytes("fairness_id", self.fairness_id, MAX_LABEL_BYTES)
@@ -146,6 +154,13 @@ class Submission:
         return submission
 
 
+def check_num_choices(n: int) -> None:
+    """Raises OutOfRange."""
+    if n > MAX_N:
+        raise TooManyChoices(f"n must be from 1 to {MAX_N}, not {n}", field="n")
+    check_range("n", n, 1, MAX_N)
+
+
 def _seconds(message: pb.GenerateRequest, field: str) -> float | None:
     return getattr(message, field) / 1e3 if message.HasField(field) else None  # type: ignore[arg-type]
 
@@ -186,12 +201,12 @@ def _check_bytes(name: str, text: str, most: int) -> None:
 
 def _check_stops(stops: tuple[str, ...]) -> None:
     if len(stops) > MAX_STOP_STRINGS:
-        raise OutOfRange(f"at most {MAX_STOP_STRINGS} stop strings", field="stop")
+        raise TooManyStops(f"at most {MAX_STOP_STRINGS} stop strings", field="stop")
     for stop in stops:
         if not stop:
             raise InvalidRequest("a stop string is empty", field="stop")
         if len(stop.encode()) > MAX_STOP_BYTES:
-            raise OutOfRange(f"a stop string is longer than {MAX_STOP_BYTES} bytes", field="stop")
+            raise TooManyStops(f"a stop string is longer than {MAX_STOP_BYTES} bytes", field="stop")
 
 
 def _body_hash(message: pb.GenerateRequest) -> bytes:

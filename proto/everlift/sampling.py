@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Literal, Self, get_args
 
 from everlift.checks import check_range, one_too_many
-from everlift.errors import InvalidRequest, OutOfRange
+from everlift.errors import GrammarTooLarge, InvalidRequest, LogitBiasTooLarge, OutOfRange
 from everlift.v1 import inference_pb2 as pb
 
 MAX_TOP_K = 1 << 20
@@ -53,11 +53,11 @@ class Grammar:
         if not self.texts or not all(self.texts):
             raise InvalidRequest(f"the grammar's {self.kind.value} is empty", field="grammar")
         if sum(len(text.encode()) for text in self.texts) > MAX_GRAMMAR_BYTES:
-            raise OutOfRange(
+            raise GrammarTooLarge(
                 f"the grammar is longer than {MAX_GRAMMAR_BYTES} bytes", field="grammar"
             )
         if len(self.texts) > MAX_CHOICES:
-            raise OutOfRange(f"at most {MAX_CHOICES} choices", field="grammar")
+            raise GrammarTooLarge(f"at most {MAX_CHOICES} choices", field="grammar")
 
     @classmethod
     def from_proto(cls, message: pb.Grammar) -> Self:
@@ -120,7 +120,7 @@ class SamplingParams:
 
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise OutOfRange(
+            raise LogitBiasTooLarge(
                 f"logit_bias names at most {MAX_LOGIT_BIAS} tokens", field="logit_bias"
             )
         for token, bias in self.logit_bias:

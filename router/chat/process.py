@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 
 from everlift import logs
-from everlift.errors import EverliftError, PromptTooLong, TemplateFailed, TemplateTimeout
+from everlift.errors import EverliftError, PromptTextTooLong, TemplateFailed, TemplateTimeout
 from router.chat import frames
 from router.chat.frames import Frame
 from router.chat.launch import Launch
@@ -45,7 +45,7 @@ class RendererProcess:
         self._socket: socket.socket | None = None
 
     async def render(self, request: bytes) -> str:
-        """Raises TemplateFailed, TemplateTimeout, PromptTooLong; EverliftError where no process
+        """Raises TemplateFailed, TemplateTimeout, PromptTextTooLong; EverliftError where no process
         can be had."""
         if self._process is None or self._process.poll() is not None:
             await self._start()
@@ -125,7 +125,7 @@ class RendererProcess:
             case {"error": str(cause)}:
                 raise TemplateFailed(cause)
             case {"too_long": int(length)}:
-                raise PromptTooLong(
+                raise PromptTextTooLong(
                     f"the chat becomes {length} characters, and the context holds "
                     f"{self._launch.max_characters} at most"
                 )

@@ -81,8 +81,8 @@ class ChatTemplate:
         sent them, and for ``tools``, as ToolUse shows them.
 
         Raises InvalidRequest and what is one: UnsupportedContent, OutOfRange, NotUtf8,
-        TemplateFailed (the template refuses them), TemplateTimeout, PromptTooLong. Raises QueueFull
-        where too many wait already, EverliftError where there is no process.
+        TemplateFailed (the template refuses them), TemplateTimeout, PromptTextTooLong.
+        Raises QueueFull where too many wait already, EverliftError where there is no process.
         """
         shown = self._with_roles(shown_messages(messages))
         request = frames.encode(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import grpc
 
 from everlift import logs
-from everlift.errors import InvalidRequest, UnknownWorker
+from everlift.errors import InvalidRequest, LedgerUnavailable, UnknownWorker
 from everlift.v1 import admin_pb2 as pb
+from everlift.v1 import session_pb2
 from router import beginnings
 from router.admission.capacity import capacity
 from router.admission.policy import ORDERS
@@ -55,10 +56,18 @@ class AdminServer:
 
     async def capacity(self, data: bytes, call: Call) -> pb.CapacityResponse:
         parse(pb.CapacityRequest, data)
-        report = await self._ledger.load()
-        load = report.load if report is not None and report.age_s < _STALE_S else None
+        load = await self._load()
         links = [(link.info, link.state) for link in self._sessions.links if link.is_up]
         return capacity(load, links)
+
+    async def _load(self) -> session_pb2.ClusterLoad | None:
+        """What the leader says of the queue; None where that is not known."""
+        try:
+            report = await self._ledger.load()
+        except LedgerUnavailable:
+            # What the workers can hold is known without it.
+            return None
+        return report.load if report is not None and report.age_s < _STALE_S else None
 
     def handlers(self, door: Door) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""
@@ -66,7 +75,7 @@ class AdminServer:
         methods = {
             "Drain": handlers.unary(self.drain, Scope.ADMIN),
             "SetPolicy": handlers.unary(self.set_policy, Scope.ADMIN),
-            "Capacity": handlers.unary(self.capacity, Scope.METRICS),
+            "Capacity": handlers.unary(self.capacity, Scope.METRICS, Scope.ADMIN),
         }
         name = pb.DESCRIPTOR.services_by_name["Admin"].full_name
         return grpc.method_handlers_generic_handler(name, methods)

@@ -36,10 +36,11 @@ class Caller:
     scopes: frozenset[Scope] = frozenset(Scope)
     limits: Limits = NO_LIMITS
 
-    def check(self, scope: Scope) -> None:
-        """Raises Forbidden."""
-        if scope not in self.scopes:
-            raise Forbidden(f"this credential is not for {scope.value}")
+    def check(self, *scopes: Scope) -> None:
+        """That it has one of them. Raises Forbidden."""
+        if not self.scopes.intersection(scopes):
+            names = " or ".join(scope.value for scope in scopes)
+            raise Forbidden(f"this credential is not for {names}")
 
     def qualify(self, request_id: str) -> str:
         """The name inside the cluster of what this caller calls ``request_id``. Who administers the

@@ -98,18 +98,20 @@ class InferenceServer:
     def handlers(self, door: Door) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""
         handlers = Handlers(door)
+        # Who administers a cluster sees to every tenant's requests.
+        theirs = (Scope.INFER, Scope.ADMIN)
         methods = {
             "Generate": handlers.pieces(self.generate, Scope.INFER),
             "GenerateMany": handlers.streaming(self.generate_many, Scope.INFER),
-            "Attach": handlers.pieces(self.attach, Scope.INFER),
-            "Cancel": handlers.unary(self.cancel, Scope.INFER),
-            "Forget": handlers.unary(self.forget, Scope.INFER),
-            "GetRequest": handlers.unary(self.get_request, Scope.INFER),
+            "Attach": handlers.pieces(self.attach, *theirs),
+            "Cancel": handlers.unary(self.cancel, *theirs),
+            "Forget": handlers.unary(self.forget, *theirs),
+            "GetRequest": handlers.unary(self.get_request, *theirs),
             "Tokenize": handlers.unary(self.tokenize, Scope.INFER),
             "Detokenize": handlers.unary(self.detokenize, Scope.INFER),
             "ListModels": handlers.unary(self.list_models, Scope.INFER),
-            "ListRequests": handlers.unary(self.list_requests, Scope.INFER),
-            "GetStatus": handlers.unary(self.get_status, Scope.METRICS),
+            "ListRequests": handlers.unary(self.list_requests, *theirs),
+            "GetStatus": handlers.unary(self.get_status, Scope.METRICS, Scope.ADMIN),
         }
         name = pb.DESCRIPTOR.services_by_name["Inference"].full_name
         return grpc.method_handlers_generic_handler(name, methods)

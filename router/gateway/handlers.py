@@ -7,7 +7,7 @@ asks for, before a byte of the message is looked at.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -75,41 +75,43 @@ def _is_well_formed(data: bytes) -> bool:
 
 
 class Handlers:
-    """Makes handlers of a service behind ``door``."""
+    """Makes handlers of a service behind ``door``. A caller needs one of their ``scopes``."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
 
     def streaming(
-        self, handler: Callable[[bytes, Call], AsyncIterator[Message]], scope: Scope
+        self, handler: Callable[[bytes, Call], AsyncIterator[Message]], *scopes: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """One message, answered with any number of them."""
 
         async def begin(messages: AsyncIterator[bytes], call: Call) -> AsyncIterator[Message]:
             return handler(await _only(messages), call)
 
-        return self._stream(begin, scope)
+        return self._stream(begin, scopes)
 
     def bidirectional(
-        self, handler: Callable[[AsyncIterator[bytes], Call], AsyncIterator[Message]], scope: Scope
+        self,
+        handler: Callable[[AsyncIterator[bytes], Call], AsyncIterator[Message]],
+        *scopes: Scope,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Any number of messages, of which some come after the first answers went."""
 
         async def begin(messages: AsyncIterator[bytes], call: Call) -> AsyncIterator[Message]:
             return handler(messages, call)
 
-        return self._stream(begin, scope)
+        return self._stream(begin, scopes)
 
     def _stream(
         self,
         begin: Callable[[AsyncIterator[bytes], Call], Awaitable[AsyncIterator[Message]]],
-        scope: Scope,
+        scopes: Sequence[Scope],
     ) -> grpc.RpcMethodHandler[Any, Any]:
         async def answer(
             messages: AsyncIterator[bytes], context: Context
         ) -> AsyncIterator[Message]:
             try:
-                call = self._admit(context, scope)
+                call = self._admit(context, scopes)
                 await call.greet()
                 async with aclosing(await begin(messages, call)) as pieces:  # type: ignore[type-var]
                     async for piece in pieces:
@@ -122,13 +124,13 @@ class Handlers:
         )
 
     def pieces(
-        self, handler: Callable[[bytes, Call], Awaitable[Opened]], scope: Scope
+        self, handler: Callable[[bytes, Call], Awaitable[Opened]], *scopes: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Of a request's stream, of which the handler may say something first."""
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> None:
             try:
-                call = self._admit(context, scope)
+                call = self._admit(context, scopes)
                 try:
                     opened = await handler(await _only(messages), call)
                 finally:
@@ -143,13 +145,13 @@ class Handlers:
         )
 
     def unary(
-        self, handler: Callable[[bytes, Call], Awaitable[Message]], scope: Scope
+        self, handler: Callable[[bytes, Call], Awaitable[Message]], *scopes: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """One message, answered with one."""
 
         async def answer(messages: AsyncIterator[bytes], context: Context) -> Message | None:
             try:
-                call = self._admit(context, scope)
+                call = self._admit(context, scopes)
                 await call.greet()
                 return await handler(await _only(messages), call)
             except Exception as error:
@@ -160,11 +162,11 @@ class Handlers:
             answer, response_serializer=lambda message: message.SerializeToString()
         )
 
-    def _admit(self, context: Context, scope: Scope) -> Call:
+    def _admit(self, context: Context, scopes: Sequence[Scope]) -> Call:
         """Raises Unauthenticated, Forbidden."""
         headers = _headers(context)
         caller = self._door.admit(headers)
-        caller.check(scope)
+        caller.check(*scopes)
         call = Call(caller, headers, context)
         if x_request_id := request_headers.x_request_id(headers):
             call.told[request_headers.X_REQUEST_ID] = x_request_id

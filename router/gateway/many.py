@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from everlift import error_details
-from everlift.errors import EverliftError, InvalidRequest, OutOfRange
+from everlift.errors import EverliftError, InvalidRequest, OutOfRange, TooManyRequests
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.failures import answerable
 from router.gateway.pieces import Pieces
@@ -27,8 +27,9 @@ Open = Callable[[pb.GenerateRequest], Awaitable["Opened"]]
 
 def check_count(num_requests: int) -> None:
     """Raises OutOfRange."""
+    kind = TooManyRequests if num_requests > MAX_REQUESTS else OutOfRange
     if not 1 <= num_requests <= MAX_REQUESTS:
-        raise OutOfRange(f"a call has 1 to {MAX_REQUESTS} requests", field="requests")
+        raise kind(f"a call has 1 to {MAX_REQUESTS} requests", field="requests")
 
 
 def check_names(requests: Sequence[pb.GenerateRequest]) -> None:

@@ -13,7 +13,13 @@ import tokenizers
 from everlift import model_files, text
 from everlift.blockhash import BLOCK_SIZE
 from everlift.checks import check_range
-from everlift.errors import EmptyPrompt, OutOfRange, PromptTooLong, UnknownModel
+from everlift.errors import (
+    EmptyPrompt,
+    OutOfRange,
+    PromptTextTooLong,
+    PromptTooLong,
+    UnknownModel,
+)
 from everlift.messages import Request, Submission
 from everlift.model_name import name_for_clients
 from everlift.sampling import SamplingParams
@@ -176,7 +182,7 @@ class ServedModel:
         if room < 1:
             raise PromptTooLong(
                 f"the prompt has {len(prompt_ids)} tokens; the context of {self.max_model_len} "
-                "has to hold at least one more",
+                "(worker.max_model_len) has to hold at least one more",
                 field="prompt",
             )
         max_tokens = min(room, submission.max_tokens or room)
@@ -223,16 +229,18 @@ class ServedModel:
 
     def check_fits(self, prompt: str | Sequence[int]) -> None:
         """What cannot fit by far is not even looked at. Raises PromptTooLong."""
-        most, what, field = self.max_model_len, "tokens", "tokens"
         if isinstance(prompt, str):
             # A token stands for a few dozen characters at most.
-            most, what, field = most * _MAX_CHARACTERS_PER_TOKEN, "characters", "text"
-        if len(prompt) > most:
-            raise PromptTooLong(
-                f"{len(prompt)} {what} are more than the context of {self.max_model_len} tokens "
-                "can hold",
-                field=field,
-            )
+            if len(prompt) > self.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
+                raise PromptTextTooLong(self._too_long(f"{len(prompt)} characters"), field="text")
+        elif len(prompt) > self.max_model_len:
+            raise PromptTooLong(self._too_long(f"{len(prompt)} tokens"), field="tokens")
+
+    def _too_long(self, what: str) -> str:
+        return (
+            f"{what} are more than the context of {self.max_model_len} tokens "
+            "(worker.max_model_len) can hold"
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Raises OutOfRange."""

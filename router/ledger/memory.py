@@ -13,7 +13,7 @@ from itertools import chain, islice
 
 from everlift.errors import AttemptsExhausted, RequestConflict, UnknownRequest
 from everlift.messages import Request
-from everlift.request_id import tenant_of
+from everlift.request_id import bare, tenant_of
 from everlift.v1 import session_pb2
 from router.ledger.base import (
     MOST_LISTED,
@@ -109,7 +109,7 @@ class MemoryLedger:
 
     def _get(self, request_id: str) -> Record:
         if (record := self._find(request_id)) is None:
-            raise UnknownRequest(f"no request {request_id}")
+            raise UnknownRequest(f"no request {bare(request_id)}")
         return record
 
     # requests
@@ -119,7 +119,7 @@ class MemoryLedger:
         if record is None:
             return Opened(self._create(request, gateway, timeout_s), created=True)
         if record.request.body_hash != request.body_hash:
-            raise RequestConflict(f"request id {request.request_id} is taken by another body")
+            raise RequestConflict(f"request id {bare(request.request_id)} is taken by another body")
         return Opened(record.entry, created=False)
 
     def _create(self, request: Request, gateway: str, timeout_s: float | None) -> Entry:

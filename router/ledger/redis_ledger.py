@@ -25,7 +25,7 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import Request
-from everlift.request_id import tenant_of
+from everlift.request_id import bare, tenant_of
 from everlift.v1 import session_pb2
 from router.ledger import codec, scripts
 from router.ledger.address import parse
@@ -128,7 +128,7 @@ class RedisLedger:
         settles = script in _SETTLING
         word, *rest = await self._shards.run(script, shard, request_id, *arguments, settles=settles)
         if word == b"unknown":
-            raise UnknownRequest(f"no request {request_id}")
+            raise UnknownRequest(f"no request {bare(request_id)}")
         return word.decode(), rest
 
     # requests
@@ -137,7 +137,7 @@ class RedisLedger:
         with _noticing_full():
             word, rest = await self._open(request, gateway, timeout_s)
         if word == "conflict":
-            raise RequestConflict(f"request id {request.request_id} is taken by another body")
+            raise RequestConflict(f"request id {bare(request.request_id)} is taken by another body")
         return Opened(codec.entry(request.request_id, rest[0]), created=word == "created")
 
     async def _open(

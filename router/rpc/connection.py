@@ -24,7 +24,7 @@ from h2.settings import SettingCodes, Settings
 from hyperframe.frame import GoAwayFrame
 
 from everlift import logs
-from everlift.errors import EverliftError
+from everlift.errors import EverliftError, TooManyConnections
 from router.rpc import heads
 from router.rpc.call import Call
 from router.rpc.heads import Head, NotGrpc
@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(_WRITE_HIGH)
         if not self._server.joined(self):
-            self._transport.abort()
+            self._turn_away()
             return
         head_bytes = _HEAD_ROOM * self.limits.max_metadata_bytes
         self._http2.local_settings = Settings(
@@ -312,6 +312,14 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._transport.abort()
+
+    def _turn_away(self) -> None:
+        """Says why; gRPC's clients show it as the end's debug text."""
+        self._http2.initiate_connection()
+        cause = TooManyConnections.slug.encode()
+        self._http2.close_connection(ErrorCodes.ENHANCE_YOUR_CALM, additional_data=cause)
+        self._transport.write(self._http2.data_to_send())
+        self._transport.close()
 
     def _close_if_free(self) -> None:
         if self._is_leaving and not self._calls and not self._is_closed:

@@ -84,5 +84,6 @@ class MessageReader:
 
     def _too_large(self, length: int) -> MessageTooLarge:
         return MessageTooLarge(
-            f"a message of {length} bytes or more; at most {self._max_bytes} are taken"
+            f"a message of {length} bytes or more; at most {self._max_bytes} are taken "
+            "(router.max_message_bytes)"
         )

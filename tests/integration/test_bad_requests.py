@@ -52,7 +52,7 @@ BAD_REQUESTS = {
         "INVALID_ARGUMENT",
         "prompt_too_long",
     ),
-    "huge prompt": (dict(text="x" * 5_000_000), "INVALID_ARGUMENT", "prompt_too_long"),
+    "huge prompt": (dict(text="x" * 5_000_000), "INVALID_ARGUMENT", "prompt_text_too_long"),
     "unknown token": (dict(tokens=pb.TokenIds(ids=[1024])), "INVALID_ARGUMENT", "out_of_range"),
     "largest token": (
         dict(tokens=pb.TokenIds(ids=[2**32 - 1])),
@@ -72,21 +72,21 @@ BAD_REQUESTS = {
         "INVALID_ARGUMENT",
         "out_of_range",
     ),
-    "absurd n": (dict(text="a", n=1_000_000), "INVALID_ARGUMENT", "out_of_range"),
+    "absurd n": (dict(text="a", n=1_000_000), "INVALID_ARGUMENT", "too_many_choices"),
     "no choice": (dict(text="a", n=0), "INVALID_ARGUMENT", "out_of_range"),
     "long session_id": (dict(text="a", session_id="s" * 129), "INVALID_ARGUMENT", "out_of_range"),
     "long fairness_id": (dict(text="a", fairness_id="ä" * 65), "INVALID_ARGUMENT", "out_of_range"),
     "a million stop tokens": (
         dict(text="a", stop_token_ids=[1] * 1_000_000),
         "INVALID_ARGUMENT",
-        "out_of_range",
+        "too_many_stops",
     ),
     "a million tokens": (
         dict(tokens=pb.TokenIds(ids=[1] * 1_000_000)),
         "INVALID_ARGUMENT",
         "prompt_too_long",
     ),
-    "n above the most": (dict(text="a", n=129), "INVALID_ARGUMENT", "out_of_range"),
+    "n above the most": (dict(text="a", n=129), "INVALID_ARGUMENT", "too_many_choices"),
     "best_of above n": (dict(text="a", n=2, best_of=3), "INVALID_ARGUMENT", "out_of_range"),
     "best_of without n": (dict(text="a", best_of=2), "INVALID_ARGUMENT", "out_of_range"),
     "long cache_salt": (dict(text="a", cache_salt="s" * 129), "INVALID_ARGUMENT", "out_of_range"),
@@ -126,7 +126,7 @@ BAD_REQUESTS = {
     "logit_bias of everything": (
         dict(logit_bias=dict.fromkeys(range(1025), 1.0)),
         "INVALID_ARGUMENT",
-        "out_of_range",
+        "logit_bias_too_large",
     ),
     "min_tokens above max_tokens": (
         dict(text="a", max_tokens=5, sampling=pb.Sampling(min_tokens=6)),
@@ -152,23 +152,23 @@ BAD_REQUESTS = {
     "too many choices": (
         dict(grammar=pb.Grammar(choice=pb.Choices(texts=["a"] * 1025))),
         "INVALID_ARGUMENT",
-        "out_of_range",
+        "grammar_too_large",
     ),
     "long grammar": (
         dict(grammar=pb.Grammar(ebnf="a" * 70_000)),
         "INVALID_ARGUMENT",
-        "out_of_range",
+        "grammar_too_large",
     ),
     "empty stop string": (dict(text="a", stop=[""]), "INVALID_ARGUMENT", "invalid_request"),
     "too many stop strings": (
         dict(text="a", stop=["s"] * 100_000),
         "INVALID_ARGUMENT",
-        "out_of_range",
+        "too_many_stops",
     ),
     "long stop string": (
         dict(text="a", stop=["s" * 1_000_000]),
         "INVALID_ARGUMENT",
-        "out_of_range",
+        "too_many_stops",
     ),
     "unknown stop token": (
         dict(text="a", stop_token_ids=[1024]),

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from everlift.client import AsyncClient
-from everlift.errors import PromptTooLong
+from everlift.errors import BY_SLUG, InvalidRequest, PromptTooLong
 from router.metrics.catalogue import CATALOGUE
 from tests.in_process import WORKER, Cluster, cluster, receive
 from tests.ledgers import found
@@ -33,6 +33,9 @@ EMPTY = {
     "Autoscaler": "Ray exports what the autoscaler says, from the process of Serve's controller",
     "GPU utilisation": "there is no GPU here",
 }
+#: Outcomes that no panel takes for a failure.
+FORGIVEN = re.compile(r'outcome!~"(ok\|[^"]*)"')
+OTHERS_DOING = ("cancelled", "moved", "router_stopping", "unknown_model", "request_conflict")
 #: What is asked for with "> 0" has a result only while something is wrong.
 ONLY_IN_TROUBLE = ("everlift_ledger_failures_total", "everlift_ledger_away", "everlift_worker_slow")
 
@@ -115,6 +118,13 @@ def test_dashboard_and_alerts_ask_for_what_there_is() -> None:
     asked_for = {name for panel in panels() for query in queries(panel) for name in names(query)}
     assert len(asked_for) > 40
     assert asked_for | {n for rule in RULES for n in names(rule["expr"])} <= known()
+
+
+def test_what_clients_got_wrong_is_no_failure() -> None:
+    expressions = [each["expr"] for panel in panels() for each in panel["targets"]]
+    [listed] = [set(found[1].split("|")) for found in map(FORGIVEN.search, expressions) if found]
+    theirs = {slug for slug, cls in BY_SLUG.items() if issubclass(cls, InvalidRequest)}
+    assert theirs <= listed <= theirs | {"ok", *OTHERS_DOING}
 
 
 def test_every_panel_says_what_it_shows() -> None:

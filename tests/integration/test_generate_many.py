@@ -13,7 +13,7 @@ import pytest
 
 from everlift import error_details, wire
 from everlift.client import AsyncClient
-from everlift.errors import EverliftError, InvalidRequest, OutOfRange
+from everlift.errors import EverliftError, InvalidRequest, OutOfRange, TooManyRequests
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.gateway import grpc_server
@@ -137,7 +137,11 @@ async def test_the_log_has_the_name_that_a_mesh_gave_the_call(
 
 @pytest.mark.parametrize(
     ("names", "error"),
-    [([], OutOfRange), ([""] * (MAX_REQUESTS + 1), OutOfRange), (["a", "b", "a"], InvalidRequest)],
+    [
+        ([], OutOfRange),
+        ([""] * (MAX_REQUESTS + 1), TooManyRequests),
+        (["a", "b", "a"], InvalidRequest),
+    ],
     ids=["none", "too many", "a name twice"],
 )
 async def test_a_call_that_is_wrong_as_a_whole_is_refused(

@@ -14,6 +14,7 @@ from everlift.client import AsyncClient
 from everlift.errors import QueueFull, Unauthenticated
 from router.gateway.caller import Caller, Scope
 from router.gateway.http import connection
+from router.gateway.http.event_id import BEGIN, EventId
 from tests.http_client import JSON, Event, ask, get, streamed
 from tests.in_process import ROUTER, WORKER, Cluster, cluster, right_tokens, until
 from worker.config import FakeModel
@@ -208,8 +209,8 @@ REFUSED: dict[str, tuple[Any, int, str, str | None]] = {
     "no prompt": ({}, 400, "invalid_request", "prompt"),
     "unknown model": ({"prompt": "a", "model": "gpt-5"}, 404, "unknown_model", "model"),
     "top_p above one": ({"prompt": "a", "top_p": 1.5}, 400, "out_of_range", "top_p"),
-    "n above the most": ({"prompt": "a", "n": 129}, 400, "out_of_range", "n"),
-    "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "out_of_range", "stop"),
+    "n above the most": ({"prompt": "a", "n": 129}, 400, "too_many_choices", "n"),
+    "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "too_many_stops", "stop"),
     "empty stop": ({"prompt": "a", "stop": ""}, 400, "invalid_request", "stop"),
     "unknown token": ({"prompt": [1024]}, 400, "out_of_range", "prompt"),
     "long prompt": ({"prompt": [1] * 4096}, 400, "prompt_too_long", "prompt"),
@@ -449,14 +450,27 @@ async def test_where_a_stream_is_must_be_right(address: str) -> None:
     body = {**GREEDY, "stream": True}
     for last, status, code in (
         ("nonsense", 400, "invalid_request"),
-        ("unknown/0.0", 404, "unknown_request"),
-        ("r/0.0,0.0", 400, "invalid_request"),
+        (str(EventId("unknown", [BEGIN])), 404, "unknown_request"),
+        (str(EventId("r", [BEGIN, BEGIN])), 400, "invalid_request"),
     ):
         headers = {**JSON, "last-event-id": last}
         answer = await ask(address, "/v1/completions", body, headers)
         assert (answer.status, answer.error[0]) == (status, code)
-    answer = await ask(address, "/v1/completions", GREEDY, {**JSON, "last-event-id": "r/0.0"})
+    answer = await ask(address, "/v1/completions", GREEDY, {**JSON, "last-event-id": "r/0"})
     assert answer.error == ("invalid_request", "last-event-id")
+
+
+async def test_who_had_another_text_is_told_so(address: str) -> None:
+    body = {**GREEDY, "max_tokens": 20, "stream": True}
+    *seen, _ = await events(address, body, {**JSON, "idempotency-key": "mine"})
+    had = EventId.parse(seen[3].id)
+    [other] = [replace(each, digest=each.digest ^ 1) for each in had.positions]
+    for positions, status in ((had.positions, 200), ([other], 500)):
+        headers = {**JSON, "last-event-id": str(EventId("mine", positions))}
+        answer = await ask(address, "/v1/completions", body, headers)
+        assert answer.status == status
+    assert answer.error == ("data_loss", None)
+    assert answer.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.long

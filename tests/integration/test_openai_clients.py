@@ -8,14 +8,19 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from cluster.config import load
 from cluster.processes import ProcessCluster
 from everlift import AsyncClient
+from tests import chat_support
 from tests.http_client import get
 from tests.in_process import ROUTER, cluster, until
 from tests.other_clients import ROOT, program
+from tests.scripted import scripted_cluster
 
-CHECKS = ROOT / "tests" / "clients" / "openai_checks.py"
+CHECKS = ROOT / "tests" / "clients"
+TEMPLATES = {"hermes": chat_support.HERMES, "llama3": chat_support.LLAMA3}
 
 RETRYING = """
 import os
@@ -28,9 +33,10 @@ with OpenAI(base_url=f"http://{os.environ['EVERLIFT_HTTP']}/v1", api_key="none")
 """
 
 
-async def run(address: str, *command: str, cwd: Path = ROOT) -> str:
+async def run(address: str, *command: str, cwd: Path = ROOT, **environ: str) -> str:
     """What it prints; a failure is one here."""
     environment = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "EVERLIFT_HTTP": address}
+    environment |= environ
     process = await asyncio.create_subprocess_exec(
         *command,
         env=environment,
@@ -48,15 +54,27 @@ async def run(address: str, *command: str, cwd: Path = ROOT) -> str:
     return printed
 
 
+async def check(address: str, name: str, **environ: str) -> None:
+    # Without this project's own settings and fixtures.
+    alone = ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider", "-q"]
+    checks = str(CHECKS / name)
+    await run(address, program("python"), "-m", "pytest", *alone, checks, **environ)
+
+
 async def test_openai_and_langchain(tmp_path: Path) -> None:
     places = ["router.port=0", "router.http_port=0", f"state_dir={tmp_path}"]
     exact = ["worker.dtype=float32", "worker.num_blocks=512"]
     async with ProcessCluster(load(None, {}, [*places, *exact])) as parts:
         async with AsyncClient(parts.address) as client:
             address = (await client.status()).http_address
-        # Without this project's own settings and fixtures.
-        alone = ["-c", os.devnull, "--noconftest", "-p", "no:cacheprovider", "-q", str(CHECKS)]
-        await run(address, program("python"), "-m", "pytest", *alone)
+        await check(address, "openai_checks.py")
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+async def test_openai_of_a_model_that_calls_tools(tmp_path: Path, form: str) -> None:
+    async with scripted_cluster(tmp_path / "caller", TEMPLATES[form]) as parts:
+        names = {"EVERLIFT_TOOL_FORMAT": form, "EVERLIFT_MODEL": "caller"}
+        await check(parts.routers[0].http_address, "tool_checks.py", **names)
 
 
 async def test_openais_client_comes_again_when_it_is_told_to() -> None:

@@ -445,10 +445,27 @@ async def test_an_idle_connection_is_closed() -> None:
 async def test_more_connections_than_are_taken() -> None:
     async with bench(Limits(max_connections=2)) as it, raw(it.port) as first, raw(it.port):
         await first.until(h2.events.RemoteSettingsChanged)
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        with pytest.raises((OSError, asyncio.IncompleteReadError)):
-            await reader.readexactly(1)
-        writer.close()
+        async with raw(it) as third:
+            ended = await third.until(h2.events.ConnectionTerminated)
+            assert ended.error_code == ErrorCodes.ENHANCE_YOUR_CALM
+            assert ended.additional_data == b"too_many_connections"
+        assert len(it.server._connections) == 2
+
+
+async def test_more_calls_of_a_connection_than_are_taken_wait_at_their_client() -> None:
+    async with bench(Limits(max_streams=2)) as it:
+        talks = [it.channel.stream_stream(f"/{SERVICE}/Talk")() for _ in range(2)]
+        for talk in talks:
+            await talk.write(b"a")
+            assert await talk.read() == b"A"
+        third = asyncio.ensure_future(it.unary("Echo")(b"c"))
+        # It was said and answered after the third call began.
+        await talks[1].write(b"b")
+        assert await talks[1].read() == b"B"
+        assert not third.done()
+        await talks[0].done_writing()
+        assert await third == b"c"
+        await talks[1].done_writing()
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli import app
 from everlift import AsyncClient
-from everlift.errors import InvalidRequest, UnknownWorker, Unreachable
+from everlift.errors import InvalidRequest, LedgerUnavailable, UnknownWorker, Unreachable
 from everlift.v1 import inference_pb2, inference_pb2_grpc, session_pb2
 from router.config import RouterConfig
 from router.gateway.admin_server import AdminServer
 from router.gateway.door import OPEN
+from router.ledger.base import LoadReport
 from router.ledger.memory import MemoryLedger
 from router.rulebook import Rulebook
 from tests.ledgers import Clock
@@ -47,6 +48,17 @@ class RecordedSessions:
         return 3
 
 
+class FailingLedger(MemoryLedger):
+    """One that may be away."""
+
+    is_away = False
+
+    async def load(self) -> LoadReport | None:
+        if self.is_away:
+            raise LedgerUnavailable("away")
+        return await super().load()
+
+
 class Emptying(inference_pb2_grpc.InferenceServicer):
     """A status in which worker ab has fewer sequences each time that one looks."""
 
@@ -67,7 +79,7 @@ class Router:
     address: str
     sessions: RecordedSessions
     status: Emptying
-    ledger: MemoryLedger
+    ledger: FailingLedger
     clock: Clock
 
 
@@ -83,7 +95,7 @@ async def router() -> AsyncIterator[Router]:
     sessions.links[2].is_up = False
     server, status = grpc.aio.server(), Emptying(sessions)
     clock = Clock()
-    ledger = MemoryLedger(clock)
+    ledger = FailingLedger(clock)
     admin = AdminServer(sessions, Rulebook(CONFIG, ledger, ()), ledger)  # type: ignore[arg-type]
     server.add_generic_rpc_handlers((admin.handlers(OPEN),))
     inference_pb2_grpc.add_InferenceServicer_to_server(status, server)
@@ -196,6 +208,14 @@ async def test_capacity_is_that_of_the_workers_and_of_the_leaders_queue(router: 
         "tokens/s when full 300",
         "queue 2   tokens 900   wait 3.0 s",
     ]
+
+
+async def test_without_its_ledger_a_router_says_what_the_workers_can_hold(router: Router) -> None:
+    await lead(router)
+    router.ledger.is_away = True
+    answer = json.loads((await run("capacity", "--json", "--address", router.address)).stdout)
+    assert (answer["slots"], answer["slots_used"], answer["queued"]) == (16, 6, 0)
+    assert "wait_s" not in answer
 
 
 async def test_what_a_leader_said_long_ago_says_nothing(router: Router) -> None:

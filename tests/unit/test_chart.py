@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -25,6 +25,8 @@ from cluster.config import TLS_VARIABLES, Config
 from everlift import settings
 from everlift.tls import InternalTls, Tls
 from router.config import RouterConfig
+from router.gateway.http import openapi
+from router.gateway.kserve.v2 import open_inference_pb2
 from router.ledger.config import EMBEDDED
 from router.metrics.http_server import READY
 from tests.chart import CHART, NAMESPACE, Helm, Object, Refused, Rendered, container, running_helm
@@ -32,7 +34,7 @@ from tests.chart import CHART, NAMESPACE, Helm, Object, Refused, Rendered, conta
 #: Kubernetes' versions that objects are checked against; all of them those of the default values.
 OLDEST, NEWEST = "1.32", "1.37"
 #: Other projects' objects, of which no schema is at hand.
-UNCHECKED = {"RayService", "ServiceMonitor", "PrometheusRule", "GRPCRoute"}
+UNCHECKED = {"RayService", "ServiceMonitor", "PrometheusRule", "GRPCRoute", "HTTPRoute"}
 
 EXTERNAL = {
     "embedded": {"enabled": False},
@@ -107,13 +109,23 @@ VALUES: dict[str, Object] = {
     },
     "nothing kept": {"ledger": {"durabilityClass": "memory"}},
     "exposed": {
-        "gateway": {"enabled": True, "parentRefs": [{"name": "gw"}], "hostnames": ["llm.example"]},
+        "gateway": {
+            "enabled": True,
+            "parentRefs": [{"name": "gw"}],
+            "hostnames": ["llm.example"],
+            "http": {"enabled": True, "hostnames": ["web.example"]},
+        },
         "ingress": {
             "enabled": True,
             "className": "nginx",
             "host": "llm.example",
             "tlsSecret": "cert",
             "annotations": {"nginx.ingress.kubernetes.io/backend-protocol": "GRPC"},
+            "http": {
+                "enabled": True,
+                "host": "web.example",
+                "annotations": {"nginx.ingress.kubernetes.io/proxy-buffering": "off"},
+            },
         },
         "service": {"type": "LoadBalancer", "port": 443, "annotations": {"lb": "internal"}},
     },
@@ -156,7 +168,12 @@ VALUES: dict[str, Object] = {
         "config": {
             "log_level": "debug",
             "worker": {"max_num_seqs": 64, "num_threads": 3, "dtype": "float32"},
-            "router": {"drain": 9.5, "on_ledger_loss": "strict"},
+            "router": {
+                "drain": 9.5,
+                "on_ledger_loss": "strict",
+                "cors_origins": ["https://chat.example"],
+                "max_body_bytes": 1 << 20,
+            },
             "ledger": {"retention": 60},
             "autoscale": {"ttft_target": 1},
         },
@@ -281,7 +298,11 @@ def test_kuberays_schema_finds_what_is_wrong(
         ({"tls": {"clients": {"mutual": True}}}, "tls.clients.existingSecret: must be set"),
         ({"tls": {"clients": {"testSecret": "x"}}}, "tls.clients.mutual: must be set"),
         ({"gateway": {"enabled": True}}, "gateway.parentRefs: must be set"),
+        ({"gateway": {"http": {"enabled": True}}}, "gateway.http.parentRefs: must be set"),
+        ({"gateway": {"http": {"timeout": "soon"}}}, "does not match pattern"),
+        ({"gateway": {"http": {"hostnames": [{}]}}}, "got object, want string"),
         ({"ingress": {"enabled": True}}, "ingress.host: must be set"),
+        ({"ingress": {"http": {"enabled": True}}}, "ingress.http.host: must be set"),
     ],
 )
 def test_values_that_cannot_be_are_refused(helm: Helm, values: Object, message: str) -> None:
@@ -311,6 +332,23 @@ def test_what_the_chart_sets_and_how_it_says_so_exist() -> None:
         assert path in keys
         if re.fullmatch(r"\w+\.[\w.]+", source):
             assert isinstance(at(values, source), str | int | bool)
+
+
+def test_config_takes_every_setting() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["config"]
+    taken = set(_leaves(schema["properties"], lambda each: each.get("properties")))
+    every = set(_leaves(settings.to_dict(Config()), lambda each: each))
+    assert taken == every > SET_BY_CHART.keys()
+    assert {"router.cors_origins", "router.max_message_bytes", "router.trace_endpoint"} <= taken
+
+
+def _leaves(tree: Object, inside: Callable[[Any], Any], section: str = "") -> Iterator[str]:
+    """Paths of what has nothing ``inside``."""
+    for name, value in tree.items():
+        if isinstance(below := inside(value), dict) and below:
+            yield from _leaves(below, inside, f"{section}{name}.")
+        else:
+            yield f"{section}{name}"
 
 
 def at(values: Any, path: str) -> Any:
@@ -353,6 +391,8 @@ def test_settings_of_the_user_are_among_those_of_serve(rendered: dict[str, Rende
     config = settings.load(Config, rendered["own names and settings"].settings)
     assert (config.log_level, config.worker.max_num_seqs) == ("debug", 64)
     assert (config.router.drain, config.router.on_ledger_loss) == (9.5, "strict")
+    assert config.router.cors_origins == ("https://chat.example",)
+    assert config.router.max_body_bytes == 1 << 20
     assert (config.ledger.retention, config.autoscale.ttft_target) == (60, 1)
     # Beside them stand those of the chart, in the same sections.
     assert (config.router.host, config.worker.device) == ("0.0.0.0", "cuda")
@@ -478,19 +518,56 @@ def named_port(group: Object, name: str) -> int | None:
     return ports.get(name)
 
 
+#: Of a router's, those that are for clients outside.
+KSERVE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+SERVICES = {"everlift.v1.Inference", KSERVE, "grpc.health.v1.Health"}
+PATHS = {"/v1", "/tokenize", "/detokenize", "/health", "/openapi.json"}
+
+
 def test_only_inference_leaves_the_cluster(rendered: dict[str, Rendered]) -> None:
     release = rendered["exposed"]
     [rule] = release.the("GRPCRoute")["spec"]["rules"]
-    services = {match["method"]["service"] for match in rule["matches"]}
-    assert services == {"everlift.v1.Inference", "grpc.health.v1.Health"}
+    assert {match["method"]["service"] for match in rule["matches"]} == SERVICES
     assert rule["backendRefs"] == [{"name": "ev-everlift", "port": 443}]
-    ingress = release.the("Ingress")
-    [only] = ingress["spec"]["rules"]
-    assert {path["path"] for path in only["http"]["paths"]} == {f"/{name}" for name in services}
+    ingress = release.the("Ingress", "ev-everlift")
+    assert leads_to(ingress) == {f"/{name}": "grpc" for name in SERVICES}
     assert ingress["metadata"]["annotations"] == {
         "nginx.ingress.kubernetes.io/backend-protocol": "GRPC"
     }
     assert ingress["spec"]["tls"] == [{"hosts": ["llm.example"], "secretName": "cert"}]
+
+
+def test_openais_api_leaves_the_cluster_without_metrics(rendered: dict[str, Rendered]) -> None:
+    route = rendered["exposed"].the("HTTPRoute")["spec"]
+    assert (route["parentRefs"], route["hostnames"]) == ([{"name": "gw"}], ["web.example"])
+    [rule] = route["rules"]
+    assert {match["path"]["value"] for match in rule["matches"]} == PATHS
+    assert rule["backendRefs"] == [{"name": "ev-everlift", "port": 8000}]
+    # A stream lasts as long as it lasts.
+    assert rule["timeouts"] == {"request": "0s"}
+    ingress = rendered["exposed"].the("Ingress", "-http")
+    assert leads_to(ingress) == dict.fromkeys(PATHS, "http")
+    assert ingress["metadata"]["annotations"] == {
+        "nginx.ingress.kubernetes.io/proxy-buffering": "off"
+    }
+    assert ingress["spec"]["rules"][0]["host"] == "web.example"
+
+
+def test_what_may_be_asked_from_outside_is_there() -> None:
+    served = {re.sub("^/v1/.*", "/v1", path) for path in [*openapi.document()["paths"]]}
+    assert PATHS - {"/openapi.json"} == served - {"/metrics", "/ready"}
+
+
+def test_nothing_leaves_the_cluster_unless_told_to(rendered: dict[str, Rendered]) -> None:
+    assert not {"Ingress", "GRPCRoute", "HTTPRoute"} & rendered["defaults"].kinds
+    assert rendered["defaults"].the("Service", "everlift")["spec"]["type"] == "ClusterIP"
+
+
+def leads_to(ingress: Object) -> dict[str, str]:
+    """Its paths, and the Service's port behind each."""
+    [rule] = ingress["spec"]["rules"]
+    paths = rule["http"]["paths"]
+    return {path["path"]: path["backend"]["service"]["port"]["name"] for path in paths}
 
 
 def test_models_lie_where_routers_and_workers_read_them(rendered: dict[str, Rendered]) -> None:

@@ -21,7 +21,7 @@ from router.gateway.model import ByteTokenizer
 from tests.restored_logging import restored_logging
 from worker.fake_runner import expected_tokens
 
-COMMANDS = ["up", "generate", "batch", "attach", "cancel", "forget", "status"]
+COMMANDS = ["up", "generate", "batch", "attach", "cancel", "forget", "status", "models", "tokenize"]
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +175,22 @@ async def test_a_request_can_be_attached_to_cancelled_and_forgotten() -> None:
         assert (await run("forget", "r", *place)).stdout == "forgotten\n"
         assert await failure("cancel", "r", *place) == "no request r"
         assert await failure("attach", "other", *place) == "no request other"
+
+
+async def test_models_and_tokens_are_shown() -> None:
+    async with FakeRouter() as router:
+        place = ("--address", router.address)
+        assert "fake" in (await run("models", *place)).stdout
+        [model] = json.loads((await run("models", "--json", *place)).stdout)
+        assert (model["name"], model["max_model_len"]) == ("fake", 4096)
+        ids = (await run("tokenize", "aé", *place)).stdout
+        assert ids == "97 233\n"
+        assert (await run("detokenize", *ids.split(), *place)).stdout == "aé\n"
+        answer = await run("tokenize", "a", "--json", *place)
+        assert json.loads(answer.stdout) == {"token_ids": [97], "max_model_len": 4096}
+        answer = await run("detokenize", "97", "--json", *place)
+        assert json.loads(answer.stdout) == {"text": "a"}
+        assert "none of the model" in await failure("detokenize", "1114112", *place)
 
 
 async def test_status_shows_the_cluster() -> None:

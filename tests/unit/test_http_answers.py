@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everlift.errors import InvalidRequest
+from everlift.digest import token_digest
+from everlift.errors import DataLoss, InvalidRequest
 from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.text import Stops, TextState
@@ -27,6 +28,8 @@ from router.gateway.model import ByteTokenizer
 from router.gateway.output import Output
 
 TOKENIZER = ByteTokenizer()
+#: Of a choice, as an event's id has it.
+PLACE = "1.1.00000000000000ab"
 ENVELOPE = Envelope("cmpl-r", 7, "m", None)
 CALL = ToolUse.of(
     [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
@@ -238,7 +241,47 @@ def test_usage_is_of_all_requests() -> None:
     }
 
 
-POSITIONS = st.builds(Position, st.integers(0, 10**6), st.integers(0, 10**7), st.booleans())
+def resumed(positions: Sequence[Position], texts: Sequence[str]) -> list[tuple[str, Any]]:
+    """The events that go on there, in a request whose outputs are ``texts``."""
+    transcript = Transcript("r", 1, len(texts), positions)
+    return stream(ANSWERS["completion"](), transcript, interleaved(texts, [3]))
+
+
+def position(text: str, *, is_end: bool = False) -> Position:
+    """Where a client is that has so much of a choice."""
+    tokens = list(text.encode())
+    return Position(len(tokens), len(text), token_digest(tokens), is_end)
+
+
+@pytest.mark.parametrize("had", ["", "ab", "abc", "abcd", "abcdef"])
+def test_who_has_the_same_tokens_goes_on(had: str) -> None:
+    events = resumed([position(had)], ["abcdef"])
+    assert "".join(chunk["choices"][0]["text"] for _, chunk in events) == "abcdef"[len(had) :]
+
+
+@pytest.mark.parametrize(
+    ("had", "cause"),
+    [
+        (position("abx"), "others"),
+        (position("xbcdef"), "others"),
+        (position("abcdefx"), "ended after 6 tokens"),
+        (position("abcx", is_end=True), "others"),
+        (position("abcd", is_end=True), "did not end there"),
+        (Position(0, 0, 7), "others"),
+    ],
+)
+def test_who_has_other_tokens_is_told_so_and_gets_none(had: Position, cause: str) -> None:
+    with pytest.raises(DataLoss, match=f"choice 1 cannot be continued at token .*: .*{cause}"):
+        resumed([BEGIN, had], ["", "abcdef"])
+
+
+POSITIONS = st.builds(
+    Position,
+    st.integers(0, 10**6),
+    st.integers(0, 10**7),
+    st.integers(0, 2**64 - 1),
+    st.booleans(),
+)
 
 
 @given(
@@ -254,9 +297,10 @@ def test_an_events_id_says_where_it_was(name: str, positions: list[Position]) ->
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "r", "r/", "/1.1", "r/1", "r/1.1,", "r/-1.1", "r/1.1f", "r/1.1/1.1", "ü/1.1"),
-        *("r/\N{ARABIC-INDIC DIGIT ONE}.1", "r/" + "9" * 5000 + ".1", "x" * 200 + "/1.1"),
-        *("r/1.1\n", "r/1.1 "),
+        *("", "r", "r/", f"/{PLACE}", "r/1", "r/1.1", f"r/{PLACE},", f"r/-{PLACE}", "r/1.1.1"),
+        *(f"r/{PLACE}e", f"r/{PLACE}.f", f"r/{PLACE}/{PLACE}", f"ü/{PLACE}", f"r/{PLACE}0"),
+        *(f"r/\N{ARABIC-INDIC DIGIT ONE}{PLACE}", f"r/{'9' * 5000}{PLACE}", f"{'x' * 200}/{PLACE}"),
+        *(f"r/{PLACE}\n", f"r/{PLACE} ", f"r/{PLACE.upper()}"),
     ],
 )
 def test_what_is_no_events_id_is_refused(text: str) -> None:
@@ -265,4 +309,4 @@ def test_what_is_no_events_id_is_refused(text: str) -> None:
 
 
 def test_an_output_that_has_not_begun_is_at_its_begin() -> None:
-    assert str(EventId("r", [BEGIN])) == "r/0.0"
+    assert str(EventId("r", [BEGIN])) == f"r/0.0.{token_digest(()):016x}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import load
+from cluster.config import Config, load
+from everlift import settings
 from everlift.model_name import is_hub_id
 from router.ledger.config import LedgerConfig
 
@@ -48,11 +50,22 @@ def test_what_ray_does_not_know_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_settings_are_settings_and_fit_the_clusters() -> None:
-    settings = load(FILES / "settings.yaml", {})
-    assert is_hub_id(settings.model)
-    assert settings.autoscale.is_on
+    config = load(FILES / "settings.yaml", {})
+    assert is_hub_id(config.model)
+    assert config.autoscale.is_on
     for path in CLUSTERS:
-        assert yaml.safe_load(path.read_text())["max_workers"] <= settings.most_workers
+        assert yaml.safe_load(path.read_text())["max_workers"] <= config.most_workers
+
+
+def test_who_comes_from_outside_needs_a_key_and_what_tls_needs_is_there() -> None:
+    text = (FILES / "settings.yaml").read_text()
+    assert load(FILES / "settings.yaml", {}).router.access == "ledger"
+    uncommented = re.sub(r"^#(?=\w+:|  \w+:)", "", text, flags=re.MULTILINE)
+    with_tls = settings.load(Config, yaml.safe_load(uncommented))
+    assert with_tls.router.tls is not None and with_tls.internal_tls.is_on
+    home = str(Path.home() / "everlift-secrets")
+    paths = [with_tls.router.tls_cert, with_tls.router.tls_client_ca, with_tls.internal_tls.ca]
+    assert all(path.startswith(home) for path in paths)
 
 
 @pytest.mark.parametrize("script", sorted(FILES.glob("*.sh")), ids=lambda path: path.name)

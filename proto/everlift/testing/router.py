@@ -21,6 +21,7 @@ from everlift.errors import (
     InvalidRequest,
     OutOfRange,
     RequestConflict,
+    TooManyRequests,
     Unauthenticated,
     UnknownRequest,
     UnknownWorker,
@@ -348,7 +349,7 @@ class FakeRouter(
 
 def _check_many(request: pb.GenerateManyRequest) -> None:
     if len(request.requests) > MAX_REQUESTS:
-        raise OutOfRange(f"at most {MAX_REQUESTS} requests in one call")
+        raise TooManyRequests(f"at most {MAX_REQUESTS} requests in one call")
     ids = [each.request_id for each in request.requests if each.request_id]
     if len(ids) != len(set(ids)):
         raise InvalidRequest("a request_id occurs twice")

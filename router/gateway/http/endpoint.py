@@ -83,7 +83,9 @@ class Call:
         return bytes(data)
 
     def _too_large(self) -> MessageTooLarge:
-        return MessageTooLarge(f"the body is longer than {self.max_body_bytes} bytes")
+        return MessageTooLarge(
+            f"the body is longer than {self.max_body_bytes} bytes (router.max_body_bytes)"
+        )
 
 
 Handler = Callable[[Call], Awaitable[ASGIApp]]

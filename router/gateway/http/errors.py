@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from typing_extensions import TypedDict
 
-from everlift.errors import EverliftError
+from everlift.errors import DataLoss, EverliftError, RequestConflict
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -44,7 +44,7 @@ def headers(error: EverliftError) -> dict[str, str]:
         told["retry-after"] = str(math.ceil(error.retry_after_s))
     if error.http_status == 401:
         told["www-authenticate"] = "Bearer"
-    if error.http_status == 409:
-        # OpenAI's clients take a conflict for something that passes.
+    if isinstance(error, RequestConflict | DataLoss):
+        # OpenAI's clients take these for something that passes.
         told["x-should-retry"] = "false"
     return told

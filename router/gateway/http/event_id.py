@@ -1,10 +1,10 @@
 """Where a stream of events is, written into each of them, so that any router can go on there. Pure.
 
-    REQUEST/3.14,5.22e
+    REQUEST/3.14.8f02c1d4a9b6e730,5.22.01a7d95cc43f8be2.e
 
-The request's name, and for each choice how many tokens and characters of its output its client has;
-an ``e`` says that it has the end too. The text after a token depends on the tokens up to it alone,
-so that a count says which text that was.
+The request's name, and for each choice how many tokens and characters of its output its client has,
+and what everlift.digest makes of these tokens; an ``e`` says that it has the end too. The text
+after a token depends on the tokens up to it alone, so that a count says which text that was.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from everlift.digest import token_digest
 from everlift.errors import InvalidRequest
 from everlift.request_id import check_request_id
 
-_POSITION = re.compile(r"([0-9]{1,9})\.([0-9]{1,10})(e?)")
+_POSITION = re.compile(r"([0-9]{1,9})\.([0-9]{1,10})\.([0-9a-f]{16})(\.e)?")
+_OF_NOTHING = token_digest(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,12 @@ class Position:
 
     tokens: int = 0
     characters: int = 0
+    #: of the tokens
+    digest: int = _OF_NOTHING
     is_end: bool = False
 
     def __str__(self) -> str:
-        return f"{self.tokens}.{self.characters}{'e' * self.is_end}"
+        return f"{self.tokens}.{self.characters}.{self.digest:016x}{'.e' * self.is_end}"
 
 
 BEGIN = Position()
@@ -49,7 +53,9 @@ class EventId:
         name, _, rest = text.partition("/")
         matches = [_POSITION.fullmatch(part) for part in rest.split(",")]
         positions = [
-            Position(int(match[1]), int(match[2]), bool(match[3])) for match in matches if match
+            Position(int(match[1]), int(match[2]), int(match[3], 16), bool(match[4]))
+            for match in matches
+            if match
         ]
         if len(positions) < len(matches):
             raise InvalidRequest("last-event-id is not the id of an event", field="last-event-id")

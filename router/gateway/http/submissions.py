@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from everlift.checks import check_range
-from everlift.errors import InvalidRequest, OutOfRange, Unsupported
-from everlift.messages import MAX_N
+from everlift.errors import InvalidRequest, TooManyRequests, Unsupported
+from everlift.messages import check_num_choices
 from everlift.sampling import Grammar
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.http.fields import (
@@ -27,7 +26,7 @@ def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
     """A request for each prompt. Raises InvalidRequest, OutOfRange, Unsupported."""
     prompts = fields.prompts
     if len(prompts) > MAX_PROMPTS:
-        raise OutOfRange(f"at most {MAX_PROMPTS} prompts, not {len(prompts)}", field="prompt")
+        raise TooManyRequests(f"at most {MAX_PROMPTS} prompts, not {len(prompts)}", field="prompt")
     if fields.suffix:
         raise Unsupported("no text is made to fit before a suffix", field="suffix")
     if fields.echo and fields.logprobs is not None:
@@ -78,7 +77,7 @@ def _message(fields: Generation) -> pb.GenerateRequest:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
     # Before anything is made for each of them.
-    check_range("n", fields.n or 1, 1, MAX_N)
+    check_num_choices(fields.n or 1)
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     return pb.GenerateRequest(
         model=fields.model or "",

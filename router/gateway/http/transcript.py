@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from everlift.digest import TokenDigest
+from everlift.errors import DataLoss
 from everlift.messages import FinishReason
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.http.event_id import BEGIN, EventId, Position
@@ -36,7 +38,8 @@ class Usage:
 class Transcript:
     """Of one or several requests, each with as many choices; those of the first come first.
 
-    ``resumed`` is where its client was, who is told nothing twice."""
+    ``resumed`` is where its client was, who is told nothing twice, and nothing that does not go on
+    from what it has."""
 
     def __init__(
         self, name: str, num_requests: int, choices_each: int, resumed: Sequence[Position] = ()
@@ -47,27 +50,30 @@ class Transcript:
         self._name = name
         self._choices_each = choices_each
         self._read = [BEGIN] * num_choices
+        self._digests = [TokenDigest() for _ in range(num_choices)]
         #: what the client has
         self._told = list(resumed) or [BEGIN] * num_choices
         self._resumed = tuple(self._told)
+        #: choices of which the client has something that was not compared yet
+        self._unproven = set(range(num_choices)) if resumed else set()
 
     @property
     def event_id(self) -> str:
         return str(EventId(self._name, self._told))
 
     def read(self, request: int, piece: pb.GenerateResponse) -> News | None:
-        """The next piece of that request. None where nothing of it is news."""
+        """The next piece of that request. None where nothing of it is news. Raises DataLoss where
+        the client has other tokens, or more than there are in the end."""
         choice = request * self._choices_each + piece.choice
         if piece.HasField("usage"):
             self.usage.prompt_tokens += piece.usage.prompt_tokens
             self.usage.completion_tokens += piece.usage.output_tokens
         before, resumed = self._read[choice], self._resumed[choice]
-        after = Position(
-            before.tokens + len(piece.token_ids),
-            before.characters + len(piece.text),
-            bool(piece.finish_reason),
-        )
-        self._read[choice] = after
+        self._read[choice] = after = self._after(choice, before, piece)
+        if after.is_end and after.tokens < resumed.tokens:
+            raise _lost(choice, resumed, f"it ended after {after.tokens} tokens")
+        if resumed.is_end and after.tokens > resumed.tokens:
+            raise _lost(choice, resumed, "it did not end there")
         if resumed.is_end:
             return None
         known = max(0, resumed.characters - before.characters)
@@ -82,9 +88,34 @@ class Transcript:
             is_begin=self._told[choice] == BEGIN,
         )
 
+    def _after(self, choice: int, before: Position, piece: pb.GenerateResponse) -> Position:
+        """Where the choice is behind the piece. Raises DataLoss."""
+        digest, tokens = self._digests[choice], piece.token_ids
+        known = max(0, self._resumed[choice].tokens - before.tokens)
+        digest.add(tokens[:known])
+        if choice in self._unproven and known <= len(tokens):
+            self._compare(choice)
+        digest.add(tokens[known:])
+        return Position(
+            before.tokens + len(tokens),
+            before.characters + len(piece.text),
+            digest.value,
+            bool(piece.finish_reason),
+        )
+
+    def _compare(self, choice: int) -> None:
+        resumed = self._resumed[choice]
+        if self._digests[choice].value != resumed.digest:
+            raise _lost(choice, resumed, "the tokens before it are others")
+        self._unproven.remove(choice)
+
     def tell(self, choice: int) -> None:
         """The client is told all that was read of the choice."""
         self._told[choice] = self._read[choice]
+
+
+def _lost(choice: int, resumed: Position, cause: str) -> DataLoss:
+    return DataLoss(f"choice {choice} cannot be continued at token {resumed.tokens}: {cause}")
 
 
 @dataclass(slots=True)

@@ -1,0 +1,187 @@
+"""What the openai package sees of a model that calls tools, at EVERLIFT_HTTP, in the format that
+EVERLIFT_TOOL_FORMAT names. The model says what it is told to (tests/scripted.py), and where it has
+to call, what a grammar leaves it. Run in the environment of other people's clients."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+BASE = f"http://{os.environ['EVERLIFT_HTTP']}/v1"
+FORMAT = os.environ["EVERLIFT_TOOL_FORMAT"]
+#: It may be left out before a bare call.
+PYTHON_TAG = "<|python_tag|>"
+NOTE: Any = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "description": "Writes a name down.",
+        "parameters": {
+            "type": "object",
+            "properties": {"name": {"enum": ["ann", "bob"]}},
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    },
+}
+STOP: Any = {"type": "function", "function": {"name": "stop"}}
+NAMED: Any = {"type": "function", "function": {"name": "note"}}
+ANN = ("note", {"name": "ann"})
+BOB = ("note", {"name": "bob"})
+END: tuple[str, dict[str, Any]] = ("stop", {})
+
+
+def written(*calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls as models of that format write them."""
+    if FORMAT == "hermes":
+        shown = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+        return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in shown)
+    return "; ".join(json.dumps({"name": name, "parameters": given}) for name, given in calls)
+
+
+def saying(text: str, **more: Any) -> dict[str, Any]:
+    """A request that is answered with ``text``."""
+    content = f"say:{text}"
+    return dict(
+        model=os.environ["EVERLIFT_MODEL"],
+        messages=[{"role": "user", "content": content}],
+        tools=[NOTE, STOP],
+        temperature=0,
+        max_tokens=200,
+        **more,
+    )
+
+
+def called(message: Any) -> list[tuple[str, dict[str, Any]]]:
+    calls = message.tool_calls or []
+    assert len({call.id for call in calls}) == len(calls) and all(call.id for call in calls)
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+@pytest.fixture
+def client() -> Iterator[OpenAI]:
+    with OpenAI(base_url=BASE, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}])
+def test_a_model_that_may_call_may_answer(client: OpenAI, choice: Any) -> None:
+    answer = client.chat.completions.create(**saying("It is {warm} today.", **choice))
+    [only] = answer.choices
+    assert (only.message.content, only.message.tool_calls) == ("It is {warm} today.", None)
+    assert only.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("calls", [[ANN], [END], [ANN, BOB], [BOB, END, ANN]])
+def test_calls_of_a_model_that_may(client: OpenAI, calls: Any) -> None:
+    answer = client.chat.completions.create(**saying(written(*calls), tool_choice="auto"))
+    [only] = answer.choices
+    assert called(only.message) == calls
+    assert (only.message.content, only.finish_reason) == (None, "tool_calls")
+
+
+def test_the_mark_of_a_call_is_no_content(client: OpenAI) -> None:
+    if FORMAT == "hermes":
+        text, content = f"I look.\n{written(ANN)}", "I look."
+    else:
+        text, content = PYTHON_TAG + written(ANN), ""
+    [only] = client.chat.completions.create(**saying(text)).choices
+    assert called(only.message) == [ANN]
+    assert (only.message.content or "").strip() == content
+
+
+def test_what_is_no_call_is_content(client: OpenAI) -> None:
+    cut_off = written(ANN).partition("note")[0]
+    for text in (written(("unknown", {})), cut_off, "<tool_call>no</tool_call>"):
+        [only] = client.chat.completions.create(**saying(text)).choices
+        assert (only.message.content, only.message.tool_calls) == (text, None)
+        assert only.finish_reason == "stop"
+
+
+def test_without_leave_nothing_is_a_call(client: OpenAI) -> None:
+    [only] = client.chat.completions.create(**saying(written(ANN), tool_choice="none")).choices
+    assert (only.message.content, only.message.tool_calls) == (written(ANN), None)
+
+
+def test_one_call_at_a_time(client: OpenAI) -> None:
+    asked = saying(written(ANN, BOB), parallel_tool_calls=False)
+    [only] = client.chat.completions.create(**asked).choices
+    assert called(only.message) == [ANN]
+
+
+def test_a_stream_of_calls(client: OpenAI) -> None:
+    ids: list[str] = []
+    names: list[str] = []
+    arguments = ["", ""]
+    reasons: list[str] = []
+    num_deltas = 0
+    for chunk in client.chat.completions.create(**saying(written(ANN, BOB), stream=True)):
+        [choice] = chunk.choices
+        assert not choice.delta.content
+        reasons += [choice.finish_reason] if choice.finish_reason else []
+        for call in choice.delta.tool_calls or []:
+            num_deltas += 1
+            assert call.function is not None
+            ids += [call.id] if call.id else []
+            names += [call.function.name] if call.function.name else []
+            arguments[call.index] += call.function.arguments or ""
+    assert names == ["note", "note"] and len(set(ids)) == 2
+    assert [json.loads(each) for each in arguments] == [{"name": "ann"}, {"name": "bob"}]
+    assert reasons == ["tool_calls"]
+    # They come while they are written.
+    assert num_deltas > 4
+
+
+@pytest.mark.parametrize("text", ["Nothing to do.", written(ANN, END)])
+def test_the_packages_own_sum_of_a_stream(client: OpenAI, text: str) -> None:
+    [whole] = client.chat.completions.create(**saying(text)).choices
+    with client.chat.completions.stream(**saying(text)) as stream:
+        for _ in stream:
+            pass
+        [streamed] = stream.get_final_completion().choices
+    assert called(streamed.message) == called(whole.message)
+    assert (streamed.message.content or None) == whole.message.content
+    assert streamed.finish_reason == whole.finish_reason
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_model_that_has_to_call(client: OpenAI, choice: Any, is_stream: bool) -> None:
+    asked = saying("I would rather not.", tool_choice=choice, parallel_tool_calls=False)
+    if is_stream:
+        with client.chat.completions.stream(**asked) as stream:
+            for _ in stream:
+                pass
+            [only] = stream.get_final_completion().choices
+    else:
+        [only] = client.chat.completions.create(**asked).choices
+    assert only.finish_reason == "tool_calls"
+    [(name, arguments)] = called(only.message)
+    assert (name, arguments) in (ANN, BOB, END)
+    assert choice == "required" or name == "note"
+
+
+def test_the_result_of_a_call_is_read_in_the_next_turn(client: OpenAI) -> None:
+    asked = saying(written(ANN))
+    [only] = client.chat.completions.create(**asked).choices
+    [call] = only.message.tool_calls or []
+    next_turn = saying("Written down.")
+    messages = [
+        *asked["messages"],
+        only.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "done"},
+        *next_turn["messages"],
+    ]
+    [last] = client.chat.completions.create(**{**next_turn, "messages": messages}).choices
+    assert (last.message.content, last.message.tool_calls) == ("Written down.", None)
+
+
+def test_each_choice_has_calls_of_its_own(client: OpenAI) -> None:
+    answer = client.chat.completions.create(**saying(written(ANN), n=2))
+    ids = [call.id for choice in answer.choices for call in choice.message.tool_calls or []]
+    assert len(set(ids)) == 2
