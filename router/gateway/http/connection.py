@@ -21,8 +21,11 @@ _HEAD_TIMEOUT_S = 30.0
 class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._refusal: EverliftError | None = None
+        #: of a line and its headers, or of trailers, as far as they were read
         self._head_bytes = 0
-        self._is_in_head = True
+        #: that came since something of a request was complete
+        self._pending_bytes = 0
         self._deadline = self.loop.call_later(_HEAD_TIMEOUT_S, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -30,28 +33,45 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._has_more = False
         super().data_received(data)
-        if self._is_in_head and not self.transport.is_closing():
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES:
-                self._refuse(
-                    MetadataTooLarge(f"the headers are longer than {_MAX_HEAD_BYTES} bytes")
-                )
+        # The parser keeps a header until all of it is there.
+        self._pending_bytes = 0 if self._has_more else self._pending_bytes + len(data)
+        if self._pending_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(_head_too_large())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head, self._head_bytes = True, 0
+        self._head_bytes = 0
         self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         self._deadline.cancel()
         self._deadline = self.loop.call_later(_HEAD_TIMEOUT_S, self.transport.close)
 
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(name, value)
+
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
+        self._has_more = True
         self._deadline.cancel()
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._has_more = True
+        super().on_body(body)
+
     def send_400_response(self, msg: str) -> None:
-        self._refuse(MalformedBody("this is not HTTP/1.1"))
+        self._refuse(self._refusal or MalformedBody("this is not HTTP/1.1"))
+
+    def _count(self, *parts: bytes) -> None:
+        self._head_bytes += sum(map(len, parts))
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            self._refusal = _head_too_large()
+            raise self._refusal  # to the parser, which reads no further
 
     def _refuse(self, error: EverliftError) -> None:
         status = HTTPStatus(error.http_status)
@@ -62,3 +82,7 @@ class Connection(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _head_too_large() -> MetadataTooLarge:
+    return MetadataTooLarge(f"the headers are longer than {_MAX_HEAD_BYTES} bytes")
