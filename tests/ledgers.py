@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from redis import Redis
@@ -20,6 +21,7 @@ from redis.exceptions import RedisError
 
 from everlift.messages import OnDisconnect, Request
 from everlift.sampling import Grammar, GrammarKind, SamplingParams, TokenLogprobs
+from router.ledger import embedded
 from router.ledger.base import Ledger
 from router.ledger.config import LedgerConfig
 from router.ledger.embedded import EmbeddedLedger
@@ -120,9 +122,12 @@ async def eventually(
 
 
 @contextmanager
-def valkey_server(config: LedgerConfig | None = None) -> Iterator[str]:
-    """The url of an embedded ledger."""
-    with tempfile.TemporaryDirectory() as state_dir:
+def valkey_server(config: LedgerConfig | None = None, also: str = "") -> Iterator[str]:
+    """The url of an embedded ledger, whose user has the commands ``also`` beside the ledger's."""
+    with (
+        tempfile.TemporaryDirectory() as state_dir,
+        patch.object(embedded, "_COMMANDS", f"{embedded._COMMANDS} {also}"),
+    ):
         server = EmbeddedLedger(config or LedgerConfig())
         try:
             yield server.start(Path(state_dir))

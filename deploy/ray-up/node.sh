@@ -79,7 +79,7 @@ head)
     start_ledger "$here"
     environment "$here"
     ray stop
-    ray start --head --node-ip-address="$here" --port=6379 --resources='{"everlift_router": 1}' \
+    ray start --head --node-ip-address="$here" --port=6379 --dashboard-host=127.0.0.1 --resources='{"everlift_router": 1}' \
         --autoscaling-config=~/ray_bootstrap_config.yaml
     everlift build --config "$EVERLIFT/deploy/ray-up/settings.yaml" >"$STATE/serve.yaml"
     serve deploy "$STATE/serve.yaml"

@@ -63,8 +63,16 @@ save ""
 maxmemory {maxmemory_mib}mb
 maxmemory-policy noeviction
 user default off
-user {user} on #{password_hash} ~* resetchannels -@all +@read +@write +@connection \
--@dangerous -@scripting +evalsha +script|load +time +info +config|get
+user {user} on #{password_hash} ~* resetchannels -@all {commands}
+"""
+#: What the ledger calls, itself and in its scripts (README.md), what asks whether it is ready, and
+#: what its audit looks for.
+_COMMANDS = """\
++evalsha +script|load +info +time +config|get +ping +scan +sscan +zscan
++get +set +getrange +append +strlen +exists +del +pexpire +pttl
++hget +hset +hsetnx +hmget +hgetall +hvals +hdel +hincrby +hstrlen
++sadd +srem +smembers +sismember +srandmember +zadd +zcount +zrange +zrangebyscore +zrem +zscore
++rpush +lrange +lpop
 """
 #: The directory of the data in the server's own.
 _DATA = "appendonlydir"
@@ -182,6 +190,7 @@ class EmbeddedLedger:
             maxmemory_mib=self._config.maxmemory_mib,
             user=_USER,
             password_hash=hashlib.sha256(password.encode()).hexdigest(),
+            commands=" ".join(_COMMANDS.split()),
         )
         path = home / "valkey.conf"
         _write_private(path, conf)

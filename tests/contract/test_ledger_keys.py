@@ -66,7 +66,7 @@ class Keys:
     async def fields_of(self, slots: str, charges: str) -> set[str]:
         """Of a sorted set and of a hash."""
         scored = await self._client.zrange(self._root + slots, 0, -1)
-        return {*scored, *await self._client.hkeys(self._root + charges)}
+        return {*scored, *await self._client.hgetall(self._root + charges)}
 
     async def listed(self, name: str) -> list[str]:
         return list(await self._client.zrange(self._root + name, 0, -1))

@@ -16,6 +16,7 @@ from cluster.config import Config, load
 from cluster.processes import ProcessCluster
 from everlift import AsyncClient, EverliftError, Unauthenticated
 from tests.commands import run
+from tests.fronts import Fronts
 
 SETTINGS = {
     "model": "fake",
@@ -164,6 +165,7 @@ async def _everything(cluster: ProcessCluster, keys: list[str]) -> None:
                 await client.generate(PROMPT * 5000).text()
             with suppress(EverliftError):
                 await client.get_request("unknown")
+        await _over_other_fronts(cluster, key)
     async with AsyncClient(cluster.addresses, api_key=keys[0]) as client:
         stream = client.generate(PROMPT, max_tokens=300)
         async with stream:
@@ -172,6 +174,19 @@ async def _everything(cluster: ProcessCluster, keys: list[str]) -> None:
             await cluster.restart_router(0)
             async for _ in stream:
                 pass
+
+
+async def _over_other_fronts(cluster: ProcessCluster, key: str) -> None:
+    fronts = Fronts(cluster.address, cluster.http_addresses[0], "fake")
+    for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+        await fronts.completion(headers, prompt=PROMPT, stop=OUTPUT, user=SALT, max_tokens=2)
+        await fronts.completion(headers, prompt=PROMPT, XYZZYFIELD=PROMPT)
+        await fronts.completion(headers, prompt=PROMPT, structured_outputs={"choice": [OUTPUT]})
+        await fronts.chat(headers, messages=[{"role": "user", "content": PROMPT}])
+        for body in (b'{"prompt": "XYZZY', b'{"prompt": "XYZZY\xff"}', b"XYZZY"):
+            await fronts.over_http("/v1/completions", body, headers)
+        await fronts.kserve({"cache_salt": SALT, "max_tokens": 2}, PROMPT.encode(), headers)
+        await fronts.kserve({"XYZZY": PROMPT}, PROMPT.encode() + b"\xff", headers)
 
 
 def _read(address: str) -> str:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from everlift.blockhash import BLOCK_SIZE
 from everlift.sampling import SamplingParams
 from tests.llama_support import SIZES, generate, load_llama, redraw, save_llama
 from tests.torch_engine import Job, TorchEngine, greedy_jobs
+from worker.plan import Plan, RowResult
 
 DEMO_MODEL = Path(__file__).parents[2] / "cluster" / "demo_model"
 DEMO_PROMPTS = [
@@ -146,3 +148,31 @@ def test_seeded_tokens_are_the_same_alone_in_a_batch_and_after_preemption(
         near_ties += sum(drawn.near_ties(output) for output in (first, *others))
     record_testsuite_property(f"near ties, {tmp_path.name}", near_ties)
     assert near_ties <= 2
+
+
+def poisoned(engine: TorchEngine) -> TorchEngine:
+    """Its blocks hold NaN whenever they change hands, and from the start."""
+    runner = engine._runner._runner
+    cache, execute = runner._cache.tensor, runner.execute
+    cache.fill_(torch.nan)
+
+    def execute_on_what_others_left(plan: Plan) -> list[RowResult]:
+        for row in plan.rows:
+            positions = range(row.start, row.start + len(row.tokens))
+            begun = [row.block_table[at // BLOCK_SIZE] for at in positions if at % BLOCK_SIZE == 0]
+            cache[begun] = torch.nan
+        return execute(plan)
+
+    runner.execute = execute_on_what_others_left  # type: ignore[method-assign]
+    return engine
+
+
+@pytest.mark.parametrize("num_blocks", [PLENTY, TINY])
+def test_what_freed_blocks_hold_reaches_no_other_sequence(tmp_path: Path, num_blocks: int) -> None:
+    directory = save_llama(tmp_path)
+    jobs = greedy_jobs(random_prompts(), max_tokens=40)
+    clean = TorchEngine(directory, num_blocks).serve(jobs)
+    engine = poisoned(TorchEngine(directory, num_blocks))
+    # Twice: the second time in blocks that the first has left.
+    assert [engine.serve(jobs) for _ in range(2)] == [clean, clean]
+    assert (engine.preemptions > 0) == (num_blocks == TINY)

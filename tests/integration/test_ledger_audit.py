@@ -99,8 +99,16 @@ async def test_a_request_whose_record_is_gone_leaves_strays_and_a_claim(
 
 
 async def test_keys_that_would_stay_for_ever_are_found(ledger: RedisLedger) -> None:
-    await command(ledger, "a", "PERSIST", "{}t:a:1")
-    await command(ledger, "c", "PERSIST", "{}r:c")
+    shards = ledger._shards
+    tokens, record = shards.key("t:a:1", shards.of("a")), shards.key("r:c", shards.of("c"))
+    # What is written anew has no end.
+    [kept] = await shards.ask("test", Command(tokens, ("GET", tokens)))
+    await shards.ask("test", Command(tokens, ("SET", tokens, kept)))
+    [fields] = await shards.ask("test", Command(record, ("HGETALL", record)))
+    pairs = fields.items() if isinstance(fields, dict) else zip(*[iter(fields)] * 2, strict=True)
+    rewritten = ("HSET", record, *(part for pair in pairs for part in pair))
+    for arguments in (("DEL", record), rewritten):
+        await shards.ask("test", Command(record, arguments))
     assert await findings(ledger) == {
         Finding(Kind.IMMORTAL, "a", "t:a:1 of a finished request is kept for ever"),
         Finding(Kind.IMMORTAL, "c", "r:c of a queued request is kept for ever"),

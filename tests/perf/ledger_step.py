@@ -175,7 +175,9 @@ async def one_turn(ledger: RedisLedger, turn: int) -> dict[str, list[float]]:
 def bench_durability(rounds: int) -> dict[str, Any]:
     with ExitStack() as stack:
         urls = {
-            name: stack.enter_context(valkey_server(LedgerConfig(durability_class=name)))  # type: ignore[arg-type]
+            name: stack.enter_context(
+                valkey_server(LedgerConfig(durability_class=name), "+memory|usage")
+            )  # type: ignore[arg-type]
             for name in ("memory", "everysec", "always")
         }
         binary = str(find_binary())
@@ -211,7 +213,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("build/bench/ledger.json"))
     options = parser.parse_args()
-    with valkey_server() as url:
+    with valkey_server(also="+memory|usage") as url:
         raw = asyncio.run(measure(url, options.steps))
     by_class = bench_durability(options.rounds)
     report.write(

@@ -24,10 +24,10 @@ def test_the_memory_ledger_behaves_as_the_model(run: Run) -> None:
 
 
 def test_the_ledger_on_valkey_behaves_as_the_model(run: Run) -> None:
-    with valkey_server() as url:
+    with valkey_server(also="+copy") as url:
         check(run, OnServer(url), histories=60)
 
 
 def test_the_ledger_behaves_as_the_model_though_every_answer_is_lost(run: Run) -> None:
-    with valkey_server() as url:
+    with valkey_server(also="+copy") as url:
         check(run, OnServer(url, loses_answers=True), histories=25, tries=2)

@@ -112,7 +112,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with valkey_server() as url:
+    with valkey_server(also="+copy") as url:
         yield url
 
 

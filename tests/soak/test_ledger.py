@@ -35,10 +35,10 @@ def test_many_histories_in_memory(run: Run) -> None:
 
 
 def test_many_histories_on_a_server(run: Run) -> None:
-    with valkey_server() as url:
+    with valkey_server(also="+copy") as url:
         search(run, OnServer(url))
 
 
 def test_many_histories_though_every_answer_is_lost(run: Run) -> None:
-    with valkey_server() as url:
+    with valkey_server(also="+copy") as url:
         search(run, OnServer(url, loses_answers=True), tries=2)

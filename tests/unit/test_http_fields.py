@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from everlift.errors import InvalidRequest, OutOfRange, UnknownField, Unsupported
 from everlift.messages import Submission
@@ -12,7 +13,7 @@ from everlift.sampling import Grammar, GrammarKind
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.http import fields, submissions
 from router.gateway.http.errors import described, headers
-from router.gateway.http.fields import ChatFields, CompletionFields, DetokenizeFields
+from router.gateway.http.fields import ChatFields, CompletionFields, DetokenizeFields, Fields, parse
 
 USER = {"role": "user", "content": "hi"}
 
@@ -275,3 +276,37 @@ def test_errors_as_openais_clients_know_them() -> None:
     assert headers(QueueFull(retry_after_s=0.2)) == {"retry-after": "1"}
     assert headers(Unauthenticated()) == {"www-authenticate": "Bearer"}
     assert headers(RequestConflict()) == {"x-should-retry": "false"}
+
+
+MILLION = 1_000_000
+WRONG: dict[str, tuple[type[Fields], dict[str, Any]]] = {
+    "tokens below 0": (CompletionFields, {"prompt": [-1] * MILLION}),
+    "lists of texts": (CompletionFields, {"prompt": [["a"]] * MILLION}),
+    "a list of so many": (CompletionFields, {"prompt": [["a"] * MILLION]}),
+    "stops": (CompletionFields, {"prompt": "a", "stop": [1] * MILLION}),
+    "choices": (CompletionFields, {"prompt": "a", "structured_outputs": {"choice": [1] * MILLION}}),
+    "names": (CompletionFields, dict.fromkeys(map(str, range(MILLION)))),
+    "messages": (ChatFields, {"messages": [1] * MILLION}),
+    "tools": (ChatFields, {"messages": [{}], "tools": [1] * MILLION}),
+    "tokens to text": (DetokenizeFields, {"tokens": ["a"] * MILLION}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_of_a_million_things_that_are_wrong_a_few_are_looked_at(name: str) -> None:
+    kind, body = WRONG[name]
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= len(kind.model_fields) + 2
+
+
+def test_too_large_a_bias_is_refused_before_its_values_are_looked_at() -> None:
+    bias = dict.fromkeys(map(str, range(MILLION)), "wrong")
+    with pytest.raises(OutOfRange, match="at most 1024 tokens"):
+        parse(CompletionFields, {"prompt": "a", "logit_bias": bias})
+
+
+def test_an_unknown_name_is_told_however_many_there_are() -> None:
+    body = {"prompt": "a"} | dict.fromkeys(map(str, range(MILLION)))
+    with pytest.raises(UnknownField, match="unknown field '0'"):
+        parse(CompletionFields, body)

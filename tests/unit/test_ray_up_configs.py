@@ -73,6 +73,19 @@ def test_the_scripts_can_be_read(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
 
 
+def test_ray_starts_with_its_token_and_its_dashboard_on_loopback() -> None:
+    script = (FILES / "node.sh").read_text()
+    _, _, environment = script.partition("environment() {")
+    told = environment.partition("}")[0]
+    assert 'export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$SECRETS/auth_token"' in told
+    for role in ("head", "worker"):
+        steps = script.partition(f"\n{role})\n")[2].partition(";;")[0].replace("\\\n", "")
+        before, _, start = steps.partition("ray start ")
+        assert "\n    environment " in before and "ray start " not in start
+        if role == "head":
+            assert " --dashboard-host=127.0.0.1 " in start
+
+
 def secrets(directory: Path, *arguments: str) -> dict[str, str]:
     """What secrets.sh makes in a copy of the folder."""
     shutil.copy(FILES / "secrets.sh", directory)

@@ -2,23 +2,37 @@
 
 Here is only said what is a number and what a text; what values these may have is the same for all
 clients, and checked where their requests come together (everlift.messages).
+
+Of what is wrong only the first is looked for: pydantic makes an object for each error, and a body
+has room for millions of them, which the event loop would stand still for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
-from everlift.errors import InvalidRequest, UnknownField
+from everlift.errors import InvalidRequest, OutOfRange, UnknownField
+from everlift.sampling import MAX_LOGIT_BIAS
 
+T = TypeVar("T")
+List = Annotated[list[T], Field(fail_fast=True)]
 Uint32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
-Ids = list[Uint32]
+Ids = List[Uint32]
 Object = dict[str, Any]
 
 #: So much of a name is told in an error.
@@ -33,7 +47,22 @@ class Fields(BaseModel):
     #: what a field of everlift.messages is called here, where that is something else
     PARAMS: ClassVar[Mapping[str, str]] = {}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_the_rest(cls, given: Any) -> Any:
+        """Of more names than there are one is unknown, wherever the rest is cut off."""
+        if isinstance(given, dict) and len(given) > len(cls.model_fields):
+            return dict(islice(given.items(), len(cls.model_fields) + 1))
+        return given
 
+
+def _few(bias: Any) -> Any:
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+        raise OutOfRange(f"logit_bias names at most {MAX_LOGIT_BIAS} tokens", field="logit_bias")
+    return bias
+
+
+Bias = Annotated[dict[str, float], BeforeValidator(_few)]
 F = TypeVar("F", bound=Fields)
 
 
@@ -60,7 +89,7 @@ class StructuredOutputs(Fields):
     json_: Object | str | None = Field(None, alias="json")
     regex: str | None = None
     grammar: str | None = None
-    choice: list[str] | None = None
+    choice: List[str] | None = None
 
 
 class Generation(Fields):
@@ -73,11 +102,11 @@ class Generation(Fields):
     n: Annotated[int, Field(ge=1, le=2**32 - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | List[str] | None = None
     seed: Seed | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Bias | None = None
     response_format: ResponseFormat | None = None
 
     # Everlift's, under vLLM's names where it has them.
@@ -115,7 +144,7 @@ class Generation(Fields):
 
 
 class CompletionFields(Generation):
-    prompt: str | Ids | list[str] | list[Ids] = Field(
+    prompt: str | Ids | List[str] | List[Ids] = Field(
         description=f"a text, token ids, or up to {MAX_PROMPTS} of either"
     )
     logprobs: Uint32 | None = None
@@ -136,14 +165,14 @@ class CompletionFields(Generation):
 class Chat(Fields):
     """What a chat's template is shown."""
 
-    messages: list[Object] | None
-    tools: list[Object] | None = None
+    messages: List[Object] | None
+    tools: List[Object] | None = None
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool = True
 
 
 class ChatFields(Generation, Chat):
-    messages: list[Object] = Field(min_length=1)
+    messages: List[Object] = Field(min_length=1)
     max_completion_tokens: Uint32 | None = None
     logprobs: bool | None = None
     top_logprobs: Uint32 | None = None
@@ -154,7 +183,7 @@ class ChatFields(Generation, Chat):
     reasoning_effort: Any = None
     verbosity: Any = None
     prediction: Any = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: List[Literal["text"]] | None = None
 
     PARAMS: ClassVar[Mapping[str, str]] = {
         **Generation.PARAMS,
@@ -168,7 +197,7 @@ class TokenizeFields(Chat):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Object] | None = None
+    messages: List[Object] | None = None
     add_special_tokens: bool | None = Field(
         None, description="of a prompt; a chat's template writes its own"
     )
