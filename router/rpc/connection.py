@@ -21,7 +21,7 @@ from h2.events import (
 )
 from h2.exceptions import ProtocolError, StreamClosedError
 from h2.settings import SettingCodes, Settings
-from hyperframe.frame import GoAwayFrame
+from hyperframe.frame import Frame, GoAwayFrame
 
 from everlift import logs
 from everlift.errors import EverliftError
@@ -71,6 +71,11 @@ class Http2(H2Connection):
         self._data_to_send += _DATA_HEAD.pack(size >> 8, size & 0xFF, 0, 0, stream_id) + data
         self.outbound_flow_control_window -= size
         self.streams[stream_id].outbound_flow_control_window -= size
+
+    def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
+        # The client opens no more streams; what it has opened is answered (RFC 9113, section 6.8).
+        # h2 would drop what is not sent yet, and take the connection for closed.
+        return [], [ConnectionTerminated()]
 
     def forget(self, stream_id: int) -> None:
         """A stream that both ends have closed."""
@@ -253,7 +258,7 @@ class Connection(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._is_flushing = False
-        if self._is_closed:
+        if self._is_closed or self._transport.is_closing():
             return
         if not self._is_paused:
             ready, self._ready = self._ready, {}

@@ -17,6 +17,7 @@ import h2.events
 import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
+from hyperframe.frame import GoAwayFrame, WindowUpdateFrame
 
 from everlift import wire
 from everlift.errors import MessageTooLarge
@@ -397,6 +398,30 @@ async def test_a_head_without_end_breaks_its_own_connection_only() -> None:
         client.call("Echo", ("x-long", "x" * 200_000))
         assert await client.until(h2.events.ConnectionTerminated) is not None
         assert await it.unary("Echo")(b"on") == b"on"
+
+
+async def test_what_a_client_began_before_it_leaves_is_answered() -> None:
+    async with bench() as it, raw(it) as client:
+        stream_id = client.call("Join")
+        client.writer.write(GoAwayFrame(0, last_stream_id=0).serialize())
+        client.http2.send_data(stream_id, b"\0\0\0\0\2on", end_stream=True)
+        client.send()
+        assert status_of(await client.until(h2.events.ResponseReceived)) == ("200", "")
+        assert (await client.until(h2.events.DataReceived)).data == b"\0\0\0\0\2on"
+        assert status_of(await client.until(h2.events.TrailersReceived)) == ("", "0")
+        assert await client.until(h2.events.ConnectionTerminated) is None
+
+
+async def test_frames_that_break_http2_leave_nothing_to_be_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with bench() as it, raw(it) as client:
+        client.call("Echo", end=True)
+        client.writer.write(WindowUpdateFrame(0, window_increment=1).serialize()[:-4] + bytes(4))
+        assert await client.until(h2.events.ConnectionTerminated) is not None
+        assert await client.until(h2.events.ConnectionTerminated) is None
+        assert await it.unary("Echo")(b"on") == b"on"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_calls_that_are_given_up_by_the_thousand() -> None:
