@@ -50,6 +50,18 @@ class Connection(HttpToolsProtocol):
         self._deadline.cancel()
         super().on_headers_complete()
 
+    def on_chunk_header(self) -> None:
+        # Behind the last chunk, which has no body, fields may follow, as before a body.
+        self._is_in_head, self._head_bytes = True, 0
+
+    def on_body(self, body: bytes) -> None:
+        self._is_in_head = False
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_head = False
+        super().on_message_complete()
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(MalformedBody("this is not HTTP/1.1"))
 
