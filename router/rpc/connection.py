@@ -20,6 +20,7 @@ from h2.events import (
     WindowUpdated,
 )
 from h2.exceptions import ProtocolError, StreamClosedError
+from h2.frame_buffer import FrameBuffer
 from h2.settings import SettingCodes, Settings
 from hyperframe.frame import Frame, GoAwayFrame
 
@@ -47,12 +48,27 @@ _MOST_UNSENT = 4 << 20
 _WRITE_HIGH = 256 << 10
 #: Length (of 24 bits), type, flags, stream.
 _DATA_HEAD = struct.Struct(">HBBBI")
+_FRAME_HEAD_BYTES = 9
 _UNKNOWN_HEAD = Head("", (), None, "identity")
+
+
+class _Frames(FrameBuffer):
+    """h2 refuses a frame that is too large when all of it is there, which may be 16 MiB."""
+
+    def __next__(self) -> Frame:
+        if len(self._data) >= _FRAME_HEAD_BYTES:
+            self._validate_frame_length(int.from_bytes(self._data[:3], "big"))
+        return super().__next__()
 
 
 class Http2(H2Connection):
     """With what every token would pay for made cheaper: h2 looks at each stream for a new one,
     and makes objects of each frame."""
+
+    def __init__(self, config: H2Configuration) -> None:
+        super().__init__(config)
+        self.incoming_buffer = _Frames(server=True)
+        self.incoming_buffer.max_frame_size = self.max_inbound_frame_size
 
     def _open_streams(self, remainder: int) -> int:
         # Clients have the odd numbers.

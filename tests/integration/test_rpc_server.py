@@ -424,6 +424,14 @@ async def test_frames_that_break_http2_leave_nothing_to_be_said(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+async def test_a_frame_that_is_too_large_is_refused_by_its_head() -> None:
+    async with bench() as it, raw(it) as client:
+        client.writer.write(b"\xff\xff\xff\0\0\0\0\0\1")
+        ended = await client.until(h2.events.ConnectionTerminated)
+        assert ended.error_code == ErrorCodes.FRAME_SIZE_ERROR
+        assert await it.unary("Echo")(b"on") == b"on"
+
+
 async def test_calls_that_are_given_up_by_the_thousand() -> None:
     async with bench(Limits(resets_per_s=50)) as it, raw(it) as client:
         for _ in range(200):
