@@ -7,7 +7,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,15 @@ from router.rpc.server import Server
 
 SERVICE = "test.Service"
 Context = Any
+
+
+class Silence:
+    """A source that has nothing, and does not end."""
+
+    is_over = False
+
+    def take(self) -> None:
+        return None
 
 
 class Service:
@@ -70,6 +79,20 @@ class Service:
             raise
         return b""
 
+    async def deaf(self, message: bytes, context: Context) -> None:
+        """Does not hear that it is cancelled, and answers a piece at a time, or by a source."""
+        self.waiting.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        try:
+            if message == b"source":
+                await context.write_from(Silence())
+            while True:
+                await context.write(b"on")
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
     async def flood(self, message: bytes, context: Context) -> AsyncIterator[bytes]:
         while True:
             self.sent += 1
@@ -88,6 +111,7 @@ class Service:
             "Fail": unary(self.fail),
             "Crash": unary(self.crash),
             "Hang": unary(self.hang),
+            "Deaf": streaming(self.deaf),
             "Flood": streaming(self.flood),
             "Left": unary(self.left),
         }
@@ -220,6 +244,20 @@ async def test_a_call_that_is_cancelled_ends_its_handler() -> None:
         async with asyncio.timeout(10):
             await it.service.waiting.wait()
             call.cancel()
+            await it.service.cancelled.wait()
+
+
+@pytest.mark.parametrize("way", [b"write", b"source"])
+@pytest.mark.parametrize("timeout_s", [None, 0.05], ids=["cancelled", "too late"])
+async def test_who_does_not_hear_of_the_end_hears_it_when_it_answers(
+    way: bytes, timeout_s: float | None
+) -> None:
+    async with bench() as it:
+        call = it.streaming("Deaf")(way, timeout=timeout_s)
+        await it.service.waiting.wait()
+        if timeout_s is None:
+            call.cancel()
+        async with asyncio.timeout(10):
             await it.service.cancelled.wait()
 
 
