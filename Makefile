@@ -64,12 +64,13 @@ test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## 
 	  $(addprefix --ignore=,$(ANYWHERE))
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests that take longer, and a short soak
-	SOAK_MINUTES=$${SOAK_MINUTES:-2} $(BIN)/pytest -q -m "long or soak"
+	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} $(BIN)/pytest -q -m "long or soak"
 
 e2e-ray-up: $(VENV)/.installed ## ray up over ssh to hosts made of namespaces (Linux, as root, with iproute2, openssh-server, rsync)
 	$(BIN)/pytest -q -s -m ray_up tests/ray_up
 
-soak: $(VENV)/.installed ## a cluster under random faults, SOAK_MINUTES (30), then Ray (build/bench/soak.json)
+soak: $(VENV)/.installed ## FUZZ_CASES (1,000,000) of malformed input; random faults, SOAK_MINUTES (30), then Ray
+	FUZZ_REPORT=build/bench/fuzz.json $(BIN)/pytest -q -s tests/soak/test_fuzz.py
 	SOAK_REPORT=build/bench/soak.json $(BIN)/pytest -q -s tests/soak/test_cluster.py
 
 soak-engine: $(VENV)/.installed ## random models and histories, SOAK_MINUTES (10) for each kind

@@ -27,6 +27,16 @@ log = logs.get(__name__)
 _Identity = tuple[int, ...]
 
 
+def parse(text: str) -> Document:
+    """Raises SettingsError."""
+    try:
+        plain = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        # In its own words it would quote the file. A date that there is not is a ValueError.
+        raise SettingsError("is not YAML") from None
+    return from_plain(plain)
+
+
 class FileStore:
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -53,10 +63,9 @@ class FileStore:
         with self._path.open(encoding="utf-8") as file:
             self._check_mode(os.fstat(file.fileno()).st_mode)
             try:
-                return from_plain(yaml.safe_load(file))
-            except (yaml.YAMLError, UnicodeDecodeError):
-                # In its own words it would quote the file.
-                raise SettingsError(f"{self._path} is not YAML") from None
+                return parse(file.read())
+            except UnicodeDecodeError:
+                raise SettingsError(f"{self._path} is not UTF-8") from None
             except SettingsError as error:
                 raise SettingsError(f"{self._path}: {error}") from None
 

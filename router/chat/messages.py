@@ -33,6 +33,8 @@ _TEXT_KEYS = ("name", "tool_call_id", *_REASONING)
 #: Clients send an answer back as they got it. These parts of it say nothing to a template.
 _PASSED_OVER = frozenset({"refusal", "annotations", "parsed", "id"})
 _UNSUPPORTED = ("audio", "function_call")
+#: So much of a name is looked at and told in an error.
+_MAX_NAME = 64
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -72,9 +74,9 @@ def _check_keys(at: str, message: Message, known: Collection[str]) -> None:
     for key in message.keys() - known - _PASSED_OVER:
         if key in _UNSUPPORTED:
             raise UnsupportedContent(f"{at}.{key} is not supported")
-        near = get_close_matches(key, known, 1)
+        near = get_close_matches(key[:_MAX_NAME], known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise InvalidRequest(f"{at}.{key[:64]} is unknown in a message of this role{hint}")
+        raise InvalidRequest(f"{at}.{key[:_MAX_NAME]} is unknown in a message of this role{hint}")
 
 
 def _content(at: str, message: Message) -> Message:
@@ -147,7 +149,16 @@ def _arguments(at: str, given: object) -> object:
     except ValueError:
         return text
     check_depth(at, value)
-    return value if isinstance(value, dict) else text
+    return value if isinstance(value, dict) and _can_be_written(value) else text
+
+
+def _can_be_written(value: object) -> bool:
+    """Escapes may stand for half a character, and digits for a number that is too large."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True
 
 
 def _refuse_constant(name: str) -> None:

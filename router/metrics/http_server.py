@@ -9,13 +9,14 @@ Whoever asks gets one answer a connection.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from everlift import logs
 
@@ -66,7 +67,7 @@ class MetricsServer:
     async def expose(self, accept: str) -> tuple[str, bytes]:
         """All metrics of this moment, as one who ``accept``s so reads them: their content type and
         text."""
-        encode, content_type = choose_encoder(accept)
+        encode, content_type = encoder(accept)
         return content_type, await asyncio.to_thread(encode, _Collected(self._registry))
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -125,6 +126,15 @@ class _Collected:
 
     def collect(self) -> Iterator[Metric]:
         return iter(self._families)
+
+
+def encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    """And the content type of what it makes."""
+    try:
+        return choose_encoder(accept)
+    except TypeError:
+        # The library compares a version that is none with numbers: ``version=latest``.
+        return choose_encoder("")
 
 
 def _accept(lines: list[str]) -> str:

@@ -68,7 +68,7 @@ class Call:
         # answers
         self._encoding = IDENTITY
         self._initial: Metadata = ()
-        self._has_begun = self._must_begin = False
+        self._has_begun = self._must_begin = self._is_closed = False
         self._queue: deque[bytes] = deque()
         self._unsent_bytes = 0
         self._room: asyncio.Future[None] | None = None
@@ -176,7 +176,8 @@ class Call:
         raise grpc.aio.AbortError
 
     async def write(self, answer: Any) -> None:
-        """Waits while too much is unsent."""
+        """Waits while too much is unsent. Raises CancelledError where the call is over."""
+        self._check_open()
         self._put(answer)
         self._more()
         if not self._has_room:
@@ -185,7 +186,8 @@ class Call:
 
     async def write_from(self, source: Source) -> None:
         """All that comes from ``source``, until it is over: no more than the client takes is taken
-        there. Raises what it raises."""
+        there. Raises what it raises, and CancelledError where the call is over."""
+        self._check_open()
         self._drawn, self._source = self._loop.create_future(), source
         source.on_more = self._more
         self._more()
@@ -193,6 +195,11 @@ class Call:
 
     def _more(self) -> None:
         self._connection.mark(self)
+
+    def _check_open(self) -> None:
+        # A library that was waited for may have kept the cancellation to itself.
+        if self._is_closed:
+            raise asyncio.CancelledError
 
     @property
     def _has_room(self) -> bool:
@@ -257,9 +264,12 @@ class Call:
         """It is over for its connection too."""
         if self._alarm is not None:
             self._alarm.cancel()
+        self._is_closed = True
         self._queue.clear()
         self._unsent_bytes = 0
         self._source = None
+        if self._drawn is not None:
+            self._drawn.cancel()
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 

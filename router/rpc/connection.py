@@ -20,8 +20,9 @@ from h2.events import (
     WindowUpdated,
 )
 from h2.exceptions import ProtocolError, StreamClosedError
+from h2.frame_buffer import FrameBuffer
 from h2.settings import SettingCodes, Settings
-from hyperframe.frame import GoAwayFrame
+from hyperframe.frame import Frame, GoAwayFrame
 
 from everlift import logs
 from everlift.errors import EverliftError, TooManyConnections
@@ -47,12 +48,27 @@ _MOST_UNSENT = 4 << 20
 _WRITE_HIGH = 256 << 10
 #: Length (of 24 bits), type, flags, stream.
 _DATA_HEAD = struct.Struct(">HBBBI")
+_FRAME_HEAD_BYTES = 9
 _UNKNOWN_HEAD = Head("", (), None, "identity")
+
+
+class _Frames(FrameBuffer):
+    """h2 refuses a frame that is too large when all of it is there, which may be 16 MiB."""
+
+    def __next__(self) -> Frame:
+        if len(self._data) >= _FRAME_HEAD_BYTES:
+            self._validate_frame_length(int.from_bytes(self._data[:3], "big"))
+        return super().__next__()
 
 
 class Http2(H2Connection):
     """With what every token would pay for made cheaper: h2 looks at each stream for a new one,
     and makes objects of each frame."""
+
+    def __init__(self, config: H2Configuration) -> None:
+        super().__init__(config)
+        self.incoming_buffer = _Frames(server=True)
+        self.incoming_buffer.max_frame_size = self.max_inbound_frame_size
 
     def _open_streams(self, remainder: int) -> int:
         # Clients have the odd numbers.
@@ -71,6 +87,11 @@ class Http2(H2Connection):
         self._data_to_send += _DATA_HEAD.pack(size >> 8, size & 0xFF, 0, 0, stream_id) + data
         self.outbound_flow_control_window -= size
         self.streams[stream_id].outbound_flow_control_window -= size
+
+    def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
+        # The client opens no more streams; what it has opened is answered (RFC 9113, section 6.8).
+        # h2 would drop what is not sent yet, and take the connection for closed.
+        return [], [ConnectionTerminated()]
 
     def forget(self, stream_id: int) -> None:
         """A stream that both ends have closed."""
@@ -253,7 +274,7 @@ class Connection(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._is_flushing = False
-        if self._is_closed:
+        if self._is_closed or self._transport.is_closing():
             return
         if not self._is_paused:
             ready, self._ready = self._ready, {}

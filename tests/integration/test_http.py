@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -132,8 +133,10 @@ async def test_health_readiness_and_metrics(parts: Cluster, address: str) -> Non
     assert (await ask(address, "/health", method="HEAD")).status == 200
     assert (await get(address, "/ready")).status == 200
     await ask(address, "/v1/completions", GREEDY)
-    metrics = await get(address, "/metrics")
-    assert metrics.headers["content-type"].startswith("text/plain")
+    odd = {"accept": "application/openmetrics-text; version=latest"}
+    for headers in ({}, odd):
+        metrics = await get(address, "/metrics", headers)
+        assert metrics.headers["content-type"].startswith("text/plain")
     assert b'everlift_requests_total{outcome="ok"} 1.0' in metrics.body
     parts.routers[0]._requests._custody.is_closing = True
     answer = await get(address, "/ready")
@@ -279,6 +282,29 @@ async def test_headers_without_end_are_cut_off(address: str) -> None:
     reader, writer = await asyncio.open_connection(*address.split(":"))
     writer.write(b"GET /health HTTP/1.1\r\n" + b"x: " + b"a" * (1 << 17))
     assert b"431" in await reader.readline()
+    writer.close()
+
+
+async def test_headers_without_end_behind_a_body_are_cut_off_too(address: str) -> None:
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    writer.write(head + b"2\r\n{}\r\n0\r\n")
+    with suppress(ConnectionError):
+        for _ in range(1 << 10):
+            writer.write(b"x: " + b"a" * (1 << 10) + b"\r\n")
+            await writer.drain()
+    with suppress(ConnectionError):
+        assert b"431" in await reader.readline()
+    writer.close()
+    assert (await get(address, "/health")).status == 200
+
+
+async def test_a_body_in_many_small_chunks_is_taken(address: str) -> None:
+    body = json.dumps({**GREEDY, "user": "u" * 20_000}).encode()
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    writer.write(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+    assert b"200" in await reader.readline()
     writer.close()
 
 

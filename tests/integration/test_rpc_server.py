@@ -7,7 +7,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import h2.events
 import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
+from hyperframe.frame import GoAwayFrame, WindowUpdateFrame
 
 from everlift import wire
 from everlift.errors import MessageTooLarge
@@ -26,6 +27,15 @@ from tests.in_process import cluster
 
 SERVICE = "test.Service"
 Context = Any
+
+
+class Silence:
+    """A source that has nothing, and does not end."""
+
+    is_over = False
+
+    def take(self) -> None:
+        return None
 
 
 class Service:
@@ -70,6 +80,20 @@ class Service:
             raise
         return b""
 
+    async def deaf(self, message: bytes, context: Context) -> None:
+        """Does not hear that it is cancelled, and answers a piece at a time, or by a source."""
+        self.waiting.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        try:
+            if message == b"source":
+                await context.write_from(Silence())
+            while True:
+                await context.write(b"on")
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
     async def flood(self, message: bytes, context: Context) -> AsyncIterator[bytes]:
         while True:
             self.sent += 1
@@ -88,6 +112,7 @@ class Service:
             "Fail": unary(self.fail),
             "Crash": unary(self.crash),
             "Hang": unary(self.hang),
+            "Deaf": streaming(self.deaf),
             "Flood": streaming(self.flood),
             "Left": unary(self.left),
         }
@@ -220,6 +245,20 @@ async def test_a_call_that_is_cancelled_ends_its_handler() -> None:
         async with asyncio.timeout(10):
             await it.service.waiting.wait()
             call.cancel()
+            await it.service.cancelled.wait()
+
+
+@pytest.mark.parametrize("way", [b"write", b"source"])
+@pytest.mark.parametrize("timeout_s", [None, 0.05], ids=["cancelled", "too late"])
+async def test_who_does_not_hear_of_the_end_hears_it_when_it_answers(
+    way: bytes, timeout_s: float | None
+) -> None:
+    async with bench() as it:
+        call = it.streaming("Deaf")(way, timeout=timeout_s)
+        await it.service.waiting.wait()
+        if timeout_s is None:
+            call.cancel()
+        async with asyncio.timeout(10):
             await it.service.cancelled.wait()
 
 
@@ -409,6 +448,38 @@ async def test_a_head_without_end_breaks_its_own_connection_only() -> None:
     async with bench() as it, raw(it.port) as client:
         client.call("Echo", ("x-long", "x" * 200_000))
         assert await client.until(h2.events.ConnectionTerminated) is not None
+        assert await it.unary("Echo")(b"on") == b"on"
+
+
+async def test_what_a_client_began_before_it_leaves_is_answered() -> None:
+    async with bench() as it, raw(it) as client:
+        stream_id = client.call("Join")
+        client.writer.write(GoAwayFrame(0, last_stream_id=0).serialize())
+        client.http2.send_data(stream_id, b"\0\0\0\0\2on", end_stream=True)
+        client.send()
+        assert status_of(await client.until(h2.events.ResponseReceived)) == ("200", "")
+        assert (await client.until(h2.events.DataReceived)).data == b"\0\0\0\0\2on"
+        assert status_of(await client.until(h2.events.TrailersReceived)) == ("", "0")
+        assert await client.until(h2.events.ConnectionTerminated) is None
+
+
+async def test_frames_that_break_http2_leave_nothing_to_be_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with bench() as it, raw(it) as client:
+        client.call("Echo", end=True)
+        client.writer.write(WindowUpdateFrame(0, window_increment=1).serialize()[:-4] + bytes(4))
+        assert await client.until(h2.events.ConnectionTerminated) is not None
+        assert await client.until(h2.events.ConnectionTerminated) is None
+        assert await it.unary("Echo")(b"on") == b"on"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_frame_that_is_too_large_is_refused_by_its_head() -> None:
+    async with bench() as it, raw(it) as client:
+        client.writer.write(b"\xff\xff\xff\0\0\0\0\0\1")
+        ended = await client.until(h2.events.ConnectionTerminated)
+        assert ended.error_code == ErrorCodes.FRAME_SIZE_ERROR
         assert await it.unary("Echo")(b"on") == b"on"
 
 

@@ -300,6 +300,15 @@ async def test_an_edit_that_fails_changes_nothing(path: Path) -> None:
     assert await store.news() == DOCUMENT
 
 
+@pytest.mark.parametrize("text", ["{", "a: 2030-13-45", "[" * 10_000, "\xff"])
+async def test_a_file_that_cannot_be_read_is_named_in_one_line(path: Path, text: str) -> None:
+    await FileStore(path).change(lambda _: DOCUMENT)
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(SettingsError, match=str(path)) as caught:
+        await FileStore(path).news()
+    assert "\n" not in str(caught.value)
+
+
 async def test_a_file_that_everybody_may_write_to_is_refused(path: Path) -> None:
     await FileStore(path).change(lambda _: DOCUMENT)
     path.chmod(0o602)

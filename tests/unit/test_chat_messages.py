@@ -68,6 +68,8 @@ def test_arguments_become_objects_and_results_know_their_function() -> None:
     [
         ({"a": 1}, {"a": 1}),
         ("", {}),
+        ('{"a": "\\ud800"}', '{"a": "\\ud800"}'),
+        ('{"a": 1e999}', '{"a": 1e999}'),
         ('{"a": [1]}', {"a": [1]}),
         # what a model wrote that is no object, the next answer is made from as it is
         ('{"a": ', '{"a": '),

@@ -75,6 +75,7 @@ def test_what_it_would_pass_over_is_said_in_its_words(schema: Any, expected: Any
             "'z' is required, but is none of the properties",
         ),
         ({"properties": {"a": 7}}, "7 stands where a schema should"),
+        ({"type": [{}], "enum": [1]}, "type must be a name or a list of names"),
         ({"required": "a"}, "required must be a list of names"),
     ],
 )

@@ -271,6 +271,7 @@ def test_errors_as_openais_clients_know_them() -> None:
             "code": "out_of_range",
         }
     }
+    assert len(described(OutOfRange("é" * 10_000), {})["error"]["message"].encode()) <= 1024
     kinds = [described(it(), {})["error"]["type"] for it in (Unauthenticated, Forbidden, QueueFull)]
     assert kinds == ["authentication_error", "permission_error", "rate_limit_error"]
     assert headers(QueueFull(retry_after_s=0.2)) == {"retry-after": "1"}

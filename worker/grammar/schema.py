@@ -128,13 +128,15 @@ def _narrow_values(schema: Json) -> None:
     if "type" not in schema or not ("enum" in schema or "const" in schema):
         return
     types = _listed(schema.pop("type"))
+    if not all(isinstance(name, str) for name in types):
+        raise NotEnforceable("type must be a name or a list of names")
     values = schema.pop("enum") if "enum" in schema else [schema.pop("const")]
     schema["enum"] = [value for value in _listed(values) if _is_of(value, types)]
     if not schema["enum"]:
         raise NotEnforceable("no value of enum or const is of the type")
 
 
-def _is_of(value: Json, types: Collection[Json]) -> bool:
+def _is_of(value: Json, types: Collection[str]) -> bool:
     return any(name in _IS_OF_TYPE and _IS_OF_TYPE[name](value) for name in types)
 
 

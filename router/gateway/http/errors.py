@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from typing_extensions import TypedDict
 
+from everlift.error_details import cause
 from everlift.errors import DataLoss, EverliftError, RequestConflict
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -29,7 +30,7 @@ def described(error: EverliftError, params: Mapping[str, str]) -> ErrorBody:
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
     return {
         "error": {
-            "message": str(error),
+            "message": cause(error),
             "type": kind,
             "param": params.get(error.field, error.field) or None,
             "code": error.slug,

@@ -22,13 +22,18 @@ class Texts:
         fields = await call.fields(TokenizeFields)
         self._model.check_asked(fields.model or "")
         tokens = await self._tokens(fields)
-        texts = [self._model.tokenizer.decode([token]) for token in tokens]
+        decode = self._model.tokenizer.decode
+        texts = (
+            await aside.with_text(len(tokens), lambda: [decode([token]) for token in tokens])
+            if fields.return_token_strs
+            else None
+        )
         return JsonResponse(
             {
                 "count": len(tokens),
                 "max_model_len": self._model.max_model_len,
                 "tokens": tokens,
-                "token_strs": texts if fields.return_token_strs else None,
+                "token_strs": texts,
             }
         )
 

@@ -1,0 +1,231 @@
+"""A gateway with all that its clients can reach, in one process and without sockets.
+
+What it accepts is given to a worker, as far as that looks at it, and forgotten before the next
+case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
+
+from everlift.errors import EverliftError, UnknownRequest
+from everlift.messages import Request
+from everlift.transport import GRPC
+from router.chat import frames
+from router.chat.process import RendererProcess
+from router.chat.renderer import _answer
+from router.chat.templates import ChatTemplate
+from router.config import RouterConfig
+from router.gateway.admin_server import AdminServer
+from router.gateway.door import OPEN
+from router.gateway.grpc_server import InferenceServer
+from router.gateway.http.answering import Answering
+from router.gateway.http.api import Api
+from router.gateway.http.conversation import Conversations
+from router.gateway.http.texts import Texts
+from router.gateway.inference import Inference
+from router.gateway.kserve.server import KserveServer
+from router.gateway.reflection_server import ReflectionServer
+from router.ledger.memory import MemoryLedger
+from router.metrics.http_server import MetricsServer
+from router.rulebook import Rulebook
+from router.traces.traces import Traces
+from tests import chat_support
+from tests.fuzz.target import Finding, event_loop, is_named
+from tests.gateway_support import CONFIG, Gateway, gateway_ledger
+from worker.config import WorkerConfig
+from worker.fake_runner import FakeRunner
+from worker.limits import Limits
+from worker.sequence import Sequence
+
+_CONFIG = replace(CONFIG, max_queued=4096)
+#: Bodies and messages of a case are far smaller: those that say that they are larger are refused.
+MAX_MESSAGE_BYTES = 1 << 16
+#: In which a call ends; half of them take a moment each.
+_MOST_ROUNDS = 100
+
+
+class Served:
+    """``runs`` runs what is awaited in the one event loop of it all."""
+
+    def __init__(self, runs: Callable[[Awaitable[object]], Any], template: ChatTemplate) -> None:
+        self.runs = runs
+        self.gateway = Gateway(runs(gateway_ledger(MemoryLedger(time.monotonic))), config=_CONFIG)
+        self.gateway.epochs = itertools.count(1)
+        inference = Inference(
+            self.gateway.requests, self.gateway.model, GRPC, Traces(self.gateway.ledger)
+        )
+        self._handlers = (
+            InferenceServer(inference, cast("Any", None)).handlers(OPEN),
+            KserveServer(inference, self.gateway.requests, self.gateway.model).handlers(OPEN),
+            AdminServer(
+                cast("Any", _NoWorkers()),
+                Rulebook(_CONFIG, self.gateway.ledger, ()),
+                self.gateway.ledger,
+            ).handlers(OPEN),
+            *ReflectionServer(["everlift.v1.Inference"]).handlers(),
+        )
+        self.app = self._api(inference, template)
+        worker = WorkerConfig(model="fake", num_blocks=256)
+        self._limits = Limits.of(worker, FakeRunner(256, worker.fake))
+
+    @property
+    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        return self._handlers
+
+    def _api(self, inference: Inference, template: ChatTemplate) -> ASGIApp:
+        model = self.gateway.model
+        conversations = Conversations(model, template)
+        return Api(
+            OPEN,
+            Answering(inference, model, conversations),
+            Texts(model, conversations),
+            model,
+            self.gateway.requests,
+            MetricsServer(CollectorRegistry()),
+            MAX_MESSAGE_BYTES,
+        ).app(("http://page",))
+
+    async def settle(self) -> None:
+        """Whatever was accepted runs as a worker would have it, and is erased."""
+        gateway = self.gateway
+        names = [waiting.request_id for waiting in gateway.line.enqueued]
+        gateway.line.enqueued.clear()
+        for name in names:
+            live = gateway.requests._custody.get(name)
+            if live is not None and not live.is_over:
+                _check_stored(live.request)
+                await gateway.dispatch(name)
+            try:
+                await gateway.requests.forget(name)
+            except UnknownRequest:
+                pass
+        for start in gateway.workers.started:
+            self._check_start(start)
+        for record in (gateway.workers.started, gateway.workers.aborted, gateway.line.withdrawn):
+            record.clear()
+
+    def _check_start(self, start: Any) -> None:
+        """What a gateway accepts for this worker is nothing that it refuses."""
+        try:
+            sequence = Sequence.from_start(start, self._limits)
+        except EverliftError as error:
+            raise Finding(f"a worker refuses what the gateway accepts: {error!r}") from error
+        back = sequence.to_start()
+        if Sequence.from_start(back, self._limits).to_start() != back:
+            raise Finding("a worker hands back another request than it got")
+
+
+def _check_stored(request: Request) -> None:
+    stored = Request.from_bytes(request.to_bytes())
+    if stored != request:
+        raise Finding(f"the ledger keeps another request than was accepted: {stored!r}")
+
+
+class _NoWorkers:
+    links: tuple[Any, ...] = ()
+
+
+class _Here:
+    """Renders in this process, which is a template's sandbox as long as cases are small."""
+
+    def __init__(self, process: RendererProcess) -> None:
+        self._process = process
+
+    async def render(self, request: bytes) -> str:
+        answer = _answer(_unframed(request), self._process._launch)
+        return self._process._text(_unframed(answer))
+
+    def end(self) -> None:
+        pass
+
+
+def _unframed(frame: bytes) -> frames.Frame:
+    return frames.decode(frame[frames.LENGTH_BYTES :])
+
+
+@contextmanager
+def template(text: str = chat_support.HERMES) -> Iterator[ChatTemplate]:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "chat_template.jinja").write_text(text)
+        loaded = ChatTemplate.load(Path(directory), config=RouterConfig(), max_characters=1 << 16)
+        assert loaded is not None
+        loaded._processes = [_Here(one) for one in loaded._processes]  # type: ignore[misc]
+        yield loaded
+
+
+@contextmanager
+def served(text: str = chat_support.HERMES) -> Iterator[Served]:
+    with event_loop() as runs, template(text) as chat:
+        yield Served(runs, chat)
+        runs(chat.close())
+
+
+async def ended(work: Coroutine[Any, Any, None], server: Served) -> None:
+    """It is over when there is no request any more that it could wait for. Raises what it raises,
+    and Finding."""
+    task = asyncio.create_task(work)
+    for round_ in range(_MOST_ROUNDS):
+        await quiet()
+        if task.done():
+            return task.result()
+        await server.settle()
+        # Long texts are in the hands of a thread.
+        await asyncio.sleep(0 if round_ < _MOST_ROUNDS / 2 else 0.05)
+    task.cancel()
+    raise Finding("a call waits for nothing")
+
+
+async def quiet() -> None:
+    """Until nothing but what waits for something outside is left to do, as far as one can see."""
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+def check_refusal(error: EverliftError) -> None:
+    if not is_named(error):
+        raise Finding(f"an error without a name: {error}") from error
+
+
+class Transport(asyncio.Transport):
+    """A socket whose other end takes everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = bytearray()
+        self._is_closing = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self._is_closing = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass

@@ -1,0 +1,27 @@
+"""All of them, and how many cases of a campaign are whose."""
+
+from __future__ import annotations
+
+from math import ceil
+from random import Random
+
+from tests.fuzz import chat, native, web
+from tests.fuzz.mutation import case
+from tests.fuzz.target import Target
+
+TARGETS: tuple[Target, ...] = (*native.TARGETS, *web.TARGETS, *chat.TARGETS)
+
+
+def by_name(name: str) -> Target:
+    return next(target for target in TARGETS if target.name == name)
+
+
+def shares(num_cases: int) -> dict[str, int]:
+    """By the target's name; together at least ``num_cases``."""
+    whole = sum(target.weight for target in TARGETS)
+    return {target.name: ceil(num_cases * target.weight / whole) for target in TARGETS}
+
+
+def numbered(target: Target, seed: int, number: int) -> bytes:
+    """Case ``number`` of the campaign that this seed names: it depends on nothing else."""
+    return case(Random(f"{seed}/{target.name}/{number}"), target.seeds, target.reshape)

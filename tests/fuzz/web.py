@@ -1,0 +1,330 @@
+"""HTTP: requests as bytes, bodies as JSON, and what comes in headers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from random import Random
+from typing import Any
+
+import uvicorn
+from prometheus_client import CollectorRegistry, Gauge
+from uvicorn.server import ServerState
+
+from everlift.request_id import check_qualified
+from everlift.trace_context import TraceContext
+from everlift.v1 import inference_pb2 as pb
+from router.access.document import Document
+from router.access.key import Key, hash_of, whole
+from router.access.table import Table
+from router.gateway import headers, page_token
+from router.gateway.caller import Scope
+from router.gateway.http import body, fields, submissions
+from router.gateway.http.connection import Connection
+from router.gateway.http.event_id import EventId
+from router.metrics.http_server import encoder
+from tests.fuzz.mutation import json_reshaped, parts_reshaped
+from tests.fuzz.served import Served, Transport, ended, served
+from tests.fuzz.target import Finding, Run, Target
+
+CHAT = {
+    "model": "fake",
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": "c", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "sunny"},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "weather",
+                "description": "outside",
+                "strict": True,
+                "parameters": {
+                    "type": "object",
+                    "properties": {"city": {"$ref": "#/$defs/c"}},
+                    "$defs": {"c": {"type": "string"}},
+                },
+            },
+        }
+    ],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "max_completion_tokens": 5,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+PLAIN_CHAT = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+    "seed": 7,
+}
+COMPLETION = {
+    "prompt": ["Hello", "world"],
+    "max_tokens": 5,
+    "n": 2,
+    "best_of": 2,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": -1,
+    "min_p": 0.1,
+    "stop": ["end"],
+    "stop_token_ids": [3],
+    "logit_bias": {"5": 1.5},
+    "logprobs": 1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "priority": 1,
+    "timeout_ms": 60000,
+    "ttft_target_ms": 100,
+    "on_disconnect": "grace",
+    "cache_salt": "s",
+    "structured_outputs": {"choice": ["a", "b"]},
+}
+TOKENS = {"prompt": [[1, 2], [3]], "echo": True, "stream": True}
+TOKENIZED = {"prompt": "Hello", "add_special_tokens": False, "return_token_strs": True}
+DETOKENIZED = {"tokens": [1, 255, 1023]}
+
+#: By path, bodies that clients send there.
+BODIES: dict[str, tuple[dict[str, Any], ...]] = {
+    "/v1/completions": (COMPLETION, TOKENS, {"prompt": "a", "max_tokens": 1}),
+    "/v1/chat/completions": (CHAT, PLAIN_CHAT),
+    "/tokenize": (TOKENIZED, {"messages": PLAIN_CHAT["messages"]}),
+    "/detokenize": (DETOKENIZED,),
+}
+
+
+# bodies: a path, a line feed, JSON
+
+_KINDS: dict[str, type[fields.Fields]] = {
+    "/v1/completions": fields.CompletionFields,
+    "/v1/chat/completions": fields.ChatFields,
+    "/tokenize": fields.TokenizeFields,
+    "/detokenize": fields.DetokenizeFields,
+}
+
+
+def _body(data: bytes) -> None:
+    path, _, text = data.partition(b"\n")
+    kind = _KINDS.get(path.decode("latin-1"), fields.CompletionFields)
+    read = fields.parse(kind, body.parse(text))
+    if isinstance(read, fields.CompletionFields):
+        for message in submissions.of_completion(read):
+            message.SerializeToString()
+    elif isinstance(read, fields.ChatFields):
+        submissions.of_chat(read, (1, 2), None).SerializeToString()
+
+
+def _body_reshaped(rng: Random, data: bytes, seeds: Sequence[bytes]) -> bytes:
+    path, _, text = data.partition(b"\n")
+    return path + b"\n" + json_reshaped(rng, text, [seed.partition(b"\n")[2] for seed in seeds])
+
+
+_BODIES = tuple(
+    path.encode() + b"\n" + json.dumps(each).encode()
+    for path, bodies in BODIES.items()
+    for each in bodies
+)
+
+
+# whole requests, as they come
+
+
+def request(path: str, content: bytes, more: str = "", method: str = "POST") -> bytes:
+    head = (
+        f"{method} {path} HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(content)}\r\n{more}\r\n"
+    )
+    return head.encode() + content
+
+
+def chunked(path: str, content: bytes) -> bytes:
+    half = len(content) // 2
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(it), it) for it in (content[:half], content[half:]))
+    head = f"POST {path} HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n"
+    return head.encode() + chunks + b"0\r\nx-trailer: a\r\n\r\n"
+
+
+_CONTENT = json.dumps(COMPLETION).encode()
+_MORE = "x-request-id: r\r\naccept: */*\r\norigin: http://page\r\ntraceparent: 00-a-b-01\r\n"
+REQUESTS = (
+    *(request(path, json.dumps(each).encode()) for path, all_ in BODIES.items() for each in all_),
+    *(chunked(path, json.dumps(all_[0]).encode()) for path, all_ in BODIES.items()),
+    request("/v1/completions", _CONTENT, _MORE) + request("/v1/models/fake", b"", method="GET"),
+    request("/v1/completions", _CONTENT, "last-event-id: r/12.57,7.30e\r\nidempotency-key: r\r\n"),
+    request("/metrics", b"", "accept: application/openmetrics-text; version=1.0.0\r\n", "GET"),
+    request("/v1/models", b"", "access-control-request-method: POST\r\n", "OPTIONS"),
+    request("/v1/models/%66ake?a=b#c", b"", "upgrade: h2c\r\nconnection: upgrade\r\n", "GET"),
+    request("/health", b"", "expect: 100-continue\r\n", "HEAD"),
+)
+ODD_LINES = (
+    *(b"transfer-encoding: chunked", b"transfer-encoding: gzip, chunked", b"content-length: 5"),
+    *(b"content-length: -1", b"content-length: 99999999999999999999", b"content-encoding: gzip"),
+    *(b"content-type: text/plain", b"connection: upgrade", b"upgrade: websocket", b"host: ["),
+    *(
+        b"x: \xff",
+        b": ",
+        b" folded",
+        b"x-slo-ttft-ms: nan",
+        b"idempotency-key: \xff",
+        b"0",
+        b"ffff",
+    ),
+    *(b"last-event-id: r/1.1", b"accept: application/openmetrics-text;version", b"expect: x"),
+    *(b"GET /\xff HTTP/1.1", b"GET //[ HTTP/1.1", b"GET http://[ HTTP/1.1", b"GET * HTTP/1.1"),
+    *(b"CONNECT a:1 HTTP/1.1", b"GET /v1/models/%ff%00 HTTP/1.1", b"PRI * HTTP/2.0", b"GET / "),
+)
+
+
+async def _spoken(server: Served, config: uvicorn.Config, data: bytes) -> None:
+    state, transport = ServerState(), Transport()
+    connection = Connection(config, state, {})
+    connection.connection_made(transport)
+    for part in (data[: len(data) // 2], data[len(data) // 2 :]):
+        if not transport.is_closing():
+            connection.data_received(part)
+            await asyncio.sleep(0)
+    await ended(_answered(state, connection), server)
+    if b"HTTP/1.1 500" in transport.written:
+        raise Finding("an answer that says nothing but 500")
+    await server.settle()
+
+
+async def _answered(state: ServerState, connection: Connection) -> None:
+    """Its client takes what can be had, and goes."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+        if not state.tasks:
+            break
+    connection.connection_lost(None)
+    while state.tasks:
+        await asyncio.wait(state.tasks)
+    connection._unset_keepalive_if_required()
+
+
+@contextmanager
+def _http() -> Iterator[Run]:
+    with served() as server:
+
+        async def configured() -> uvicorn.Config:
+            config = uvicorn.Config(
+                server.app,
+                interface="asgi3",
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+            )
+            config.load()
+            return config
+
+        config = server.runs(configured())
+        yield lambda data: server.runs(_spoken(server, config, data))
+
+
+# headers and tokens: what one looks like in the first line, what it is in the rest
+
+_KEY = whole("0123456789ab", "x" * 43)
+_REGISTRY = CollectorRegistry()
+Gauge("everlift_waiting", "requests that wait", registry=_REGISTRY).set(1)
+_TABLE = Table(
+    Document(
+        {
+            "0123456789ab": Key(
+                "acme", (Scope.INFER,), hash_of("x" * 43), "2030-01-31T12:00:00Z", None, ""
+            )
+        }
+    )
+)
+
+
+def _submission(text: str) -> None:
+    given = dict(line.partition(": ")[::2] for line in text.split("\n"))
+    message = pb.GenerateRequest()
+    headers.apply(message, given)
+    headers.apply(pb.GenerateRequest(), given, place=3)
+    message.SerializeToString()
+
+
+def _credential(text: str) -> None:
+    given = dict(line.partition(": ")[::2] for line in text.split("\n"))
+    assert _TABLE.admit(given, now=0.0).tenant == "acme"
+
+
+def _trace(text: str) -> None:
+    parent, _, state = text.partition("\n")
+    if (found := TraceContext.parse(parent, state)) is not None:
+        assert TraceContext.from_proto(found.to_proto()) == found
+        assert len(str(found)) == 55
+
+
+def _accept(text: str) -> None:
+    encode, content_type = encoder(text)
+    encode(_REGISTRY)
+    content_type.encode("latin-1")
+
+
+def _event_id(text: str) -> None:
+    assert EventId.parse(text) == EventId.parse(str(EventId.parse(text)))
+
+
+def _page(text: str) -> None:
+    assert page_token.read(page_token.write(page_token.read(text))) == page_token.read(text)
+
+
+_HEADERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
+    "submission": (
+        _submission,
+        (
+            "idempotency-key: r:1\nx-slo-ttft-ms: 100\nx-session-id: a",
+            "x-request-id: r\nx-gateway-inference-fairness-id: b\nx-slo-ttft-ms: 1e3",
+        ),
+    ),
+    "credential": (_credential, (f"authorization: Bearer {_KEY}", f"x-api-key: {_KEY}")),
+    "trace": (_trace, ("00-" + "ab" * 16 + "-" + "cd" * 8 + "-01\na=b,c@d=e",)),
+    "event_id": (_event_id, ("r:1/12.57,7.30e",)),
+    "page_token": (_page, (page_token.write(page_token.Position(17.5, "acme/r:1")),)),
+    "request_id": (check_qualified, ("acme/r:1",)),
+    "accept": (_accept, ("application/openmetrics-text; version=1.0.0; charset=utf-8,*/*",)),
+}
+
+
+def _header(data: bytes) -> None:
+    kind, _, value = data.partition(b"\n")
+    read = _HEADERS.get(kind.decode("latin-1"), (_submission, ()))[0]
+    read(value.decode("latin-1"))
+
+
+_ODD_VALUES = (
+    *(b"nan", b"inf", b"1e999", b"-1", b"\xff", b"\xb2", b"a" * 200, b"", b'"', b"1_0", b" "),
+    *(b"Bearer", b"Bearer ", b"Basic YTpi", b"version", b"version=", b"escaping=", b"q=\xff", b"/"),
+)
+
+
+TARGETS = (
+    Target(
+        "header",
+        lambda: nullcontext(_header),
+        tuple(
+            f"{kind}\n{value}".encode() for kind, (_, all_) in _HEADERS.items() for value in all_
+        ),
+        parts_reshaped(b" ", _ODD_VALUES),
+        weight=4.0,
+    ),
+    Target("http_body", lambda: nullcontext(_body), _BODIES, _body_reshaped, weight=4.0),
+    Target("http", _http, REQUESTS, parts_reshaped(b"\r\n", ODD_LINES), weight=2.0),
+)

@@ -1,0 +1,88 @@
+"""Every parser of what clients send, on what is nearly what they send: a value, or an error that
+names its cause. ``make soak`` does it a million times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from everlift.errors import EverliftError, InvalidRequest
+from tests.fuzz import targets
+from tests.fuzz.mutation import case
+from tests.fuzz.target import Finding, Run, Target, opened
+
+few = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+#: Each of them takes a process.
+_SLOW = ("grammar",)
+
+
+@pytest.fixture(params=targets.TARGETS, ids=lambda target: target.name)
+def target(request: pytest.FixtureRequest) -> Target:
+    found: Target = request.param
+    return found
+
+
+@pytest.fixture
+def run(target: Target) -> Iterator[Run]:
+    with opened(target) as run:
+        yield run
+
+
+def test_what_clients_send_and_what_is_nearly_that_is_taken_or_refused(
+    target: Target, run: Run
+) -> None:
+    for seed in target.seeds:
+        run(seed)
+
+    @settings(few, max_examples=20 if target.name in _SLOW else 200)
+    @given(rng=st.randoms(use_true_random=False))
+    def changed(rng: Random) -> None:
+        run(case(rng, target.seeds, target.reshape))
+
+    @settings(few, max_examples=10 if target.name in _SLOW else 100)
+    @given(data=st.binary(max_size=300))
+    def anything(data: bytes) -> None:
+        run(data)
+
+    changed()
+    anything()
+
+
+def raising(error: Exception) -> Target:
+    from contextlib import nullcontext
+
+    def run(data: bytes) -> None:
+        raise error
+
+    return Target("t", lambda: nullcontext(run), (b"a",), lambda rng, data, seeds: data)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), EverliftError(), RecursionError()])
+def test_what_has_no_name_is_a_finding(error: Exception) -> None:
+    with opened(raising(error)) as run, pytest.raises(Finding):
+        run(b"")
+
+
+def test_what_names_its_cause_is_none() -> None:
+    with opened(raising(InvalidRequest())) as run:
+        run(b"")
+
+
+def test_a_case_is_the_same_whenever_it_comes() -> None:
+    target = targets.by_name("http2")
+    assert targets.numbered(target, 1, 7) == targets.numbered(target, 1, 7)
+    assert len({targets.numbered(target, 1, number) for number in range(50)}) > 40
+
+
+def test_all_cases_are_somebodys() -> None:
+    shares = targets.shares(1000)
+    assert sum(shares.values()) >= 1000 and min(shares.values()) > 0

@@ -1,0 +1,47 @@
+"""A million cases of what clients send, nearly: no crash, no hang, no error without a cause.
+
+FUZZ_CASES sets another number, FUZZ_SEED other cases; FUZZ_REPORT is where the figures go. A case
+that fails is kept beside it, and named with the command that runs it again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import targets
+from tests.fuzz.campaign import Campaign, processors
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+_CASES = 1_000_000
+
+
+def test_a_million_cases_crash_nothing_and_hang_nowhere(tmp_path: Path) -> None:
+    num_cases = int(os.environ.get("FUZZ_CASES", _CASES))
+    seed = int(os.environ.get("FUZZ_SEED", secrets.randbits(32)))
+    report = Path(os.environ.get("FUZZ_REPORT", tmp_path / "fuzz.json"))
+    print(f"\nseed {seed}")
+    campaign = Campaign(seed, report.parent / "fuzz", processors())
+    shares, began = targets.shares(num_cases), time.monotonic()
+
+    campaign.run(shares)
+
+    figures = {
+        "seed": seed,
+        "cases": sum(shares.values()),
+        "seconds": round(time.monotonic() - began, 1),
+        "failures": [str(failure.file) for failure in campaign.failures],
+        "targets": {
+            name: {"cases": count, "cpu_seconds": round(campaign.seconds.get(name, 0.0), 1)}
+            for name, count in shares.items()
+        },
+    }
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.write_text(json.dumps(figures, indent=2) + "\n")
+    print(json.dumps(figures))
+    assert not campaign.failures, "\n\n".join(map(str, campaign.failures))
