@@ -12,6 +12,7 @@ from everlift.errors import (
     InvalidGrammar,
     InvalidRequest,
     OutOfRange,
+    PromptTextTooLong,
     PromptTooLong,
     TemplateTimeout,
     UnknownField,
@@ -155,8 +156,8 @@ async def test_a_client_chooses_no_template_and_nothing_that_becomes_of_one() ->
 async def test_a_long_chat_is_rendered_and_tokenised_off_the_event_loop() -> None:
     long = [said("count " * 500_000)]
     cases: Cases = {
-        "chat": (PromptTooLong, chat(messages=long)),
-        "tokenize": (PromptTooLong, tokenize(messages=long)),
+        "chat": (PromptTextTooLong, chat(messages=long)),
+        "tokenize": (PromptTextTooLong, tokenize(messages=long)),
         "completion": (PromptTooLong, completion(prompt="count " * 20_000)),
     }
     async with demo_fronts() as fronts:
