@@ -439,6 +439,22 @@ async def test_a_client_that_goes_frees_its_place(is_stream: bool) -> None:
         assert (await parts.ledger.get("mine")).error_slug == "cancelled"
 
 
+async def test_a_client_that_goes_with_several_requests_frees_all_their_places() -> None:
+    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
+    async with cluster(workers=1, worker_config=slow) as parts:
+        body = json.dumps({**GREEDY, "max_tokens": 4000, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nIdempotency-Key: mine\r\n"
+        length = b"Content-Length: %d\r\n\r\n" % len(body)
+        reader, writer = await asyncio.open_connection(*parts.routers[0].http_address.split(":"))
+        writer.write(head + length + body + b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        await reader.readuntil(b"\n\n")
+        writer.transport.abort()
+        async with asyncio.timeout(20):
+            while await busy(parts):
+                await asyncio.sleep(0.01)
+        assert (await parts.ledger.get("mine")).error_slug == "cancelled"
+
+
 async def hang_up_after_first_event(address: str, body: Any, headers: Mapping[str, str]) -> str:
     """The id of the event."""
     async with streamed(address, "/v1/completions", body, headers) as stream:

@@ -6,7 +6,7 @@ import asyncio
 from email.utils import formatdate
 from http import HTTPStatus
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from everlift.errors import (
     EverliftError,
@@ -29,6 +29,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._refusal: EverliftError | None = None
+        #: requests that are not answered to the end, and the last one
+        self._cycles: list[RequestResponseCycle] = []
         #: of a line and its headers, or of trailers, as far as they were read
         self._head_bytes = 0
         #: that came since something of a request was complete
@@ -40,6 +42,10 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
         super().connection_lost(exc)
+        # uvicorn tells the last of several requests alone that its client is gone.
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._has_more = False
@@ -68,6 +74,8 @@ class Connection(HttpToolsProtocol):
         self._has_more = True
         self._deadline.cancel()
         super().on_headers_complete()
+        self._cycles = [each for each in self._cycles if not each.response_complete]
+        self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._has_more = True
