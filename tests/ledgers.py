@@ -181,6 +181,14 @@ def _await_ping(socket: str) -> None:
                 time.sleep(0.01)
 
 
+async def written(url: str) -> None:
+    """What the server did is in its file, so that its end loses none of it: with everysec a write
+    waits while the disk is busy with those before."""
+    with Redis.from_url(url) as client:
+        while client.info("persistence")["aof_buffer_length"]:
+            await asyncio.sleep(0.01)
+
+
 @asynccontextmanager
 async def connected(url: str, **settings: object) -> AsyncIterator[RedisLedger]:
     """A ledger of its own on a server that others may use too."""

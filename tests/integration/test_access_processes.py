@@ -22,7 +22,7 @@ SETTINGS = {
     "model": "fake",
     "log_level": "debug",
     "num_routers": 2,
-    "router": {"port": 0, "drain": 0.2, "access": "ledger"},
+    "router": {"port": 0, "http_port": 0, "drain": 0.2, "access": "ledger"},
     "worker": {"fake": {"step_time": 0.005}},
 }
 PROMPT, OUTPUT, SALT = "XYZZYPROMPT", "XYZZYOUTPUT", "XYZZYSALT"

@@ -25,7 +25,7 @@ from router.ledger.config import DurabilityClass, LedgerConfig, LedgerSetupError
 from router.ledger.embedded import EmbeddedLedger
 from router.ledger.entry import Append, Appended, State
 from router.ledger.redis_ledger import connect
-from tests.ledgers import eventually, make_request
+from tests.ledgers import eventually, make_request, written
 
 TERM = 1
 EPOCH = 2**64 - 1
@@ -51,7 +51,7 @@ def runs(pid: int) -> bool:
 
 
 async def file_two_requests(url: str) -> None:
-    """One finished, one running."""
+    """One finished, one running; they are in the server's file."""
     ledger = await connect(url)
     await ledger.lead("router", "address", TERM, 60.0)
     for request_id in ("finished", "running"):
@@ -65,6 +65,7 @@ async def file_two_requests(url: str) -> None:
     )
     assert answers == [Appended.FINISHED, Appended.OK]
     await ledger.close()
+    await written(url)
 
 
 async def find_two_requests(url: str) -> None:

@@ -25,7 +25,14 @@ from router.ledger.entry import Append, Appended, Reasserted, State
 from router.ledger.redis_ledger import RedisLedger, connect
 from router.ledger.server import SCHEMA
 from router.ledger.shards import Shards
-from tests.ledgers import connected, make_request, redis_server, tokens_of, valkey_server
+from tests.ledgers import (
+    connected,
+    make_request,
+    redis_server,
+    tokens_of,
+    valkey_server,
+    written,
+)
 
 TERM = 1
 EPOCH = 2**64 - 1
@@ -144,8 +151,10 @@ async def test_a_take_over_made_twice_does_not_undo_the_dispatch_in_between(
 async def test_a_server_that_restarts_is_met_again_with_its_scripts_gone(
     server: EmbeddedLedger, tmp_path: Path
 ) -> None:
-    async with connected(server.start(tmp_path)) as ledger:
+    url = server.start(tmp_path)
+    async with connected(url) as ledger:
         await ledger.open(make_request(), "gateway")
+        await written(url)
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
         asking = asyncio.create_task(ledger.get("r"))

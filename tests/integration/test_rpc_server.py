@@ -452,7 +452,7 @@ async def test_a_head_without_end_breaks_its_own_connection_only() -> None:
 
 
 async def test_what_a_client_began_before_it_leaves_is_answered() -> None:
-    async with bench() as it, raw(it) as client:
+    async with bench() as it, raw(it.port) as client:
         stream_id = client.call("Join")
         client.writer.write(GoAwayFrame(0, last_stream_id=0).serialize())
         client.http2.send_data(stream_id, b"\0\0\0\0\2on", end_stream=True)
@@ -466,7 +466,7 @@ async def test_what_a_client_began_before_it_leaves_is_answered() -> None:
 async def test_frames_that_break_http2_leave_nothing_to_be_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with bench() as it, raw(it) as client:
+    async with bench() as it, raw(it.port) as client:
         client.call("Echo", end=True)
         client.writer.write(WindowUpdateFrame(0, window_increment=1).serialize()[:-4] + bytes(4))
         assert await client.until(h2.events.ConnectionTerminated) is not None
@@ -476,7 +476,7 @@ async def test_frames_that_break_http2_leave_nothing_to_be_said(
 
 
 async def test_a_frame_that_is_too_large_is_refused_by_its_head() -> None:
-    async with bench() as it, raw(it) as client:
+    async with bench() as it, raw(it.port) as client:
         client.writer.write(b"\xff\xff\xff\0\0\0\0\0\1")
         ended = await client.until(h2.events.ConnectionTerminated)
         assert ended.error_code == ErrorCodes.FRAME_SIZE_ERROR
@@ -516,7 +516,7 @@ async def test_an_idle_connection_is_closed() -> None:
 async def test_more_connections_than_are_taken() -> None:
     async with bench(Limits(max_connections=2)) as it, raw(it.port) as first, raw(it.port):
         await first.until(h2.events.RemoteSettingsChanged)
-        async with raw(it) as third:
+        async with raw(it.port) as third:
             ended = await third.until(h2.events.ConnectionTerminated)
             assert ended.error_code == ErrorCodes.ENHANCE_YOUR_CALM
             assert ended.additional_data == b"too_many_connections"

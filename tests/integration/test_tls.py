@@ -381,6 +381,7 @@ def settings_of(files: Files, state_dir: Path, *more: str) -> Config:
         [
             "model=fake",
             "router.port=0",
+            "router.http_port=0",
             "router.drain=0.2",
             f"state_dir={state_dir}",
             *(
