@@ -58,8 +58,11 @@ class LossyWay:
         self._server_socket = socket
         self.lose_next = False
         self.lost = 0
+        #: connections that go through it
+        self.open: set[asyncio.Task[None] | None] = set()
 
     async def serve(self, client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        self.open.add(asyncio.current_task())
         answers, server = await asyncio.open_unix_connection(self._server_socket)
         there = asyncio.create_task(self._carry(client, server))
         try:
@@ -72,10 +75,12 @@ class LossyWay:
             there.cancel()
             server.close()
             back.close()
+            self.open.discard(asyncio.current_task())
 
     async def _carry(self, source: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
         while data := await source.read(1 << 16):
             to.write(data)
+        to.close()
 
 
 @asynccontextmanager
@@ -85,6 +90,8 @@ async def lossy_way(url: str, directory: Path) -> AsyncIterator[tuple[LossyWay, 
     async with await asyncio.start_unix_server(way.serve, socket):
         async with connected(f"unix://{socket}") as ledger:
             yield way, ledger
+        while way.open:
+            await asyncio.sleep(0.001)
 
 
 async def test_every_move_whose_answer_was_lost_is_made_once(

@@ -318,7 +318,7 @@ def takes_long(name: str) -> str:
         (EBNF, "other ::= root", 'root rule with name "root" is not found'),
         (JSON_SCHEMA, '{"type":', "the schema is not JSON"),
         (JSON_SCHEMA, '{"type": "flop"}', "Unsupported type"),
-        (JSON_SCHEMA, '{"type": [{}], "enum": [1]}', "the grammar cannot be handled"),
+        (JSON_SCHEMA, '{"type": [{}], "enum": [1]}', "type must be a name or a list of names"),
         (JSON_SCHEMA, "false", "cannot accept any value"),
         (JSON_SCHEMA, '{"type": "number", "multipleOf": 0.1}', "multipleOf is not supported"),
         (JSON_SCHEMA, '{"$ref": "#"}', "no text that the model can write fits"),

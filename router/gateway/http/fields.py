@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from everlift.errors import InvalidRequest, OutOfRange, UnknownField
+from everlift.errors import InvalidRequest, LogitBiasTooLarge, UnknownField
 from everlift.sampling import MAX_LOGIT_BIAS
 
 T = TypeVar("T")
@@ -58,7 +58,9 @@ class Fields(BaseModel):
 
 def _few(bias: Any) -> Any:
     if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
-        raise OutOfRange(f"logit_bias names at most {MAX_LOGIT_BIAS} tokens", field="logit_bias")
+        raise LogitBiasTooLarge(
+            f"logit_bias names at most {MAX_LOGIT_BIAS} tokens", field="logit_bias"
+        )
     return bias
 
 
