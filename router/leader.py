@@ -14,22 +14,25 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from everlift import logs
 from everlift.errors import LedgerUnavailable
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.load import cluster_load
 from router.admission.placement import Placement
-from router.admission.policy import ORDERS, Rules
+from router.admission.policy import ORDERS, Rules, Waiting
 from router.admission.tenure import Placed, Tenure
 from router.admission.worker_view import Capacity, Load, WorkerView
 from router.clock import now
 from router.config import RouterConfig
+from router.dispatched import dispatched
 from router.lease import Lease
 from router.ledger.base import Ledger, Membership, NotQueued, StaleTerm
-from router.ledger.entry import Entry
+from router.ledger.entry import Dispatch, Entry
 from router.lines import Lines
 from router.sweep import Sweep
 
@@ -44,6 +47,28 @@ _TICK_S = 0.2
 _ROLL_CALL_S = 0.05
 #: Between two looks at who could move: workers say something far more often.
 _MOVES_S = 0.05
+
+
+#: A request that is about to come, by the moment in ledger time at which it does.
+Arriving: TypeAlias = Callable[[float], session_pb2.Waiting]
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A worker for a request that goes into the ledger as dispatched."""
+
+    leader: Leader
+    tenure: Tenure
+    placed: Placed
+    dispatch: Dispatch
+
+    def begun(self) -> bool:
+        """The ledger has let it begin. Whether who leads knows that."""
+        return self.leader.settle(self, has_begun=True)
+
+    def give_back(self) -> None:
+        """It did not begin."""
+        self.leader.settle(self, has_begun=False)
 
 
 class Leader:
@@ -200,6 +225,30 @@ class Leader:
             self._tell(taken.gateway, session_pb2.LeaderMessage(stale=[taken.request_id]))
         self._wake.set()
 
+    def reserve(self, gateway: str, request: Arriving) -> Reservation | None:
+        """A worker for a request of this replica's own gateway that the ledger does not have yet,
+        where it would leave the queue as soon as it came there. None: it has to wait."""
+        tenure = self._tenure
+        if tenure is None or gateway not in self._lines.gateways or not self._may_act():
+            return None
+        moment = now()
+        waiting = Waiting.told(gateway, request(moment + self._ledger_ahead))
+        placed = tenure.reserve(waiting, moment, _fresh_epoch)
+        if placed is None:
+            return None
+        dispatch = Dispatch(placed.worker_id, placed.epoch, self._lease.term)
+        return Reservation(self, tenure, placed, dispatch)
+
+    def settle(self, reservation: Reservation, *, has_begun: bool) -> bool:
+        """What became of it; whether that is known by who leads."""
+        tenure, placed = reservation.tenure, reservation.placed
+        if has_begun:
+            tenure.begun(placed, placed.waiting.gateway)
+        else:
+            tenure.give_back(placed)
+            self._wake.set()
+        return tenure is self._tenure
+
     def _tell(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
         message.queued = self.queued
         self._lines.tell(gateway, message)
@@ -266,9 +315,7 @@ class Leader:
         if not self._may_act():
             return []
         moment = now()
-        return tenure.place(
-            moment, moment + self._ledger_ahead, self._limit, lambda: secrets.randbits(64) or 1
-        )
+        return tenure.place(moment, moment + self._ledger_ahead, self._limit, _fresh_epoch)
 
     @property
     def _limit(self) -> int:
@@ -299,9 +346,7 @@ class Leader:
         # A gateway that is gone says itself what it has when it comes again.
         if entry.gateway in self._lines.gateways:
             tenure.begun(placed, entry.gateway)
-        self._tell(
-            entry.gateway, session_pb2.LeaderMessage(dispatched=[_dispatched(placed, entry)])
-        )
+        self._tell(entry.gateway, session_pb2.LeaderMessage(dispatched=[dispatched(entry)]))
         if entry.gateway != waiting.gateway:
             self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
         for victim in placed.victims:
@@ -369,11 +414,5 @@ class Leader:
         return self._lines.gateways if self._may_act() else []
 
 
-def _dispatched(placed: Placed, entry: Entry) -> session_pb2.Dispatched:
-    return session_pb2.Dispatched(
-        request_id=entry.request_id,
-        worker_id=placed.worker_id,
-        epoch=placed.epoch,
-        attempt=entry.attempts,
-        moves=entry.moves,
-    )
+def _fresh_epoch() -> int:
+    return secrets.randbits(64) or 1

@@ -19,7 +19,7 @@ from everlift.v1 import session_pb2, session_pb2_grpc
 from router.admission.policy import Policy
 from router.admission.telling import Telling
 from router.clock import now
-from router.leader import Leader
+from router.leader import Arriving, Leader, Reservation
 
 log = logs.get(__name__)
 
@@ -87,7 +87,14 @@ class AdmissionLine:
     def _silence_s(self) -> float:
         return now() - self._heard_at
 
-    # what the leader is told
+    # what the leader is asked and told
+
+    def reserve(self, request: Arriving) -> Reservation | None:
+        """As the leader's, where it is this very replica that leads and it knows all that there is
+        to be told."""
+        if self._telling is None or self._telling:
+            return None
+        return self._local.reserve(self._router_id, request)
 
     def enqueue(self, waiting: session_pb2.Waiting) -> None:
         if self._telling is not None:

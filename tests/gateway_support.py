@@ -14,11 +14,12 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.access.limits import Limits
 from router.config import RouterConfig
+from router.gateway.attempts import Reservation
 from router.gateway.live import LiveRequest
 from router.gateway.model import ServedModel
 from router.gateway.quotas import unlimited
 from router.gateway.requests import Requests
-from router.ledger.entry import State
+from router.ledger.entry import Dispatch, State
 from router.ledger.memory import MemoryLedger
 
 Ledgers = TypeVar("Ledgers", bound=MemoryLedger)
@@ -42,13 +43,38 @@ class RecordedWorkers:
         self.aborted.append((epoch, tuple(choices)))
 
 
+class RecordedReservation:
+    """``leader_knows`` is its answer where it has begun."""
+
+    def __init__(self, dispatch: Dispatch, leader_knows: bool = True) -> None:
+        self.dispatch = dispatch
+        self.leader_knows = leader_knows
+        self.came = ""
+
+    def begun(self) -> bool:
+        self.came += "begun"
+        return self.leader_knows
+
+    def give_back(self) -> None:
+        self.came += "given back"
+
+
 class RecordedLine:
+    """``reservation`` is the next request's."""
+
+    reservation: RecordedReservation | None = None
+
     def __init__(self) -> None:
         self.queued = 0
+        self.arriving: list[session_pb2.Waiting] = []
         self.enqueued: list[session_pb2.Waiting] = []
         self.withdrawn: list[str] = []
         self.residences: list[session_pb2.Running] = []
         self.generations: list[str] = []
+
+    def reserve(self, request: Callable[[float], session_pb2.Waiting]) -> Reservation | None:
+        self.arriving.append(request(1000.0))
+        return self.reservation
 
     def enqueue(self, waiting: session_pb2.Waiting) -> None:
         self.enqueued.append(waiting)

@@ -50,6 +50,7 @@ from router.ledger.entry import (
     MAX_EVENTS,
     Append,
     Appended,
+    Dispatch,
     Entry,
     Reasserted,
     State,
@@ -173,8 +174,15 @@ class LedgerMachine(RuleBasedStateMachine):
             if request_id is not IDS[1]:
                 self.dispatch(request_id, epoch, term, is_stale=False)
 
-    @rule(request_id=requests, gateway=gateways, body=st.sampled_from([b"1", b"1", b"1", b"2"]))
-    def open(self, request_id: str, gateway: str, body: bytes) -> None:
+    @rule(
+        request_id=requests,
+        gateway=gateways,
+        body=st.sampled_from([b"1", b"1", b"1", b"2"]),
+        dispatch=st.none() | st.tuples(nonces, st.sampled_from([False] * 4 + [True])),
+    )
+    def open(
+        self, request_id: str, gateway: str, body: bytes, dispatch: tuple[int, bool] | None = None
+    ) -> None:
         n, num_top = NS[request_id], TOPS[request_id]
         request = make_request(
             request_id,
@@ -184,7 +192,11 @@ class LedgerMachine(RuleBasedStateMachine):
             logprobs=num_top,
             prompt_logprobs=None if num_top is None else 0,
         )
-        answer = self.ask(lambda: self.ledger.open(request, gateway))
+        at_once = None
+        if dispatch is not None:
+            epoch, is_stale = dispatch
+            at_once = Dispatch("worker", epoch, self.term ^ 1 if is_stale else self.term)
+        answer = self.ask(lambda: self.ledger.open(request, gateway, None, at_once))
         # Only within one call is the second try of an open known as such.
         self.again = None
         known = self.lives.get(request_id)
@@ -194,7 +206,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not isinstance(answer, Exception)
         if not known:
             self.seen.pop(request_id, None)
-            self.lives[request_id] = Life.opened(request, gateway, answer.entry.arrived)
+            life = self.lives[request_id] = Life.opened(request, gateway, answer.entry.arrived)
+            if at_once is not None and at_once.term == self.term:
+                life.dispatch(at_once.epoch)
         assert (answer.created, answer.entry) == (not known, self.lives[request_id].entry)
 
     @rule(

@@ -203,6 +203,25 @@ class Tenure:
         rate = self._placement.workers[victim.worker_id].pace.prefill_rate
         return max(_SPARED_S, _RESPITE * victim.known_tokens / rate) if rate else _SPARED_S
 
+    def reserve(self, waiting: Waiting, now: float, make_epoch: Callable[[], int]) -> Placed | None:
+        """A worker for a request that is about to come, where nobody has to be asked before it:
+        none waits, nor is preempted. It counts against the worker until that has acknowledged it,
+        or it is given back."""
+        if self.has_work or not self.roll_call.allows(self._order.key(waiting), now):
+            return None
+        worker_id = self._placement.choose(waiting)
+        if worker_id is None:
+            return None
+        epoch = make_epoch()
+        self._placement.reserve(worker_id, epoch, waiting, now)
+        self.offered_tokens += waiting.work_tokens
+        return Placed(waiting, worker_id, epoch)
+
+    def give_back(self, placed: Placed) -> None:
+        """What was reserved and did not come."""
+        self._placement.acknowledge(placed.worker_id, placed.epoch)
+        self.offered_tokens -= placed.waiting.work_tokens
+
     def begun(self, placed: Placed, gateway: str) -> None:
         """The ledger has let it be dispatched; it names the gateway."""
         waiting, worker_id, epoch = placed.waiting, placed.worker_id, placed.epoch

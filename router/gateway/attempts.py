@@ -17,10 +17,11 @@ from typing import Protocol
 
 from everlift import logs
 from everlift.errors import EngineFailed, EverliftError, InvalidRequest, from_slug
-from everlift.messages import FinishReason
+from everlift.messages import FinishReason, Request
 from everlift.v1 import session_pb2
 from router.clock import now
 from router.config import RouterConfig
+from router.dispatched import dispatched
 from router.gateway import told
 from router.gateway.agreement import Agreement
 from router.gateway.arrival import note, take
@@ -29,7 +30,7 @@ from router.gateway.custody import Custody
 from router.gateway.keeping import Keeping
 from router.gateway.live import LiveRequest, Phase
 from router.gateway.worker_wait import WorkerWait
-from router.ledger.entry import Entry, State
+from router.ledger.entry import Dispatch, Entry, State
 
 log = logs.get(__name__)
 
@@ -60,8 +61,30 @@ class Workers(Protocol):
         ...
 
 
+class Reservation(Protocol):
+    """A worker for a request that the ledger does not have yet. Whoever has it says what became of
+    it."""
+
+    @property
+    def dispatch(self) -> Dispatch: ...
+
+    def begun(self) -> bool:
+        """The ledger has let it begin. Whether who leads knows that."""
+        ...
+
+    def give_back(self) -> None:
+        """It did not begin."""
+        ...
+
+
 class Line(Protocol):
     """The line to whoever leads the admission queue."""
+
+    def reserve(self, request: Callable[[float], session_pb2.Waiting]) -> Reservation | None:
+        """A worker for a request that is about to come, by the moment in ledger time at which it
+        does, where it would leave the queue as soon as it came there. None: it has to wait, or
+        somebody else has to be asked."""
+        ...
 
     @property
     def queued(self) -> int:
@@ -110,6 +133,23 @@ class Attempts:
         await self.keeping.run()
 
     # the leader is told
+
+    def reserve(self, request: Request, timeout_s: float | None) -> Reservation | None:
+        """A worker for a request that the ledger does not have yet, if it need not wait for one."""
+        lengths, moves_left = self._custody.lengths, self._config.max_moves
+        return self._line.reserve(
+            lambda arrived: told.arriving(request, arrived, timeout_s, lengths, moves_left)
+        )
+
+    def begin(self, live: LiveRequest, entry: Entry, reservation: Reservation) -> bool:
+        """A request that was opened with a reservation's dispatch begins, if the ledger let it."""
+        if entry.epoch != reservation.dispatch.epoch:
+            return False
+        leader_knows = reservation.begun()
+        self.dispatched(dispatched(entry))
+        if not leader_knows and live.runs_under(entry.epoch):
+            self._line.running(told.running(live, self._moves_left(live)))
+        return True
 
     def enqueue(self, live: LiveRequest) -> None:
         self._worker_wait.enter(live)

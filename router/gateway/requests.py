@@ -53,7 +53,7 @@ from router.gateway.revival import begun
 from router.gateway.tracer import NO_TRACES, Tracer
 from router.ledger.base import Ledger, Membership, Opened, Page, Position
 from router.ledger.config import DEFAULTS
-from router.ledger.entry import Entry, Event, State, Stored
+from router.ledger.entry import Dispatch, Entry, Event, State, Stored
 
 log = logs.get(__name__)
 
@@ -125,18 +125,44 @@ class Requests:
             if (known := self._known(request.request_id)) is not None:
                 return _same(known, request)
             self._check_room()
-            opened = await self._open_charged(request, timeout_s)
-            if opened.created:
-                return self._begin(request, opened.entry, timeout_s, began)
+            if (live := await self._open_new(request, timeout_s, began)) is not None:
+                return live
         try:
             return await self.attach(request.request_id)
         except UnknownRequest:
             raise given_up() from None
 
-    async def _open_charged(self, request: Request, timeout_s: float | None) -> Opened:
+    async def _open_new(
+        self, request: Request, timeout_s: float | None, began: float
+    ) -> LiveRequest | None:
+        """None of one that the ledger has already."""
         is_charged = await self._charge(request)
+        reservation, has_begun = self.attempts.reserve(request, timeout_s), False
         try:
-            opened = await self._ledger.open(request, self._router_id, timeout_s)
+            dispatch = None if reservation is None else reservation.dispatch
+            opened = await self._open_charged(request, timeout_s, is_charged, dispatch)
+            if not opened.created:
+                return None
+            live = self._begin(request, opened.entry, timeout_s, began)
+            if reservation is not None:
+                has_begun = self.attempts.begin(live, opened.entry, reservation)
+        finally:
+            if reservation is not None and not has_begun:
+                reservation.give_back()
+        if not has_begun:
+            self.attempts.enqueue(live)
+        self._patience.expire_in(live, timeout_s)
+        return live
+
+    async def _open_charged(
+        self,
+        request: Request,
+        timeout_s: float | None,
+        is_charged: bool,
+        dispatch: Dispatch | None,
+    ) -> Opened:
+        try:
+            opened = await self._ledger.open(request, self._router_id, timeout_s, dispatch)
         except LedgerUnavailable:
             # It may be there: then it is charged, and what it was charged for.
             self._custody.spawn(self._recover(request.request_id))
@@ -177,8 +203,6 @@ class Requests:
             live.journal.accepted(now() - began)
         self._custody.observer.of_class(live.priority).accepted(len(request.prompt_ids))
         log.info("accepted", **live.names, prompt_tokens=len(request.prompt_ids))
-        self.attempts.enqueue(live)
-        self._patience.expire_in(live, timeout_s)
         return live
 
     async def _nobody_reads(self, opening: asyncio.Future[LiveRequest]) -> None:

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from everlift.messages import Request
 from everlift.text import Tokenizer
 from router.clock import now
 from router.gateway.live import LiveRequest
 from router.gateway.output import Output
-from router.ledger.entry import Entry, Stored, StoredChoice
+from router.ledger.entry import Entry, State, Stored, StoredChoice
 
 #: Replayed before others have their turn.
 _TOKENS_AT_ONCE = 1024
 
 
 def begun(request: Request, entry: Entry, tokenizer: Tokenizer) -> LiveRequest:
-    """Before its first token."""
+    """Before its first token, and before its dispatch: the entry may tell of that already."""
     outputs = [Output.of(request, tokenizer) for _ in range(request.n)]
-    return LiveRequest(request, entry, outputs, now())
+    return LiveRequest(request, _before_dispatch(entry), outputs, now())
+
+
+def _before_dispatch(entry: Entry) -> Entry:
+    if entry.state is not State.RUNNING:
+        return entry
+    return replace(
+        entry,
+        state=State.QUEUED,
+        worker="",
+        epoch=0,
+        attempts=entry.attempts - 1,
+        moves=entry.moves - 1,
+    )
 
 
 async def revived(stored: Stored, tokenizer: Tokenizer) -> LiveRequest:

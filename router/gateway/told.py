@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+from everlift.messages import Request
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from router.admission.predictor import OutputLengths
@@ -66,6 +67,29 @@ def waiting(
         predicted_tokens=sum(
             lengths.predict(len(choice.output), request.max_tokens) for choice in unfinished
         ),
+    )
+
+
+def arriving(
+    request: Request,
+    arrived: float,
+    timeout_s: float | None,
+    lengths: OutputLengths,
+    moves_left: int,
+) -> session_pb2.Waiting:
+    """Of a request that arrives at this moment in ledger time, as ``waiting`` will have it."""
+    target_s = request.ttft_target_s
+    return session_pb2.Waiting(
+        request_id=request.request_id,
+        arrived=arrived,
+        prompt_tokens=len(request.prompt_ids),
+        max_tokens=request.max_tokens * request.n,
+        choices=request.n,
+        priority=request.priority,
+        deadline=0.0 if timeout_s is None else arrived + timeout_s,
+        ttft_deadline=0.0 if target_s is None else arrived + target_s,
+        moves_left=moves_left,
+        predicted_tokens=request.n * lengths.predict(0, request.max_tokens),
     )
 
 

@@ -21,6 +21,7 @@ from router.ledger.config import DurabilityClass
 from router.ledger.entry import (
     Append,
     Appended,
+    Dispatch,
     Entry,
     Event,
     Move,
@@ -165,10 +166,17 @@ class Ledger(Protocol):
 
     # requests
 
-    async def open(self, request: Request, gateway: str, timeout_s: float | None = None) -> Opened:
-        """Files a new request as QUEUED, owned by ``gateway``. The stored deadline is ledger time
-        plus ``timeout_s``, whatever ``request`` says. Raises RequestConflict when the id is known
-        with another body hash, LedgerFull."""
+    async def open(
+        self,
+        request: Request,
+        gateway: str,
+        timeout_s: float | None = None,
+        dispatch: Dispatch | None = None,
+    ) -> Opened:
+        """Files a new request as QUEUED, owned by ``gateway``; dispatched at once, and so RUNNING,
+        with a ``dispatch`` whose term is the leader's. The stored deadline is ledger time plus
+        ``timeout_s``, whatever ``request`` says. Raises RequestConflict when the id is known with
+        another body hash, LedgerFull."""
         ...
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:

@@ -183,6 +183,15 @@ local function note(id, move, detail)
     end
 end
 
+local function leads(term) return redis.call('HGET', ROOT .. 'term', 'term') == term end
+
+-- What waits has a worker under a fresh epoch.
+local function run(id, worker, epoch, attempts, moves)
+    redis.call('HSET', request_key(id), 'state', 'running', 'worker', worker, 'epoch', epoch,
+        'attempts', attempts, 'moves', moves)
+    note(id, 'dispatch', worker)
+end
+
 -- Appends what lies beyond the `known` bytes of a choice, of tokens of which the first one is at byte
 -- `offset`; `logprobs` has a record for each of them, all of the same size, or nothing.
 local function extend(id, choice, known, offset, tokens, logprobs)

@@ -8,13 +8,11 @@ local state, its_epoch, attempts, moves = unpack(known)
 if state == 'running' and its_epoch == epoch then
     -- Done before, whoever leads by now: the leader that did it has to tell the gateway.
     return {'ok', entry(id)}
-elseif redis.call('HGET', ROOT .. 'term', 'term') ~= term then
+elseif not leads(term) then
     return {'stale_term'}
 elseif state ~= 'queued' then
     return {'not_queued', state and entry(id)}
 end
-redis.call('HSET', request_key(id), 'state', 'running', 'worker', worker, 'epoch', epoch,
-    'attempts', attempts + 1, 'moves', moves + 1)
-note(id, 'dispatch', worker)
+run(id, worker, epoch, attempts + 1, moves + 1)
 keep_for(id, unfinished_ms)
 return {'ok', entry(id)}

@@ -156,6 +156,15 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Dispatch:
+    """To a worker, under a fresh random ``epoch``, by who leads in this ``term``."""
+
+    worker: str
+    epoch: int
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
 class Append:
     """Tokens of one choice of one request, made under ``epoch``, the first of them at ``offset``.
 

@@ -36,6 +36,7 @@ from router.ledger.config import DEFAULTS, DurabilityClass, LedgerConfig
 from router.ledger.entry import (
     Append,
     Appended,
+    Dispatch,
     Entry,
     Event,
     Move,
@@ -114,22 +115,33 @@ class MemoryLedger:
 
     # requests
 
-    async def open(self, request: Request, gateway: str, timeout_s: float | None = None) -> Opened:
+    async def open(
+        self,
+        request: Request,
+        gateway: str,
+        timeout_s: float | None = None,
+        dispatch: Dispatch | None = None,
+    ) -> Opened:
+        if dispatch is not None:
+            check_nonce(dispatch.epoch), check_nonce(dispatch.term)
         record = self._find(request.request_id)
         if record is None:
-            return Opened(self._create(request, gateway, timeout_s), created=True)
+            record = self._create(request, gateway, timeout_s)
+            if dispatch is not None and dispatch.term == self._term:
+                self._run(record, dispatch.worker, dispatch.epoch)
+            return Opened(record.entry, created=True)
         if record.request.body_hash != request.body_hash:
             raise RequestConflict(f"request id {bare(request.request_id)} is taken by another body")
         return Opened(record.entry, created=False)
 
-    def _create(self, request: Request, gateway: str, timeout_s: float | None) -> Entry:
+    def _create(self, request: Request, gateway: str, timeout_s: float | None) -> Record:
         now = self._clock()
         deadline = None if timeout_s is None else now + timeout_s
         record = Record.blank(replace(request, deadline=deadline), gateway, now)
         record.move(now, "open", gateway)
         self._records[request.request_id] = record
         self._own(record.entry)
-        return record.entry
+        return record
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
         check_nonce(epoch), check_nonce(term)
@@ -141,6 +153,10 @@ class MemoryLedger:
             raise StaleTerm
         if record is None or entry is None or entry.state not in Move.DISPATCH.sources:
             raise NotQueued(entry)
+        self._run(record, worker, epoch)
+        return record.entry
+
+    def _run(self, record: Record, worker: str, epoch: int) -> None:
         self._move(
             record,
             "dispatch",
@@ -148,9 +164,8 @@ class MemoryLedger:
             state=State.RUNNING,
             worker=worker,
             epoch=epoch,
-            attempts=entry.attempts + 1,
+            attempts=record.entry.attempts + 1,
         )
-        return record.entry
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
         return [self._append(item) for item in appends]

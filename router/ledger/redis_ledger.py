@@ -52,6 +52,7 @@ from router.ledger.connections import Command
 from router.ledger.entry import (
     Append,
     Appended,
+    Dispatch,
     Entry,
     Event,
     Reasserted,
@@ -133,15 +134,21 @@ class RedisLedger:
 
     # requests
 
-    async def open(self, request: Request, gateway: str, timeout_s: float | None = None) -> Opened:
+    async def open(
+        self,
+        request: Request,
+        gateway: str,
+        timeout_s: float | None = None,
+        dispatch: Dispatch | None = None,
+    ) -> Opened:
         with _noticing_full():
-            word, rest = await self._open(request, gateway, timeout_s)
+            word, rest = await self._open(request, gateway, timeout_s, dispatch)
         if word == "conflict":
             raise RequestConflict(f"request id {bare(request.request_id)} is taken by another body")
         return Opened(codec.entry(request.request_id, rest[0]), created=word == "created")
 
     async def _open(
-        self, request: Request, gateway: str, timeout_s: float | None
+        self, request: Request, gateway: str, timeout_s: float | None, dispatch: Dispatch | None
     ) -> tuple[str, Any]:
         return await self._move(
             scripts.OPEN,
@@ -155,6 +162,7 @@ class RedisLedger:
             request.to_bytes(),
             os.urandom(8),
             _UNFINISHED_MS,
+            *_dispatch_arguments(dispatch),
         )
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
@@ -525,3 +533,9 @@ def _noticing_full() -> Iterator[None]:
 async def _stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
     # Hundreds of thousands of log probabilities take a second: not of the event loop's.
     return await asyncio.to_thread(codec.stored, request_id, offsets, answer)
+
+
+def _dispatch_arguments(dispatch: Dispatch | None) -> Sequence[Argument]:
+    if dispatch is None:
+        return ()
+    return dispatch.worker, check_nonce(dispatch.epoch), check_nonce(dispatch.term)

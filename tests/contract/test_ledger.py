@@ -31,6 +31,7 @@ from router.ledger.entry import (
     MAX_EVENTS,
     Append,
     Appended,
+    Dispatch,
     Entry,
     Move,
     Reasserted,
@@ -294,6 +295,56 @@ async def test_a_life_from_open_to_finish_leaves_its_whole_entry(ledger: Ledger)
         moves=5,
         tally=tally,
     )
+
+
+async def test_what_is_opened_with_a_dispatch_runs_at_once(ledger: Ledger) -> None:
+    await lead(ledger)
+    opened = await ledger.open(make_request(), "gateway", 9.0, Dispatch("w1", EPOCH, TERM))
+    assert opened.created
+    arrived = opened.entry.arrived
+    running = Entry("r", State.RUNNING, "gateway", arrived, (0,), "w1", EPOCH, 1, moves=2)
+    assert opened.entry == running
+    events = [(event.move, event.detail) for event in await ledger.events("r")]
+    assert events == [("open", "gateway"), ("dispatch", "w1")]
+    assert await ledger.dispatch("r", "w1", EPOCH, TERM) == running
+    assert (await ledger.read("r")).request.deadline == pytest.approx(arrived + 9.0)
+    assert await store(ledger, Append("r", EPOCH, 0, (1, 2))) is Appended.OK
+
+
+async def test_who_leads_no_more_opens_what_waits(ledger: Ledger) -> None:
+    await lead(ledger)
+    for request_id, term in (("other", TERM + 1), ("r", TERM)):
+        dispatch = Dispatch("w1", EPOCH, term)
+        await ledger.open(make_request(request_id), "gateway", None, dispatch)
+    assert (await ledger.get("r")).state is State.RUNNING
+    entry = await ledger.get("other")
+    assert entry == Entry("other", State.QUEUED, "gateway", entry.arrived, moves=1)
+    assert (await ledger.dispatch("other", "w2", 5, TERM)).attempts == 1
+
+
+async def test_before_anybody_leads_nothing_runs(ledger: Ledger) -> None:
+    opened = await ledger.open(make_request(), "gateway", None, Dispatch("w1", EPOCH, TERM))
+    assert opened.entry.state is State.QUEUED
+
+
+async def test_what_is_known_is_not_dispatched_by_another_open(ledger: Ledger) -> None:
+    await lead(ledger)
+    known = (await ledger.open(make_request(), "gateway")).entry
+    dispatch = Dispatch("w1", EPOCH, TERM)
+    opened = await ledger.open(make_request(), "other gateway", None, dispatch)
+    assert (opened.created, opened.entry) == (False, known)
+    with pytest.raises(RequestConflict):
+        await ledger.open(make_request(body=b"other"), "gateway", None, dispatch)
+    assert await ledger.get("r") == known
+
+
+@pytest.mark.parametrize(("epoch", "term"), [(0, TERM), (EPOCH, 0), (1 << 64, TERM)])
+async def test_an_open_takes_no_dispatch_without_its_nonces(
+    ledger: Ledger, epoch: int, term: int
+) -> None:
+    await lead(ledger)
+    with pytest.raises(ValueError):
+        await ledger.open(make_request(), "gateway", None, Dispatch("w1", epoch, term))
 
 
 async def test_a_discarded_id_is_free_again(ledger: Ledger) -> None:

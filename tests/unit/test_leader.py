@@ -22,6 +22,7 @@ from router.ledger.entry import Entry, State
 from router.ledger.memory import MemoryLedger
 from tests.admission_support import paced
 from tests.in_process import until
+from tests.ledgers import make_request
 
 CONFIG = RouterConfig(model="fake", max_queued=2, lease=0.5, beat=0.05)
 INFO = session_pb2.WorkerInfo(worker_id="w", max_num_seqs=8, num_blocks=100)
@@ -164,6 +165,58 @@ async def test_a_full_queue_refuses_what_is_new_and_nothing_else(leader: Leader)
     gateway.enqueue("adopted", accepted=True)
     assert gateway.told("refused") == ["c"]
     assert leader.queued == 3
+
+
+def arriving(arrived: float) -> session_pb2.Waiting:
+    return session_pb2.Waiting(request_id="new", arrived=arrived, prompt_tokens=3, choices=1)
+
+
+async def test_who_need_not_wait_is_opened_as_dispatched(
+    leader: Leader, ledger: FlakyLedger
+) -> None:
+    leader.heard(Membership(now() + 500.0, "router", "here:1", 1, 0))
+    gateway = Gateway(leader, "g")
+    assert leader.reserve("g", arriving) is None
+    give_it_a_worker(leader)
+    assert leader.reserve("stranger", arriving) is None
+    reservation = leader.reserve("g", arriving)
+    assert reservation is not None and reservation.dispatch.worker == "w"
+    assert reservation.placed.waiting.arrived == pytest.approx(now() + 500.0, abs=10.0)
+    request = make_request("new")
+    assert (await ledger.open(request, "g", None, reservation.dispatch)).entry.worker == "w"
+    assert reservation.begun()
+    gateway.withdraw("new")
+    await ledger.open(make_request("waits"), "g")
+    gateway.enqueue("waits")
+    await until(lambda: gateway.told("dispatched") == ["waits"])
+
+
+async def test_what_was_given_back_is_the_next_one_s(leader: Leader) -> None:
+    Gateway(leader, "g")
+    leader.worker_up(session_pb2.WorkerInfo(worker_id="w", max_num_seqs=1, num_blocks=100))
+    say(leader, num_running=1)
+    reserved = []
+    while (reservation := leader.reserve("g", arriving)) is not None:
+        reserved.append(reservation)
+    assert reserved
+    reserved[0].give_back()
+    assert leader.reserve("g", arriving) is not None
+
+
+async def test_a_new_tenure_knows_nothing_of_what_was_reserved(leader: Leader) -> None:
+    Gateway(leader, "g")
+    give_it_a_worker(leader)
+    reservation = leader.reserve("g", arriving)
+    assert reservation is not None
+    leader._begin()
+    assert not reservation.begun()
+
+
+async def test_while_the_ledger_is_told_again_nobody_begins(leader: Leader) -> None:
+    Gateway(leader, "g", generation="before")
+    give_it_a_worker(leader)
+    leader.heard(Membership(now(), "router", "here:1", 1, 0, generation="after"))
+    assert leader.reserve("g", arriving) is None
 
 
 async def test_the_work_there_is_lies_in_the_ledger(leader: Leader, ledger: FlakyLedger) -> None:

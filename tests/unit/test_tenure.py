@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from everlift.v1 import session_pb2 as pb
 from router.admission.policy import ORDERS, Key, Rules, Waiting
 from router.admission.telling import Telling
+from router.admission.tenure import Placed
 from router.admission.worker_view import Capacity, Load
 from router.config import Order
-from tests.admission_support import CONFIG, Cluster
+from tests.admission_support import CONFIG, Cluster, waiting
 
 HUGE = Capacity(max_num_seqs=100_000, num_blocks=10_000_000)
 
@@ -68,6 +69,59 @@ def test_what_is_dispatched_runs_for_the_gateway_that_the_ledger_names() -> None
     assert cluster.tenure.running == 1
     cluster.tenure.disconnect("owner")
     assert cluster.tenure.running == 0
+
+
+def reserve(cluster: Cluster, request_id: str = "new", **fields: object) -> Placed | None:
+    return cluster.tenure.reserve(waiting(request_id, **fields), 0.0, lambda: 7)
+
+
+def test_who_finds_nobody_before_it_has_a_worker_before_it_comes() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    assert reserve(cluster) is None
+    cluster.add_worker("w", Load(1))
+    placed = reserve(cluster)
+    assert placed is not None and (placed.worker_id, placed.epoch) == ("w", 7)
+    assert cluster.tenure.offered_tokens == placed.waiting.work_tokens
+    cluster.tenure.begun(placed, "g")
+    assert (cluster.tenure.running, cluster.tenure.queued) == (1, 0)
+
+
+def test_what_is_reserved_counts_against_its_worker_until_it_is_given_back() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.add_worker("w", Load(1))
+    epochs = iter(range(1, 100))
+    reserved = [
+        cluster.tenure.reserve(waiting(f"r{n}"), 0.0, lambda: next(epochs)) for n in range(5)
+    ]
+    assert [it is not None for it in reserved] == [True] * 4 + [False]
+    assert reserved[0] is not None
+    offered = cluster.tenure.offered_tokens
+    cluster.tenure.give_back(reserved[0])
+    assert cluster.tenure.offered_tokens == offered - reserved[0].waiting.work_tokens
+    assert cluster.tenure.reserve(waiting("again"), 0.0, lambda: 99) is not None
+
+
+def test_nobody_passes_those_who_wait_or_were_preempted() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.add_worker("w", Load(1))
+    cluster.enqueue("waits")
+    assert reserve(cluster) is None
+    assert names(cluster) == ["waits"]
+    assert reserve(cluster) is not None
+    cluster.runs("preempted", "w", preempted=True)
+    assert reserve(cluster, "other") is None
+
+
+def test_nobody_passes_those_of_whom_is_not_told_yet() -> None:
+    cluster = Cluster()
+    cluster.add_worker("w", Load(1))
+    cluster.tenure.connect("g", 0.0)
+    assert reserve(cluster) is None
+    cluster.hear(pb.GatewayMessage(is_complete=True))
+    assert reserve(cluster) is not None
 
 
 def test_nothing_leaves_before_its_turn_is_known() -> None:

@@ -1,0 +1,16 @@
+"""What a gateway is told of a dispatch that the ledger has let happen. Pure."""
+
+from __future__ import annotations
+
+from everlift.v1 import session_pb2
+from router.ledger.entry import Entry
+
+
+def dispatched(entry: Entry) -> session_pb2.Dispatched:
+    return session_pb2.Dispatched(
+        request_id=entry.request_id,
+        worker_id=entry.worker,
+        epoch=entry.epoch,
+        attempt=entry.attempts,
+        moves=entry.moves,
+    )
