@@ -22,6 +22,9 @@ from tests.ledgers import (
     valkey_server,
 )
 
+#: A machine that is busy elsewhere is not what is looked for.
+_PATIENCE_S = 30.0
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -59,7 +62,7 @@ async def ledger(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
     if not backend.url:
         yield MemoryLedger(clock)
         return
-    async with connected(backend.url, **backend.settings) as ledger:
+    async with connected(backend.url, timeout=_PATIENCE_S, **backend.settings) as ledger:
         yield ledger
 
 
@@ -69,7 +72,8 @@ async def forgetful(backend: Backend, clock: Clock) -> AsyncIterator[Ledger]:
     if not backend.url:
         yield MemoryLedger(clock, LedgerConfig(retention=RETENTION_S))
         return
-    async with connected(backend.url, **backend.settings, retention=RETENTION_S) as ledger:
+    settings = backend.settings | {"retention": RETENTION_S}
+    async with connected(backend.url, timeout=_PATIENCE_S, **settings) as ledger:
         yield ledger
 
 
