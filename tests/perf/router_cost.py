@@ -13,10 +13,10 @@ those of all threads of a process.
     requests  of one token, 256 and 64 at once, each followed by the next, against a grpc.aio server
               that makes the same ledger calls and decides nothing
     latency   of first tokens of requests that come at random, as many in a second as take 70 % of a
-              core, by what one takes where there are few; less what it is where a grpc.aio server
-              answers at once. It counts from when a request was to leave, so that nothing waits
-              unseen. (A router that is late joins tokens into fewer messages: that it can take more
-              requests in a closed loop says nothing of how many it keeps up with.)
+              core, which is looked for; less what it is where a grpc.aio server answers at once. It
+              counts from when a request was to leave, so that nothing waits unseen. (A router that
+              is late joins tokens into fewer messages: that it can take more requests in a closed
+              loop says nothing of how many it keeps up with.)
     held      what 2,000 streams that go on take of a router's memory
     serve     256 streams through Ray Serve (ray_serve.py), an item for each token, and through the
               router with up to four tokens a message, and with one ("single"); at every step of the

@@ -29,8 +29,8 @@ CALM_SHARE = 0.98
 PROMPT_TOKENS, OUTPUT_TOKENS, STEP_S = 100, 16, 0.02
 #: of a core
 LOAD = 0.7
-#: so few that each of their tokens is a message of its own
-GENTLE_PER_S = 100.0
+#: to begin with; what a request costs is the less, the more there are
+GENTLE_PER_S, PROBES = 100.0, 3
 HELD, HELD_TOKENS, HELD_STEP_S = 2000, 8, 0.25
 #: from the load's begin to when it is counted
 WARM_UP_S = 0.5
@@ -152,11 +152,12 @@ async def latency(bench: Bench) -> dict[str, Figures]:
     request = _request(OUTPUT_TOKENS, PROMPT_TOKENS)
     router, floor = bench.router, bench.floor
     async with working(router.internal_address, Habits(STEP_S, 1, 1)):
-        gentle = await arrivals(bench, router.address, router.pid, request, GENTLE_PER_S)
-        rate = LOAD * gentle["requests_per_cpu_s"]
+        rate = GENTLE_PER_S
+        for _ in range(PROBES):
+            probe = await arrivals(bench, router.address, router.pid, request, rate)
+            rate = LOAD * probe["requests_per_cpu_s"]
         through = await arrivals(bench, router.address, router.pid, request, rate)
     return {
-        "gentle": gentle,
         "latency": through,
         "latency_floor": await arrivals(bench, floor.transport, floor.pid, request, rate),
     }
