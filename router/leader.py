@@ -6,6 +6,7 @@ have waiting, and finds the requests of dead ones in the ledger.
 
     lines of gateways --receive-->  Tenure  --place-->  ledger.dispatch  --> Dispatched, to gateways
     workers' frames   --report--->  Placement --moves-->                     move, to gateways
+    its own gateway   --reserve-->  Tenure  --> the dispatch of a ledger.open, where nobody waits
 
 Nothing is dispatched or given away while the ledger is being told again what it may have lost.
 """

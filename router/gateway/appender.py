@@ -64,9 +64,10 @@ class Appender:
                 self._put_back(batch)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            for place, append in enumerate(batch.values()):
-                self._on_stored(append, answers[place])
-                if place % _AT_ONCE == _AT_ONCE - 1:
+            answered = zip(batch.values(), answers, strict=True)
+            for place, (append, answer) in enumerate(answered, 1):
+                self._on_stored(append, answer)
+                if not place % _AT_ONCE:
                     await asyncio.sleep(0)
 
     async def _gather(self) -> None:

@@ -140,7 +140,7 @@ class Requests:
         reservation, has_begun = self.attempts.reserve(request, timeout_s), False
         try:
             dispatch = None if reservation is None else reservation.dispatch
-            opened = await self._open_charged(request, timeout_s, is_charged, dispatch)
+            opened = await self._open_in_ledger(request, timeout_s, is_charged, dispatch)
             if not opened.created:
                 return None
             live = self._begin(request, opened.entry, timeout_s, began)
@@ -154,7 +154,7 @@ class Requests:
         self._patience.expire_in(live, timeout_s)
         return live
 
-    async def _open_charged(
+    async def _open_in_ledger(
         self,
         request: Request,
         timeout_s: float | None,

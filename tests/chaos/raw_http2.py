@@ -40,7 +40,7 @@ class Connection:
 async def connection(address: str) -> AsyncIterator[Connection]:
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    reading = asyncio.create_task(_forget(reader))
+    reading = asyncio.create_task(forget(reader))
     try:
         writer.write(_PREFACE + _frame(_SETTINGS, 0, 0))
         yield Connection(writer)
@@ -50,7 +50,7 @@ async def connection(address: str) -> AsyncIterator[Connection]:
         writer.transport.abort()
 
 
-async def _forget(reader: asyncio.StreamReader) -> None:
+async def forget(reader: asyncio.StreamReader) -> None:
     while await reader.read(1 << 16):
         pass
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.chaos import malformed
 from tests.chaos.malformed import Malformed, answer, check_grpc, check_http
+from tests.chaos.raw_http2 import forget
 from tests.chaos.support import Cluster, Load, config, resident, running, until
 from tests.fuzz.native import PREFACE, Frames
 from tests.http_client import streamed
@@ -192,7 +193,7 @@ async def flood(address: str, is_http2: bool, frames: Iterator[bytes]) -> None:
     """So many frames, or until the server hangs up; answers are read, and forgotten."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    reading = asyncio.create_task(_forget(reader))
+    reading = asyncio.create_task(forget(reader))
     try:
         with suppress(ConnectionError):
             if is_http2:
@@ -204,11 +205,6 @@ async def flood(address: str, is_http2: bool, frames: Iterator[bytes]) -> None:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         writer.transport.abort()
-
-
-async def _forget(reader: asyncio.StreamReader) -> None:
-    while await reader.read(1 << 16):
-        pass
 
 
 async def test_floods_disturb_nobody_and_leave_nothing(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ async def test_a_frozen_server_is_an_error_in_time_and_no_harm_afterwards(
 
 
 async def test_a_call_that_is_given_up_leaves_no_answer_for_the_next(redis_url: str) -> None:
-    async with connected(redis_url, max_connections=1) as ledger:
+    async with connected(redis_url) as ledger:
         for request_id in ("a", "b"):
             await ledger.open(make_request(request_id), "gateway")
         for _ in range(20):

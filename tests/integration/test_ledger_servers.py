@@ -587,14 +587,11 @@ async def by_a_way(**settings: object) -> AsyncIterator[tuple[Proxy, RedisLedger
 
 
 async def test_a_slow_server_is_asked_many_things_at_once() -> None:
-    async with by_a_way(max_connections=8) as (way, ledger):
-        way.delay_s = 0.2
-        loop = asyncio.get_running_loop()
-        since = loop.time()
+    async with by_a_way() as (way, ledger):
+        # One after another they would take longer than a call may.
+        way.delay_s = 0.25
         items = [[Append("r", EPOCH, 0, tuple(range(n)))] for n in range(1, 17)]
         assert await asyncio.gather(*map(ledger.append, items)) == [[Appended.OK]] * 16
-        # Twice a delay for the commands, and connections are made without one.
-        assert loop.time() - since >= 0.4
         assert await tokens_of(ledger) == tuple(range(16))
 
 
