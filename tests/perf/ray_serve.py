@@ -7,9 +7,14 @@ streams are read
     handle   by the driver, through a DeploymentHandle: what an ingress deployment does before it
              answers anybody. The driver's process is counted, the deployment's is the model
     grpc     the same with the handle's calls over gRPC, as RAY_SERVE_THROUGHPUT_OPTIMIZED has them
-    direct   by HTTP clients, from the replica itself: direct ingress, with RAY_SERVE_THROUGHPUT_-
-             OPTIMIZED for it. No proxy is on the way; in a cluster HAProxy would be. The replica's
-             process is counted
+    direct   by HTTP clients, through an ingress deployment that reads the model's replica, as a
+             router reads its workers: direct ingress, with RAY_SERVE_THROUGHPUT_OPTIMIZED for both.
+             The ingress replica's process is counted
+    alone    by HTTP clients, from the model's own replica, with nothing between: the same settings.
+             There is no router at all that could queue, or go on elsewhere. The model's process is
+             counted
+
+No proxy is on the way of the last two; in a cluster HAProxy would be.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,8 +35,8 @@ from tests.free_port import free_port
 from tests.perf.child import Child, child
 from tests.perf.clients import Incomplete, Traffic, Window, watch
 
-Way = Literal["handle", "grpc", "direct"]
-WAYS: tuple[Way, ...] = ("handle", "grpc", "direct")
+Way = Literal["handle", "grpc", "direct", "alone"]
+WAYS: tuple[Way, ...] = ("handle", "grpc", "direct", "alone")
 
 _TOKEN = 97
 _EVENT = b'data: {"token_ids":[97]}\n\n'
@@ -84,27 +89,50 @@ class Model:
             await (steps.next() if pace_s else asyncio.sleep(0))
 
     async def __call__(self, request: Any) -> Any:
-        from starlette.responses import StreamingResponse
-
-        asked = request.query_params
-        events = self._events(int(asked["tokens"]), float(asked["pace_s"]))
-        return StreamingResponse(events, media_type="text/event-stream")
-
-    async def _events(self, tokens: int, pace_s: float) -> AsyncIterator[bytes]:
-        async for _ in self.generate(tokens, pace_s):
-            yield _EVENT
+        return _streamed(request, self.generate)
 
     def pid(self) -> int:
         return os.getpid()
 
 
+class Ingress:
+    """Streams what a replica of the model makes."""
+
+    def __init__(self, model: Any) -> None:
+        # As its own replicas have it by default; the handle was made where that is not set.
+        self._model = model.options(stream=True, _by_reference=False)
+
+    async def __call__(self, request: Any) -> Any:
+        return _streamed(request, self._model.generate.remote)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def _streamed(request: Any, generate: Callable[[int, float], AsyncIterator[int]]) -> Any:
+    from starlette.responses import StreamingResponse
+
+    async def events() -> AsyncIterator[bytes]:
+        async for _ in generate(int(asked["tokens"]), float(asked["pace_s"])):
+            yield _EVENT
+
+    asked = request.query_params
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Pid and port of a replica that HTTP clients ask."""
+
+    pid: int
+    port: int
+
+
 @dataclass(frozen=True)
 class Places:
-    """Pid of the driver; pid and port of the replica that HTTP clients ask."""
-
+    #: the driver's pid
     driver: int
-    replica: int
-    port: int
+    replicas: Mapping[Way, Place]
 
 
 class RayServe:
@@ -114,37 +142,38 @@ class RayServe:
 
     def pid(self, way: Way) -> int:
         """Of the process that is measured."""
-        return self.places.replica if way == "direct" else self.places.driver
+        place = self.places.replicas.get(way)
+        return self.places.driver if place is None else place.pid
 
     async def watch(self, way: Way, num: int, tokens: int, pace_s: float) -> Window:
         """``num`` streams of so many tokens."""
-        if way == "direct":
-            get = partial(self._get, tokens, pace_s)
-            return await watch(self.places.replica, num, get)
+        if place := self.places.replicas.get(way):
+            path = f"/{way}?tokens={tokens}&pace_s={pace_s}"
+            return await watch(place.pid, num, partial(_get, place.port, path, tokens))
         self._driver.pipe.send((way, num, tokens, pace_s))
         return Window(**await asyncio.to_thread(self._driver.pipe.recv))
 
-    async def _get(self, tokens: int, pace_s: float, traffic: Traffic) -> None:
-        """Raises Incomplete."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.places.port)
-        try:
-            path = f"/direct?tokens={tokens}&pace_s={pace_s}"
-            head = (f"GET {path} HTTP/1.1", "Host: bench", "Connection: close", "", "")
-            writer.write("\r\n".join(head).encode())
-            came = 0
-            rest = b""
-            while data := await reader.read(1 << 16):
-                rest += data
-                if count := rest.count(_EVENT_BEGIN):
-                    if not came:
-                        traffic.begin()
-                    came += count
-                    traffic.add(count)
-                rest = rest[1 - len(_EVENT_BEGIN) :]
-            if came != tokens:
-                raise Incomplete(f"{came} of {tokens} events; the last bytes: {rest!r}")
-        finally:
-            writer.close()
+
+async def _get(port: int, path: str, tokens: int, traffic: Traffic) -> None:
+    """Raises Incomplete."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        head = (f"GET {path} HTTP/1.1", "Host: bench", "Connection: close", "", "")
+        writer.write("\r\n".join(head).encode())
+        came = 0
+        rest = b""
+        while data := await reader.read(1 << 16):
+            rest += data
+            if count := rest.count(_EVENT_BEGIN):
+                if not came:
+                    traffic.begin()
+                came += count
+                traffic.add(count)
+            rest = rest[1 - len(_EVENT_BEGIN) :]
+        if came != tokens:
+            raise Incomplete(f"{came} of {tokens} events; the last bytes: {rest!r}")
+    finally:
+        writer.close()
 
 
 @contextmanager
@@ -192,22 +221,29 @@ def _deploy() -> None:
 
     deployment = serve.deployment(
         max_ongoing_requests=_MAX_STREAMS, ray_actor_options={"num_cpus": 0}
-    )(Model)
-    serve.run(deployment.bind(), name="handle", route_prefix="/handle")
+    )
     optimized = {"env_vars": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}}
-    direct = deployment.options(ray_actor_options={"num_cpus": 0, "runtime_env": optimized})
-    serve.run(direct.bind(), name="direct", route_prefix="/direct")
+    fast = {"ray_actor_options": {"num_cpus": 0, "runtime_env": optimized}}
+    model = deployment(Model)
+    behind = deployment(Ingress).options(**fast).bind(model.options(**fast).bind())
+    serve.run(model.bind(), name="handle", route_prefix="/handle")
+    serve.run(behind, name="direct", route_prefix="/direct")
+    serve.run(model.options(**fast).bind(), name="alone", route_prefix="/alone")
 
 
 def _places() -> Places:
+    return Places(os.getpid(), {"direct": _place("direct"), "alone": _place("alone")})
+
+
+def _place(app: str) -> Place:
     import ray
     from ray import serve
     from ray.serve.context import _get_global_client
 
-    replica = serve.get_app_handle("direct").pid.remote().result()
-    [group] = ray.get(_get_global_client()._controller.get_target_groups.remote("direct"))
+    pid = serve.get_app_handle(app).pid.remote().result()
+    [group] = ray.get(_get_global_client()._controller.get_target_groups.remote(app))
     [target] = group.targets
-    return Places(os.getpid(), replica, target.port)
+    return Place(pid, target.port)
 
 
 def _handles() -> dict[Way, Any]:

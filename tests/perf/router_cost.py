@@ -65,8 +65,10 @@ SERVE = "serve"
 RATIOS = (
     "tokens_per_cpu_s_vs_serve_handle",
     "tokens_per_cpu_s_vs_serve_direct",
+    "tokens_per_cpu_s_vs_serve_alone",
     "single_tokens_per_cpu_s_vs_serve_handle",
     "single_tokens_per_cpu_s_vs_serve_direct",
+    "single_tokens_per_cpu_s_vs_serve_alone",
     "messages_per_s_per_core",
     "tokens_per_s_per_core",
     "rps_vs_floor",
@@ -79,7 +81,7 @@ def ratios(found: Found) -> Figures:
     """Of one round, of the parts that were measured."""
     each = {}
     if "router_of_4" in found:
-        for way in ("handle", "direct"):
+        for way in ("handle", "direct", "alone"):
             serve = found[way]["tokens_per_cpu_s"]
             for name, of in (("tokens", "router_of_4"), ("single_tokens", "router")):
                 router = found[of]["tokens_per_cpu_s"]
