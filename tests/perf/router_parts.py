@@ -152,15 +152,23 @@ async def latency(bench: Bench) -> dict[str, Figures]:
     request = _request(OUTPUT_TOKENS, PROMPT_TOKENS)
     router, floor = bench.router, bench.floor
     async with working(router.internal_address, Habits(STEP_S, 1, 1)):
-        rate = GENTLE_PER_S
-        for _ in range(PROBES):
-            probe = await arrivals(bench, router.address, router.pid, request, rate)
-            rate = LOAD * probe["requests_per_cpu_s"]
-        through = await arrivals(bench, router.address, router.pid, request, rate)
+        through = await loaded(bench, router.address, router.pid, request)
+    rate = through["requests_per_s"]
+    filed = await loaded(bench, floor.ledger, floor.pid, _request(1, PROMPT_TOKENS))
     return {
         "latency": through,
         "latency_floor": await arrivals(bench, floor.transport, floor.pid, request, rate),
+        "filed_latency": filed,
     }
+
+
+async def loaded(bench: Bench, address: str, pid: int, request: pb.GenerateRequest) -> Figures:
+    """At the rate that takes ``LOAD`` of a core."""
+    rate = GENTLE_PER_S
+    for _ in range(PROBES):
+        probe = await arrivals(bench, address, pid, request, rate)
+        rate = LOAD * probe["requests_per_cpu_s"]
+    return await arrivals(bench, address, pid, request, rate)
 
 
 async def arrivals(
