@@ -1,0 +1,93 @@
+"""C++ that is compiled on this machine for its own CPU, when it is first used.
+
+A library has a plain C interface and knows nothing of Python or torch: it is loaded with ctypes,
+and its pointers are those of tensors. What is compiled lies in the user's cache directory, under a
+name made of all that it depends on, so that two machines with one home do not share what one of
+them cannot run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from everlift import logs
+
+log = logs.get(__name__)
+
+_COMPILERS = ("g++", "c++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+_TIMEOUT_S = 120.0
+
+
+def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
+    """The library made of ``source``; None, with a line in the log, where none can be made: there
+    is no compiler, or it fails, or what it makes does not load."""
+    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        log.warning("no C++ compiler: slower code is used", source=source.name)
+        return None
+    command = (compiler, *_FLAGS, *flags)
+    try:
+        library = _cache() / f"{source.stem}-{_key(command, source)}.so"
+        if not library.exists():
+            _compile(command, source, library)
+        return ctypes.CDLL(str(library))
+    except (OSError, subprocess.SubprocessError) as error:
+        cause = getattr(error, "stderr", None) or str(error)
+        log.warning("compiling failed: slower code is used", source=source.name, cause=cause[:2000])
+        return None
+
+
+def _compile(command: Sequence[str], source: Path, library: Path) -> None:
+    """Several processes may do so at once: each one's library is whole when it gets its name."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        made = Path(scratch, library.name)
+        subprocess.run(
+            (*command, "-o", str(made), str(source)),
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+        made.replace(library)
+
+
+def _cache() -> Path:
+    """A directory that is ours alone: what lies there is run. Raises PermissionError."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    directory = Path(home, "everlift", "native")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"others can write to {directory}")
+    return directory
+
+
+def _key(command: Sequence[str], source: Path) -> str:
+    """Of source, flags, compiler and CPU."""
+    version = subprocess.run(
+        (command[0], "--version"), check=True, capture_output=True, text=True, timeout=_TIMEOUT_S
+    ).stdout
+    digest = hashlib.sha256()
+    for part in (source.read_text(), *command, version, _cpu()):
+        digest.update(part.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """What -march=native goes by: model and features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU part")
+    return "\n".join(line for line in lines if line.split("\t")[0].strip() in wanted)
