@@ -14,6 +14,7 @@ from worker.limits import blocks_for
 from worker.model import weights
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
+from worker.model.packing import choose_packing
 from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec
 from worker.parallel import Group
@@ -72,7 +73,7 @@ class SteppedModel:
 
 
 class SteppedDecoder(SteppedModel):
-    """The same with the decoder of our own."""
+    """The same with the decoder of our own, its weights packed."""
 
     def __init__(
         self,
@@ -85,6 +86,7 @@ class SteppedDecoder(SteppedModel):
         spec = ModelSpec.from_hf(directory)
         decoder = Decoder(spec, max_model_len, place)
         weights.load(decoder, directory)
+        decoder.pack(choose_packing(dtype))
         kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
         super().__init__(decoder, (spec.num_layers, kv_heads, spec.head_dim), place)
 

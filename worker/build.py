@@ -16,6 +16,7 @@ from worker.kv_cache import KVCache, block_bytes
 from worker.model import dummy, weights
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
+from worker.model.packing import choose_packing
 from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
 from worker.parallel import Group
@@ -84,6 +85,8 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:
     max_model_len = _max_model_len(config, spec.max_position)
     decoder = Decoder(spec, max_model_len, place)
     parameter_bytes = _fill(decoder, directory, config, place.group.rank)
+    if place.device.type == "cpu":
+        decoder.pack(choose_packing(place.dtype))
     kv_shape = (
         spec.num_layers,
         local_kv_heads(spec.num_kv_heads, place.group.size),

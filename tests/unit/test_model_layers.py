@@ -1,6 +1,9 @@
-"""The layers of one rank: their padding is zero from the start, and norms round as they should."""
+"""The layers of one rank: their padding is zero from the start, whatever form their weights have,
+and norms round as they should."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,6 +17,9 @@ from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache
 from worker.model.decoder import Decoder
 from worker.model.layers import ColumnLinear, Part, Piece, Placement, RmsNorm, RowLinear, VocabTable
+from worker.model.matrix import Packing
+from worker.model.onednn import OneDnnPacking
+from worker.model.panels import panel_packing
 from worker.model.sharing import tail_padded
 from worker.model.spec import ModelSpec
 from worker.parallel import Group
@@ -35,50 +41,77 @@ class Poisoned(Placement):
     """Memory that somebody left NaN in."""
 
     def empty(self, *shape: int) -> Tensor:
-        return torch.full(shape, torch.nan)
+        return torch.full(shape, torch.nan, dtype=self.dtype)
 
 
-def place(rank: int) -> Placement:
-    return Poisoned(Rank(rank), torch.float32, CPU)
+@dataclass(frozen=True)
+class Form:
+    """Of weights: their dtype, and how they are packed."""
+
+    dtype: torch.dtype
+    packing: Packing | None
+
+    def place(self, rank: int) -> Placement:
+        return Poisoned(Rank(rank), self.dtype, CPU)
+
+    def fill(self, layer: ColumnLinear | RowLinear | VocabTable) -> list[Piece]:
+        """With ones, as a checkpoint would: what is not in a piece stays as it is."""
+        pieces = list(layer.pieces())
+        for piece in pieces:
+            assert torch.empty(piece.shape)[piece.slices].shape == piece.into.shape
+            piece.into.fill_(1.0)
+        if self.packing is not None:
+            layer.pack(self.packing)
+            with pytest.raises(RuntimeError, match="packed"):
+                next(layer.pieces())
+        return pieces
+
+    def ones(self, *shape: int) -> Tensor:
+        return torch.ones(shape, dtype=self.dtype)
+
+
+@pytest.fixture(params=["plain", "oneDNN", "panels"])
+def form(request: pytest.FixtureRequest) -> Form:
+    if request.param == "plain":
+        return Form(torch.float32, None)
+    if request.param == "oneDNN":
+        return Form(torch.float32, OneDnnPacking())
+    panels = panel_packing()
+    if panels is None:
+        pytest.skip("this CPU has no AVX-512 BF16, or there is no compiler")
+    return Form(torch.bfloat16, panels)
 
 
 def part(name: str, size: int, rank: int) -> Part:
     return Part(name, size, tail_padded(size, 4, rank))
 
 
-def fill(pieces: list[Piece]) -> None:
-    """With ones, as a checkpoint would: what is not in a piece stays as it is."""
-    for piece in pieces:
-        assert torch.empty(piece.shape)[piece.slices].shape == piece.into.shape
-        piece.into.fill_(1.0)
-
-
 @pytest.mark.parametrize(
     ("rank", "expected"),
-    [(0, [4, 4, 4]), (1, [4, 4, 4]), (2, [4, 0, 4]), (3, [0, 0, 0])],
+    [(0, [5, 5, 5]), (1, [5, 5, 5]), (2, [5, 0, 5]), (3, [0, 0, 0])],
 )
-def test_output_features_past_the_last_are_zero(rank: int, expected: list[int]) -> None:
-    linear = ColumnLinear((part("a", 5, rank), part("b", 3, rank)), 3, True, place(rank))
-    pieces = list(linear.pieces())
-    fill(pieces)
+def test_output_features_past_the_last_are_zero(rank: int, expected: list[int], form: Form) -> None:
+    linear = ColumnLinear((part("a", 5, rank), part("b", 3, rank)), 4, True, form.place(rank))
+    pieces = form.fill(linear)
     assert [piece.name for piece in pieces] == ["a.weight", "b.weight", "a.bias", "b.bias"]
-    assert linear(torch.ones(1, 3)).tolist() == [expected]
+    assert linear(form.ones(1, 4)).tolist() == [expected]
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, 3), (2, 2), (3, 1)])
-def test_input_features_past_the_last_count_nothing(rank: int, expected: int) -> None:
-    linear = RowLinear(part("a", 5, rank), 2, True, place(rank))
-    fill(list(linear.pieces()))
-    assert linear(torch.ones(1, 2)).tolist() == [[expected] * 2]
+def test_input_features_past_the_last_count_nothing(rank: int, expected: int, form: Form) -> None:
+    linear = RowLinear(part("a", 5, rank), 2, True, form.place(rank))
+    form.fill(linear)
+    assert linear(form.ones(1, 2)).tolist() == [[expected] * 2]
 
 
-def test_rows_of_the_vocabulary_past_the_last_are_zero() -> None:
-    table = VocabTable("embedding", 5, 3, place(2))
-    fill(list(table.pieces()))
-    assert table.lookup(torch.tensor([3, 4])).tolist() == [[0] * 3, [1] * 3]
-    logits = table.logits(torch.ones(1, 3))
+def test_rows_of_the_vocabulary_past_the_last_are_zero(form: Form) -> None:
+    table = VocabTable("embedding", 5, 4, form.place(2))
+    form.fill(table)
+    if form.packing is None or form.packing.keeps_rows:
+        assert table.lookup(torch.tensor([3, 4])).tolist() == [[0] * 4, [1] * 4]
+    logits = table.logits(form.ones(1, 4))
     assert logits is not None
-    assert logits.tolist() == [[3, 0]]
+    assert logits.tolist() == [[4, 0]]
 
 
 def test_a_norm_that_adds_one_rounds_as_gemma_does() -> None:

@@ -30,6 +30,7 @@ from worker.model.layers import (
     RowLinear,
     VocabTable,
 )
+from worker.model.matrix import Packing
 from worker.model.rope import Angle, RotaryTable, rotate
 from worker.model.sharing import Share, share_heads, tail_padded
 from worker.model.spec import Activation, LayerSpec, ModelSpec
@@ -89,6 +90,10 @@ class Attention:
         attention.write(self._layer, key, value)
         return self._out(attention.attend(self._layer, query, self._form).flatten(1))
 
+    def pack(self, packing: Packing) -> None:
+        self._qkv.pack(packing)
+        self._out.pack(packing)
+
     def pieces(self) -> Iterator[Piece]:
         for part in (self._qkv, self._norms, self._out):
             if part is not None:
@@ -113,6 +118,10 @@ class Mlp:
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self._gate_up(x).chunk(2, dim=-1)
         return self._down(self._activation(gate) * up)
+
+    def pack(self, packing: Packing) -> None:
+        self._gate_up.pack(packing)
+        self._down.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
         yield from self._gate_up.pieces()
@@ -157,6 +166,10 @@ class Layer:
     def __call__(self, hidden: Tensor, angle: Angle, attention: StepAttention) -> Tensor:
         attend = partial(self._attention, angle=angle, attention=attention)
         return self._around_mlp(self._around_attention(hidden, attend), self._mlp)
+
+    def pack(self, packing: Packing) -> None:
+        self._attention.pack(packing)
+        self._mlp.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
         for part in (self._around_attention, self._attention, self._around_mlp, self._mlp):
@@ -210,6 +223,13 @@ class Decoder:
             logits = logits / self._logits_divisor
         cap = self._logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def pack(self, packing: Packing) -> None:
+        """What is multiplied with, once everything is filled; ``pieces`` has ended then."""
+        for layer in self._layers:
+            layer.pack(packing)
+        if packing.keeps_rows or self._head is not self._embedding:
+            self._head.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
         """Everything of the checkpoint that this rank holds."""

@@ -6,7 +6,8 @@
 
 A layer says which slices of which checkpoint tensors it holds (``pieces``); weights.py reads them.
 What no checkpoint tensor fills, since a share is padded (sharing.py), is zero from the start.
-Parameters are plain tensors: nothing here is trained.
+Parameters are plain tensors until ``pack`` brings a filled layer's weight into a faster form; then
+there are no pieces any more. Nothing here is trained.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from worker.model.matrix import Matrix, Packing
 from worker.model.sharing import Share, tail_padded
 from worker.parallel import Group
 
@@ -73,13 +75,16 @@ class ColumnLinear:
     def __init__(self, parts: tuple[Part, ...], inputs: int, bias: bool, place: Placement) -> None:
         outputs = sum(part.share.width for part in parts)
         self._parts = parts
-        self._weight = place.empty(outputs, inputs)
+        self._weight = Matrix(place.empty(outputs, inputs))
         self._bias = place.empty(outputs) if bias else None
         for _, part, rows in self._rows():
             rows[part.share.held :].zero_()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self._weight, self._bias)
+        return self._weight.multiply(x, self._bias)
+
+    def pack(self, packing: Packing) -> None:
+        self._weight.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
         for kind, part, rows in self._rows():
@@ -89,7 +94,7 @@ class ColumnLinear:
     def _rows(self) -> Iterator[tuple[str, Part, Tensor]]:
         """Of weight and bias, those of each part."""
         widths = [part.share.width for part in self._parts]
-        for kind, parameter in (("weight", self._weight), ("bias", self._bias)):
+        for kind, parameter in (("weight", self._weight.plain), ("bias", self._bias)):
             if parameter is not None:
                 for part, rows in zip(self._parts, parameter.split_with_sizes(widths), strict=True):
                     yield kind, part, rows
@@ -101,18 +106,21 @@ class RowLinear:
     def __init__(self, part: Part, outputs: int, bias: bool, place: Placement) -> None:
         self._part = part
         self._group = place.group
-        self._weight = place.empty(outputs, part.share.width)
-        self._weight[:, part.share.held :].zero_()
+        self._weight = Matrix(place.empty(outputs, part.share.width))
+        self._weight.plain[:, part.share.held :].zero_()
         self._bias = place.empty(outputs) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        total = self._group.all_reduce(functional.linear(x, self._weight))
+        total = self._group.all_reduce(self._weight.multiply(x))
         return total if self._bias is None else total.add_(self._bias)
 
+    def pack(self, packing: Packing) -> None:
+        self._weight.pack(packing)
+
     def pieces(self) -> Iterator[Piece]:
-        part, outputs = self._part, self._weight.shape[0]
-        whole = slice(None)
-        into = self._weight[:, : part.share.held]
+        part, weight = self._part, self._weight.plain
+        outputs, whole = len(weight), slice(None)
+        into = weight[:, : part.share.held]
         yield Piece(f"{part.name}.weight", (outputs, part.size), (whole, part.held), into)
         if self._bias is not None:
             yield Piece(f"{part.name}.bias", (outputs,), (whole,), self._bias)
@@ -129,27 +137,31 @@ class VocabTable:
         self._vocab_size = vocab_size
         self._group = place.group
         self._share = tail_padded(vocab_size, place.group.size, place.group.rank)
-        self._weight = place.empty(self._share.width, width)
-        self._weight[self._share.held :].zero_()
+        self._weight = Matrix(place.empty(self._share.width, width))
+        self._weight.plain[self._share.held :].zero_()
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Rows of ``ids`` [T], [T, width]. A token of another rank's is zero until the sum."""
         if self._group.size == 1:
-            return functional.embedding(ids, self._weight)
+            return self._weight.rows(ids)
         absent = (ids < self._share.start) | (ids >= self._share.stop)
         local = (ids - self._share.start).masked_fill(absent, 0)
-        rows = functional.embedding(local, self._weight)
+        rows = self._weight.rows(local)
         return self._group.all_reduce(rows.masked_fill_(absent.unsqueeze(-1), 0))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Logits of ``hidden`` [n, width] as fp32 [n, vocab_size] on rank 0, None elsewhere."""
-        logits = self._group.gather_to_first(functional.linear(hidden, self._weight))
+        logits = self._group.gather_to_first(self._weight.multiply(hidden))
         return None if logits is None else logits[:, : self._vocab_size].float()
+
+    def pack(self, packing: Packing) -> None:
+        self._weight.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
         held = slice(self._share.start, self._share.stop)
-        shape = (self._vocab_size, self._weight.shape[1])
-        yield Piece(self._name, shape, (held,), self._weight[: self._share.held])
+        weight = self._weight.plain
+        shape = (self._vocab_size, weight.shape[1])
+        yield Piece(self._name, shape, (held,), weight[: self._share.held])
 
 
 class RmsNorm:

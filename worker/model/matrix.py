@@ -1,0 +1,80 @@
+"""A linear's weight: filled as a plain tensor, multiplied with in whatever form is fastest."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Form(Protocol):
+    """How a weight [outputs, inputs] lies in memory."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x`` [T, inputs] @ weight.T + ``bias`` [outputs]: [T, outputs]."""
+        ...
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Those of the weight at ``ids`` [T]: [T, inputs]."""
+        ...
+
+
+class Packing(Protocol):
+    """A way to bring weights into another form."""
+
+    #: Its form has ``rows``.
+    keeps_rows: bool
+
+    def pack(self, weight: Tensor) -> Form | None:
+        """``weight`` in another form, which may take its memory; None where it cannot be packed,
+        and then it is as before."""
+        ...
+
+
+class Plain:
+    """As a checkpoint has it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, self.weight, bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self.weight)
+
+
+class Matrix:
+    """A weight on its way from ``plain``, which is filled, to a form that is multiplied with."""
+
+    def __init__(self, plain: Tensor) -> None:
+        self._form: Form = Plain(plain)
+
+    @property
+    def plain(self) -> Tensor:
+        """[outputs, inputs]. Not there once the weight is packed: raises RuntimeError."""
+        if not isinstance(self._form, Plain):
+            raise RuntimeError("a packed weight cannot be filled")
+        return self._form.weight
+
+    def pack(self, packing: Packing) -> None:
+        """Once it is filled."""
+        self._form = packing.pack(self.plain) or self._form
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x`` [T, inputs] @ weight.T + ``bias`` [outputs]: [T, outputs]."""
+        return self._form.multiply(x, bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Those of the weight at ``ids`` [T]: [T, inputs]."""
+        return self._form.rows(ids)
+
+
+def agree(product: Tensor, expected: Tensor, inputs: int) -> bool:
+    """Whether two products over ``inputs`` differ by nothing but the order in which sums of fp32
+    were made, and by how the end was rounded. Never where one is not finite."""
+    rounding = torch.finfo(expected.dtype).eps + inputs**0.5 * torch.finfo(torch.float32).eps
+    furthest = (product.float() - expected.float()).abs().max()
+    return bool(furthest <= 4 * rounding * expected.abs().max())
