@@ -15,6 +15,8 @@ from worker.model.spec import (
     YarnScaling,
 )
 
+#: The cosine of each feature's angle and, to multiply with its partner, the sine: negative for the
+#: first of a pair. Each [tokens, 1, dim], fp32.
 Angle = tuple[Tensor, Tensor]
 
 
@@ -35,20 +37,21 @@ class RotaryTable:
         self._sin = (angles.sin() * factor).to(device)
 
     def at(self, positions: Tensor) -> Angle:
-        """Cosine and sine at ``positions`` [tokens], each [tokens, 1, dim / 2]."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        """The angles at ``positions`` [tokens]."""
+        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(heads: Tensor, angle: Angle) -> Tensor:
     """``heads`` [tokens, heads, head_dim], each pair (i, i + dim / 2) turned by its angle; features
     from ``dim`` on stay as they are."""
     cos, sin = angle
-    dim = 2 * cos.shape[-1]
+    dim = cos.shape[-1]
     if dim < heads.shape[-1]:
         return torch.cat((rotate(heads[..., :dim], angle), heads[..., dim:]), dim=-1)
-    first, second = heads.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(heads.dtype)
+    precise = heads.float()
+    partners = precise.roll(dim // 2, dims=-1)
+    return (precise * cos).addcmul_(partners, sin).to(heads.dtype)
 
 
 def inverse_frequencies(rope: Rope, length: int) -> Tensor:
