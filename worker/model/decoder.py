@@ -117,7 +117,7 @@ class Mlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(self._activation(gate) * up)
+        return self._down(self._activation(gate).mul_(up))
 
     def pack(self, packing: Packing) -> None:
         self._gate_up.pack(packing)
