@@ -13,13 +13,13 @@ from transformers.models.gemma2.modeling_gemma2 import (
     Gemma2TextScaledWordEmbedding,
 )
 
+from tests.packings import panels_or_skip
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache
 from worker.model.decoder import Decoder
 from worker.model.layers import ColumnLinear, Part, Piece, Placement, RmsNorm, RowLinear, VocabTable
 from worker.model.matrix import Packing
 from worker.model.onednn import OneDnnPacking
-from worker.model.panels import panel_packing
 from worker.model.sharing import tail_padded
 from worker.model.spec import ModelSpec
 from worker.parallel import Group
@@ -76,10 +76,7 @@ def form(request: pytest.FixtureRequest) -> Form:
         return Form(torch.float32, None)
     if request.param == "oneDNN":
         return Form(torch.float32, OneDnnPacking())
-    panels = panel_packing()
-    if panels is None:
-        pytest.skip("this CPU has no AVX-512 BF16, or there is no compiler")
-    return Form(torch.bfloat16, panels)
+    return Form(torch.bfloat16, panels_or_skip())
 
 
 def part(name: str, size: int, rank: int) -> Part:

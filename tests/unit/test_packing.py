@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from tests.decoder_steps import SteppedModel
 from tests.llama_support import save_llama
+from tests.packings import panels_or_skip
 from worker.model import dummy
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
@@ -33,10 +34,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @pytest.fixture
 def panels() -> PanelPacking:
-    packing = panel_packing()
-    if packing is None:
-        pytest.skip("this CPU has no AVX-512 BF16, or there is no compiler")
-    return packing
+    return panels_or_skip()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
