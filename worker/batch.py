@@ -15,7 +15,7 @@ from worker.blocks import BlockPool
 from worker.columns import Columns
 from worker.host_store import HostStore
 from worker.limits import Limits, blocks_for
-from worker.plan import BlockCopy, Plan, Row
+from worker.plan import BlockCopy, Ints, Plan, Row
 from worker.sequence import NO_SLOT, Sequence
 
 
@@ -41,6 +41,11 @@ class Batch:
 
     def __getitem__(self, slot: int) -> Sequence:
         return self._slots[slot]
+
+    def at(self, slots: Ints) -> list[Sequence]:
+        """Who is in these."""
+        by_slot = self._slots
+        return [by_slot[slot] for slot in slots.tolist()]
 
     @property
     def is_full(self) -> bool:

@@ -78,17 +78,18 @@ class Columns:
         """Slots where one known token is not computed, by arrival."""
         return self._by_order(self._remaining == 1)
 
-    def prefilling(self) -> list[int]:
+    def prefilling(self) -> Ints:
         """Those where more are, by arrival."""
-        return self._by_order(self._remaining > 1).tolist()
+        return self._by_order(self._remaining > 1)
 
-    def lacking(self) -> list[int]:
+    def lacking(self) -> Ints:
         """Slots whose known tokens need more blocks than their tables have."""
-        return np.flatnonzero(self._num_known > self._num_blocks * BLOCK_SIZE).tolist()
+        return (self._num_known > self._num_blocks * BLOCK_SIZE).nonzero()[0]
 
-    def filling(self, decoding: Ints) -> list[int]:
+    def filling(self, decoding: Ints) -> Ints:
         """Those of the slots ``decoding`` whose next token is the last of its block."""
-        return decoding[(self._num_computed[decoding] + 1) % BLOCK_SIZE == 0].tolist()
+        is_last: Flags = (self._num_computed[decoding] + 1) % BLOCK_SIZE == 0
+        return decoding[is_last]
 
     def rows(self, decoding: Ints, others: Iterable[Row]) -> Rows:
         """One for each of the slots ``decoding``, then ``others``."""
@@ -100,10 +101,10 @@ class Columns:
     def draws_one(self, rows: Rows) -> Flags:
         """bool [n]: whether a row draws one token, which no limit makes the last, and computes
         nothing a second time."""
-        usual = (rows.counts == 1) & rows.samples & ~rows.scores_prompt
-        usual &= rows.starts >= self._num_computed_before[rows.slots]
-        usual &= rows.starts + 2 < self._ends[rows.slots]
-        return usual
+        is_new: Flags = rows.starts >= self._num_computed_before[rows.slots]
+        goes_on: Flags = rows.starts + 2 < self._ends[rows.slots]
+        is_single: Flags = rows.counts == 1
+        return is_single & rows.samples & ~rows.scores_prompt & is_new & goes_on
 
     # sums
 
@@ -139,5 +140,5 @@ class Columns:
         return self._num_known - self._num_computed
 
     def _by_order(self, chosen: Flags) -> Ints:
-        slots = np.flatnonzero(chosen)
+        (slots,) = chosen.nonzero()
         return slots[self._orders[slots].argsort()]

@@ -161,8 +161,11 @@ class TorchRunner:
         logits = self._model.logits(hidden[self._upload(sites)]) if len(sites) else None
         if logits is None or self._sampler is None:
             return [NOTHING_DRAWN] * len(rows)
-        drawn = iter(self._sampler.sample(logits, self._asks(rows)))
-        return [next(drawn) if samples else NOTHING_DRAWN for samples in rows.samples.tolist()]
+        drawn = self._sampler.sample(logits, self._asks(rows))
+        if len(drawn) == len(rows):
+            return drawn
+        results = iter(drawn)
+        return [next(results) if samples else NOTHING_DRAWN for samples in rows.samples.tolist()]
 
     def _asks(self, rows: Rows) -> Asks:
         sampling = np.flatnonzero(rows.samples)
@@ -172,17 +175,17 @@ class TorchRunner:
         drafts = {i: rows.drafts(sampling[i]) for i in drafted.tolist()}
         return Asks(slots, rows.known_ends[sampling] - num_prompt, drafts)
 
-    def _agree(self, plan: Plan, results: Sequence[RowResult]) -> list[RowResult]:
+    def _agree(self, plan: Plan, results: list[RowResult]) -> list[RowResult]:
         """Rank 0's ``results``, as far as the other ranks have to know them there."""
         if self._group.size == 1:
-            return list(results)
+            return results
         told = np.flatnonzero(plan.rows.samples | plan.rows.scores_prompt).tolist()
         if not told:
-            return list(results)
+            return results
         width = 1 + int(plan.rows.num_drafts.max())
         lines = self._group.broadcast(self._upload(to_lines([results[i] for i in told], width)))
         if self._group.rank == 0:
-            return list(results)
+            return results
         heard = dict(zip(told, from_lines(lines.tolist()), strict=True))
         return [heard.get(i, result) for i, result in enumerate(results)]
 
@@ -234,7 +237,7 @@ def _sites(rows: Rows) -> Ints:
 
 
 def _with_scores(
-    results: Sequence[RowResult], scores: dict[int, list[TokenLogprobs]]
+    results: list[RowResult], scores: dict[int, list[TokenLogprobs]]
 ) -> list[RowResult]:
     if not scores:
         return results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -104,11 +104,12 @@ class SampledRow:
         return EngineFailed(NOT_FINITE_CAUSE)
 
 
-def plain_result(token: int) -> RowResult:
-    """Of a plain slot without drafts, for which ``token`` was drawn, or a mark."""
-    if token < 0:
-        return RowResult(error=EngineFailed(NOT_FINITE_CAUSE))
-    return RowResult((token,))
+def plain_results(drawn: Iterable[int]) -> list[RowResult]:
+    """Of plain slots without drafts, for each of which a token was drawn, or a mark."""
+    return [
+        RowResult((token,)) if token >= 0 else RowResult(error=EngineFailed(NOT_FINITE_CAUSE))
+        for token in drawn
+    ]
 
 
 def _kept(drawn: Sequence[int], drafts: Sequence[int], stops: frozenset[int]) -> list[int]:

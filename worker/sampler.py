@@ -33,7 +33,7 @@ from worker.draw import NOT_FINITE, Draws, DrawTable, draw
 from worker.history import Histories, PenalisedRow
 from worker.logprobs import KeptLogits
 from worker.plan import Admission, Ints, RowResult
-from worker.sampled_row import SampledRow, SampledSlot, plain_result
+from worker.sampled_row import SampledRow, SampledSlot, plain_results
 from worker.token_mask import CompiledGrammar, TokenMask, forbidden, mask_words
 from worker.upload import upload
 
@@ -126,7 +126,7 @@ class Sampler:
         if broken is not None:
             tokens = tokens.masked_fill(broken, NOT_FINITE)
         drawn, logprobs = tokens.tolist(), kept.logprobs(tokens)
-        results = [plain_result(drawn[first]) for first in firsts.tolist()]
+        results = plain_results(drawn if not asks.drafts else [drawn[i] for i in firsts.tolist()])
         for i, row in rows.items():
             results[i] = row.conclude(drawn, logprobs)
         self._take_in((row, results[i]) for i, row in rows.items())

@@ -158,7 +158,7 @@ class Scheduler:
         always goes on. A single victim leaves less room than it needs to come back in the same
         step.
         """
-        growing = [self._batch[slot] for slot in self._batch.columns.lacking()]
+        growing = self._batch.at(self._batch.columns.lacking())
         lacking = sum(sequence.num_blocks_lacking for sequence in growing)
         if lacking > self._batch.num_blocks_free:
             self._batch.take_back()
@@ -199,11 +199,10 @@ class Scheduler:
         decoding = self._decoding(held)
         budget = self._budget_after(decoding, ())
         shares: list[Share] = []
-        for slot in self._batch.columns.prefilling():
-            sequence = self._batch[slot]
+        for sequence in self._batch.at(self._batch.columns.prefilling()):
             if not budget:
                 break
-            if slot not in held or sequence.remaining > budget:
+            if sequence.slot not in held or sequence.remaining > budget:
                 shares.append(self._share(sequence, budget))
                 budget -= shares[-1].num_known
         return decoding, shares
@@ -214,8 +213,7 @@ class Scheduler:
         if held:
             decoding = decoding[~np.isin(decoding, list(held))]
         decoding = decoding[: self._budget.tokens]
-        for slot in columns.filling(decoding):
-            sequence = self._batch[slot]
+        for sequence in self._batch.at(columns.filling(decoding)):
             self._batch.register(sequence, sequence.num_computed, sequence.num_known)
         return decoding
 
@@ -247,7 +245,7 @@ class Scheduler:
     ) -> Rows:
         others = [share.row() for share in shares]
         if drafts:
-            drafted = [self._batch[slot].row(1, drafts[slot]) for slot in decoding.tolist()]
+            drafted = [this.row(1, drafts[this.slot]) for this in self._batch.at(decoding)]
             return self._batch.columns.rows(decoding[:0], [*drafted, *others])
         return self._batch.columns.rows(decoding, others)
 
@@ -270,12 +268,11 @@ class Scheduler:
         if not self._limits.speculation.num_draft_tokens:
             return drafts
         most_read = MAX_READ
-        for slot in decoding.tolist():
-            sequence = self._batch[slot]
+        for sequence in self._batch.at(decoding):
             drafter = self._drafter(sequence)
             most_read -= drafter.read(sequence.tokens, most_read)
-            drafts[slot] = self._draft(sequence, drafter, budget)
-            budget -= len(drafts[slot])
+            proposed = drafts[sequence.slot] = self._draft(sequence, drafter, budget)
+            budget -= len(proposed)
         return drafts
 
     def _drafter(self, sequence: Sequence) -> Drafter:
@@ -310,12 +307,11 @@ class Scheduler:
         columns = self._batch.columns
         usual = columns.draws_one(rows).tolist()
         outcomes, slots, tokens = [], [], []
-        for i, (slot, result) in enumerate(zip(rows.slots.tolist(), results, strict=True)):
-            sequence = self._batch[slot]
-            token = result.tokens[0] if usual[i] and result.error is None else None
-            if token is not None and token not in sequence.stop_token_ids:
-                slots.append(slot)
-                tokens.append(token)
+        sequences = self._batch.at(rows.slots)
+        for i, (sequence, result) in enumerate(zip(sequences, results, strict=True)):
+            if usual[i] and not result.error and result.tokens[0] not in sequence.stop_token_ids:
+                slots.append(sequence.slot)
+                tokens.append(result.tokens[0])
                 outcomes.append(sequence.draw_one(result))
             elif (outcome := self._commit_row(sequence, rows[i], result)) is not None:
                 outcomes.append(outcome)
