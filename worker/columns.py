@@ -65,12 +65,11 @@ class Columns:
     def clear(self, slot: int) -> None:
         self._numbers[:, slot] = 0
 
-    def draw_one(self, slots: Several[int], tokens: Several[int]) -> None:
+    def draw_one(self, slots: Ints, tokens: Several[int]) -> None:
         """Behind all that is computed in each of ``slots`` by now, another token is known."""
-        drawn = np.array(slots, np.int64)
-        self._num_computed[drawn] = self._num_known[drawn]
-        self._num_known[drawn] += 1
-        self._last_tokens[drawn] = tokens
+        self._num_computed[slots] = self._num_known[slots]
+        self._num_known[slots] += 1
+        self._last_tokens[slots] = tokens
 
     # what a step makes of it
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -104,12 +104,13 @@ class SampledRow:
         return EngineFailed(NOT_FINITE_CAUSE)
 
 
-def plain_results(drawn: Iterable[int]) -> list[RowResult]:
+def plain_results(drawn: Sequence[int]) -> list[RowResult]:
     """Of plain slots without drafts, for each of which a token was drawn, or a mark."""
-    return [
-        RowResult((token,)) if token >= 0 else RowResult(error=EngineFailed(NOT_FINITE_CAUSE))
-        for token in drawn
-    ]
+    results = [*map(RowResult, zip(drawn, strict=True))]
+    if min(drawn) < 0:
+        failed = RowResult(error=EngineFailed(NOT_FINITE_CAUSE))
+        return [failed if result.tokens[0] < 0 else result for result in results]
+    return results
 
 
 def _kept(drawn: Sequence[int], drafts: Sequence[int], stops: frozenset[int]) -> list[int]:

@@ -120,12 +120,13 @@ class Sampler:
         num_sites = asks.num_sites
         firsts = np.cumsum(num_sites) - num_sites
         rows = self._rows(asks, firsts)
-        kept = KeptLogits(logits, _num_top(rows.values()))
+        num_top = _num_top(rows.values())
+        kept = KeptLogits(logits, num_top) if num_top else None
         broken = self._shape(logits, [row for row in rows.values() if row.is_shaped])
         tokens = draw(logits, self._draws(asks, firsts, num_sites))
         if broken is not None:
             tokens = tokens.masked_fill(broken, NOT_FINITE)
-        drawn, logprobs = tokens.tolist(), kept.logprobs(tokens)
+        drawn, logprobs = tokens.tolist(), kept.logprobs(tokens) if kept is not None else {}
         results = plain_results(drawn if not asks.drafts else [drawn[i] for i in firsts.tolist()])
         for i, row in rows.items():
             results[i] = row.conclude(drawn, logprobs)

@@ -305,19 +305,20 @@ class Scheduler:
     def _commit_rows(self, rows: Rows, results: Iterable[RowResult]) -> list[Outcome]:
         """Most of them draw one token and go on: the columns take these in at once."""
         columns = self._batch.columns
-        usual = columns.draws_one(rows).tolist()
-        outcomes, slots, tokens = [], [], []
-        sequences = self._batch.at(rows.slots)
-        for i, (sequence, result) in enumerate(zip(sequences, results, strict=True)):
-            if usual[i] and not result.error and result.tokens[0] not in sequence.stop_token_ids:
-                slots.append(sequence.slot)
-                tokens.append(result.tokens[0])
+        outcomes, rest = [], []
+        usual = columns.draws_one(rows)
+        each = zip(usual.tolist(), self._batch.at(rows.slots), results, strict=True)
+        for i, (is_usual, sequence, result) in enumerate(each):
+            stops = sequence.stop_token_ids
+            if is_usual and result.error is None and result.tokens[0] not in stops:
                 outcomes.append(sequence.draw_one(result))
-            elif (outcome := self._commit_row(sequence, rows[i], result)) is not None:
-                outcomes.append(outcome)
-        columns.draw_one(slots, tokens)
-        self._output_tokens += len(slots)
-        return outcomes
+            else:
+                rest.append((i, sequence, result))
+        usual[[i for i, *_ in rest]] = False
+        columns.draw_one(rows.slots[usual], [outcome.tokens[0] for outcome in outcomes])
+        self._output_tokens += len(outcomes)
+        told = (self._commit_row(sequence, rows[i], result) for i, sequence, result in rest)
+        return [*outcomes, *(outcome for outcome in told if outcome is not None)]
 
     def _commit_row(self, sequence: Sequence, row: Row, result: RowResult) -> Outcome | None:
         """None where there is nothing to tell."""

@@ -183,13 +183,13 @@ class Sequence:
 
     def draw_one(self, result: RowResult) -> Outcome:
         """It goes on by one token, behind all of the known ones that are computed now."""
-        drawn, logprobs, *_ = result
+        tokens, logprobs = result.tokens, result.logprobs
         computed = self.num_computed = len(self.tokens)
-        self.tokens += drawn
-        news, self.news = self.news, NO_NEWS
-        offset = computed - self.num_prompt
-        # Named arguments would take twice as long.
-        return Outcome(self.key, offset, drawn, None, None, logprobs, 0, (), computed, news)
+        self.tokens.append(tokens[0])
+        offset, news = computed - self.num_prompt, self.news
+        self.news = NO_NEWS
+        # Most of what a step has to tell is made here, and names would take as long again.
+        return Outcome(self.key, offset, tokens, None, None, logprobs, 0, (), computed, news)
 
     # what is told of it
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
+from tests.perf import report
 from worker.attention.reference import ReferenceAttention
 from worker.config import Speculation
 from worker.engine import Engine
@@ -50,7 +51,9 @@ PROMPT, OUTPUT = 64, 512
 RUNNING = (64, 256, 1024)
 WAITING = (100, 10_000, 1_000_000)
 PARTS = ("schedule", "inputs", "sample", "commit", "load", "deliver")
+_WARM = 20
 _CPU = torch.device("cpu")
+_PROMPT_IDS = [i % VOCAB for i in range(PROMPT)]
 _GREEDY = SamplingParams(temperature=0.0).to_proto()
 
 
@@ -99,9 +102,9 @@ class Bench:
             self.step()
 
     def _take_in(self, lengths: Sequence[int]) -> None:
-        for length in lengths:
-            self._sessions.receive(self._session, _frame(self._arrived, length), now=0.0)
-            self._arrived += 1
+        starts = [_start(epoch, length) for epoch, length in enumerate(lengths, self._arrived)]
+        self._arrived += len(starts)
+        self._sessions.receive(self._session, session_pb2.RouterFrame(starts=starts), now=0.0)
         for sequence in self._inbox.take(timeout_s=0).starts:
             self._engine.add(sequence)
 
@@ -126,29 +129,48 @@ class Bench:
         }
 
 
-def _frame(epoch: int, length: int) -> session_pb2.RouterFrame:
-    tokens = [(epoch * 31 + i * i) % VOCAB for i in range(PROMPT)]
-    start = session_pb2.Start(
+def _start(epoch: int, length: int) -> session_pb2.Start:
+    """Its blocks are no other's: of another salt."""
+    return session_pb2.Start(
         epoch=epoch + 1,
         request_id=f"request-{epoch}",
-        prompt_ids=tokens,
+        prompt_ids=_PROMPT_IDS,
         max_tokens=length,
         sampling=_GREEDY,
         salt=epoch.to_bytes(8, "big"),
     )
-    return session_pb2.RouterFrame(starts=[start])
 
 
 def measure(running: int, waiting: int, steps: int) -> dict[str, float]:
     """Medians in ms by part, and of the plan."""
+    gc.disable()  # it would look at all that wait again and again while they come
     bench = Bench(running, waiting)
-    gc.collect()
     gc.freeze()
-    times = [bench.step() for _ in range(20 + steps)][20:]
+    gc.enable()
+    times = [bench.step() for _ in range(_WARM + steps)][_WARM:]
     gc.unfreeze()
     plans = [each["schedule"] + each["inputs"] for each in times]
     medians = {part: statistics.median(each[part] for each in times) for part in PARTS}
-    return {"plan": 1e3 * statistics.median(plans)} | {k: 1e3 * v for k, v in medians.items()}
+    seconds = {"plan": statistics.median(plans), **medians}
+    return {f"{part}_ms": round(1e3 * value, 4) for part, value in seconds.items()}
+
+
+def ratios(raw: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Those whose figures are there."""
+    plans = {name: figures["plan_ms"] for name, figures in raw.items()}
+    few, many = name(256, 100), name(256, 1_000_000)
+    known = {
+        f"plan_ms_{running}_running": plans[name(running, 100)]
+        for running in (256, 1024)
+        if name(running, 100) in plans
+    }
+    if few in plans and many in plans:
+        known["waiting_1e6_over_1e2"] = round(plans[many] / plans[few], 3)
+    return known
+
+
+def name(running: int, waiting: int) -> str:
+    return f"{running}_running_{waiting}_waiting"
 
 
 def main() -> None:
@@ -159,10 +181,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench/scheduler.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    raw = {}
     for running in options.running:
         for waiting in options.waiting:
-            r = measure(running, waiting, options.steps)
-            print(running, waiting, {k: round(v, 3) for k, v in r.items()}, flush=True)
+            measured = raw[name(running, waiting)] = measure(running, waiting, options.steps)
+            print(name(running, waiting), measured, flush=True)
+    report.write(
+        options.out,
+        packages=["torch", "numpy", "protobuf"],
+        settings={
+            "steps": options.steps,
+            "prompt_tokens": PROMPT,
+            "output_tokens": OUTPUT,
+            "threads": 1,
+        },
+        raw=raw,
+        ratios=ratios(raw),
+    )
 
 
 if __name__ == "__main__":
