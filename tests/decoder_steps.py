@@ -18,7 +18,7 @@ from worker.model.packing import choose_packing
 from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec
 from worker.parallel import Group
-from worker.plan import Row
+from worker.plan import Row, Rows
 from worker.runner import Model
 
 #: (which sequence, how many of its tokens) of each row of a step
@@ -59,10 +59,9 @@ class SteppedModel:
         return [torch.cat(part) for part in parts] if all(parts) else None
 
     def _step(self, rows: list[Row], attention: ReferenceAttention) -> Tensor | None:
-        tokens = [token for row in rows for token in row.tokens]
-        positions = [row.start + i for row in rows for i in range(len(row.tokens))]
+        step = Rows.of(rows)
         hidden = self._model.forward(
-            torch.tensor(tokens), torch.tensor(positions), attention.prepare(rows)
+            torch.from_numpy(step.tokens), torch.from_numpy(step.positions), attention.prepare(step)
         )
         return self._model.logits(hidden)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -103,7 +104,9 @@ def redraw(
     filters; a margin is the distance of the uniform number to the nearest edge between tokens."""
     logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
     edges = warped(logits, params).double().softmax(-1).cumsum(-1)
-    numbers = torch.tensor([[uniform(params.seed, 0, i)] for i in range(len(output))]).double()
+    positions = np.arange(len(output), dtype=np.uint64)
+    points = np.full_like(positions, params.seed), np.zeros_like(positions), positions
+    numbers = torch.from_numpy(uniform(*points))[:, None]
     margins = (edges - numbers).abs().min(-1).values
     tokens = torch.searchsorted(edges, numbers, right=True)[:, 0]
     return Reference(tokens.tolist(), margins.tolist())

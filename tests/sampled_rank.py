@@ -23,7 +23,7 @@ from worker.build import build_runner
 from worker.config import Speculation, WorkerConfig
 from worker.model.spec import ModelSpec
 from worker.parallel import Group, init_group, join_store
-from worker.plan import Admission, Plan, Row, RowResult
+from worker.plan import Admission, Plan, Row, RowResult, Rows
 
 #: Fewer than the sequences of a batch grow into, enough for each alone.
 NUM_BLOCKS = 12
@@ -83,14 +83,14 @@ def steps_by_hand(model: str, group: Group) -> list[list[int] | str]:
         _row(2, PROMPT[:10]),
         _row(3, PROMPT[:5]),
     )
-    first = runner.execute(Plan(1, prefill, tuple(_admissions(group.rank))))
+    first = runner.execute(Plan(1, Rows.of(prefill), tuple(_admissions(group.rank))))
     (drawn,), (even,) = first[0].tokens, first[2].tokens
     decode = (
         _row(0, (drawn, 33, 44), len(PROMPT), num_drafts=2),
         _row(1, PROMPT[25:], 25, scores_prompt=True),
         _row(2, (even, 22, 23, 24), 10, num_drafts=3),
     )
-    second = runner.execute(Plan(2, decode))
+    second = runner.execute(Plan(2, Rows.of(decode)))
     return [_told(result) for result in (*first, *second)]
 
 

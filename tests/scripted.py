@@ -57,7 +57,7 @@ class ScriptedRunner:
         if not result.tokens or row.slot not in self._scripts:
             return result
         num_prompt, script = self._scripts[row.slot]
-        return replace(result, tokens=(script[row.start + len(row.tokens) - num_prompt],))
+        return result._replace(tokens=(script[row.start + len(row.tokens) - num_prompt],))
 
 
 @asynccontextmanager

@@ -12,9 +12,10 @@ from collections.abc import Sequence as Several
 
 from everlift.blockhash import BLOCK_SIZE
 from worker.blocks import BlockPool
+from worker.columns import Columns
 from worker.host_store import HostStore
 from worker.limits import Limits, blocks_for
-from worker.plan import BlockCopy, Plan, Row
+from worker.plan import BlockCopy, Ints, Plan, Row
 from worker.sequence import NO_SLOT, Sequence
 
 
@@ -27,6 +28,7 @@ class Batch:
         self._store = HostStore(limits.num_host_blocks)
         self._pool = BlockPool(limits.num_blocks, self._store)
         self._slots: dict[int, Sequence] = {}
+        self.columns = Columns(limits)
         self._free_slots = list(range(limits.max_num_seqs))
         #: since somebody asked
         self._vacated: set[int] = set()
@@ -39,6 +41,11 @@ class Batch:
 
     def __getitem__(self, slot: int) -> Sequence:
         return self._slots[slot]
+
+    def at(self, slots: Ints) -> list[Sequence]:
+        """Who is in these."""
+        by_slot = self._slots
+        return [by_slot[slot] for slot in slots.tolist()]
 
     @property
     def is_full(self) -> bool:
@@ -57,12 +64,6 @@ class Batch:
     def num_blocks_cached(self) -> int:
         """Free ones that hold a known prefix."""
         return self._pool.num_cached
-
-    @property
-    def num_unfilled(self) -> int:
-        """Places for tokens in used blocks that hold none."""
-        # Blocks with several users are full.
-        return sum(len(s.block_table) * BLOCK_SIZE - s.num_computed for s in self)
 
     # coming and going
 
@@ -86,19 +87,21 @@ class Batch:
         """Gives it the lowest free slot and blocks for its known tokens, the first ones by
         ``hits``."""
         self.give_up(sequence)
-        sequence.block_table = self._pool.claim(hits)
-        self.take_blocks(sequence, sequence.num_known)
-        sequence.num_hits = len(hits)
-        sequence.num_computed = len(hits) * BLOCK_SIZE
         sequence.slot = heapq.heappop(self._free_slots)
         self._slots[sequence.slot] = sequence
         self._vacated.discard(sequence.slot)
+        sequence.num_hits = len(hits)
+        sequence.num_computed = len(hits) * BLOCK_SIZE
+        self.columns.put(sequence)
+        self._extend(sequence, self._pool.claim(hits))
+        self.take_blocks(sequence, sequence.num_known)
 
     def remove(self, sequence: Sequence) -> None:
         """Its slot and its blocks are free at once; full ones stay hashed."""
         self._pool.free(sequence.block_table)
         sequence.block_table = ()
         sequence.num_computed = 0
+        self.columns.clear(sequence.slot)
         del self._slots[sequence.slot]
         heapq.heappush(self._free_slots, sequence.slot)
         self._vacated.add(sequence.slot)
@@ -128,7 +131,11 @@ class Batch:
         """Those that so many tokens need beyond its table; there are enough free ones."""
         count = blocks_for(num_tokens) - len(sequence.block_table)
         if count > 0:
-            sequence.block_table += self._pool.allocate(count)
+            self._extend(sequence, self._pool.allocate(count))
+
+    def _extend(self, sequence: Sequence, blocks: tuple[int, ...]) -> None:
+        sequence.block_table += blocks
+        self.columns.extend(sequence.slot, blocks)
 
     def take_back(self) -> None:
         """Frees the blocks that were taken for drafts alone."""
@@ -136,6 +143,7 @@ class Batch:
             needed = blocks_for(sequence.num_known)
             self._pool.free(sequence.block_table[needed:])
             sequence.block_table = sequence.block_table[:needed]
+            self.columns.cut(sequence.slot, len(sequence.block_table))
 
     def register(self, sequence: Sequence, start: int, end: int) -> None:
         """Its tokens from ``start`` to before ``end`` are computed, or planned to be: from here on
@@ -177,6 +185,7 @@ class Batch:
         """Between steps; ``preempted`` are all that want something. O(blocks). Raises
         AssertionError."""
         self._pool.check_integrity(s.block_table for s in self)
+        self.columns.check_integrity(self)
         self._store.check_integrity(h for s in preempted for h in s.hashes_before())
         assert sorted([*self._free_slots, *self._slots]) == [*range(self._limits.max_num_seqs)]
         for slot, sequence in self._slots.items():

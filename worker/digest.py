@@ -16,15 +16,16 @@ def plan_digest(plan: Plan) -> bytes:
     Of the blocks, those that lie wholly before the row count where it is admitted: later they are
     as an earlier digest had them, and there may be thousands.
     """
-    counts = (plan.step, len(plan.rows), len(plan.saves), len(plan.loads))
+    rows = plan.rows
+    counts = (plan.step, len(rows), len(plan.saves), len(plan.loads))
     digest = hashlib.blake2b(array("Q", counts).tobytes(), digest_size=16)
     for copy in (*plan.saves, *plan.loads):
         digest.update(array("Q", copy).tobytes())
+    columns = (rows.slots, rows.starts, rows.counts, rows.num_drafts, rows.tokens)
+    for column in (*columns, rows.samples, rows.scores_prompt, rows.blocks):
+        digest.update(column.tobytes())
     admitted = {admission.slot for admission in plan.admissions}
-    for row in plan.rows:
-        known_blocks = 0 if row.slot in admitted else row.start // BLOCK_SIZE
-        shape = (row.slot, row.start, row.samples, row.num_drafts, row.scores_prompt)
-        digest.update(array("Q", (*shape, len(row.tokens), len(row.block_table))).tobytes())
-        digest.update(array("I", row.tokens).tobytes())
-        digest.update(array("I", row.block_table[known_blocks:]).tobytes())
+    for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
+        if slot in admitted:
+            digest.update(rows.tables[slot, : start // BLOCK_SIZE].tobytes())
     return digest.digest()

@@ -15,14 +15,16 @@ upwards, so ties at the edge are kept, and no sorting order shows in the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from everlift.sampling import SamplingParams
-from worker.uniform import uniform
+from worker.plan import Ints
+from worker.uniform import U64, uniform
 from worker.upload import upload
 
 #: As in vLLM: below this a temperature would only magnify rounding.
@@ -36,38 +38,65 @@ NOTHING_LEFT = -2
 _CANDIDATES = 256
 
 
-class Draw(NamedTuple):
-    """One token to be drawn: the ``position``-th of the output."""
+class Draws(NamedTuple):
+    """Tokens that are to be drawn, as columns [n]: how, and for whom.
 
-    sampling: SamplingParams
-    choice: int
-    position: int
+    ``filters`` float64 [n, 4] are temperature, top_k, top_p and min_p, inf where top_k or top_p
+    keep all; ``keys`` uint64 [n, 3] are seed, choice, and the token's position in the output.
+    """
+
+    filters: NDArray[np.float64]
+    keys: U64
+
+    def take(self, index: Ints) -> Draws:
+        return Draws(self.filters[index], self.keys[index])
 
 
-def draw(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
+class DrawTable:
+    """How each slot draws."""
+
+    def __init__(self) -> None:
+        self._filters = np.zeros((0, 4))
+        self._keys = np.zeros((0, 2), np.uint64)
+
+    def put(self, slot: int, sampling: SamplingParams, choice: int) -> None:
+        if slot >= len(self._keys):
+            more = ((0, max(slot + 1, 2 * len(self._keys)) - len(self._keys)), (0, 0))
+            self._filters, self._keys = np.pad(self._filters, more), np.pad(self._keys, more)
+        top_p = sampling.top_p if sampling.top_p < 1 else math.inf
+        top_k = sampling.top_k or math.inf
+        self._filters[slot] = sampling.temperature, top_k, top_p, sampling.min_p
+        self._keys[slot] = sampling.seed, choice
+
+    def draws(self, slots: Ints, positions: Ints) -> Draws:
+        """At ``positions`` [n] of the outputs in ``slots`` [n]."""
+        keys = np.column_stack((self._keys[slots], positions.astype(np.uint64)))
+        return Draws(self._filters[slots], keys)
+
+
+def draw(logits: Tensor, draws: Draws) -> Tensor:
     """Token ids int64 [n] for ``logits`` fp32 [n, vocab]; NOT_FINITE or NOTHING_LEFT for a row from
     which none can be drawn."""
     maxima, tokens = logits.max(dim=-1)
-    drawn = [i for i, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
-    if drawn:
+    drawn = np.flatnonzero(draws.filters[:, 0] >= GREEDY_BELOW)
+    if len(drawn):
         index = upload(drawn, logits.device)
-        tokens[index] = _draw(logits[index] - maxima[index, None], [rows[i] for i in drawn])
+        tokens[index] = _draw(logits[index] - maxima[index, None], draws.take(drawn))
     tokens = tokens.where(maxima.isfinite(), NOT_FINITE)
     return tokens.masked_fill_(maxima == -math.inf, NOTHING_LEFT)
 
 
-def _draw(logits: Tensor, rows: Sequence[Draw]) -> Tensor:
+def _draw(logits: Tensor, draws: Draws) -> Tensor:
     """``logits`` have their maximum at 0, so weights are probabilities relative to the largest."""
-    params = [row.sampling for row in rows]
-    weights = (logits / _column(params, lambda p: p.temperature, logits).float()).exp()
-    filtered = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1 or p.min_p]
-    if filtered:
+    temperatures, top_k, top_p, min_p = draws.filters.T
+    weights = (logits / _column(temperatures, logits).float()).exp()
+    filtered = np.flatnonzero(np.isfinite(top_k) | np.isfinite(top_p) | (min_p > 0))
+    if len(filtered):
         index = upload(filtered, logits.device)
         kept = weights[index]
-        least = least_kept(kept, [params[i] for i in filtered])
+        least = least_kept(kept, draws.filters[filtered])
         weights[index] = kept.where(kept >= least, 0)
-    uniforms = [uniform(r.sampling.seed, r.choice, r.position) for r in rows]
-    return _invert(weights, upload(uniforms, logits.device, torch.float64))
+    return _invert(weights, upload(uniform(*draws.keys.T), logits.device, torch.float64))
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -78,8 +107,8 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
 
 
-def least_kept(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The smallest weight [n, 1] that a row's filters keep.
+def least_kept(weights: Tensor, filters: NDArray[np.float64]) -> Tensor:
+    """The smallest weight [n, 1] that each row's ``filters``, as in Draws, keep.
 
     Where the smallest of the candidates is itself cut off, nothing below it matters; the other
     rows are done again with all of their weights.
@@ -87,21 +116,19 @@ def least_kept(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocab = weights.shape[1]
     total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
     top = weights.topk(min(_CANDIDATES, vocab)).values
-    least, is_final = _filter(top, total, params)
+    least, is_final = _filter(top, total, filters)
     open_rows = (~is_final).nonzero()[:, 0]
     if top.shape[1] < vocab and len(open_rows):
         everything = weights[open_rows].sort(descending=True).values
-        rest = [params[i] for i in open_rows.tolist()]
+        rest = filters[open_rows.cpu().numpy()]
         least[open_rows], _ = _filter(everything, total[open_rows], rest)
     return least
 
 
-def _filter(top: Tensor, total: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+def _filter(top: Tensor, total: Tensor, filters: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
     """The smallest kept of the descending weights ``top`` [n, w]; whether it is so among all."""
     width = top.shape[1]
-    top_k = _column(params, lambda p: p.top_k or math.inf, top)
-    top_p = _column(params, lambda p: p.top_p if p.top_p < 1 else math.inf, top)
-    min_p = _column(params, lambda p: p.min_p, top)
+    top_k, top_p, min_p = (_column(column, top) for column in filters.T[1:])
     kth = top.gather(1, top_k.clamp(max=width).long() - 1)
     within_k = (top >= kth) | top_k.isinf()
     mass = torch.where(top_k.isinf(), total, (top * within_k).sum(-1, True, dtype=torch.float64))
@@ -114,8 +141,6 @@ def _filter(top: Tensor, total: Tensor, params: Sequence[SamplingParams]) -> tup
     return top.gather(1, count - 1), is_final[:, 0]
 
 
-def _column(
-    params: Sequence[SamplingParams], value: Callable[[SamplingParams], float], like: Tensor
-) -> Tensor:
-    """One parameter of every row, float64 [n, 1]."""
-    return upload([value(p) for p in params], like.device, torch.float64).unsqueeze(1)
+def _column(values: NDArray[np.float64], like: Tensor) -> Tensor:
+    """``values`` [n] of every row as float64 [n, 1]."""
+    return upload(values, like.device, torch.float64).unsqueeze(1)

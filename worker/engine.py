@@ -17,7 +17,7 @@ from worker.digest import plan_digest
 from worker.limits import Limits
 from worker.load import Load, Occupant
 from worker.outcome import Abort, Outcome
-from worker.plan import Plan, Runner
+from worker.plan import NO_ROWS, Plan, Runner
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 from worker.step_times import STOPPED, Part, StepTimes, Stopwatch
@@ -52,7 +52,7 @@ class Engine:
         self._scheduler = Scheduler(limits)
         self._survivable = survivable
         self._last_failed = False
-        self._plan = Plan(0, ())
+        self._plan = Plan(0, NO_ROWS)
 
     @property
     def has_work(self) -> bool:

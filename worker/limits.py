@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from everlift.blockhash import BLOCK_SIZE
 from worker.config import Speculation, WorkerConfig
-from worker.plan import Runner
+
+if TYPE_CHECKING:
+    from worker.plan import Runner
 
 
 def blocks_for(num_tokens: int) -> int:

@@ -53,8 +53,6 @@ class KeptLogits:
     def logprobs(self, tokens: Tensor) -> dict[int, TokenLogprobs]:
         """By row, for ``tokens`` [n], one for each row of the logits. A row for which there is none
         is marked by a negative number, and means nothing."""
-        if not self._num_top:
-            return {}
         tokens = tokens[self._index].clamp(min=0)
         table = score(self._logits, tokens, max(self._num_top.values())).tolist()
         return {

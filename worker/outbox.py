@@ -22,6 +22,8 @@ class Outbox:
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self.notify = notify
+        self._frame = session_pb2.WorkerFrame()
+        #: those of the frame
         self._progress: dict[SequenceKey, session_pb2.Progress] = {}
         self._accepted: deque[int] = deque(maxlen=_MAX_ACCEPTED)
         self._occupants: tuple[Occupant, ...] = ()
@@ -31,18 +33,22 @@ class Outbox:
 
     def push(self, outcome: Outcome) -> None:
         """Outcomes of one sequence come in the order of their offsets."""
-        progress = self._progress.get(outcome.key)
+        epoch, choice = key = outcome.key
+        progress = self._progress.get(key)
         if progress is None:
-            progress = session_pb2.Progress(
-                epoch=outcome.key.epoch, choice=outcome.key.choice, offset=outcome.offset
+            # All at once: this is most of what a step costs the event loop.
+            self._progress[key] = progress = self._frame.progress.add(
+                epoch=epoch,
+                choice=choice,
+                offset=outcome.offset,
+                token_ids=outcome.tokens,
+                num_computed=outcome.num_computed,
             )
-            self._progress[outcome.key] = progress
-        progress.token_ids.extend(outcome.tokens)
-        progress.logprobs.extend(each.to_proto() for each in outcome.logprobs)
-        if outcome.prompt_logprobs:
-            progress.prompt_offset = progress.prompt_offset or outcome.prompt_offset
-            progress.prompt_logprobs.extend(each.to_proto() for each in outcome.prompt_logprobs)
-        progress.num_computed = outcome.num_computed or progress.num_computed
+        else:
+            progress.token_ids.extend(outcome.tokens)
+            progress.num_computed = outcome.num_computed or progress.num_computed
+        if outcome.logprobs or outcome.prompt_logprobs:
+            _merge_logprobs(progress, outcome)
         if outcome.news is not NO_NEWS:
             _merge(progress, outcome.news)
         if outcome.stop is not None:
@@ -61,7 +67,8 @@ class Outbox:
 
     def drop(self, key: SequenceKey) -> None:
         """Nothing more is to be said of an aborted sequence."""
-        self._progress.pop(key, None)
+        if (progress := self._progress.pop(key, None)) is not None:
+            self._frame.progress.remove(progress)
 
     def cut(self, state: session_pb2.WorkerState) -> session_pb2.WorkerFrame:
         """One frame with ``state`` and everything unsent."""
@@ -69,13 +76,20 @@ class Outbox:
             inference_pb2.RunningSequence(request_id=o.request_id, slot=o.slot)
             for o in self._occupants
         )
-        frame = session_pb2.WorkerFrame(
-            state=state, accepted_epochs=self._accepted, progress=self._progress.values()
-        )
+        frame, self._frame = self._frame, session_pb2.WorkerFrame()
+        frame.state.CopyFrom(state)
+        frame.accepted_epochs.extend(self._accepted)
         self._progress.clear()
         self._accepted.clear()
         self._occupants = ()
         return frame
+
+
+def _merge_logprobs(progress: session_pb2.Progress, outcome: Outcome) -> None:
+    progress.logprobs.extend(each.to_proto() for each in outcome.logprobs)
+    if outcome.prompt_logprobs:
+        progress.prompt_offset = progress.prompt_offset or outcome.prompt_offset
+        progress.prompt_logprobs.extend(each.to_proto() for each in outcome.prompt_logprobs)
 
 
 def _merge(progress: session_pb2.Progress, news: News) -> None:

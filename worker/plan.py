@@ -6,12 +6,22 @@ Plan  ->  saves, loads of KV blocks; admissions to slots; rows to compute
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple, Protocol, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import EverliftError
 from everlift.sampling import SamplingParams, TokenLogprobs
+from worker.limits import blocks_for
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +47,8 @@ class Row:
     """One slot's share of a step: compute ``tokens``, the first of them at position ``start``.
 
     Their KV goes to the blocks of ``block_table`` (block id of position p is ``block_table[p //
-    BLOCK_SIZE]``); everything before ``start`` is in the cache already, or is computed by an
-    earlier row of the same step.
+    BLOCK_SIZE]``), which may go on beyond them; everything before ``start`` is in the cache
+    already, or is computed by an earlier row of the same step.
 
         tokens   |---- known ----|-- drafts --|
                  start                        start + len(tokens)
@@ -63,6 +73,135 @@ class Row:
         return self.start + len(self.tokens) - self.num_drafts
 
 
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a step as columns, since most steps decode: then nothing is made for each row,
+    here or in the runner. Of n rows, whose T tokens lie row after row, each is a Row to whoever
+    iterates; ``starts``, ``counts`` (tokens, at least one) and the other columns [n] are its
+    fields.
+
+    ``tables`` int32 [slots, width] are the block tables by slot: the block of position p of row i
+    is ``tables[slots[i], p // BLOCK_SIZE]``. What lies beyond a row's last token means nothing. It
+    is the scheduler's own array, good until the next step is planned.
+    """
+
+    slots: Ints
+    starts: Ints
+    counts: Ints
+    num_drafts: Ints
+    samples: Flags
+    scores_prompt: Flags
+    #: [T]
+    tokens: Ints
+    tables: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row], tables: NDArray[np.int32] | None = None) -> Self:
+        """With ``tables`` that have theirs, or else with their own: rows of one slot agree about
+        it."""
+        rows = tuple(rows)
+        return cls(
+            slots=_ints([row.slot for row in rows]),
+            starts=_ints([row.start for row in rows]),
+            counts=_ints([len(row.tokens) for row in rows]),
+            num_drafts=_ints([row.num_drafts for row in rows]),
+            samples=np.array([row.samples for row in rows], np.bool_),
+            scores_prompt=np.array([row.scores_prompt for row in rows], np.bool_),
+            tokens=_ints([*chain.from_iterable(row.tokens for row in rows)]),
+            tables=_tables(rows) if tables is None else tables,
+        )
+
+    @classmethod
+    def decoding(cls, slots: Ints, starts: Ints, tokens: Ints, tables: NDArray[np.int32]) -> Self:
+        """Rows of one known token each, after which the next is drawn."""
+        zeros, ones = np.zeros_like(slots), np.ones_like(slots)
+        return cls(slots, starts, ones, zeros, ones > 0, zeros > 0, tokens, tables)
+
+    def then(self, others: Rows) -> Rows:
+        """These, and behind them ``others`` with the same tables."""
+        assert others.tables is self.tables
+        return Rows(
+            slots=np.concatenate((self.slots, others.slots)),
+            starts=np.concatenate((self.starts, others.starts)),
+            counts=np.concatenate((self.counts, others.counts)),
+            num_drafts=np.concatenate((self.num_drafts, others.num_drafts)),
+            samples=np.concatenate((self.samples, others.samples)),
+            scores_prompt=np.concatenate((self.scores_prompt, others.scores_prompt)),
+            tokens=np.concatenate((self.tokens, others.tokens)),
+            tables=self.tables,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def firsts(self) -> Ints:
+        """[n] of each row, the index of its first token among the step's."""
+        return np.cumsum(self.counts) - self.counts
+
+    @cached_property
+    def positions(self) -> Ints:
+        """[T] where each token stands in its sequence."""
+        return np.arange(self.num_tokens) + self.spread(self.starts - self.firsts)
+
+    @cached_property
+    def blocks(self) -> NDArray[np.int32]:
+        """[T] to which block each token's KV goes."""
+        return self.tables[self.spread(self.slots), self.positions // BLOCK_SIZE]
+
+    @cached_property
+    def known_ends(self) -> Ints:
+        """[n] the position after each row's known tokens."""
+        return self.starts + self.counts - self.num_drafts
+
+    def drafts(self, index: int) -> tuple[int, ...]:
+        """Of one row."""
+        end = int(self.firsts[index] + self.counts[index])
+        return tuple(self.tokens[end - int(self.num_drafts[index]) : end].tolist())
+
+    def spread(self, column: Ints) -> Ints:
+        """[T] what ``column`` [n] has for the row of each token."""
+        return column if len(self) == self.num_tokens else np.repeat(column, self.counts)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Row:
+        slot, start, count = (int(c[index]) for c in (self.slots, self.starts, self.counts))
+        first = int(self.firsts[index])
+        return Row(
+            slot=slot,
+            tokens=tuple(self.tokens[first : first + count].tolist()),
+            start=start,
+            block_table=tuple(self.tables[slot, : blocks_for(start + count)].tolist()),
+            samples=bool(self.samples[index]),
+            num_drafts=int(self.num_drafts[index]),
+            scores_prompt=bool(self.scores_prompt[index]),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rows) and [*self] == [*other]
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, np.int64)
+
+
+def _tables(rows: Sequence[Row]) -> NDArray[np.int32]:
+    width = max((len(row.block_table) for row in rows), default=0)
+    tables = np.zeros((max((row.slot + 1 for row in rows), default=0), width), np.int32)
+    for row in rows:
+        tables[row.slot, : len(row.block_table)] = row.block_table
+    return tables
+
+
+NO_ROWS = Rows.of(())
+
+
 class BlockCopy(NamedTuple):
     """Between block ``block`` of the KV cache and place ``place`` of the host's memory."""
 
@@ -78,18 +217,17 @@ class Plan:
     ``saves`` are made before ``loads``, and both before anything is computed."""
 
     step: int
-    rows: tuple[Row, ...]
+    rows: Rows
     admissions: tuple[Admission, ...] = ()
     saves: tuple[BlockCopy, ...] = ()
     loads: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.tokens) for row in self.rows)
+        return self.rows.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What became of a row.
 
     ``tokens`` are drawn: one if the row samples, and one more for each draft that was the token
@@ -102,6 +240,10 @@ class RowResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: EverliftError | None = None
+
+
+#: Of a row that does not sample.
+NOTHING_DRAWN = RowResult()
 
 
 class Runner(Protocol):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +19,9 @@ from worker.host_cache import HostCache
 from worker.kv_cache import KVCache
 from worker.logprobs import read_score, score
 from worker.model.layers import Placement
-from worker.plan import Admission, Plan, Row, RowResult
+from worker.plan import NOTHING_DRAWN, Admission, Ints, Plan, RowResult, Rows
 from worker.sampled_row import NOT_FINITE_CAUSE
-from worker.sampler import Ask, Sampler
+from worker.sampler import Asks, Sampler
 from worker.step_times import STOPPED, Part, Stopwatch
 from worker.upload import upload
 
@@ -146,36 +146,46 @@ class TorchRunner:
 
     def _forward(self, plan: Plan) -> Tensor:
         """Hidden states of all of the step's tokens; their keys and values go to the cache."""
-        tokens = [token for row in plan.rows for token in row.tokens]
-        positions = [p for row in plan.rows for p in range(row.start, row.start + len(row.tokens))]
-        attention = self._attention.prepare(plan.rows)
-        return self._model.forward(self._upload(tokens), self._upload(positions), attention)
+        rows = plan.rows
+        attention = self._attention.prepare(rows)
+        return self._model.forward(
+            self._upload(rows.tokens), self._upload(rows.positions), attention
+        )
 
     # tokens
 
     def _sample(self, plan: Plan, hidden: Tensor) -> list[RowResult]:
         """A result for each row; those that sample are drawn on rank 0, and empty elsewhere."""
-        sites = [site for row, end in _ends(plan) if row.samples for site in _sites(row, end)]
-        logits = self._model.logits(hidden[self._upload(sites)]) if sites else None
+        rows = plan.rows
+        sites = _sites(rows)
+        logits = self._model.logits(hidden[self._upload(sites)]) if len(sites) else None
         if logits is None or self._sampler is None:
-            return [RowResult() for _ in plan.rows]
-        asks = [self._ask(row) for row in plan.rows if row.samples]
-        drawn = iter(self._sampler.sample(logits, asks))
-        return [next(drawn) if row.samples else RowResult() for row in plan.rows]
+            return [NOTHING_DRAWN] * len(rows)
+        drawn = self._sampler.sample(logits, self._asks(rows))
+        if len(drawn) == len(rows):
+            return drawn
+        results = iter(drawn)
+        return [next(results) if samples else NOTHING_DRAWN for samples in rows.samples.tolist()]
 
-    def _ask(self, row: Row) -> Ask:
-        drafts = row.tokens[len(row.tokens) - row.num_drafts :]
-        return Ask(row.slot, row.known_end - self._slots[row.slot].num_prompt, drafts)
+    def _asks(self, rows: Rows) -> Asks:
+        sampling = np.flatnonzero(rows.samples)
+        slots = rows.slots[sampling]
+        num_prompt = np.array([self._slots[slot].num_prompt for slot in slots.tolist()])
+        drafted = np.flatnonzero(rows.num_drafts[sampling])
+        drafts = {i: rows.drafts(sampling[i]) for i in drafted.tolist()}
+        return Asks(slots, rows.known_ends[sampling] - num_prompt, drafts)
 
-    def _agree(self, plan: Plan, results: Sequence[RowResult]) -> list[RowResult]:
+    def _agree(self, plan: Plan, results: list[RowResult]) -> list[RowResult]:
         """Rank 0's ``results``, as far as the other ranks have to know them there."""
-        told = [i for i, row in enumerate(plan.rows) if row.samples or row.scores_prompt]
-        if self._group.size == 1 or not told:
-            return list(results)
-        width = 1 + max(row.num_drafts for row in plan.rows)
+        if self._group.size == 1:
+            return results
+        told = np.flatnonzero(plan.rows.samples | plan.rows.scores_prompt).tolist()
+        if not told:
+            return results
+        width = 1 + int(plan.rows.num_drafts.max())
         lines = self._group.broadcast(self._upload(to_lines([results[i] for i in told], width)))
         if self._group.rank == 0:
-            return list(results)
+            return results
         heard = dict(zip(told, from_lines(lines.tolist()), strict=True))
         return [heard.get(i, result) for i, result in enumerate(results)]
 
@@ -203,15 +213,14 @@ class TorchRunner:
         return score(logits, self._upload([each.token for each in piece]), width)
 
     def _scored(self, plan: Plan) -> Iterator[_Scored]:
-        for i, (row, end) in enumerate(_ends(plan)):
-            if row.scores_prompt:
-                slot = self._slots[row.slot]
-                last = min(row.start + len(row.tokens), slot.num_prompt - 1)
-                tokens = slot.tokens[row.start + 1 : last + 1]
-                for at, token in enumerate(tokens, end - len(row.tokens)):
-                    yield _Scored(i, at, token, slot.sampling.prompt_logprobs or 0)
+        for i in np.flatnonzero(plan.rows.scores_prompt).tolist():
+            row, slot = plan.rows[i], self._slots[plan.rows[i].slot]
+            last = min(row.start + len(row.tokens), slot.num_prompt - 1)
+            tokens = slot.tokens[row.start + 1 : last + 1]
+            for at, token in enumerate(tokens, int(plan.rows.firsts[i])):
+                yield _Scored(i, at, token, slot.sampling.prompt_logprobs or 0)
 
-    def _upload(self, values: Sequence[object]) -> Tensor:
+    def _upload(self, values: Sequence[object] | Ints) -> Tensor:
         return upload(values, self._device)
 
 
@@ -220,19 +229,18 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def _ends(plan: Plan) -> Iterator[tuple[Row, int]]:
-    """Each row, and where it ends among the step's tokens."""
-    return zip(plan.rows, accumulate(len(row.tokens) for row in plan.rows), strict=True)
-
-
-def _sites(row: Row, end: int) -> range:
-    """Which of the step's tokens have the logits to draw from, for a row that ends at ``end``."""
-    return range(end - 1 - row.num_drafts, end)
+def _sites(rows: Rows) -> Ints:
+    """Which of the step's tokens have the logits to draw from: of a row that samples, the last
+    known one and the drafts."""
+    is_last = rows.positions >= rows.spread(rows.known_ends - 1)
+    return np.flatnonzero(is_last & np.repeat(rows.samples, rows.counts))
 
 
 def _with_scores(
-    results: Sequence[RowResult], scores: dict[int, list[TokenLogprobs]]
+    results: list[RowResult], scores: dict[int, list[TokenLogprobs]]
 ) -> list[RowResult]:
+    if not scores:
+        return results
     return [
         _with_prompt_logprobs(result, scores[i]) if i in scores else result
         for i, result in enumerate(results)
@@ -244,4 +252,4 @@ def _with_prompt_logprobs(result: RowResult, scores: Sequence[TokenLogprobs]) ->
         return result
     if any(math.isnan(scored.logprob) for scored in scores):
         return RowResult(error=EngineFailed(NOT_FINITE_CAUSE))
-    return replace(result, prompt_logprobs=tuple(scores))
+    return result._replace(prompt_logprobs=tuple(scores))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everlift.errors import EngineFailed, EverliftError
 from everlift.sampling import SamplingParams, TokenLogprobs
-from worker.draw import NOTHING_LEFT, Draw
+from worker.draw import NOTHING_LEFT
 from worker.plan import RowResult
 from worker.token_mask import TokenMask
 
@@ -24,12 +24,19 @@ class SampledSlot:
 
     number: int
     sampling: SamplingParams
-    choice: int
     stop_token_ids: frozenset[int]
     bias: tuple[Tensor, Tensor] | None
     stop_ids: Tensor | None
     mask: TokenMask | None
     error: EverliftError | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Without drafts nothing is to be done for it but to draw, and nothing told but the
+        token."""
+        edited = self.bias is not None or self.mask is not None or self.stop_ids is not None
+        told = self.sampling.logprobs is not None or self.error is not None
+        return not (edited or told or self.sampling.has_penalties)
 
 
 @dataclass(slots=True)
@@ -63,10 +70,6 @@ class SampledRow:
         edited = slot.bias is not None or slot.mask is not None or slot.sampling.has_penalties
         return edited or bool(self.banned_sites)
 
-    def draws(self) -> Iterator[Draw]:
-        for position, _ in enumerate(self.sites, self.position):
-            yield Draw(self.slot.sampling, self.slot.choice, position)
-
     def fill_mask(self, into: Tensor) -> None:
         """Into ``into`` int32 [sites, words] what its grammar allows."""
         assert self.slot.mask is not None
@@ -99,6 +102,15 @@ class SampledRow:
         if mark == NOTHING_LEFT and in_force:
             return EngineFailed(f"no token is left to draw from by {' and '.join(in_force)}")
         return EngineFailed(NOT_FINITE_CAUSE)
+
+
+def plain_results(drawn: Sequence[int]) -> list[RowResult]:
+    """Of plain slots without drafts, for each of which a token was drawn, or a mark."""
+    results = [*map(RowResult, zip(drawn, strict=True))]
+    if min(drawn) < 0:
+        failed = RowResult(error=EngineFailed(NOT_FINITE_CAUSE))
+        return [failed if result.tokens[0] < 0 else result for result in results]
+    return results
 
 
 def _kept(drawn: Sequence[int], drafts: Sequence[int], stops: frozenset[int]) -> list[int]:

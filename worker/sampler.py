@@ -19,20 +19,21 @@ not drawn itself is dropped, so what remains is what would have been drawn witho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from typing import NamedTuple, cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from everlift.errors import EngineFailed, EverliftError
 from everlift.sampling import SamplingParams
-from worker.draw import NOT_FINITE, draw
+from worker.draw import NOT_FINITE, Draws, DrawTable, draw
 from worker.history import Histories, PenalisedRow
 from worker.logprobs import KeptLogits
-from worker.plan import Admission, RowResult
-from worker.sampled_row import SampledRow, SampledSlot
+from worker.plan import Admission, Ints, RowResult
+from worker.sampled_row import SampledRow, SampledSlot, plain_results
 from worker.token_mask import CompiledGrammar, TokenMask, forbidden, mask_words
 from worker.upload import upload
 
@@ -46,6 +47,29 @@ class Ask(NamedTuple):
     drafts: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """All of a step's, as columns [n]; ``drafts`` has those of the ones that have any, by index."""
+
+    slots: Ints
+    positions: Ints
+    drafts: Mapping[int, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, asks: Sequence[Ask]) -> Self:
+        slots, positions = (np.array([ask[i] for ask in asks], np.int64) for i in (0, 1))
+        drafts = {i: ask.drafts for i, ask in enumerate(asks) if ask.drafts}
+        return cls(slots, positions, drafts)
+
+    @property
+    def num_sites(self) -> Ints:
+        """[n] at how many sites each is drawn."""
+        counts = np.ones_like(self.slots)
+        for i, drafts in self.drafts.items():
+            counts[i] += len(drafts)
+        return counts
+
+
 class Sampler:
     """Draws for all slots of a worker, on the rank that has the logits."""
 
@@ -53,6 +77,9 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._slots: dict[int, SampledSlot] = {}
+        #: those of them for which nothing is done but to draw
+        self._plain: set[int] = set()
+        self._table = DrawTable()
         self._masks: dict[int, TokenMask] = {}
         self._histories = Histories(device)
 
@@ -62,21 +89,24 @@ class Sampler:
         mask, error = _token_mask(admission)
         if mask is not None:
             self._masks[admission.slot] = mask
-        self._slots[admission.slot] = SampledSlot(
+        slot = self._slots[admission.slot] = SampledSlot(
             admission.slot,
             admission.sampling,
-            admission.choice,
             admission.stop_token_ids,
             bias=self._bias(admission.sampling),
             stop_ids=self._stop_ids(admission),
             mask=mask,
             error=error,
         )
+        if slot.is_plain:
+            self._plain.add(admission.slot)
+        self._table.put(admission.slot, admission.sampling, admission.choice)
         self._histories.admit(admission)
 
     def release(self, slot: int) -> None:
         """Nobody is in it. A grammar holds memory elsewhere, until nothing refers to its place."""
         self._slots.pop(slot, None)
+        self._plain.discard(slot)
         self._masks.pop(slot, None)
         self._histories.release(slot)
 
@@ -84,39 +114,57 @@ class Sampler:
         """Those in which drawing would have to wait for a grammar."""
         return frozenset(slot for slot, mask in self._masks.items() if not mask.is_ready())
 
-    def sample(self, logits: Tensor, asks: Sequence[Ask]) -> list[RowResult]:
+    def sample(self, logits: Tensor, asks: Asks) -> list[RowResult]:
         """A result for each ask. ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows for each, one
         ask's behind the other's; they are changed."""
-        rows = self._rows(asks)
-        kept = KeptLogits(logits, _num_top(rows))
-        broken = self._shape(logits, [row for row in rows if row.is_shaped])
-        tokens = draw(logits, [each for row in rows for each in row.draws()])
-        tokens = tokens.masked_fill(broken, NOT_FINITE)
-        drawn, logprobs = tokens.tolist(), kept.logprobs(tokens)
-        results = [row.conclude(drawn, logprobs) for row in rows]
-        self._take_in(rows, results)
+        num_sites = asks.num_sites
+        firsts = np.cumsum(num_sites) - num_sites
+        rows = self._rows(asks, firsts)
+        num_top = _num_top(rows.values())
+        kept = KeptLogits(logits, num_top) if num_top else None
+        broken = self._shape(logits, [row for row in rows.values() if row.is_shaped])
+        tokens = draw(logits, self._draws(asks, firsts, num_sites))
+        if broken is not None:
+            tokens = tokens.masked_fill(broken, NOT_FINITE)
+        drawn, logprobs = tokens.tolist(), kept.logprobs(tokens) if kept is not None else {}
+        results = plain_results(drawn if not asks.drafts else [drawn[i] for i in firsts.tolist()])
+        for i, row in rows.items():
+            results[i] = row.conclude(drawn, logprobs)
+        self._take_in((row, results[i]) for i, row in rows.items())
         return results
 
-    def _rows(self, asks: Sequence[Ask]) -> list[SampledRow]:
-        *firsts, _ = accumulate((1 + len(ask.drafts) for ask in asks), initial=0)
-        slots = [self._slots[ask.slot] for ask in asks]
-        return [
-            SampledRow(slot, ask.position, ask.drafts, first, len(ask.drafts), slot.error)
-            for slot, ask, first in zip(slots, asks, firsts, strict=True)
-        ]
+    def _rows(self, asks: Asks, firsts: Ints) -> dict[int, SampledRow]:
+        """By index, those with drafts, and those whose slot is not plain."""
+        return {
+            i: self._row(slot, int(asks.positions[i]), asks.drafts.get(i, ()), int(firsts[i]))
+            for i, slot in enumerate(asks.slots.tolist())
+            if slot not in self._plain or i in asks.drafts
+        }
+
+    def _row(self, slot: int, position: int, drafts: tuple[int, ...], first: int) -> SampledRow:
+        this = self._slots[slot]
+        return SampledRow(this, position, drafts, first, len(drafts), this.error)
+
+    def _draws(self, asks: Asks, firsts: Ints, num_sites: Ints) -> Draws:
+        if not asks.drafts:
+            return self._table.draws(asks.slots, asks.positions)
+        positions = (asks.positions - firsts).repeat(num_sites) + np.arange(num_sites.sum())
+        return self._table.draws(asks.slots.repeat(num_sites), positions)
 
     # what comes before the temperature
 
-    def _shape(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
-        """Changes the logits of ``rows``. bool [n]: those that were not finite numbers before."""
+    def _shape(self, logits: Tensor, rows: Sequence[SampledRow]) -> Tensor | None:
+        """Changes the logits of ``rows``, if there are any. bool [n]: those that were not finite
+        numbers before."""
+        if not rows:
+            return None
         broken = torch.zeros(len(logits), dtype=torch.bool, device=self._device)
-        if rows:
-            sites = self._upload(_sites(rows))
-            broken[sites] = ~logits[sites].amax(dim=-1).isfinite()
-            self._add_bias(logits, rows)
-            self._apply_masks(logits, [row for row in rows if row.slot.mask is not None])
-            self._ban_stops(logits, rows)
-            self._penalise(logits, [row for row in rows if row.slot.sampling.has_penalties])
+        sites = self._upload(_sites(rows))
+        broken[sites] = ~logits[sites].amax(dim=-1).isfinite()
+        self._add_bias(logits, rows)
+        self._apply_masks(logits, [row for row in rows if row.slot.mask is not None])
+        self._ban_stops(logits, rows)
+        self._penalise(logits, [row for row in rows if row.slot.sampling.has_penalties])
         return broken
 
     def _add_bias(self, logits: Tensor, rows: Iterable[SampledRow]) -> None:
@@ -158,10 +206,10 @@ class Sampler:
             ]
             self._histories.penalise(logits, penalised)
 
-    def _take_in(self, rows: Sequence[SampledRow], results: Sequence[RowResult]) -> None:
+    def _take_in(self, drawn: Iterable[tuple[SampledRow, RowResult]]) -> None:
         self._histories.advance(
             (row.slot.number, result.tokens)
-            for row, result in zip(rows, results, strict=True)
+            for row, result in drawn
             if row.slot.sampling.has_penalties
         )
 

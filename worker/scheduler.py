@@ -14,10 +14,12 @@ A step costs O(running), whatever waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from operator import neg
+
+import numpy as np
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import EngineFailed, EverliftError
@@ -28,7 +30,7 @@ from worker.drafter import MAX_READ, Drafter
 from worker.limits import Limits, blocks_for
 from worker.load import Load, Occupant
 from worker.outcome import Outcome, SequenceKey, Stop
-from worker.plan import Admission, Plan, Row, RowResult
+from worker.plan import Admission, Ints, Plan, Row, RowResult, Rows
 from worker.sequence import NO_SLOT, Sequence
 from worker.share import Share, num_tokens
 from worker.waiting import WaitingLine
@@ -106,14 +108,14 @@ class Scheduler:
         """
         self._step += 1
         self._make_room()
-        running = self._running_shares(held)
-        admitted = self._admitted_shares(self._budget_after(running), now)
-        if held and not running and not admitted:
-            running = self._running_shares(held=())
-        if self._limits.speculation.num_draft_tokens:
-            running = self._with_drafts(running, self._budget_after([*running, *admitted]))
-        rows = tuple(share.row() for share in (*running, *admitted))
-        admissions = self._admissions(running, admitted)
+        decoding, prefills = self._running(held)
+        admitted = self._admitted_shares(self._budget_after(decoding, prefills), now)
+        if held and not len(decoding) and not prefills and not admitted:
+            decoding, prefills = self._running(held=())
+        shares = [*prefills, *admitted]
+        drafts = self._drafts(decoding, self._budget_after(decoding, shares))
+        rows = self._rows(decoding, drafts, shares)
+        admissions = self._admissions(rows, [share.sequence for share in admitted])
         return Plan(self._step, rows, admissions, *self._batch.planned_copies())
 
     def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
@@ -124,9 +126,8 @@ class Scheduler:
         self._counters.slot_steps += len(plan.rows)
         self._counters.blocks_swapped_out += len(plan.saves)
         self._counters.blocks_swapped_in += len(plan.loads)
-        pairs = zip(plan.rows, results, strict=True)
-        outcomes = [self._commit_row(row, result) for row, result in pairs]
-        return [*self._notices(), *(outcome for outcome in outcomes if outcome is not None)]
+        outcomes = self._commit_rows(plan.rows, results)
+        return [*self._notices(), *outcomes]
 
     def fail(self, plan: Plan, error: EverliftError) -> list[Outcome]:
         """Ends every sequence of a plan that could not be executed."""
@@ -157,7 +158,7 @@ class Scheduler:
         always goes on. A single victim leaves less room than it needs to come back in the same
         step.
         """
-        growing = [sequence for sequence in self._batch if sequence.num_blocks_lacking]
+        growing = self._batch.at(self._batch.columns.lacking())
         lacking = sum(sequence.num_blocks_lacking for sequence in growing)
         if lacking > self._batch.num_blocks_free:
             self._batch.take_back()
@@ -193,16 +194,28 @@ class Scheduler:
 
     # shares
 
-    def _running_shares(self, held: Collection[int]) -> list[Share]:
-        """Decodes first, then prefills by arrival."""
-        budget = self._budget.tokens
-        shares = []
-        for sequence in sorted(self._batch, key=lambda s: (s.remaining > 1, s.order)):
-            is_held = sequence.slot in held and sequence.remaining <= budget
-            if budget and not is_held:
+    def _running(self, held: Collection[int]) -> tuple[Ints, list[Share]]:
+        """The slots that decode, one token each, then the shares of those that prefill."""
+        decoding = self._decoding(held)
+        budget = self._budget_after(decoding, ())
+        shares: list[Share] = []
+        for sequence in self._batch.at(self._batch.columns.prefilling()):
+            if not budget:
+                break
+            if sequence.slot not in held or sequence.remaining > budget:
                 shares.append(self._share(sequence, budget))
                 budget -= shares[-1].num_known
-        return shares
+        return decoding, shares
+
+    def _decoding(self, held: Collection[int]) -> Ints:
+        columns = self._batch.columns
+        decoding = columns.decoding()
+        if held:
+            decoding = decoding[~np.isin(decoding, list(held))]
+        decoding = decoding[: self._budget.tokens]
+        for sequence in self._batch.at(columns.filling(decoding)):
+            self._batch.register(sequence, sequence.num_computed, sequence.num_known)
+        return decoding
 
     def _admitted_shares(self, budget: int, now: float) -> list[Share]:
         shares = []
@@ -224,36 +237,43 @@ class Scheduler:
         self._batch.register(sequence, sequence.num_computed, sequence.num_computed + count)
         return Share(sequence, count)
 
-    def _budget_after(self, shares: Iterable[Share]) -> int:
-        return self._budget.tokens - num_tokens(shares)
+    def _budget_after(self, decoding: Ints, shares: Iterable[Share]) -> int:
+        return self._budget.tokens - len(decoding) - num_tokens(shares)
 
-    def _admissions(
-        self, running: Iterable[Share], admitted: Iterable[Share]
-    ) -> tuple[Admission, ...]:
+    def _rows(
+        self, decoding: Ints, drafts: Mapping[int, tuple[int, ...]], shares: Iterable[Share]
+    ) -> Rows:
+        others = [share.row() for share in shares]
+        if drafts:
+            drafted = [this.row(1, drafts[this.slot]) for this in self._batch.at(decoding)]
+            return self._batch.columns.rows(decoding[:0], [*drafted, *others])
+        return self._batch.columns.rows(decoding, others)
+
+    def _admissions(self, rows: Rows, newcomers: Iterable[Sequence]) -> tuple[Admission, ...]:
         """Of all that the runner must be told of. It may have gone halfway with those who were in a
         step that broke off: they are told again."""
-        newcomers = [share.sequence for share in admitted]
         self._newcomers = frozenset(sequence.slot for sequence in newcomers)
-        told = newcomers
+        told = [sequence.slot for sequence in newcomers]
         if self._doubtful:
-            again = [s.sequence for s in running if s.sequence.slot in self._doubtful]
-            told = [*again, *newcomers]
-            self._doubtful.difference_update(sequence.slot for sequence in told)
-        return tuple(sequence.admission() for sequence in told)
+            again = [slot for slot in rows.slots.tolist() if slot in self._doubtful]
+            told = [*(slot for slot in again if slot not in self._newcomers), *told]
+            self._doubtful.difference_update(told)
+        return tuple(self._batch[slot].admission() for slot in told)
 
     # drafts
 
-    def _with_drafts(self, shares: Iterable[Share], budget: int) -> list[Share]:
-        """What is left of the budget goes to drafts for those that decode."""
-        drafted, most_read = [], MAX_READ
-        for share in shares:
-            if share.sequence.remaining == 1:
-                drafter = self._drafter(share.sequence)
-                most_read -= drafter.read(share.sequence.tokens, most_read)
-                share = share._replace(drafts=self._draft(share.sequence, drafter, budget))
-                budget -= len(share.drafts)
-            drafted.append(share)
-        return drafted
+    def _drafts(self, decoding: Ints, budget: int) -> dict[int, tuple[int, ...]]:
+        """By slot. What is left of the budget goes to drafts for those that decode."""
+        drafts: dict[int, tuple[int, ...]] = {}
+        if not self._limits.speculation.num_draft_tokens:
+            return drafts
+        most_read = MAX_READ
+        for sequence in self._batch.at(decoding):
+            drafter = self._drafter(sequence)
+            most_read -= drafter.read(sequence.tokens, most_read)
+            proposed = drafts[sequence.slot] = self._draft(sequence, drafter, budget)
+            budget -= len(proposed)
+        return drafts
 
     def _drafter(self, sequence: Sequence) -> Drafter:
         if sequence.drafter is None:
@@ -282,9 +302,26 @@ class Scheduler:
 
     # results
 
-    def _commit_row(self, row: Row, result: RowResult) -> Outcome | None:
+    def _commit_rows(self, rows: Rows, results: Iterable[RowResult]) -> list[Outcome]:
+        """Most of them draw one token and go on: the columns take these in at once."""
+        columns = self._batch.columns
+        outcomes, rest = [], []
+        usual = columns.draws_one(rows)
+        each = zip(usual.tolist(), self._batch.at(rows.slots), results, strict=True)
+        for i, (is_usual, sequence, result) in enumerate(each):
+            stops = sequence.stop_token_ids
+            if is_usual and result.error is None and result.tokens[0] not in stops:
+                outcomes.append(sequence.draw_one(result))
+            else:
+                rest.append((i, sequence, result))
+        usual[[i for i, *_ in rest]] = False
+        columns.draw_one(rows.slots[usual], [outcome.tokens[0] for outcome in outcomes])
+        self._output_tokens += len(outcomes)
+        told = (self._commit_row(sequence, rows[i], result) for i, sequence, result in rest)
+        return [*outcomes, *(outcome for outcome in told if outcome is not None)]
+
+    def _commit_row(self, sequence: Sequence, row: Row, result: RowResult) -> Outcome | None:
         """None where there is nothing to tell."""
-        sequence = self._batch[row.slot]
         if result.error is not None:
             self._batch.distrust(sequence)
             return self._fail(sequence, result.error)
@@ -298,6 +335,8 @@ class Scheduler:
         num_computed = sequence.most_computed
         if stop is not None:
             self.remove(sequence)
+        else:
+            self._batch.columns.put(sequence)
         if not count and not scores[1] and sequence.news.residence is None:
             return None
         told = result.tokens[:count], stop, error, result.logprobs[:count]
@@ -350,19 +389,18 @@ class Scheduler:
         return [victim.outcome() for victim in victims if victim.is_preempted]
 
     def load(self) -> Load:
-        running = self._batch
-        prefill = sum(s.remaining for s in running if s.remaining > 1)
+        running, columns = self._batch, self._batch.columns
         return Load(
             num_running=len(running),
             num_waiting=len(self._waiting),
             blocks_used=running.num_blocks_used,
             blocks_total=self._limits.num_blocks,
-            pending_prefill_tokens=prefill + self._waiting.num_tokens,
-            committed_tokens=sum(s.num_known for s in running) + self._waiting.num_tokens,
+            pending_prefill_tokens=columns.num_prefilling + self._waiting.num_tokens,
+            committed_tokens=columns.num_known + self._waiting.num_tokens,
             step=self._step,
             output_tokens=self._output_tokens,
             preemptions=self._preemptions,
-            counters=replace(self._counters, unfilled_tokens=running.num_unfilled),
+            counters=replace(self._counters, unfilled_tokens=columns.num_unfilled),
             computed_tokens=self._computed_tokens,
             released_blocks=self._released_blocks,
             blocks_cached=running.num_blocks_cached,

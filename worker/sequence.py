@@ -29,7 +29,7 @@ from everlift.v1 import session_pb2
 from worker.drafter import Drafter
 from worker.limits import Limits, blocks_for
 from worker.outcome import NO_NEWS, News, Outcome, Residence, SequenceKey, Stop
-from worker.plan import Admission, Row
+from worker.plan import Admission, Row, RowResult
 
 #: The slot of a sequence that is not in the batch.
 NO_SLOT = -1
@@ -175,6 +175,21 @@ class Sequence:
         if num_output >= self.max_tokens or len(self.tokens) >= limits.max_model_len:
             return Stop.LENGTH
         return None
+
+    def earliest_end(self, limits: Limits) -> int:
+        """With fewer known tokens nothing but a stop token ends it."""
+        outgrown = limits.num_blocks * BLOCK_SIZE + 1
+        return min(self.num_prompt + self.max_tokens, limits.max_model_len, outgrown)
+
+    def draw_one(self, result: RowResult) -> Outcome:
+        """It goes on by one token, behind all of the known ones that are computed now."""
+        tokens, logprobs = result.tokens, result.logprobs
+        computed = self.num_computed = len(self.tokens)
+        self.tokens.append(tokens[0])
+        offset, news = computed - self.num_prompt, self.news
+        self.news = NO_NEWS
+        # Most of what a step has to tell is made here, and names would take as long again.
+        return Outcome(self.key, offset, tokens, None, None, logprobs, 0, (), computed, news)
 
     # what is told of it
 

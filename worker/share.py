@@ -10,15 +10,14 @@ from worker.sequence import Sequence
 
 
 class Share(NamedTuple):
-    """The sequence's next ``num_known`` known tokens, and drafts behind the last of them."""
+    """The sequence's next ``num_known`` known tokens."""
 
     sequence: Sequence
     num_known: int
-    drafts: tuple[int, ...] = ()
 
     def row(self) -> Row:
-        return self.sequence.row(self.num_known, self.drafts)
+        return self.sequence.row(self.num_known)
 
 
 def num_tokens(shares: Iterable[Share]) -> int:
-    return sum(share.num_known + len(share.drafts) for share in shares)
+    return sum(share.num_known for share in shares)

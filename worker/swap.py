@@ -16,7 +16,7 @@ from worker.host_cache import HostCache
 from worker.kv_cache import KVCache
 from worker.limits import blocks_for
 from worker.parallel import Group
-from worker.plan import BlockCopy, Plan, Row, Runner
+from worker.plan import BlockCopy, Plan, Row, Rows, Runner
 
 log = logs.get(__name__)
 
@@ -89,7 +89,7 @@ def measure(
 
 def _prefill(num_tokens: int) -> Plan:
     table = tuple(range(blocks_for(num_tokens)))
-    return Plan(0, (Row(0, (0,) * num_tokens, 0, table, samples=False),))
+    return Plan(0, Rows.of([Row(0, (0,) * num_tokens, 0, table, samples=False)]))
 
 
 def _seconds(work: Callable[[], object], cache: KVCache) -> float:

@@ -6,17 +6,21 @@ and after preemption or a move to another worker; there is no state to carry alo
 
 from __future__ import annotations
 
-_MASK = (1 << 64) - 1
+import numpy as np
+from numpy.typing import NDArray
+
+U64 = NDArray[np.uint64]
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
-    """In [0, 1) with 53 random bits, for output token ``position`` of choice ``choice``."""
-    return (_mix(_mix(_mix(seed) ^ choice) ^ position) >> 11) * 2.0**-53
+def uniform(seeds: U64, choices: U64, positions: U64) -> NDArray[np.float64]:
+    """In [0, 1) with 53 random bits, [n] for output token ``positions`` of choice ``choices``."""
+    mixed = _mix(_mix(_mix(seeds) ^ choices) ^ positions)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(x: int) -> int:
+def _mix(x: U64) -> U64:
     """SplitMix64's step and finaliser (Steele, Lea, Flood: OOPSLA 2014): a bijection of 64 bits."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _MASK
-    return x ^ x >> 31
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)

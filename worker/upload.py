@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
 def upload(
-    values: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64
+    values: Sequence[Any] | NDArray[Any] | Tensor,
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
 ) -> Tensor:
     """``values`` as a tensor of ``dtype`` on ``device``.
 

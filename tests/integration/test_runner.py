@@ -21,7 +21,7 @@ from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.model.spec import UnsupportedModel
 from worker.parallel import Group
-from worker.plan import Admission, Plan, Row, RowResult
+from worker.plan import Admission, Plan, Row, RowResult, Rows
 from worker.runner import TorchRunner
 
 PROMPT = [9, 77, 140, 33, 8, 210, 6, 91]
@@ -61,21 +61,21 @@ def admitted(*prompts: Sequence[int], sampling: SamplingParams = GREEDY) -> tupl
 
 def whole(config: WorkerConfig, prompt: Sequence[int]) -> RowResult:
     """What a runner that computes nothing else draws after ``prompt``."""
-    (result,) = build(config).execute(Plan(1, (row(prompt),), admitted(prompt)))
+    (result,) = build(config).execute(Plan(1, Rows.of([row(prompt)]), admitted(prompt)))
     return result
 
 
 def test_a_chunk_that_does_not_sample_has_no_token(config: WorkerConfig) -> None:
     runner = build(config)
-    chunk = Plan(1, (row(PROMPT[:5], samples=False),), admitted(PROMPT))
+    chunk = Plan(1, Rows.of([row(PROMPT[:5], samples=False)]), admitted(PROMPT))
     assert runner.execute(chunk) == [RowResult()]
-    assert runner.execute(Plan(2, (row(PROMPT[5:], start=5),))) == [whole(config, PROMPT)]
+    assert runner.execute(Plan(2, Rows.of([row(PROMPT[5:], start=5)]))) == [whole(config, PROMPT)]
 
 
 def test_tokens_stand_with_their_rows(config: WorkerConfig) -> None:
     prompts = ([7], [50, 60], PROMPT, [12, 11])
     rows = [row(prompt, slot=slot, samples=slot != 1) for slot, prompt in enumerate(prompts)]
-    results = build(config).execute(Plan(1, tuple(rows), admitted(*prompts)))
+    results = build(config).execute(Plan(1, Rows.of(rows), admitted(*prompts)))
     expected = [whole(config, prompt) for prompt in prompts]
     expected[1] = RowResult()
     assert results == expected
@@ -96,12 +96,12 @@ def test_logits_that_are_no_numbers_cost_their_own_row_and_spoil_nothing(
     save_file(tensors, path)
     expected = whole(config, PROMPT)
     runner, poisoned = build(config), [POISON] * 30
-    both = Plan(1, (row(poisoned), row(PROMPT, slot=1)), admitted(poisoned, PROMPT))
+    both = Plan(1, Rows.of([row(poisoned), row(PROMPT, slot=1)]), admitted(poisoned, PROMPT))
     failed, result = runner.execute(both)
     assert isinstance(failed.error, EngineFailed)
     assert "not finite" in str(failed.error)
     assert result == expected
-    assert runner.execute(Plan(2, (row(PROMPT),), admitted(PROMPT))) == [expected]
+    assert runner.execute(Plan(2, Rows.of([row(PROMPT)]), admitted(PROMPT))) == [expected]
 
 
 def test_right_drafts_make_several_tokens_in_one_step(config: WorkerConfig) -> None:
@@ -109,12 +109,12 @@ def test_right_drafts_make_several_tokens_in_one_step(config: WorkerConfig) -> N
     wrong = (reference[3] + 1) % SIZES["vocab_size"]
     for drafts, count in [(reference[1:5], 5), ([*reference[1:3], wrong, reference[4]], 3)]:
         runner = build(config)
-        (first,) = runner.execute(Plan(1, (row(PROMPT),), admitted(PROMPT)))
+        (first,) = runner.execute(Plan(1, Rows.of([row(PROMPT)]), admitted(PROMPT)))
         known = [*first.tokens, *drafts]
-        (result,) = runner.execute(Plan(2, (row(known, len(PROMPT), num_drafts=4),)))
+        (result,) = runner.execute(Plan(2, Rows.of([row(known, len(PROMPT), num_drafts=4)])))
         assert [*first.tokens, *result.tokens] == reference[: 1 + count]
         end = len(PROMPT) + count
-        (result,) = runner.execute(Plan(3, (row(reference[count : count + 1], end),)))
+        (result,) = runner.execute(Plan(3, Rows.of([row(reference[count : count + 1], end)])))
         assert result.tokens == tuple(reference[1 + count : 2 + count])
 
 
@@ -129,8 +129,8 @@ def test_log_probabilities_are_those_of_transformers(config: WorkerConfig) -> No
     ]
     rests = [row(p[cut:], cut, i, scores_prompt=True) for i, p in enumerate(prompts) if p[cut:]]
     ends = [row(p, 0, i) for i, p in enumerate(prompts) if not p[cut:]]
-    first = runner.execute(Plan(1, tuple(chunks), admitted(*prompts, sampling=sampling)))
-    second = runner.execute(Plan(2, (*rests, *ends)))
+    first = runner.execute(Plan(1, Rows.of(chunks), admitted(*prompts, sampling=sampling)))
+    second = runner.execute(Plan(2, Rows.of([*rests, *ends])))
     drawn = {r.slot: result for r, result in zip([*rests, *ends], second, strict=True)}
     for slot, prompt in enumerate(prompts):
         logits = model(torch.tensor([prompt])).logits[0].detach()

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -78,7 +79,8 @@ def draw_again(logits: Tensor, job: Job, output: Sequence[int]) -> tuple[int, fl
         best, second = scores.topk(2).values.tolist()
         return int(scores.argmax()), best - second
     edges = warped(scores[None], sampling)[0].double().softmax(-1).cumsum(-1)
-    number = torch.tensor(uniform(sampling.seed, 0, len(output))).double()
+    key = np.array([[sampling.seed], [0], [len(output)]], np.uint64)
+    number = torch.from_numpy(uniform(*key))[0]
     return int(torch.searchsorted(edges, number, right=True)), float((edges - number).abs().min())
 
 

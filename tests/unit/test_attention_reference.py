@@ -12,7 +12,7 @@ from worker.attention.backend import AttentionForm
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache
 from worker.limits import blocks_for
-from worker.plan import Row
+from worker.plan import Row, Rows
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 6, 2, 8, 2
@@ -46,7 +46,7 @@ class Batch:
         self.cache.tensor.fill_(torch.nan)  # what others left behind
         free = iter(torch.randperm(BLOCKS).tolist())
         tables = [[next(free) for _ in range(blocks_for(sum(shape)))] for shape in shapes]
-        self.rows = [row(shape, table) for shape, table in zip(shapes, tables, strict=True)]
+        self.rows = [row(*each, slot) for slot, each in enumerate(zip(shapes, tables, strict=True))]
         lengths = [sum(shape) for shape in shapes]
         self.keys = [torch.randn(n, KV_HEADS, HEAD_DIM).to(dtype) for n in lengths]
         self.values = [torch.randn(n, KV_HEADS, HEAD_DIM).to(dtype) for n in lengths]
@@ -55,13 +55,13 @@ class Batch:
             shapes, tables, self.keys, self.values, strict=True
         ):
             if start:
-                before = ReferenceAttention(self.cache).prepare([row((0, start), table)])
+                before = ReferenceAttention(self.cache).prepare(Rows.of([row((0, start), table)]))
                 before.write(1, keys[:start], values[:start])
 
     def attend(self, chosen: list[int], form: AttentionForm = PLAIN) -> list[Tensor]:
         """Writes and attends one step with the ``chosen`` rows; a tensor for each of them."""
         rows = [self.rows[i] for i in chosen]
-        step = ReferenceAttention(self.cache).prepare(rows)
+        step = ReferenceAttention(self.cache).prepare(Rows.of(rows))
         new = [len(row.tokens) for row in rows]
         keys = torch.cat([self.keys[i][self.rows[i].start :] for i in chosen])
         values = torch.cat([self.values[i][self.rows[i].start :] for i in chosen])
@@ -85,10 +85,9 @@ class Batch:
         return torch.stack(out)
 
 
-def row(shape: tuple[int, int], table: list[int]) -> Row:
+def row(shape: tuple[int, int], table: list[int], slot: int = 0) -> Row:
     start, new = shape
-    tokens = tuple(range(new))
-    return Row(0, tokens, start, tuple(table), True)
+    return Row(slot, tuple(range(new)), start, tuple(table), True)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ def test_a_row_sees_what_an_earlier_row_of_its_step_writes(form: AttentionForm) 
     batch = Batch([(20, 50)])
     (whole,) = batch.rows
     first, second = row((20, 22), [*whole.block_table]), row((42, 28), [*whole.block_table])
-    step = ReferenceAttention(batch.cache).prepare([first, second])
+    step = ReferenceAttention(batch.cache).prepare(Rows.of([first, second]))
     step.write(1, batch.keys[0][20:], batch.values[0][20:])
     out = step.attend(1, batch.queries[0], form)
     torch.testing.assert_close(out.double(), batch.formula(0, form), atol=2e-6, rtol=0)
@@ -155,7 +154,7 @@ def test_blocks_left_of_the_window_are_not_read() -> None:
 
 def test_layers_of_one_step_may_differ_in_their_form() -> None:
     batch = Batch([(40, 1), (30, 20)])
-    step = ReferenceAttention(batch.cache).prepare(batch.rows)
+    step = ReferenceAttention(batch.cache).prepare(Rows.of(batch.rows))
     step.write(
         1,
         *(

@@ -8,24 +8,26 @@ import pytest
 
 from everlift.sampling import SamplingParams
 from worker.digest import plan_digest
-from worker.plan import Admission, BlockCopy, Plan, Row
+from worker.plan import Admission, BlockCopy, Plan, Row, Rows
 
 DECODE = Row(slot=0, tokens=(7,), start=70, block_table=(4, 5, 6), samples=True)
 ADMITTED = Row(slot=1, tokens=(8, 9), start=64, block_table=(4, 5, 9), samples=True)
 ADMISSION = Admission(1, (*range(64), 8, 9), 66, SamplingParams(), frozenset(), 0)
-PLAN = Plan(3, (DECODE, ADMITTED), (ADMISSION,), (BlockCopy(1, 0),), (BlockCopy(9, 2),))
+PLAN = Plan(3, Rows.of([DECODE, ADMITTED]), (ADMISSION,), (BlockCopy(1, 0),), (BlockCopy(9, 2),))
 
 
 def test_equal_plans_have_equal_digests() -> None:
-    assert plan_digest(PLAN) == plan_digest(replace(PLAN, rows=(replace(DECODE), ADMITTED)))
+    assert plan_digest(PLAN) == plan_digest(
+        replace(PLAN, rows=Rows.of([replace(DECODE), ADMITTED]))
+    )
 
 
 @pytest.mark.parametrize(
     "other",
     [
         replace(PLAN, step=4),
-        replace(PLAN, rows=(DECODE,)),
-        replace(PLAN, rows=(ADMITTED, DECODE)),
+        replace(PLAN, rows=Rows.of([DECODE])),
+        replace(PLAN, rows=Rows.of([ADMITTED, DECODE])),
         replace(PLAN, saves=(BlockCopy(1, 1),)),
         replace(PLAN, saves=(), loads=(*PLAN.saves, *PLAN.loads)),
         replace(PLAN, loads=(BlockCopy(8, 2),)),
@@ -46,15 +48,14 @@ def test_another_plan_has_another_digest(other: Plan) -> None:
         replace(DECODE, samples=False),
         replace(DECODE, scores_prompt=True),
         replace(DECODE, block_table=(4, 5, 7)),
-        replace(DECODE, block_table=(4, 5, 6, 7)),
     ],
 )
 def test_another_row_makes_another_digest(other: Row) -> None:
-    assert plan_digest(replace(PLAN, rows=(other, ADMITTED))) != plan_digest(PLAN)
+    assert plan_digest(replace(PLAN, rows=Rows.of([other, ADMITTED]))) != plan_digest(PLAN)
 
 
 def test_a_prefix_counts_once_where_it_is_found() -> None:
-    elsewhere = replace(PLAN, rows=(DECODE, replace(ADMITTED, block_table=(4, 3, 9))))
+    elsewhere = replace(PLAN, rows=Rows.of([DECODE, replace(ADMITTED, block_table=(4, 3, 9))]))
     assert plan_digest(elsewhere) != plan_digest(PLAN)
-    later = replace(PLAN, rows=(replace(DECODE, block_table=(4, 3, 6)), ADMITTED))
+    later = replace(PLAN, rows=Rows.of([replace(DECODE, block_table=(4, 3, 6)), ADMITTED]))
     assert plan_digest(later) == plan_digest(PLAN), "told apart in the step that took block 3"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +14,7 @@ from torch import Tensor
 from everlift.sampling import SamplingParams
 from tests.llama_support import warped
 from worker import draw as draw_module
-from worker.draw import NOT_FINITE, NOTHING_LEFT, Draw, draw, least_kept
+from worker.draw import NOT_FINITE, NOTHING_LEFT, Draws, DrawTable, least_kept
 
 GREEDY = SamplingParams(temperature=0.0)
 #: Wider than the first candidates, so that some filters need the whole row.
@@ -28,8 +31,21 @@ FILTERS = [
 ]
 
 
-def row(params: SamplingParams, position: int = 0, choice: int = 0) -> Draw:
-    return Draw(params, choice, position)
+class Row(NamedTuple):
+    params: SamplingParams
+    position: int = 0
+    choice: int = 0
+
+
+def draws(rows: Sequence[Row]) -> Draws:
+    table = DrawTable()
+    for slot, row in enumerate(rows):
+        table.put(slot, row.params, row.choice)
+    return table.draws(np.arange(len(rows)), np.array([row.position for row in rows]))
+
+
+def draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:
+    return draw_module.draw(scores, draws(rows))
 
 
 def logits(rows: int, vocab: int, seed: int = 3) -> Tensor:
@@ -38,20 +54,20 @@ def logits(rows: int, vocab: int, seed: int = 3) -> Tensor:
 
 def test_greedy_takes_the_first_of_the_largest() -> None:
     scores = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
-    assert draw(scores, [row(GREEDY)] * 2).tolist() == [1, 0]
+    assert draw(scores, [Row(GREEDY)] * 2).tolist() == [1, 0]
     wide = torch.zeros(1, WIDE)
     wide[0, [700, 701, 1100]] = 2.0
-    assert draw(wide, [row(GREEDY)]) == 700
+    assert draw(wide, [Row(GREEDY)]) == 700
 
 
 def test_a_temperature_that_would_only_magnify_rounding_is_greedy() -> None:
     scores = logits(1, WIDE)
-    assert draw(scores, [row(SamplingParams(temperature=1e-30))]) == scores.argmax()
+    assert draw(scores, [Row(SamplingParams(temperature=1e-30))]) == scores.argmax()
 
 
 def test_a_low_temperature_does_not_overflow() -> None:
     scores = logits(1, WIDE) * 1e30
-    assert draw(scores, [row(SamplingParams(temperature=1e-5))]) == scores.argmax()
+    assert draw(scores, [Row(SamplingParams(temperature=1e-5))]) == scores.argmax()
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
@@ -59,7 +75,7 @@ def test_a_low_temperature_does_not_overflow() -> None:
 def test_filters_keep_what_transformers_keeps(params: SamplingParams, vocab: int) -> None:
     scores = logits(20, vocab)
     scaled = (scores - scores.max(-1, keepdim=True).values) / params.temperature
-    kept = scaled.exp() >= least_kept(scaled.exp(), [params] * 20)
+    kept = scaled.exp() >= least_kept(scaled.exp(), draws([Row(params)] * 20).filters)
     assert torch.equal(kept, warped(scores, params).isfinite())
 
 
@@ -67,12 +83,12 @@ def test_filters_keep_what_transformers_keeps(params: SamplingParams, vocab: int
 def test_tokens_are_drawn_from_exactly_the_filtered_distribution(params: SamplingParams) -> None:
     scores = logits(1, 40)
     probabilities = warped(scores, params)[0].double().softmax(-1)
-    draws = 20_000
-    rows = [row(params, position) for position in range(draws)]
-    counts = draw(scores.expand(draws, -1).contiguous(), rows).bincount(minlength=40)
+    count = 20_000
+    rows = [Row(params, position) for position in range(count)]
+    counts = draw(scores.expand(count, -1).contiguous(), rows).bincount(minlength=40)
     possible = probabilities > 0
     assert not counts[~possible].any()
-    expected = probabilities[possible] * draws
+    expected = probabilities[possible] * count
     chi_square = float(((counts[possible] - expected) ** 2 / expected).sum())
     freedom = int(possible.sum()) - 1
     assert chi_square < freedom + 4 * math.sqrt(2 * max(freedom, 1))
@@ -81,7 +97,7 @@ def test_tokens_are_drawn_from_exactly_the_filtered_distribution(params: Samplin
 def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
     params = [GREEDY, *FILTERS] * 3
     scores = logits(len(params), WIDE)
-    rows = [row(p, position, choice=position % 2) for position, p in enumerate(params)]
+    rows = [Row(p, position, choice=position % 2) for position, p in enumerate(params)]
     together = draw(scores, rows).tolist()
     backwards = draw(scores.flip(0), rows[::-1]).tolist()[::-1]
     alone = [int(draw(scores[i : i + 1], rows[i : i + 1])) for i in range(len(rows))]
@@ -91,9 +107,9 @@ def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
 def test_seed_choice_and_position_each_change_what_is_drawn() -> None:
     scores = logits(1, WIDE).expand(64, -1).contiguous() / 4
     rows = {
-        "seed": [row(SamplingParams(seed=i)) for i in range(64)],
-        "choice": [row(SamplingParams(), choice=i) for i in range(64)],
-        "position": [row(SamplingParams(), position=i) for i in range(64)],
+        "seed": [Row(SamplingParams(seed=i)) for i in range(64)],
+        "choice": [Row(SamplingParams(), choice=i) for i in range(64)],
+        "position": [Row(SamplingParams(), position=i) for i in range(64)],
     }
     for name, varied in rows.items():
         assert len(set(draw(scores, varied).tolist())) > 32, name
@@ -105,9 +121,9 @@ def test_seed_choice_and_position_each_change_what_is_drawn() -> None:
 def test_the_ends_of_the_interval_draw_tokens_that_were_kept(
     number: float, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draw_module, "uniform", lambda *_: number)
+    monkeypatch.setattr(draw_module, "uniform", lambda *_: np.array([number]))
     scores = torch.tensor([[-60.0, 3.0, 2.9, 3.0, -60.0]])
-    assert draw(scores, [row(SamplingParams(top_k=3))]) == token
+    assert draw(scores, [Row(SamplingParams(top_k=3))]) == token
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
@@ -116,17 +132,17 @@ def test_logits_that_are_no_numbers_cost_only_their_own_row(
     broken: float, params: SamplingParams
 ) -> None:
     scores = logits(3, 40)
-    whole = draw(scores, [row(params)] * 3).tolist()
+    whole = draw(scores, [Row(params)] * 3).tolist()
     scores[1, 7] = broken
-    assert draw(scores, [row(params)] * 3).tolist() == [whole[0], NOT_FINITE, whole[2]]
+    assert draw(scores, [Row(params)] * 3).tolist() == [whole[0], NOT_FINITE, whole[2]]
 
 
 @pytest.mark.parametrize("params", [GREEDY, *FILTERS], ids=str)
 def test_a_row_in_which_everything_is_ruled_out_says_so(params: SamplingParams) -> None:
     scores = logits(3, 400)
-    whole = draw(scores, [row(params)] * 3).tolist()
+    whole = draw(scores, [Row(params)] * 3).tolist()
     scores[1] = -math.inf
-    assert draw(scores, [row(params)] * 3).tolist() == [whole[0], NOTHING_LEFT, whole[2]]
+    assert draw(scores, [Row(params)] * 3).tolist() == [whole[0], NOTHING_LEFT, whole[2]]
 
 
 @pytest.mark.parametrize("params", FILTERS, ids=str)
@@ -134,7 +150,7 @@ def test_what_was_ruled_out_is_never_drawn(params: SamplingParams) -> None:
     scores = logits(1, WIDE).expand(300, -1).contiguous()
     allowed = [3, 500, 1100]
     scores[:, [i for i in range(WIDE) if i not in allowed]] = -math.inf
-    assert {*draw(scores, [row(params, i) for i in range(300)]).tolist()} <= {*allowed}
+    assert {*draw(scores, [Row(params, i) for i in range(300)]).tolist()} <= {*allowed}
 
 
 def test_few_allowed_tokens_need_no_sorting_of_the_whole_row(
@@ -143,4 +159,4 @@ def test_few_allowed_tokens_need_no_sorting_of_the_whole_row(
     scores = logits(1, WIDE)
     scores[:, 3:] = -math.inf
     monkeypatch.setattr(Tensor, "sort", None)
-    assert draw(scores, [row(SamplingParams(top_k=50))]) < 3
+    assert draw(scores, [Row(SamplingParams(top_k=50))]) < 3

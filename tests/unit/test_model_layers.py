@@ -23,7 +23,7 @@ from worker.model.onednn import OneDnnPacking
 from worker.model.sharing import tail_padded
 from worker.model.spec import ModelSpec
 from worker.parallel import Group
-from worker.plan import Row
+from worker.plan import Row, Rows
 
 CPU = torch.device("cpu")
 
@@ -130,7 +130,7 @@ def test_embeddings_are_multiplied_by_what_the_dtype_knows_of_the_factor() -> No
         embedding.into.copy_(theirs.weight.normal_())
     ids = torch.arange(10)
     row = Row(0, tuple(ids.tolist()), 0, (0,), True)
-    unused = ReferenceAttention(KVCache(1, 1, 1, 8, torch.bfloat16, CPU)).prepare([row])
+    unused = ReferenceAttention(KVCache(1, 1, 1, 8, torch.bfloat16, CPU)).prepare(Rows.of([row]))
     assert torch.equal(decoder.forward(ids, ids, unused), theirs(ids))
 
 

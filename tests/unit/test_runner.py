@@ -24,7 +24,7 @@ from worker.agreement import FAILED, NO_TOKEN
 from worker.kv_cache import KVCache
 from worker.model.layers import Placement
 from worker.parallel import Group
-from worker.plan import Admission, BlockCopy, Plan, Row, RowResult
+from worker.plan import Admission, BlockCopy, Plan, Row, RowResult, Rows
 from worker.runner import TorchRunner
 
 VOCAB = 50
@@ -57,7 +57,7 @@ class TableModel:
 
 
 class NoAttention:
-    def prepare(self, rows: Sequence[Row]) -> Any:
+    def prepare(self, rows: Rows) -> Any:
         return None
 
 
@@ -110,7 +110,7 @@ def row(slot: int, tokens: Sequence[int], start: int = 0, samples: bool = True, 
 
 
 def plan(*rows: Row, admissions: Iterable[Admission] = (), **more: Any) -> Plan:
-    return Plan(1, rows, tuple(admissions), **more)
+    return Plan(1, Rows.of(rows), tuple(admissions), **more)
 
 
 def test_blocks_are_saved_then_loaded_before_anything_is_computed() -> None:
@@ -139,13 +139,13 @@ class Greedy(TableModel):
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")])
 def test_too_little_memory_for_a_step_is_told_as_such(error: RuntimeError | None) -> None:
     """On a CPU, where torch says it by its words alone, and on a GPU."""
-    plan = Plan(1, (row(0, PROMPT),), (admission(GREEDY),))
+    plan = Plan(1, Rows.of([row(0, PROMPT)]), (admission(GREEDY),))
     with pytest.raises(MemoryError, match="memory"):
         build(Greedy(error)).execute(plan)
 
 
 def test_another_error_of_a_step_is_none_of_memory() -> None:
-    plan = Plan(1, (row(0, PROMPT),), (admission(GREEDY),))
+    plan = Plan(1, Rows.of([row(0, PROMPT)]), (admission(GREEDY),))
     with pytest.raises(RuntimeError, match="kernel"):
         build(Greedy(RuntimeError("no kernel"))).execute(plan)
 
@@ -154,7 +154,9 @@ def test_who_has_left_is_forgotten() -> None:
     grammar = FakeGrammar(lambda output: (1, 2))
     params = SamplingParams(grammar=Grammar(GrammarKind.REGEX, (".*",)))
     runner = build()
-    runner.execute(Plan(1, (row(0, PROMPT),), (admission(params, stops=(3,), grammar=grammar),)))
+    runner.execute(
+        Plan(1, Rows.of([row(0, PROMPT)]), (admission(params, stops=(3,), grammar=grammar),))
+    )
     assert len(grammar.matchers) == 1
     runner.release([0, 5])
     assert len(grammar.matchers) == 0

@@ -21,7 +21,7 @@ from tests.llama_support import warped
 from tests.sampling_oracle import is_close, own_logprobs, shaped
 from tests.sampling_support import FakeGrammar, FakeMatcher, admission
 from worker.plan import Admission, RowResult
-from worker.sampler import Ask, Sampler
+from worker.sampler import Ask, Asks, Sampler
 
 CPU = torch.device("cpu")
 #: Two words of a mask, the second not full.
@@ -88,7 +88,7 @@ def test_logits_become_those_of_transformers(feature: str, temperature: float) -
     scores = logits(1)
     expected = shaped(scores[0], this, allowed)
     assert not torch.equal(expected, scores[0])
-    (result,) = sampler(this).sample(scores, [Ask(0, len(OUTPUT))])
+    (result,) = sampler(this).sample(scores, Asks.of([Ask(0, len(OUTPUT))]))
     torch.testing.assert_close(scores[0], expected)
     if not temperature:
         assert result.tokens == (int(expected.argmax()),)
@@ -104,7 +104,7 @@ def test_what_was_drawn_counts_like_what_was_there_from_the_start(feature: str) 
         scores = logits(1, seed=position)
         known = replace(this, tokens=(*PROMPT, *output))
         expected = shaped(scores[0], known, allowed)
-        (result,) = drawing.sample(scores, [Ask(0, position)])
+        (result,) = drawing.sample(scores, Asks.of([Ask(0, position)]))
         torch.testing.assert_close(scores[0], expected)
         output += result.tokens
 
@@ -113,7 +113,7 @@ def test_a_grammar_is_let_go_of_when_its_slot_is_left() -> None:
     stopping, refusing = FakeGrammar(lambda output: STOPS), FakeGrammar(lambda output: ())
     for grammar in (stopping, refusing):
         drawing = sampler(admission(SamplingParams(grammar=GRAMMAR), stops=STOPS, grammar=grammar))
-        drawing.sample(logits(1), [Ask(0, 0)])
+        drawing.sample(logits(1), Asks.of([Ask(0, 0)]))
         assert len(grammar.matchers) == 1
         drawing.release(0)
         assert len(grammar.matchers) == 0
@@ -133,18 +133,18 @@ def test_a_slot_is_unready_while_its_grammar_is_and_until_it_is_left() -> None:
 def test_a_new_sequence_of_a_slot_has_nothing_of_the_last_one() -> None:
     first, _ = admit(params(FEATURES["all"]), output=OUTPUT)
     drawing = sampler(first)
-    drawing.sample(logits(1), [Ask(0, len(OUTPUT))])
+    drawing.sample(logits(1), Asks.of([Ask(0, len(OUTPUT))]))
     for feature in FEATURES.values():
         this, allowed = admit(params(feature), prompt=(1, 2), output=(4, 4))
         drawing.admit(this)
         scores = logits(1)
         expected = shaped(scores[0], this, allowed)
-        drawing.sample(scores, [Ask(0, 2)])
+        drawing.sample(scores, Asks.of([Ask(0, 2)]))
         torch.testing.assert_close(scores[0], expected)
     plain, _ = admit(SamplingParams())
     drawing.admit(plain)
     scores = logits(1)
-    drawing.sample(scores, [Ask(0, 0)])
+    drawing.sample(scores, Asks.of([Ask(0, 0)]))
     assert torch.equal(scores, logits(1))
 
 
@@ -159,14 +159,14 @@ def test_histories_of_many_slots_and_lengths_stay_apart() -> None:
         drawing.admit(this)
         expected.append((slot, len(tokens) - cut, shaped(scores[slot], this)))
     expected.sort(key=lambda each: each[0])
-    drawing.sample(scores, [Ask(slot, position) for slot, position, _ in expected])
+    drawing.sample(scores, Asks.of([Ask(slot, position) for slot, position, _ in expected]))
     torch.testing.assert_close(scores, torch.stack([each for *_, each in expected]))
 
 
 def test_tokens_that_the_model_does_not_have_change_nothing() -> None:
     sampling = SamplingParams(logit_bias=((VOCAB, 5.0), (10**6, 5.0)), min_tokens=3)
     scores = logits(1)
-    (result,) = sampler(admission(sampling, stops=[VOCAB + 7])).sample(scores, [Ask(0, 0)])
+    (result,) = sampler(admission(sampling, stops=[VOCAB + 7])).sample(scores, Asks.of([Ask(0, 0)]))
     assert torch.equal(scores, logits(1))
     assert result.error is None
 
@@ -174,7 +174,7 @@ def test_tokens_that_the_model_does_not_have_change_nothing() -> None:
 def test_a_stop_token_is_held_back_beside_one_that_the_model_does_not_have() -> None:
     scores = logits(1)
     this = admission(SamplingParams(min_tokens=3), stops=[5, VOCAB + 7])
-    sampler(this).sample(scores, [Ask(0, 0)])
+    sampler(this).sample(scores, Asks.of([Ask(0, 0)]))
     assert scores.isneginf().nonzero().tolist() == [[0, 5]]
 
 
@@ -189,7 +189,7 @@ def test_tokens_are_drawn_from_exactly_the_shaped_distribution(
     probabilities = warped(shaped(logits(1)[0], this)[None], sampling)[0].double().softmax(-1)
     draws = 8000
     scores = logits(1).expand(draws, -1).contiguous()
-    results = sampler(this).sample(scores, [Ask(0, i) for i in range(draws)])
+    results = sampler(this).sample(scores, Asks.of([Ask(0, i) for i in range(draws)]))
     counts = torch.tensor([result.tokens[0] for result in results]).bincount(minlength=VOCAB)
     possible = probabilities > 0
     assert not counts[~possible].any()
@@ -227,8 +227,14 @@ def rows_of(batch: Iterable[tuple[Admission, Ask]]) -> Tensor:
     return torch.cat([logits(4, seed=ask.slot)[: 1 + len(ask.drafts)] for _, ask in batch])
 
 
+def asks_of(batch: Iterable[tuple[Admission, Ask]]) -> Asks:
+    return Asks.of([ask for _, ask in batch])
+
+
 def sampled(batch: Sequence[tuple[Admission, Ask]]) -> dict[int, RowResult]:
-    results = sampler(*(this for this, _ in batch)).sample(rows_of(batch), [a for _, a in batch])
+    results = sampler(*(this for this, _ in batch)).sample(
+        rows_of(batch), Asks.of([ask for _, ask in batch])
+    )
     return {ask.slot: result for (_, ask), result in zip(batch, results, strict=True)}
 
 
@@ -249,7 +255,9 @@ def test_logits_that_are_no_numbers_cost_only_their_own_row(broken: float) -> No
         scores = rows_of(batch)
         first = sum(1 + len(ask.drafts) for _, ask in batch[:victim])
         scores[first, VOCAB - 1] = broken  # a token that some masks rule out
-        results = sampler(*(this for this, _ in batch)).sample(scores, [ask for _, ask in batch])
+        results = sampler(*(this for this, _ in batch)).sample(
+            scores, Asks.of([ask for _, ask in batch])
+        )
         for slot, result in enumerate(results):
             if slot == victim:
                 assert isinstance(result.error, EngineFailed)
@@ -278,7 +286,7 @@ def calls(rows: int, **fields: Any) -> list[str]:
     ]
     drawing, scores = sampler(*(this for this, _ in batch)), rows_of(batch)
     with Counted() as counted:
-        drawing.sample(scores, [ask for _, ask in batch])
+        drawing.sample(scores, asks_of(batch))
     return counted.calls
 
 
@@ -338,7 +346,7 @@ class Generation:
             [LANGUAGE[seen[i - 2], seen[i - 1]] for i in range(len(self.tokens), len(seen) + 1)]
         )
         ask = Ask(0, len(self.tokens) - len(self.prompt), drafts)
-        (result,) = drawing.sample(scores, [ask])
+        (result,) = drawing.sample(scores, Asks.of([ask]))
         assert result.error is None
         self.tokens += result.tokens
         self.logprobs += result.logprobs
@@ -400,14 +408,14 @@ def test_drafts_that_a_grammar_does_not_count_as_allowed_are_not_taken() -> None
     scores = torch.zeros(4, VOCAB)
     scores[[0, 1, 2, 3], [8, 9, 10, 11]] = 1.0
     drawing = sampler(admission(sampling, grammar=grammar))
-    assert drawing.sample(scores, [Ask(0, 0, (8, 9, 10))]) == [RowResult((8, 9))]
+    assert drawing.sample(scores, Asks.of([Ask(0, 0, (8, 9, 10))])) == [RowResult((8, 9))]
 
 
 def test_nothing_is_drawn_behind_a_stop_token() -> None:
     this = admission(params({}, temperature=0.0), stops=STOPS)
     scores = torch.zeros(3, VOCAB)
     scores[[0, 1, 2], [8, 5, 9]] = 1.0
-    (result,) = sampler(this).sample(scores, [Ask(0, 0, (8, 5))])
+    (result,) = sampler(this).sample(scores, Asks.of([Ask(0, 0, (8, 5))]))
     assert result.tokens == (8, 5)
 
 
@@ -417,8 +425,8 @@ def test_a_site_without_numbers_behind_a_right_draft_is_left_to_the_next_step() 
     scores = torch.zeros(3, VOCAB)
     scores[[0, 1], [8, 7]] = 1.0
     scores[2] = math.nan
-    assert drawing.sample(scores, [Ask(0, 0, (8, 7))]) == [RowResult((8, 7))]
-    (result,) = drawing.sample(torch.full((1, VOCAB), math.nan), [Ask(0, 2)])
+    assert drawing.sample(scores, Asks.of([Ask(0, 0, (8, 7))])) == [RowResult((8, 7))]
+    (result,) = drawing.sample(torch.full((1, VOCAB), math.nan), Asks.of([Ask(0, 2)]))
     assert isinstance(result.error, EngineFailed)
 
 
@@ -430,7 +438,7 @@ def test_log_probabilities_are_the_models_own_whatever_is_asked_for() -> None:
         for num_top in (0, 1, 5, 20):
             sampling = params(feature, temperature=0.8, seed=slot, logprobs=num_top)
             this, _ = admit(sampling, output=OUTPUT)
-            (result,) = sampler(this).sample(logits(1), [Ask(0, len(OUTPUT))])
+            (result,) = sampler(this).sample(logits(1), Asks.of([Ask(0, len(OUTPUT))]))
             expected = own_logprobs(logits(1)[0], result.tokens[0], num_top)
             assert len(expected.top) == num_top
             assert is_close(result.logprobs, [expected])
@@ -439,7 +447,7 @@ def test_log_probabilities_are_the_models_own_whatever_is_asked_for() -> None:
 def test_a_vocabulary_of_fewer_tokens_than_alternatives_tells_all() -> None:
     drawing = Sampler(8, CPU)
     drawing.admit(admission(SamplingParams(logprobs=20)))
-    (result,) = drawing.sample(logits(1)[:, :8], [Ask(0, 0)])
+    (result,) = drawing.sample(logits(1)[:, :8], Asks.of([Ask(0, 0)]))
     assert is_close(result.logprobs, [own_logprobs(logits(1)[0, :8], result.tokens[0], 20)])
 
 
@@ -447,7 +455,7 @@ def test_rank_one_is_shared_by_equals() -> None:
     scores = torch.tensor([[2.0, 1.0, 2.0]])
     drawing = Sampler(3, CPU)
     drawing.admit(admission(SamplingParams(temperature=0.0, logprobs=0, logit_bias=((2, 1.0),))))
-    (result,) = drawing.sample(scores, [Ask(0, 0)])
+    (result,) = drawing.sample(scores, Asks.of([Ask(0, 0)]))
     assert (result.tokens, result.logprobs[0].rank) == ((2,), 1)
 
 
@@ -460,7 +468,7 @@ def failure(this: Admission, drafts: tuple[int, ...] = ()) -> str:
     neighbour = admission(GREEDY, slot=1)
     scores = logits(2 + len(ask.drafts))
     best = int(scores[-1].argmax())
-    result, other = sampler(this, neighbour).sample(scores, [ask, Ask(1, 0)])
+    result, other = sampler(this, neighbour).sample(scores, Asks.of([ask, Ask(1, 0)]))
     assert other == RowResult((best,))
     assert not result.tokens and not result.logprobs
     return str(result.error)
@@ -472,7 +480,7 @@ def test_a_row_to_which_nothing_is_left_fails_with_the_cause() -> None:
     this = admission(sampling, stops=STOPS, grammar=only_stops)
     assert failure(this) == "no token is left to draw from by the grammar and min_tokens"
     later = replace(this, tokens=(1, 2))
-    (result,) = sampler(later).sample(logits(1), [Ask(0, 1)])
+    (result,) = sampler(later).sample(logits(1), Asks.of([Ask(0, 1)]))
     assert result.tokens[0] in STOPS
     nothing = FakeGrammar(lambda output: ())
     assert failure(replace(later, grammar=nothing)) == (

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
-from worker.uniform import uniform
+from worker import uniform as uniform_module
 
 BINS = 64
 DRAWS = 16_000
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    (number,) = uniforms(seed, choice, [position])
+    return number
+
+
+def uniforms(*points: int | Sequence[int]) -> list[float]:
+    """Of the ``points`` seed, choice and position, where any may be many."""
+    columns = np.broadcast_arrays(*(np.array(point, np.uint64) for point in points))
+    return uniform_module.uniform(*columns).tolist()
 
 
 def test_the_numbers_never_change_for_a_running_request_may_meet_another_version() -> None:
@@ -20,14 +33,14 @@ def test_the_numbers_never_change_for_a_running_request_may_meet_another_version
 
 @pytest.mark.parametrize("varied", ["seed", "choice", "position"])
 def test_consecutive_counters_give_evenly_spread_numbers(varied: str) -> None:
-    point = {"seed": 1, "choice": 0, "position": 0}
-    values = [uniform(**(point | {varied: i})) for i in range(DRAWS)]
+    point: dict[str, int | Sequence[int]] = {"seed": 1, "choice": 0, "position": 0}
+    values = uniforms(*(point | {varied: range(DRAWS)}).values())
     assert all(0 <= value < 1 for value in values)
     assert chi_square(Counter(int(value * BINS) for value in values), BINS) < 115  # p = 0.0001
 
 
 def test_neighbours_are_not_correlated() -> None:
-    values = [uniform(5, 0, i) for i in range(DRAWS)]
+    values = uniforms(5, 0, range(DRAWS))
     pairs = Counter(
         (int(a * 8), int(b * 8)) for a, b in zip(values[::2], values[1::2], strict=True)
     )

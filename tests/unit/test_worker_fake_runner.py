@@ -11,7 +11,7 @@ from everlift.sampling import SamplingParams, TokenLogprobs
 from tests.worker_support import GREEDY, prompt
 from worker.config import FakeModel
 from worker.fake_runner import FakeRunner, expected_logprobs, expected_tokens
-from worker.plan import Admission, BlockCopy, Plan, Row, RowResult
+from worker.plan import NO_ROWS, Admission, BlockCopy, Plan, Row, RowResult, Rows
 
 MODEL = FakeModel()
 SAMPLED = SamplingParams(temperature=0.5, seed=1)
@@ -28,7 +28,7 @@ def runner(
     this = FakeRunner(4, model, num_host_blocks=2)
     tokens = tuple(prompt(num_prompt))
     admission = Admission(0, tokens, num_prompt, sampling, stop_token_ids, choice)
-    this.execute(Plan(1, (), (admission,)))
+    this.execute(Plan(1, NO_ROWS, (admission,)))
     return this
 
 
@@ -40,7 +40,7 @@ def row(
 
 
 def compute(this: FakeRunner, *rows: Row, **fields: tuple[BlockCopy, ...]) -> list[RowResult]:
-    return this.execute(Plan(1, rows, **fields))  # type: ignore[arg-type]
+    return this.execute(Plan(1, Rows.of(rows), **fields))  # type: ignore[arg-type]
 
 
 def draw(this: FakeRunner, *rows: Row) -> list[int]:
@@ -210,7 +210,7 @@ def after_four(num_prompt: int, grammar: object = None, penalty: float = 0.0) ->
     tokens = (1, 2, 3, 4)
     admission = Admission(0, tokens, num_prompt, sampling, frozenset(), 0, grammar)
     row = Row(slot=0, tokens=tokens, start=0, block_table=(0,), samples=True)
-    [result] = FakeRunner(1, MODEL).execute(Plan(1, (row,), (admission,)))
+    [result] = FakeRunner(1, MODEL).execute(Plan(1, Rows.of([row]), (admission,)))
     [token] = result.tokens
     return token
 

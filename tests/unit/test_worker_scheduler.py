@@ -12,14 +12,14 @@ from tests.worker_support import limits, prompt, sequence
 from worker.counters import Counters
 from worker.load import Load, Occupant
 from worker.outcome import News, Outcome, SequenceKey, Stop
-from worker.plan import Plan, RowResult
+from worker.plan import NO_ROWS, Plan, RowResult
 from worker.sequence import NO_SLOT, Sequence
 
 
 def test_an_empty_scheduler_plans_nothing() -> None:
     bench = Bench(limits())
-    assert bench.plan() == Plan(1, ())
-    assert bench.plan() == Plan(2, ())
+    assert bench.plan() == Plan(1, NO_ROWS)
+    assert bench.plan() == Plan(2, NO_ROWS)
 
 
 def test_a_prompt_is_computed_in_chunks_and_then_token_by_token() -> None:

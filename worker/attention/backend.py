@@ -6,13 +6,12 @@ tensors that all layers of the step share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from worker.plan import Row
+from worker.plan import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +46,8 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    def prepare(self, rows: Sequence[Row]) -> StepAttention:
-        """One step over ``rows``. Nothing of a block's earlier owners shows in its results, be it
+    def prepare(self, rows: Rows) -> StepAttention:
+        """One step over ``rows``, of which there may be a thousand: a loop over them would take
+        longer than planning them. Nothing of a block's earlier owners shows in its results, be it
         NaN: a block changes hands where a row writes its first position."""
         ...

@@ -8,11 +8,10 @@ on the row alone, so does its result: in any batch the same, bit for bit (on a C
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,8 +19,8 @@ from torch.nn import functional
 from everlift.blockhash import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
 from worker.kv_cache import KVCache
-from worker.limits import blocks_for
-from worker.plan import Row
+from worker.plan import Ints, Rows
+from worker.upload import upload
 
 #: Gathered in one go; copies so large that the allocator maps new pages were 2.5 times slower.
 _MAX_GATHERED_BYTES = 8 << 20
@@ -31,40 +30,6 @@ _FEW = 16
 #: for each row of queries. Where such a part is no multiple of 16 bytes, MKL may compute other last
 #: bits in one thread than in another (on a Zen 4 it does), and so in one batch than in another.
 _ALIGNED_ROWS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """A row, the index of its first token among the step's tokens, and what the token sees."""
-
-    row: Row
-    first: int
-    window: int | None
-
-    @property
-    def first_block(self) -> int:
-        """The first block of which the row sees any token."""
-        if self.window is None:
-            return 0
-        return max(0, self.row.start - self.window + 1) // BLOCK_SIZE
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """New tokens, and blocks to attend to."""
-        new, blocks = len(self.row.tokens), len(self._table)
-        return new, blocks if new > _FEW else 1 << (blocks - 1).bit_length()
-
-    @property
-    def padded_table(self) -> list[int]:
-        """The blocks that it sees, filled up to its shape; what fills it is masked out, but read,
-        so it is its own: the others' may hold NaN."""
-        table = list(self._table)
-        return table + table[:1] * (self.shape[1] - len(table))
-
-    @property
-    def _table(self) -> tuple[int, ...]:
-        after = blocks_for(self.row.start + len(self.row.tokens))
-        return self.row.block_table[self.first_block : after]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +52,21 @@ class ReferenceAttention:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
 
-    def prepare(self, rows: Sequence[Row]) -> ReferenceStep:
-        places = list(_places(rows))
-        # What a block's last owner left would reach its next one: 0 times NaN is NaN.
-        begun = [block for block, offset in places if offset == 0]
+    def prepare(self, rows: Rows) -> ReferenceStep:
         device = self._cache.tensor.device
-        self._cache.tensor.index_fill_(0, _tensor(begun, device), 0)
-        block, offset = _tensor(places, device).unbind(dim=1)
-        return ReferenceStep(self._cache, rows, block, offset)
+        offsets = rows.positions % BLOCK_SIZE
+        # What a block's last owner left would reach its next one: 0 times NaN is NaN.
+        begun = rows.blocks[offsets == 0]
+        self._cache.tensor.index_fill_(0, upload(begun, device), 0)
+        return ReferenceStep(
+            self._cache, rows, upload(rows.blocks, device), upload(offsets, device)
+        )
 
 
 class ReferenceStep:
     """StepAttention over one KVCache."""
 
-    def __init__(self, cache: KVCache, rows: Sequence[Row], block: Tensor, offset: Tensor) -> None:
+    def __init__(self, cache: KVCache, rows: Rows, block: Tensor, offset: Tensor) -> None:
         self._cache = cache
         self._rows = rows
         self._block = block
@@ -124,8 +90,10 @@ class ReferenceStep:
         """Those of all rows, prepared for the first layer with this window."""
         if window not in self._bundles_of:
             most = _MAX_GATHERED_BYTES // self._cache.layer(0)[0].nbytes
-            groups = _groups(self._rows, window, most)
-            self._bundles_of[window] = [_bundle(group, self._cache) for group in groups]
+            spans = _Spans.of(self._rows, window)
+            self._bundles_of[window] = [
+                _bundle(self._rows, spans, group, self._cache) for group in spans.groups(most)
+            ]
         return self._bundles_of[window]
 
 
@@ -194,49 +162,59 @@ def _attend_in_steps(
     return out.view(grouped.shape).permute(0, 3, 1, 2, 4)
 
 
-def _bundle(spans: Sequence[_Span], cache: KVCache) -> _Bundle:
-    new, blocks = spans[0].shape
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """What rows see under ``window``: of their blocks those from ``first_blocks`` [n] to before
+    ``last_blocks`` [n]. A row's shape is its new tokens and blocks to attend to."""
+
+    window: int | None
+    first_blocks: Ints
+    last_blocks: Ints
+    shapes: Ints
+
+    @classmethod
+    def of(cls, rows: Rows, window: int | None) -> _Spans:
+        first_blocks = np.zeros_like(rows.starts)
+        if window is not None:
+            first_blocks = np.maximum(0, rows.starts - window + 1) // BLOCK_SIZE
+        last_blocks = -(-(rows.starts + rows.counts) // BLOCK_SIZE)
+        blocks = last_blocks - first_blocks
+        _, bits = np.frexp(blocks - 1)
+        blocks = np.where(rows.counts > _FEW, blocks, 1 << bits.astype(np.int64))
+        shapes = np.stack((rows.counts, blocks), axis=1)
+        return cls(window, first_blocks, last_blocks, shapes)
+
+    def groups(self, max_blocks: int) -> Iterator[Ints]:
+        """Indices of rows of one shape, of one or as many as have ``max_blocks`` between them."""
+        shapes, kinds = np.unique(self.shapes, axis=0, return_inverse=True)
+        for kind, (_, blocks) in enumerate(shapes.tolist()):
+            alike = np.flatnonzero(kinds == kind)
+            most = max(1, max_blocks // blocks)
+            for i in range(0, len(alike), most):
+                yield alike[i : i + most]
+
+    def blocks(self, group: Ints) -> Ints:
+        """[n, blocks] of each row of ``group`` which of its blocks it attends to. What fills it up
+        to its shape is masked out, but read, so it is its own: the others' may hold NaN."""
+        first, last = self.first_blocks[group, np.newaxis], self.last_blocks[group, np.newaxis]
+        blocks = first + np.arange(self.shapes[group[0], 1])
+        return np.where(blocks < last, blocks, first)
+
+
+def _bundle(rows: Rows, spans: _Spans, group: Ints, cache: KVCache) -> _Bundle:
+    new, blocks = spans.shapes[group[0]].tolist()
     device, dtype = cache.tensor.device, cache.tensor.dtype
     steps = torch.arange(new, device=device)
-    first = _tensor([span.first for span in spans], device).unsqueeze(1)
-    start = _tensor([span.row.start for span in spans], device).unsqueeze(1)
-    tables = _tensor([span.padded_table for span in spans], device)
+    first = upload(rows.firsts[group], device).unsqueeze(1)
+    start = upload(rows.starts[group], device).unsqueeze(1)
+    tables = upload(rows.tables[rows.slots[group, np.newaxis], spans.blocks(group)], device)
     runs_of_layer = torch.arange(2 * cache.kv_heads, device=device).view(2, 1, cache.kv_heads, 1)
     runs = runs_of_layer + tables.unsqueeze(1) * cache.runs_per_block
-    left = _tensor([span.first_block * BLOCK_SIZE for span in spans], device)
+    left = upload(spans.first_blocks[group] * BLOCK_SIZE, device)
     keys = (left.unsqueeze(1) + torch.arange(blocks * BLOCK_SIZE, device=device)).unsqueeze(1)
     positions = (start + steps).unsqueeze(-1)
     unseen = keys > positions
-    if spans[0].window is not None:
-        unseen |= keys <= positions - spans[0].window
+    if spans.window is not None:
+        unseen |= keys <= positions - spans.window
     bias = torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, -torch.inf)
     return _Bundle((first + steps).flatten(), runs.flatten(), bias.unsqueeze(1))
-
-
-def _places(rows: Sequence[Row]) -> Iterator[tuple[int, int]]:
-    """For each of the step's tokens, its block and its offset in the block."""
-    for row in rows:
-        for position in range(row.start, row.start + len(row.tokens)):
-            yield row.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
-
-
-def _spans(rows: Sequence[Row], window: int | None) -> Iterator[_Span]:
-    first = 0
-    for row in rows:
-        yield _Span(row, first, window)
-        first += len(row.tokens)
-
-
-def _groups(rows: Sequence[Row], window: int | None, max_blocks: int) -> Iterator[list[_Span]]:
-    """Rows of one shape together, one or as many as have ``max_blocks`` between them."""
-    by_shape: dict[tuple[int, int], list[_Span]] = defaultdict(list)
-    for span in _spans(rows, window):
-        by_shape[span.shape].append(span)
-    for (_, blocks), alike in by_shape.items():
-        most = max(1, max_blocks // blocks)
-        for i in range(0, len(alike), most):
-            yield alike[i : i + most]
-
-
-def _tensor(values: Sequence[Any], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)

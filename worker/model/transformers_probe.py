@@ -25,7 +25,7 @@ from worker.kv_cache import KVCache
 from worker.model.layers import Placement
 from worker.model.transformers_decoder import TransformersDecoder
 from worker.model.transformers_survey import Unservable
-from worker.plan import Row
+from worker.plan import Ints, Row, Rows
 
 #: Where the steps cut the prompt and the other sequence; the prompt's chunks end at _CHUNKS.
 _CUTS = (0, 20, 37, 38, 39, 40)
@@ -46,7 +46,7 @@ class _Step:
     """The prompt's row is the last of ``rows``; ``positions`` [T] are those that the model hears
     of."""
 
-    rows: tuple[Row, Row]
+    rows: Rows
     positions: list[int]
 
 
@@ -92,20 +92,19 @@ class Probe:
 
     def _forward(self, step: _Step) -> Tensor:
         """Hidden states of the prompt's tokens."""
-        tokens = [token for row in step.rows for token in row.tokens]
         attention = self._attention.prepare(step.rows)
         hidden = self._decoder.forward(
-            self._tensor(tokens), self._tensor(step.positions), attention
+            self._tensor(step.rows.tokens), self._tensor(step.positions), attention
         )
-        return hidden[-len(step.rows[-1].tokens) :]
+        return hidden[step.rows.firsts[-1] :]
 
     def _same(self, got: Tensor, expected: Tensor) -> bool:
         off = (got - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
         tolerance = _TOLERANCE[self._place.dtype]
         return all(part.median() <= tolerance for part in off.tensor_split(_CHUNKS))
 
-    def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._place.device)
+    def _tensor(self, values: Sequence[int] | Ints) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=self._place.device)
 
 
 def _steps(prompt: Sequence[int], longest: int) -> Iterator[_Step]:
@@ -114,4 +113,4 @@ def _steps(prompt: Sequence[int], longest: int) -> Iterator[_Step]:
         other = Row(1, tuple(prompt[first:last]), first, _OTHER_TABLE, samples=False)
         row = Row(0, tuple(prompt[start:end]), start, _PROMPT_TABLE, samples=False)
         positions = [*range(first + shift, last + shift), *range(start, end)]
-        yield _Step((other, row), positions)
+        yield _Step(Rows.of([other, row]), positions)

@@ -1,0 +1,204 @@
+"""What a step costs beside the model: its plan, its inputs, its tokens, the books, the news.
+
+    python tests/perf/scheduler.py [--running N ...] [--waiting N ...] [--steps 300] [--out FILE]
+
+One rank's engine over a model that computes nothing and has logits of 64 tokens. The batch is full
+and decodes greedily; sequences of 64 + 512 tokens end one after the other, and the next ones in
+line take their places. Medians over the steps, in ms, by where the time goes:
+
+    schedule   Scheduler.schedule
+    inputs     what the runner makes of the plan before the model runs, attention's tables included
+    sample     what it makes of the logits
+    commit     Scheduler.commit
+    load       what routers are told of the load
+    deliver    in the event loop's thread: the step's outcomes, merged into one frame of bytes
+
+A plan is schedule and inputs. ``waiting_1e6_over_1e2`` is the plan at 256 running with 1,000,000
+waiting, over that with 100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from everlift.sampling import SamplingParams
+from everlift.v1 import session_pb2
+from tests.perf import report
+from worker.attention.reference import ReferenceAttention
+from worker.config import Speculation
+from worker.engine import Engine
+from worker.grammar.absent import NoGrammars
+from worker.kv_cache import KVCache
+from worker.limits import Limits, blocks_for
+from worker.loop import Report
+from worker.model.layers import Placement
+from worker.orders import Inbox
+from worker.parallel import Group
+from worker.runner import TorchRunner
+from worker.sessions import Sessions
+from worker.step_times import Stopwatch
+
+VOCAB = 64
+PROMPT, OUTPUT = 64, 512
+RUNNING = (64, 256, 1024)
+WAITING = (100, 10_000, 1_000_000)
+PARTS = ("schedule", "inputs", "sample", "commit", "load", "deliver")
+_WARM = 20
+_CPU = torch.device("cpu")
+_PROMPT_IDS = [i % VOCAB for i in range(PROMPT)]
+_GREEDY = SamplingParams(temperature=0.0).to_proto()
+
+
+class NoModel:
+    """A Model of no layers; every logit is 0 but one."""
+
+    def __init__(self) -> None:
+        self._logits = torch.zeros(1, VOCAB)
+        self._logits[0, 7] = 1.0
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: object) -> Tensor:
+        return tokens.unsqueeze(1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._logits.expand(len(hidden), VOCAB).clone()
+
+
+class Bench:
+    """An engine with ``running`` sequences that decode and ``waiting`` behind them, and the one
+    router that started them all."""
+
+    def __init__(self, running: int, waiting: int) -> None:
+        num_blocks = running * blocks_for(PROMPT + OUTPUT + 1) + 64
+        self._limits = Limits(num_blocks, VOCAB, 4096, running, 4096, 1, 0, Speculation())
+        self._stopwatch = Stopwatch(time.perf_counter)
+        self._engine = Engine(self._runner(num_blocks), self._limits, stopwatch=self._stopwatch)
+        self._inbox = Inbox()
+        self._sessions = Sessions(self._limits, self._engine.load(), self._inbox, NoGrammars())
+        self._session = self._sessions.join("router", lambda: None)
+        self._present = running + waiting
+        self._arrived = 0
+        self._start(running, waiting)
+
+    def _runner(self, num_blocks: int) -> TorchRunner:
+        cache = KVCache(num_blocks, 1, 1, 4, torch.float32, _CPU)
+        place = Placement(Group.single(), torch.float32, _CPU)
+        attention = ReferenceAttention(cache)
+        return TorchRunner(
+            VOCAB, 4096, NoModel(), cache, attention, place, stopwatch=self._stopwatch
+        )
+
+    def _start(self, running: int, waiting: int) -> None:
+        lengths = [OUTPUT * (i + 1) // running + 20 for i in range(running)]
+        self._take_in([*lengths, *[OUTPUT] * waiting])
+        while self._engine.load().pending_prefill_tokens > waiting * PROMPT:
+            self.step()
+
+    def _take_in(self, lengths: Sequence[int]) -> None:
+        starts = [_start(epoch, length) for epoch, length in enumerate(lengths, self._arrived)]
+        self._arrived += len(starts)
+        self._sessions.receive(self._session, session_pb2.RouterFrame(starts=starts), now=0.0)
+        for sequence in self._inbox.take(timeout_s=0).starts:
+            self._engine.add(sequence)
+
+    def step(self) -> dict[str, float]:
+        """Seconds by part."""
+        before = self._stopwatch.times
+        outcomes = self._engine.step()
+        after, began = self._stopwatch.times, time.perf_counter()
+        load = self._engine.load()
+        loaded = time.perf_counter()
+        self._sessions.deliver(Report((), tuple(outcomes), load, None))
+        self._sessions.cut(self._session).SerializeToString()
+        delivered = time.perf_counter()
+        self._take_in([OUTPUT] * (self._present - load.num_running - load.num_waiting))
+        return {
+            "schedule": after.schedule_s - before.schedule_s,
+            "inputs": after.model_s - before.model_s,
+            "sample": after.sample_s - before.sample_s,
+            "commit": after.commit_s - before.commit_s,
+            "load": loaded - began,
+            "deliver": delivered - loaded,
+        }
+
+
+def _start(epoch: int, length: int) -> session_pb2.Start:
+    """Its blocks are no other's: of another salt."""
+    return session_pb2.Start(
+        epoch=epoch + 1,
+        request_id=f"request-{epoch}",
+        prompt_ids=_PROMPT_IDS,
+        max_tokens=length,
+        sampling=_GREEDY,
+        salt=epoch.to_bytes(8, "big"),
+    )
+
+
+def measure(running: int, waiting: int, steps: int) -> dict[str, float]:
+    """Medians in ms by part, and of the plan."""
+    gc.disable()  # it would look at all that wait again and again while they come
+    bench = Bench(running, waiting)
+    gc.freeze()
+    gc.enable()
+    times = [bench.step() for _ in range(_WARM + steps)][_WARM:]
+    gc.unfreeze()
+    plans = [each["schedule"] + each["inputs"] for each in times]
+    medians = {part: statistics.median(each[part] for each in times) for part in PARTS}
+    seconds = {"plan": statistics.median(plans), **medians}
+    return {f"{part}_ms": round(1e3 * value, 4) for part, value in seconds.items()}
+
+
+def ratios(raw: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Those whose figures are there."""
+    plans = {name: figures["plan_ms"] for name, figures in raw.items()}
+    few, many = name(256, 100), name(256, 1_000_000)
+    known = {
+        f"plan_ms_{running}_running": plans[name(running, 100)]
+        for running in (256, 1024)
+        if name(running, 100) in plans
+    }
+    if few in plans and many in plans:
+        known["waiting_1e6_over_1e2"] = round(plans[many] / plans[few], 3)
+    return known
+
+
+def name(running: int, waiting: int) -> str:
+    return f"{running}_running_{waiting}_waiting"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--running", type=int, nargs="*", default=RUNNING)
+    parser.add_argument("--waiting", type=int, nargs="*", default=WAITING)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--out", type=Path, default=Path("build/bench/scheduler.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    raw = {}
+    for running in options.running:
+        for waiting in options.waiting:
+            measured = raw[name(running, waiting)] = measure(running, waiting, options.steps)
+            print(name(running, waiting), measured, flush=True)
+    report.write(
+        options.out,
+        packages=["torch", "numpy", "protobuf"],
+        settings={
+            "steps": options.steps,
+            "prompt_tokens": PROMPT,
+            "output_tokens": OUTPUT,
+            "threads": 1,
+        },
+        raw=raw,
+        ratios=ratios(raw),
+    )
+
+
+if __name__ == "__main__":
+    main()
