@@ -107,14 +107,22 @@ async def _in_turn(model: Path, scratch: Path) -> Seconds:
 
 
 async def _child(program: str, *arguments: str, **more: str) -> Seconds:
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **more}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(_HERE / program), *arguments, stdout=PIPE, env=environment
+        sys.executable,
+        str(_HERE / program),
+        *arguments,
+        stdout=PIPE,
+        env=_environment(OMP_WAIT_POLICY="PASSIVE", **more),
     )
     output, _ = await process.communicate()
     assert process.returncode == 0, f"{program} ended with status {process.returncode}"
     seconds: Seconds = json.loads(output)
     return seconds
+
+
+def _environment(**more: str) -> dict[str, str]:
+    """Bytecode is kept, as in an installation."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | more
 
 
 async def _up(model: Path, scratch: Path) -> Seconds:
@@ -125,7 +133,7 @@ async def _up(model: Path, scratch: Path) -> Seconds:
             *(sys.executable, "-c", _EVERLIFT, "up", "--no-ray", "--model", str(model)),
             *(word for setting in settings for word in ("--set", setting)),
             stdout=PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env=_environment(PYTHONUNBUFFERED="1"),
         )
         try:
             address = await _address(process)
