@@ -26,7 +26,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-first-token bench-threads check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -90,6 +90,12 @@ bench-preemption: $(VENV)/.installed ## preempted requests that move, against th
 
 bench-start: $(VENV)/.installed ## until a new worker takes requests, by part (build/bench/worker_start.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/worker_start.py
+
+bench-first-token: $(VENV)/.installed ## from a process's start to its first token (build/bench/first_token.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/first_token.py
+
+bench-threads: $(VENV)/.installed ## how idle OpenMP threads wait, beside a busy neighbour (build/bench/threads.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/threads.py
 
 bench-autoscale: $(VENV)/.installed ## workers that follow the load, on fake GPUs (build/bench/autoscale.json, .png)
 	PYTHONPATH=. $(BIN)/python tests/perf/autoscale.py

@@ -4,39 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
-
-
-class _TokensPerSecond(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        elapsed = task.elapsed or 0.0
-        rate = task.fields["tokens"] / elapsed if elapsed else 0.0
-        return Text(f"{rate:.0f} tokens/s")
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
 
 
 @contextmanager
 def bar(what: str, total: int, done: int = 0, *, shown: bool) -> Iterator[Callable[[int], None]]:
     """On standard error. The function that it gives takes the output tokens of the next one of
     ``total``; ``done`` of them were so before."""
+    if not shown:
+        yield _unseen
+        return
+    # Imported here: most programs show none.
+    from rich import progress as rich
+    from rich.console import Console
+
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        _TokensPerSecond(),
-        TimeRemainingColumn(),
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        _tokens_per_second(),
+        rich.TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+    with rich.Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=total, completed=done, tokens=0)
         tokens = 0
 
@@ -46,3 +38,20 @@ def bar(what: str, total: int, done: int = 0, *, shown: bool) -> Iterator[Callab
             progress.update(task, advance=1, tokens=tokens)
 
         yield advance
+
+
+def _unseen(tokens: int) -> None:
+    """What nobody watches."""
+
+
+def _tokens_per_second() -> ProgressColumn:
+    from rich.progress import ProgressColumn, Task
+    from rich.text import Text
+
+    class TokensPerSecond(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            elapsed = task.elapsed or 0.0
+            rate = task.fields["tokens"] / elapsed if elapsed else 0.0
+            return Text(f"{rate:.0f} tokens/s")
+
+    return TokensPerSecond()

@@ -1,4 +1,4 @@
-"""The command line: ``everlift``."""
+"""The command line: ``everlift``. A command imports by itself what it needs and others do not."""
 
 from __future__ import annotations
 
@@ -14,22 +14,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from cluster import (
-    capacity_view,
-    generate,
-    ledger_command,
-    requests_command,
-    serving,
-    tokens_command,
-)
+from cluster import capacity_view, generate, requests_command, tokens_command
 from cluster import config as configuration
 from cluster.access import keys, tenants
 from cluster.batch import command as batching
-from cluster.build import serve_yaml
 from cluster.chaos import command as chaos
 from cluster.connection import Address, connected
-from cluster.demo import demonstrate
-from cluster.doctor import command as doctoring
 from cluster.errors import BatchFailed, ClusterFailed
 from cluster.status_view import Rates, show
 from everlift import AsyncClient, EverliftError, Stream
@@ -109,6 +99,8 @@ def up(
     assignments: Assignments = None,
 ) -> None:
     """Serve on this machine until Ctrl-C."""
+    from cluster import serving
+
     worker = _given(tensor_parallel=tensor_parallel, load_format=load_format)
     options = _given(
         model=model,
@@ -134,6 +126,8 @@ def build(
     assignments: Assignments = None,
 ) -> None:
     """Write the settings as a file that Ray Serve deploys."""
+    from cluster.build import serve_yaml
+
     # It belongs to the cluster's own environment, and must not be written down.
     environ = {name: value for name, value in os.environ.items() if name != URL_VARIABLE}
     typer.echo(serve_yaml(configuration.load(config, environ, assignments or ())), nl=False)
@@ -153,6 +147,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Say what is missing here, or in a cluster, and how to mend it."""
+    from cluster.doctor import command as doctoring
+
     findings = doctoring.examine(configuration.load(config, os.environ, assignments or ()))
     if as_json:
         typer.echo(json.dumps(doctoring.as_json(findings), indent=2))
@@ -169,6 +165,8 @@ def ledger(
     assignments: Assignments = None,
 ) -> None:
     """Run the ledger's server alone, for a cluster on several machines, until Ctrl-C."""
+    from cluster import ledger_command
+
     loaded = configuration.load(config, os.environ, assignments or ())
     where = ledger_command.parse(listen)
     asyncio.run(ledger_command.serve(loaded, where, Console(highlight=False)))
@@ -275,6 +273,8 @@ def demo(
     no_ray: Annotated[bool, typer.Option("--no-ray", help="Plain processes without Ray.")] = False,
 ) -> None:
     """Start a cluster, load it, kill a worker in the middle, and count what was lost."""
+    from cluster.demo import demonstrate
+
     summary = asyncio.run(demonstrate(picture, Console(highlight=False), with_ray=not no_ray))
     if json_file is not None:
         json_file.write_text(json.dumps(summary, indent=2) + "\n")

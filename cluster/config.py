@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import yaml
-
 from cluster.autoscale.config import AutoscaleConfig
 from everlift import settings
 from everlift.model_name import is_hub_id
@@ -149,6 +147,8 @@ def load(
 
 
 def _read(file: Path) -> Mapping[str, object]:
+    import yaml
+
     try:
         loaded = yaml.safe_load(file.read_text())
     except OSError as error:

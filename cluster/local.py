@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cluster import config as configuration
 from cluster.config import Config
 from cluster.errors import ClusterFailed
-from cluster.offline import LLM
 from everlift import logs
 from everlift.settings import SettingsError
-from worker.step_log import ChannelBroken
+
+if TYPE_CHECKING:
+    from cluster.offline import LLM
 
 _PANEL = "Without a cluster"
 
@@ -63,6 +64,10 @@ def local_config(
 @contextmanager
 def opened(config: Config) -> Iterator[LLM]:
     """The model, ready; its log goes to a file. Raises ClusterFailed where it cannot run here."""
+    # Most commands speak to a cluster, and have nothing to do with an engine.
+    from cluster.offline import LLM
+    from worker.step_log import ChannelBroken
+
     log_dir = config.state_dir / "logs"
     logs.configure("offline", config.log_level, log_dir / "offline.log")
     try:

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from cluster import process
+from everlift import heap
 from worker.parent import die_with_parent
 
 _NUM_DESCRIPTORS = 4
@@ -28,8 +29,9 @@ _ROLE_BYTES = 64
 def main() -> None:
     parent, descriptor, *modules = sys.argv[1:]
     die_with_parent(int(parent))
-    for module in modules:
-        importlib.import_module(module)
+    with heap.growing():
+        for module in modules:
+            importlib.import_module(module)
     _check_alone()
     # What is shared stays shared: a collection would write to all of it.
     gc.freeze()

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from cluster import nursery
 from cluster.config import Config
@@ -100,18 +100,26 @@ class ProcessCluster:
         self._transport = internal(self.config.internal_tls)
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.config = await pinned(self.config)
-        ledger = await self._ledger.start()
-        for index in range(self.config.num_routers):
-            self.routers.append(self._router(index, ledger))
-        await _start_all(self.routers)
-        if self._revive and nursery.is_possible():
-            self._open_nursery()
+        await _together(self._load_nursery(), self._start_routers())
         for index in range(self.config.num_workers):
             self.workers.append(self._worker(index))
-        await _start_all(self.workers)
+        await _together(*(worker.start() for worker in self.workers))
         await self._settle()
         if self._revive:
             self._reviving = asyncio.gather(*map(_keep_alive, (*self.routers, *self.workers)))
+
+    async def _load_nursery(self) -> None:
+        """What takes longest of a start, as long as Python imports torch."""
+        if self._revive and nursery.is_possible():
+            environment, log_path = rank_environment(self._threads), self._log_dir / "nursery.log"
+            self._nursery = Nursery(self.config.worker, environment, log_path)
+            await self._nursery.load()
+
+    async def _start_routers(self) -> None:
+        ledger = await self._ledger.start()
+        for index in range(self.config.num_routers):
+            self.routers.append(self._router(index, ledger))
+        await _together(*(router.start() for router in self.routers))
 
     async def stop(self) -> None:
         """Ends everything: routers finish or hand on what they have, then workers, then ledger."""
@@ -187,10 +195,6 @@ class ProcessCluster:
     def _ranks(self) -> Starter:
         return self._nursery or PlainStarter(rank_environment(self._threads))
 
-    def _open_nursery(self) -> None:
-        environment, log_path = rank_environment(self._threads), self._log_dir / "nursery.log"
-        self._nursery = Nursery(self.config.worker, environment, log_path)
-
     async def _settle(self) -> None:
         """Until every running router is connected with every running worker."""
         try:
@@ -217,9 +221,9 @@ class ProcessCluster:
         return known >= {worker.worker_id for worker in self.workers if worker.is_running}
 
 
-async def _start_all(replicas: Sequence[Replica]) -> None:
+async def _together(*starts: Coroutine[Any, Any, None]) -> None:
     """At the same time. The first error is raised when all have come to an end with starting."""
-    results = await asyncio.gather(*(r.start() for r in replicas), return_exceptions=True)
+    results = await asyncio.gather(*starts, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result

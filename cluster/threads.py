@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from cluster.config import Config
+from everlift import logs
+
+log = logs.get(__name__)
 
 _WAIT_POLICY = "OMP_WAIT_POLICY"
 
@@ -26,5 +30,13 @@ def rank_environment(threads: int) -> dict[str, str]:
 
 
 def wait_passively() -> None:
-    """The same for a rank in this process. Who has set it, or imported torch, has decided."""
-    os.environ.setdefault(_WAIT_POLICY, "PASSIVE")
+    """The same for a rank in this process. Who has set it has decided. OpenMP reads it once, when
+    torch is imported: where that is done nothing can be changed any more, only said."""
+    if _WAIT_POLICY in os.environ:
+        return
+    if "torch" in sys.modules:
+        log.warning(
+            f"torch was imported without {_WAIT_POLICY}=PASSIVE: on a CPU that others use, too, "
+            "every token may take several times as long"
+        )
+    os.environ[_WAIT_POLICY] = "PASSIVE"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
+from everlift import heap
 from everlift.errors import EngineFailed
 from worker.config import WorkerConfig
 from worker.engine import Engine
@@ -112,7 +113,7 @@ def _build_runner(
         num_blocks = config.num_blocks or config.kv_cache_mib * 1024 // config.fake.block_kib
         swap_mib = config.swap_mib if config.preemption == "swap" else 0
         return FakeRunner(num_blocks, config.fake, swap_mib * 1024 // config.fake.block_kib)
-    with startup.part("import_s"):
+    with startup.part("import_s"), heap.growing():
         from worker.build import build_runner
         from worker.parallel import Group
     with startup.part("load_s"):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,11 +17,12 @@ from cluster.config import Config
 from cluster.errors import ClusterFailed
 from everlift.settings import SettingsError
 from router.access.document import Document
-from router.access.file_store import FileStore
 from router.access.store import Edit, LedgerStore, Store
 from router.ledger.config import EMBEDDED
 from router.ledger.embedded import running_url
-from router.ledger.redis_ledger import RedisLedger, connect
+
+if TYPE_CHECKING:
+    from router.ledger.redis_ledger import RedisLedger
 
 SettingsFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="The cluster's settings in YAML.")
@@ -60,6 +61,8 @@ async def _opened(config: Config) -> AsyncIterator[Store]:
                 "with router.access_file, here and for `everlift up`"
             )
         case "file":
+            from router.access.file_store import FileStore
+
             yield FileStore(Path(config.router.access_file))
         case "ledger":
             async with _ledger(config) as ledger:
@@ -68,6 +71,9 @@ async def _opened(config: Config) -> AsyncIterator[Store]:
 
 @asynccontextmanager
 async def _ledger(config: Config) -> AsyncIterator[RedisLedger]:
+    # The other commands, which all import this one, have no use for Redis.
+    from router.ledger.redis_ledger import connect
+
     url = config.ledger.url
     if url == EMBEDDED:
         running = running_url(config.state_dir)

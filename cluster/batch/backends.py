@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from cluster.batch.lines import Work
 from cluster.completion import Completion, gather
-from cluster.offline import LLM
 from everlift.client import AsyncClient
 from everlift.messages import OnDisconnect
 from everlift.options import GenerateOptions
+
+if TYPE_CHECKING:
+    from cluster.offline import LLM
 
 
 class ClusterBackend:

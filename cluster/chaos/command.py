@@ -22,7 +22,6 @@ from cluster.errors import ClusterFailed
 from everlift.v1 import chaos_pb2 as pb
 from router.ledger.config import EMBEDDED
 from router.ledger.embedded import running_url
-from router.ledger.redis_ledger import connect
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -133,6 +132,8 @@ def check_ledger(
 
 
 async def _check(config: Config, url: str | None, patience_s: float) -> Result:
+    from router.ledger.redis_ledger import connect
+
     url = url or config.ledger.url
     if url == EMBEDDED:
         url = running_url(config.state_dir)

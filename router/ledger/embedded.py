@@ -27,15 +27,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
-
-from redis import Redis
-from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, RedisError
-from redis.retry import Retry
 
 from everlift import logs
 from router.ledger.config import DEFAULTS, LedgerConfig, LedgerSetupError
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 log = logs.get(__name__)
 
@@ -225,6 +224,9 @@ class EmbeddedLedger:
         return self._starter.submit(start).result()
 
     def _await_ready(self, socket: Path, password: str, log_path: Path) -> None:
+        # Imported while the server starts.
+        from redis.exceptions import BusyLoadingError, RedisError
+
         assert self._process is not None
         give_up = time.monotonic() + _START_S
         with _client(socket, password) as client:
@@ -248,6 +250,10 @@ def _url(password: str, socket: Path) -> str:
 
 
 def _client(socket: Path, password: str) -> Redis:
+    from redis import Redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
     return Redis(
         unix_socket_path=str(socket),
         username=_USER,

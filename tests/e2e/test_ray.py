@@ -93,18 +93,29 @@ async def answers(address: str) -> list[tuple[list[int], str]]:
         return await asyncio.gather(*(answer(client, task.prompt) for task in TASKS))
 
 
+def rank_actors() -> list[Any]:
+    from ray.util import state
+
+    return [a for a in state.list_actors() if a.class_name == "RankActor" and a.state == "ALIVE"]
+
+
 async def test_two_ranks_on_two_nodes_make_the_tokens_of_one(
     running: RayCluster, tmp_path: Path
 ) -> None:
-    from ray.util import state
-
-    ranks = [a for a in state.list_actors() if a.class_name == "RankActor" and a.state == "ALIVE"]
+    ranks = rank_actors()
     assert len({rank.node_id for rank in ranks}) == 2
     of_two = await answers(running.address)
     async with ProcessCluster(config(tmp_path, ranks=1)) as single:
         of_one = await answers(single.address)
     assert of_two == of_one
     assert [text for _, text in of_two] == [task.answer for task in TASKS]
+
+
+async def test_ranks_have_their_threads_which_sleep_while_they_wait(running: RayCluster) -> None:
+    environments = [Path(f"/proc/{rank.pid}/environ").read_text() for rank in rank_actors()]
+    assert len(environments) == 2
+    for environment in environments:
+        assert {"OMP_WAIT_POLICY=PASSIVE", "OMP_NUM_THREADS=1"} <= set(environment.split("\0"))
 
 
 async def test_a_replica_says_where_its_metrics_are(running: RayCluster) -> None:

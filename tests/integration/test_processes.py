@@ -17,7 +17,9 @@ import pytest
 
 from cluster.config import DEMO_MODEL, Config, load
 from cluster.errors import ClusterFailed
+from cluster.nursery import Nursery
 from cluster.processes import ProcessCluster
+from cluster.replica import RouterReplica
 from everlift import AsyncClient, OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 
@@ -146,13 +148,36 @@ async def test_the_cause_is_told_when_a_process_does_not_start(tmp_path: Path) -
         await ProcessCluster(config).start()
 
 
-async def test_a_port_that_is_taken_is_told(config: Config) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+async def test_the_nursery_loads_while_the_routers_start(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits until the other has begun."""
+    both = asyncio.Barrier(2)
+    load, start = Nursery.load, RouterReplica.start
+
+    async def met_load(nursery: Nursery) -> None:
+        await both.wait()
+        await load(nursery)
+
+    async def met_start(router: RouterReplica) -> None:
+        await both.wait()
+        await start(router)
+
+    monkeypatch.setattr(Nursery, "load", met_load)
+    monkeypatch.setattr(RouterReplica, "start", met_start)
+    async with asyncio.timeout(60), ProcessCluster(config, revive=True) as cluster:
+        assert cluster.workers[0].is_running
+
+
+@pytest.mark.parametrize("revive", [False, True])
+async def test_a_port_that_is_taken_is_told(config: Config, revive: bool) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         router = replace(config.router, port=taken.getsockname()[1])
         with pytest.raises(ClusterFailed, match="router-0: cannot listen on"):
-            await ProcessCluster(replace(config, router=router)).start()
+            await ProcessCluster(replace(config, router=router), revive=revive).start()
 
 
 @pytest.mark.parametrize("model", ["fake", str(DEMO_MODEL)])
@@ -199,7 +224,9 @@ KILLED = """
 import asyncio, sys
 from pathlib import Path
 from cluster.config import load
+from cluster.nursery import Nursery
 from cluster.processes import ProcessCluster
+from cluster.replica import RouterReplica
 
 async def main():
     async with ProcessCluster(load(None, {}, sys.argv[1:])) as cluster:

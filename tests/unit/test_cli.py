@@ -3,6 +3,8 @@
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +45,15 @@ async def failure(*arguments: str, **environ: str) -> str:
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     return line.removeprefix("error: ")
+
+
+def test_a_command_of_clients_imports_nothing_of_a_cluster_or_an_engine() -> None:
+    script = """
+import sys, cluster.cli
+others = {"torch", "ray", "redis", "tokenizers", "worker.rank", "cluster.offline", "yaml"}
+assert not others & sys.modules.keys(), others & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 async def test_generate_streams_the_text_and_nothing_else() -> None:

@@ -30,3 +30,31 @@ assert gc.get_count()[0] <= before[0] and gc.get_stats()[0]["collected"] > 0
 
 def test_what_a_process_has_started_with_is_not_looked_through_again() -> None:
     subprocess.run([sys.executable, "-c", SETTLED], check=True)
+
+
+GROWN = """
+import gc
+from everlift import heap
+gc.collect()
+passes = sum(each["collections"] for each in gc.get_stats())
+with heap.growing():
+    kept = [[n] for n in range(5000)]
+assert gc.isenabled() and gc.get_freeze_count() == 0
+assert len(gc.get_objects(generation=0)) < 1000
+assert sum(each["collections"] for each in gc.get_stats()) == passes
+# What has become garbage since is found.
+kept.append(kept)
+del kept
+assert gc.collect() > 5000
+# Who has it off, or has frozen what is old, finds it so.
+gc.disable()
+gc.freeze()
+frozen = gc.get_freeze_count()
+with heap.growing():
+    pass
+assert not gc.isenabled() and gc.get_freeze_count() == frozen
+"""
+
+
+def test_what_grows_is_not_looked_through_meanwhile() -> None:
+    subprocess.run([sys.executable, "-c", GROWN], check=True)
