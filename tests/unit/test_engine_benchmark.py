@@ -1,0 +1,127 @@
+"""What bench-engine makes of what it measures, and how it measures."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.perf import checkpoints, engine, engine_system
+from tests.perf.engine_outputs import equal_share
+from tests.perf.engine_system import Job, Request, Result
+
+
+def _figures(tokens_per_s: float, alone_ms: float = 10.0) -> dict[str, float]:
+    return {"tokens_per_s": tokens_per_s, "alone_ms_per_token": alone_ms}
+
+
+def test_what_a_token_is_multiplied_with() -> None:
+    # A tied embedding is the head; one that is only looked up is not multiplied with.
+    layer = 768 * 768 * 2 + 768 * 256 * 2 + 768 * 2048 * 3
+    assert checkpoints.multiplied_bytes("small") == 2 * (12 * layer + 768 * 32000)
+    layer = 256 * 256 * 2 + 256 * 128 * 2 + 256 * 688 * 3
+    assert checkpoints.multiplied_bytes("tiny") == 2 * (4 * layer + 256 * 32000)
+
+
+def test_a_checkpoint_that_was_changed_is_made_again(tmp_path: Path) -> None:
+    directory = checkpoints.ensure("tiny", tmp_path)
+    (directory / "config.json").write_text("{}")
+    assert checkpoints.ensure("tiny", tmp_path) == directory
+    assert checkpoints.digest(directory) == checkpoints.CHECKPOINTS["tiny"].digest
+
+
+def test_ratios_are_against_the_best_way_of_static_batching_and_of_who_has_run() -> None:
+    small = {
+        "everlift": _figures(1000.0, alone_ms=8.0),
+        "vllm": _figures(800.0),
+        "hf_static_8": _figures(50.0),
+        "hf_static_16_sorted": _figures(100.0),
+    }
+    bandwidths = [1.0, checkpoints.multiplied_bytes("small") / 0.006, 1e15]
+    assert engine.ratios({"small": small}, bandwidths) == {
+        "small_vs_vllm": 1.25,
+        "small_vs_hf_static": 10.0,
+        "small_batch1_of_bandwidth_bound": 0.75,
+    }
+    medium = {"everlift": _figures(300.0), "vllm": _figures(200.0)}
+    assert engine.ratios({"medium": medium}, bandwidths) == {"medium_vs_vllm": 1.5}
+
+
+def test_the_workload_is_whole_and_warm_up_shares_no_prompt_with_it() -> None:
+    batch = engine.requests()
+    assert sum(len(request.prompt) for request in batch) == 12_244
+    assert sum(request.max_tokens for request in batch) == 8_478
+    job = engine.job("tiny", {}, 2, batch)
+    warm = {tuple(request.prompt[:8]) for request in job.warm_up}
+    assert warm.isdisjoint(tuple(request.prompt[:8]) for request in batch)
+
+
+class _Scripted:
+    """Each call takes a second, and each token of output one more."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.is_closed = False
+
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        self.now += 1.0 + sum(request.max_tokens for request in requests)
+        return [[0] * request.max_tokens for request in requests]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_seconds_are_the_batchs_and_a_token_alone_is_without_its_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system = _Scripted()
+    monkeypatch.setattr(engine_system.time, "perf_counter", lambda: system.now)
+    job = Job(
+        model="",
+        threads=1,
+        settings={},
+        warm_up=[Request([1], 4)],
+        batch=[Request([1], 2), Request([2], 3)],
+        alone=[(Request([3], 1), Request([4], 11))],
+    )
+    result = engine_system.measure(job, lambda _: system)
+    assert (result.start_s, result.seconds, result.alone_ms) == (5.0, 6.0, [1000.0])
+    assert engine.tokens_per_s(result) == pytest.approx(5 / 6)
+    assert result.peak_bytes > 1 << 20
+    assert system.is_closed
+
+
+def test_figures_are_medians_but_the_most_that_others_took() -> None:
+    def result(seconds: float, others: float) -> Result:
+        return Result(seconds, [[0] * 6], [seconds], 1 << 20, 1.0, others)
+
+    found = engine.figures([result(1.0, 0.0), result(2.0, 0.3), result(3.0, 0.1)])
+    assert found["tokens_per_s"] == 3.0
+    assert found["alone_ms_per_token"] == 2.0
+    assert found["others"] == 0.3
+
+
+def test_a_system_that_fails_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "LOGS", tmp_path)
+    job = Job("tiny", 1, {}, [], [], [])
+    with pytest.raises(RuntimeError, match=r"nobody ended with status 1: see .*tiny-nobody.log"):
+        engine.run("nobody", engine.Setup("no_such_engine", {}), job)
+    assert "no_such_engine" in (tmp_path / "tiny-nobody.log").read_text()
+
+
+def test_what_a_system_starts_ends_with_it(tmp_path: Path) -> None:
+    script = "import subprocess as s; print(s.Popen(['sleep', '1000']).pid, flush=True)"
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        engine._run(["python3", "-c", script], dict(os.environ), output.fileno())
+    with suppress(ProcessLookupError):
+        ended, _, _ = select.select([os.pidfd_open(int(log.read_text()))], [], [], 30.0)
+        assert ended
+
+
+def test_the_share_of_equal_sequences() -> None:
+    assert equal_share([[1, 2], [3]], [[1, 2], [4]]) == 0.5
