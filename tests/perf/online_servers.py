@@ -29,12 +29,17 @@ from typing import Any
 from tests.free_port import free_port
 from tests.perf.online_load import Client
 from tests.perf.online_parts import PartsOf, Process, below
-from tests.perf.peer import vllm_environment
+from tests.perf.peer import KV_CACHE_GIB, RAY_LLM, VLLM, vllm_environment
 
 ROOT = Path(__file__).parents[2]
 #: What differs from the worker's defaults: as the peers have it.
-WORKER: Mapping[str, Any] = {"kv_cache_mib": 2048, "max_model_len": 1024, "dtype": "bfloat16"}
-_START_S = 300.0
+WORKER: Mapping[str, Any] = {
+    "kv_cache_mib": KV_CACHE_GIB * 1024,
+    "max_model_len": 1024,
+    "dtype": "bfloat16",
+}
+#: The first start of a peer compiles.
+_START_S = 900.0
 _LOOK_S = 0.5
 _END_S = 60.0
 
@@ -150,39 +155,36 @@ def _everlift_part(process: Process) -> tuple[str, str]:
 # vLLM, alone and under Ray
 
 
-_PEERS = ROOT / "build" / "peers"
+_CORES = os.cpu_count() or 1
 #: Our own sources are nothing to them.
 _APART = {"PYTHONPATH": ""}
 
 
 def vllm() -> Server:
-    environment = _PEERS / "vllm"
-
     def command(place: Place) -> list[str]:
         return [
             # `vllm serve` looks for its version under a name that the CPU build does not have.
-            *(str(environment / "bin/python"), "-m", "vllm.entrypoints.openai.api_server"),
+            *(str(VLLM / "bin/python"), "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(place.model), "--served-model-name", place.model.name),
             *("--dtype", WORKER["dtype"]),
             *("--max-model-len", str(WORKER["max_model_len"]), "--no-enable-prefix-caching"),
             *("--host", "127.0.0.1", "--port", str(place.port), "--disable-uvicorn-access-log"),
         ]
 
-    return Server("vllm", command, _vllm_part, vllm_environment(environment) | _APART)
+    return Server("vllm", command, _vllm_part, vllm_environment(VLLM, _CORES) | _APART)
 
 
 def ray_llm(name: str, mode: Mapping[str, str]) -> Server:
     """``mode`` is made of Ray Serve's environment variables."""
-    environment = _PEERS / "ray-llm"
 
     def command(place: Place) -> list[str]:
         return [
-            *(str(environment / "bin/python"), str(Path(__file__).with_name("online_ray_llm.py"))),
+            *(str(RAY_LLM / "bin/python"), str(Path(__file__).with_name("online_ray_llm.py"))),
             *("--model", str(place.model), "--port", str(place.port)),
             *("--max-model-len", str(WORKER["max_model_len"])),
         ]
 
-    variables = vllm_environment(environment) | _APART | dict(mode)
+    variables = vllm_environment(RAY_LLM, _CORES) | _APART | dict(mode)
     return Server(name, command, _vllm_part, variables)
 
 
