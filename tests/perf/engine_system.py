@@ -1,0 +1,146 @@
+"""One engine in a process of its own, with a batch of requests and then with one at a time.
+
+    python -m tests.perf.engine_NAME JOB RESULT
+
+reads a Job and writes a Result, both JSON. This module runs in the peers' environments, too: it
+needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Request:
+    """Greedy, to ``max_tokens`` whatever they are."""
+
+    prompt: list[int]
+    max_tokens: int
+
+
+class System(Protocol):
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        """All of them submitted at once; the output tokens of each."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """``settings`` are the system's own. ``warm_up`` is generated first and counts for nothing;
+    then come the ``batch`` and the pairs of ``alone``, of which the second request generates more
+    tokens than the first one, whose prompt is as long."""
+
+    model: str
+    threads: int
+    settings: dict[str, Any]
+    warm_up: list[Request]
+    batch: list[Request]
+    alone: list[tuple[Request, Request]]
+
+    @classmethod
+    def of(cls, job: dict[str, Any]) -> Job:
+        return cls(
+            **job
+            | {name: [Request(**each) for each in job[name]] for name in ("warm_up", "batch")}
+            | {"alone": [(Request(**one), Request(**two)) for one, two in job["alone"]]}
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    #: from the batch's submission to its last token
+    seconds: float
+    #: of the batch
+    tokens: list[list[int]]
+    #: for each pair, milliseconds per token of a sequence that decodes alone
+    alone_ms: list[float]
+    #: the most resident memory of each of its processes, summed
+    peak_bytes: int
+    #: until the model was loaded, compiled where it is, and warmed up
+    start_s: float
+    #: part of all cores' time that other processes took during the batch
+    others: float
+
+
+def main(load: Callable[[Job], System]) -> None:
+    """``load`` is called with the job."""
+    _, source, target = sys.argv
+    job = Job.of(json.loads(Path(source).read_text()))
+    Path(target).write_text(json.dumps(asdict(measure(job, load))))
+
+
+def measure(job: Job, load: Callable[[Job], System]) -> Result:
+    began = time.perf_counter()
+    system = load(job)
+    system.generate(job.warm_up)
+    start_s = time.perf_counter() - began
+    before = _cpu_ticks()
+    began = time.perf_counter()
+    tokens = system.generate(job.batch)
+    seconds = time.perf_counter() - began
+    others = _others(before, _cpu_ticks())
+    return Result(
+        seconds=seconds,
+        tokens=tokens,
+        alone_ms=[_alone_ms(system, *pair) for pair in job.alone],
+        peak_bytes=sum(_peak_bytes(pid) for pid in _family(os.getpid())),
+        start_s=start_s,
+        others=others,
+    )
+
+
+def _alone_ms(system: System, short: Request, long: Request) -> float:
+    """Without the prompt's time, which both have."""
+    seconds = []
+    for request in (short, long):
+        began = time.perf_counter()
+        system.generate([request])
+        seconds.append(time.perf_counter() - began)
+    return (seconds[1] - seconds[0]) / (long.max_tokens - short.max_tokens) * 1e3
+
+
+@dataclass(frozen=True)
+class _Ticks:
+    machine: int
+    busy: int
+    own: int
+
+
+def _cpu_ticks() -> _Ticks:
+    numbers = [int(n) for n in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
+    idle = numbers[3] + numbers[4]
+    own = sum(_used_ticks(pid) for pid in _family(os.getpid()))
+    return _Ticks(sum(numbers), sum(numbers) - idle, own)
+
+
+def _others(before: _Ticks, after: _Ticks) -> float:
+    foreign = (after.busy - before.busy) - (after.own - before.own)
+    return max(0.0, foreign / max(1, after.machine - before.machine))
+
+
+def _family(pid: int) -> Iterator[int]:
+    """The process and all below it."""
+    yield pid
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            yield from _family(int(child))
+
+
+def _used_ticks(pid: int) -> int:
+    """Its own, and those of children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(int(field) for field in fields[11:15])
+
+
+def _peak_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = (line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10

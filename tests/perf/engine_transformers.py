@@ -1,0 +1,101 @@
+"""transformers for bench-engine: static batches, or its continuous batching.
+
+Setting ``batch_size`` makes static ones, of requests in the order in which they come or, with
+``sorted``, longest output first, which a server could not know. All other settings are those of
+ContinuousBatchingConfig, but ``max_new_tokens``, the most that any request asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from tests.perf.engine_system import Job, Request, System, main
+
+_PAD = 0
+_NO_TOKEN = -1
+
+
+class Static:
+    """Left-padded batches, each as long as its longest request."""
+
+    def __init__(self, model: PreTrainedModel, batch_size: int, is_sorted: bool) -> None:
+        self._model = model
+        self._batch_size = batch_size
+        self._is_sorted = is_sorted
+
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        outputs: list[list[int]] = [[] for _ in requests]
+        for batch in self._batches(requests):
+            tokens = self._generate([requests[i] for i in batch])
+            for i, row in zip(batch, tokens, strict=True):
+                outputs[i] = row[: requests[i].max_tokens]
+        return outputs
+
+    def _batches(self, requests: Sequence[Request]) -> Iterator[Sequence[int]]:
+        order: Sequence[int] = range(len(requests))
+        if self._is_sorted:
+            order = sorted(order, key=lambda i: (-requests[i].max_tokens, -len(requests[i].prompt)))
+        for first in range(0, len(requests), self._batch_size):
+            yield order[first : first + self._batch_size]
+
+    def _generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        width = max(len(request.prompt) for request in requests)
+        prompts, mask = torch.full((2, len(requests), width), _PAD)
+        for i, request in enumerate(requests):
+            prompts[i, width - len(request.prompt) :] = torch.tensor(request.prompt)
+            mask[i, width - len(request.prompt) :] = 1
+        longest = max(request.max_tokens for request in requests)
+        output = self._model.generate(
+            prompts, attention_mask=mask, generation_config=_greedy(longest)
+        )
+        rows: list[list[int]] = output[:, width:].tolist()
+        return rows
+
+
+class Continuous:
+    def __init__(self, model: PreTrainedModel, longest: int, config: ContinuousBatchingConfig):
+        self._manager = model.init_continuous_batching(
+            generation_config=_greedy(longest), continuous_batching_config=config
+        )
+        self._manager.start()
+
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        keys = [
+            self._manager.add_request(
+                request.prompt, max_new_tokens=request.max_tokens, eos_token_id=_NO_TOKEN
+            )
+            for request in requests
+        ]
+        outputs: dict[str, list[int]] = {}
+        while len(outputs) < len(requests):
+            result = self._manager.get_result(timeout=1)
+            if result is None and not self._manager.is_running():
+                raise RuntimeError("continuous batching has ended")
+            if result is not None and result.is_finished():
+                outputs[result.request_id] = list(result.generated_tokens)
+        return [outputs[key] for key in keys]
+
+
+def _greedy(max_new_tokens: int) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=_PAD)
+
+
+def load(job: Job) -> System:
+    torch.set_num_threads(job.threads)
+    settings = job.settings
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16).eval()
+    # Nothing ends before its length.
+    model.generation_config.eos_token_id = None
+    if "batch_size" in settings:
+        return Static(model, settings["batch_size"], settings["sorted"])
+    longest = max(request.max_tokens for request in job.batch)
+    return Continuous(model, longest, ContinuousBatchingConfig(**settings))
+
+
+if __name__ == "__main__":
+    main(load)
