@@ -7,10 +7,15 @@ VENV := .venv
 PROTO_VENV := .venv-proto
 # A third one: other people's clients, of which one wants protobuf 6.
 CLIENTS_VENV := .venv-clients
+# Those of what Everlift is compared with.
+PEERS := build/peers
 # Of which files each is made.
 MADE_OF := pyproject.toml constraints.txt
 PROTO_MADE_OF := proto/requirements.txt
 CLIENTS_MADE_OF := tests/clients/requirements.txt
+VLLM_PINS := tests/perf/peers/vllm.txt
+RAY_LLM_PINS := $(VLLM_PINS) tests/perf/peers/ray_llm.txt
+MAKE_PEER := tests/perf/peers/make.sh
 # An environment is made again when what these files hold has changed. Their times say nothing: a clone's are all new.
 unless_current = $(shell cat $(2) | cksum | cmp -s - $(1)/.installed || echo changed)
 BIN := $(VENV)/bin
@@ -26,7 +31,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-swap bench-speculation check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-swap bench-speculation bench-online check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -54,6 +59,14 @@ $(CLIENTS_VENV)/.installed: $(call unless_current,$(CLIENTS_VENV),$(CLIENTS_MADE
 	$(PYTHON) -m venv $(CLIENTS_VENV)
 	$(CLIENTS_VENV)/bin/pip install -q -r $(CLIENTS_MADE_OF)
 	@cksum < $(CLIENTS_MADE_OF) > $@
+
+$(PEERS)/vllm/.installed: $(call unless_current,$(PEERS)/vllm,$(MAKE_PEER) $(VLLM_PINS))
+	$(MAKE_PEER) $(PYTHON) $(PEERS)/vllm $(VLLM_PINS)
+	@cat $(MAKE_PEER) $(VLLM_PINS) | cksum > $@
+
+$(PEERS)/ray-llm/.installed: $(call unless_current,$(PEERS)/ray-llm,$(MAKE_PEER) $(RAY_LLM_PINS))
+	$(MAKE_PEER) $(PYTHON) $(PEERS)/ray-llm $(RAY_LLM_PINS)
+	@cat $(MAKE_PEER) $(RAY_LLM_PINS) | cksum > $@
 
 demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no token
 	@$(BIN)/everlift demo --picture build/demo.png
@@ -105,6 +118,9 @@ bench-swap: $(VENV)/.installed ## preemption: recompute against swap (build/benc
 
 bench-speculation: $(VENV)/.installed ## drafts from n-grams on the demo model (build/bench/speculation.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/speculation.py
+
+bench-online: $(VENV)/.installed $(PEERS)/vllm/.installed $(PEERS)/ray-llm/.installed ## the product under load, beside vllm serve and Ray Serve LLM (build/bench/online.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/online_bench.py
 
 check: lint types imports proto-check chart-check ## style, types, import rules, wire contract, chart
 

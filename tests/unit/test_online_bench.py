@@ -105,9 +105,19 @@ def test_ratios_are_those_of_the_worse_rate() -> None:
         "ttft_p50_vs_vllm_serve": 0.75,
         "tpot_p50_vs_vllm_serve": 0.9,
     }
+    found["everlift_ray"] = {"saturation": {"tokens_per_s": 750.0}}
+    assert "tok_s_vs_ray_serve_llm_best" not in ratios(found), "it was not measured to the end"
     found["everlift_ray"] = _system(750.0, (100.0, 100.0), (20.0, 20.0))
     assert ratios(found)["tok_s_vs_ray_serve_llm_best"] == 1.5
     assert ratios(found)["ttft_p50_vs_ray_serve_llm_best"] == 0.5
+
+
+def test_what_serving_adds_is_time_of_cores() -> None:
+    found = {
+        "offline": {"saturation": {"core_ms": 2.0}},
+        "everlift": {"saturation": {"core_ms": 2.25}},
+    }
+    assert ratios(found) == {"added_core_ms_per_token": 0.25}
 
 
 # A process whose first thread waits while another one works, with a child.
