@@ -201,7 +201,8 @@ def _vllm_part(process: Process) -> tuple[str, str]:
         (
             part
             for mark, part in {
-                "EngineCore": "engine",
+                "VLLM::EngineCore": "scheduler",
+                "VLLM::Worker": "engine",
                 "api_server": "API server",
                 "haproxy": "HAProxy",
                 "ServeReplica": "replicas",
