@@ -18,8 +18,8 @@ import ray
 from ray import serve
 from ray.serve.llm import LLMConfig, build_openai_app
 
-#: Those of vLLM that a replica needs, too.
-_HANDED_ON = ("LD_PRELOAD", "HF_HUB_OFFLINE")
+#: What a replica needs, too, beside vLLM's own variables.
+_HANDED_ON = ("HF_HUB_OFFLINE",)
 
 
 def main() -> None:
@@ -27,12 +27,16 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--preload", default="", help="libraries, of replicas alone")
     options = parser.parse_args()
     environment = {
         name: value
         for name, value in os.environ.items()
         if name in _HANDED_ON or name.startswith("VLLM_")
     }
+    environment["LD_PRELOAD"] = options.preload
+    # Intel's OpenMP binds who loads it to the first core; all of Ray would have that from here.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
     config = LLMConfig(
         model_loading_config={
             "model_id": options.model.name,

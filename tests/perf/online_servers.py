@@ -176,15 +176,16 @@ def vllm() -> Server:
 
 def ray_llm(name: str, mode: Mapping[str, str]) -> Server:
     """``mode`` is made of Ray Serve's environment variables."""
+    variables = vllm_environment(RAY_LLM, _CORES) | _APART | dict(mode)
+    preload = variables.pop("LD_PRELOAD")
 
     def command(place: Place) -> list[str]:
         return [
             *(str(RAY_LLM / "bin/python"), str(Path(__file__).with_name("online_ray_llm.py"))),
             *("--model", str(place.model), "--port", str(place.port)),
-            *("--max-model-len", str(WORKER["max_model_len"])),
+            *("--max-model-len", str(WORKER["max_model_len"]), "--preload", preload),
         ]
 
-    variables = vllm_environment(RAY_LLM, _CORES) | _APART | dict(mode)
     return Server(name, command, _vllm_part, variables)
 
 
