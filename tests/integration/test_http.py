@@ -506,7 +506,7 @@ async def test_who_had_another_text_is_told_so(address: str) -> None:
     body = {**GREEDY, "max_tokens": 20, "stream": True}
     *seen, _ = await events(address, body, {**JSON, "idempotency-key": "mine"})
     had = EventId.parse(seen[3].id)
-    [other] = [replace(each, digest=each.digest ^ 1) for each in had.positions]
+    [other] = [each._replace(digest=each.digest ^ 1) for each in had.positions]
     for positions, status in ((had.positions, 200), ([other], 500)):
         headers = {**JSON, "last-event-id": str(EventId("mine", positions))}
         answer = await ask(address, "/v1/completions", body, headers)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from everlift.digest import token_digest
 from everlift.errors import InvalidRequest
@@ -22,8 +22,7 @@ _POSITION = re.compile(r"([0-9]{1,9})\.([0-9]{1,10})\.([0-9a-f]{16})(\.e)?")
 _OF_NOTHING = token_digest(())
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """In a choice's output: so many tokens and characters are before it."""
 
     tokens: int = 0

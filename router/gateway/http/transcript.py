@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from everlift.digest import TokenDigest
 from everlift.errors import DataLoss
@@ -14,8 +15,7 @@ from router.gateway.http.event_id import BEGIN, EventId, Position
 _FINISH_REASONS = {FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "length"}
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(NamedTuple):
     """What a piece adds to a choice. ``known_text`` and the first ``num_known`` of ``tokens`` are
     what the client had before its connection was lost."""
 

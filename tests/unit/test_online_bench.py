@@ -1,0 +1,156 @@
+"""What the benchmark of the whole product says of answers, and of others' processor time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.perf.online_bench import ratios
+from tests.perf.online_load import Answer, figures, load, percentile
+from tests.perf.online_parts import Process, below, taken
+
+REQUESTS = [
+    {"id": 0, "prompt": [1, 2, 1], "max_tokens": 3},
+    {"id": 1, "prompt": [9], "max_tokens": 5},
+]
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    path = tmp_path / "workload.json"
+    path.write_text(json.dumps({"requests": REQUESTS}))
+    return path
+
+
+def test_a_longer_load_begins_again(workload: Path) -> None:
+    asks = load(workload, 5, 0.0, seed=0, vocab_size=10)
+    assert [ask.max_tokens for ask in asks] == [3, 5, 3, 5, 3]
+    assert [len(ask.prompt) for ask in asks] == [3, 1, 3, 1, 3]
+    assert all(ask.due == 0.0 for ask in asks)
+
+
+def test_prompts_keep_their_pattern_and_are_others_each_time(workload: Path) -> None:
+    asks = load(workload, 400, 0.0, seed=0, vocab_size=1000)
+    long = [ask.prompt for ask in asks if len(ask.prompt) == 3]
+    assert all(first == last and 0 < first < 1000 for first, _, last in long)
+    assert len({prompt[0] for prompt in long}) > 150
+
+
+def test_the_same_seed_is_the_same_load(workload: Path) -> None:
+    same = load(workload, 20, 4.0, seed=3, vocab_size=1000)
+    assert load(workload, 20, 4.0, seed=3, vocab_size=1000) == same
+    assert load(workload, 20, 4.0, seed=4, vocab_size=1000) != same
+
+
+def test_arrivals_are_as_many_as_were_asked_for(workload: Path) -> None:
+    asks = load(workload, 4000, 8.0, seed=0, vocab_size=10)
+    gaps = [after.due - before.due for before, after in itertools.pairwise(asks)]
+    mean = sum(gaps) / len(gaps)
+    spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
+    assert mean == pytest.approx(1 / 8, rel=0.1)
+    assert spread == pytest.approx(1 / 8, rel=0.1), "as wide as its mean: exponential"
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert percentile(values, 99) == 99.0
+    assert percentile(values, 100) == 100.0
+    assert percentile([7.0], 99) == 7.0
+    assert percentile([1.0, 2.0], 50) == 1.0
+
+
+def test_figures_of_answers() -> None:
+    answers = [
+        Answer(due=1.0, first_token=1.5, last_token=3.5, tokens=5),
+        Answer(due=2.0, first_token=3.0, last_token=4.0, tokens=2),
+        Answer(due=2.0, first_token=3.5, last_token=3.5, tokens=1),
+    ]
+    assert figures(answers) == {
+        "tokens_per_s": 2.0,
+        "requests_per_s": 0.75,
+        "ttft_p50_ms": 1000.0,
+        "ttft_p99_ms": 1500.0,
+        "tpot_p50_ms": 750.0,
+        "tpot_p99_ms": 1000.0,
+        "e2e_p50_ms": 2000.0,
+        "e2e_p99_ms": 2500.0,
+    }
+
+
+def _system(
+    tokens_per_s: float, ttft: tuple[float, float], tpot: tuple[float, float]
+) -> dict[str, dict[str, float]]:
+    return {
+        "saturation": {"tokens_per_s": tokens_per_s},
+        "60": {"ttft_p50_ms": ttft[0], "tpot_p50_ms": tpot[0]},
+        "90": {"ttft_p50_ms": ttft[1], "tpot_p50_ms": tpot[1]},
+    }
+
+
+def test_ratios_are_those_of_the_worse_rate() -> None:
+    found = {
+        "vllm": _system(800.0, (100.0, 200.0), (10.0, 40.0)),
+        "everlift": _system(1000.0, (50.0, 150.0), (9.0, 20.0)),
+        "ray_llm_best": _system(500.0, (200.0, 400.0), (20.0, 80.0)),
+    }
+    assert ratios(found) == {
+        "tok_s_vs_vllm_serve": 1.25,
+        "ttft_p50_vs_vllm_serve": 0.75,
+        "tpot_p50_vs_vllm_serve": 0.9,
+    }
+    found["everlift_ray"] = {"saturation": {"tokens_per_s": 750.0}}
+    assert "tok_s_vs_ray_serve_llm_best" not in ratios(found), "it was not measured to the end"
+    found["everlift_ray"] = _system(750.0, (100.0, 100.0), (20.0, 20.0))
+    assert ratios(found)["tok_s_vs_ray_serve_llm_best"] == 1.5
+    assert ratios(found)["ttft_p50_vs_ray_serve_llm_best"] == 0.5
+
+
+def test_what_serving_adds_is_time_of_cores() -> None:
+    found = {
+        "offline": {"saturation": {"core_ms": 2.0}},
+        "everlift": {"saturation": {"core_ms": 2.25}},
+    }
+    assert ratios(found) == {"added_core_ms_per_token": 0.25}
+
+
+# A process whose first thread waits while another one works, with a child.
+WORKS = """
+import subprocess, sys, threading, time
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+def work():
+    until = time.thread_time() + 0.2
+    while time.thread_time() < until:
+        pass
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print(flush=True)
+input()
+child.communicate()
+"""
+
+
+def test_time_is_found_by_process_and_thread() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        (child,) = below(process.pid)
+        assert child.command == f"{sys.executable} -c input() "
+
+        def parts(each: Process) -> tuple[str, str]:
+            return ("works", "waits") if each.pid == process.pid else ("others", "others")
+
+        seconds = taken(os.getpid(), parts)
+        process.stdin.close()
+    assert seconds["works"] >= 0.2
+    assert seconds["waits"] > 0
+    assert seconds["others"] > 0
