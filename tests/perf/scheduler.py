@@ -43,6 +43,7 @@ from worker.model.layers import Placement
 from worker.orders import Inbox
 from worker.parallel import Group
 from worker.runner import TorchRunner
+from worker.sequence import Sequence as EngineSequence
 from worker.sessions import Sessions
 from worker.step_times import Stopwatch
 
