@@ -143,6 +143,8 @@ class Rows:
     @cached_property
     def positions(self) -> Ints:
         """[T] where each token stands in its sequence."""
+        if len(self) == self.num_tokens:
+            return self.starts
         return np.arange(self.num_tokens) + self.spread(self.starts - self.firsts)
 
     @cached_property

@@ -43,6 +43,7 @@ from worker.model.layers import Placement
 from worker.orders import Inbox
 from worker.parallel import Group
 from worker.runner import TorchRunner
+from worker.sequence import Sequence as EngineSequence
 from worker.sessions import Sessions
 from worker.step_times import Stopwatch
 
@@ -85,6 +86,7 @@ class Bench:
         self._session = self._sessions.join("router", lambda: None)
         self._present = running + waiting
         self._arrived = 0
+        self._started: list[EngineSequence] = []
         self._start(running, waiting)
 
     def _runner(self, num_blocks: int) -> TorchRunner:
@@ -105,7 +107,8 @@ class Bench:
         starts = [_start(epoch, length) for epoch, length in enumerate(lengths, self._arrived)]
         self._arrived += len(starts)
         self._sessions.receive(self._session, session_pb2.RouterFrame(starts=starts), now=0.0)
-        for sequence in self._inbox.take(timeout_s=0).starts:
+        self._started = self._inbox.take(timeout_s=0).starts
+        for sequence in self._started:
             self._engine.add(sequence)
 
     def step(self) -> dict[str, float]:
@@ -115,7 +118,9 @@ class Bench:
         after, began = self._stopwatch.times, time.perf_counter()
         load = self._engine.load()
         loaded = time.perf_counter()
-        self._sessions.deliver(Report((), tuple(outcomes), load, None))
+        started = tuple(sequence.key for sequence in self._started)
+        self._started = []
+        self._sessions.deliver(Report(started, tuple(outcomes), load, None))
         self._sessions.cut(self._session).SerializeToString()
         delivered = time.perf_counter()
         self._take_in([OUTPUT] * (self._present - load.num_running - load.num_waiting))
