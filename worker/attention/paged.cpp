@@ -1,0 +1,565 @@
+// Causal attention over a paged KV cache on a CPU: decoding, prefill and both in one step.
+//
+// One item of work is a tile, a few tokens of one row, with one KV head: all query heads that share
+// it are the rows of two small matrix products, with a softmax that goes along between them.
+//
+//     scores [rows, keys]       = query [rows, head_dim] x keys [head_dim, keys]
+//     out    [rows, head_dim]  += weights [rows, keys]   x values [keys, head_dim]
+//
+// Both right-hand sides lie in the cache as the products read them. Where the CPU multiplies pairs of
+// bfloat16, two neighbours along the sum lie side by side (PACK 2, else 1):
+//
+//     a head's keys of a block      [head_dim / PACK][BLOCK_SIZE][PACK]
+//     a head's values of a block    [BLOCK_SIZE / PACK][head_dim][PACK]
+//
+// What becomes of a token depends on its query and on the keys and values that it sees, bit for bit:
+// not on its tile, its row, the batch or the number of threads. A position that was never written is
+// not multiplied, since it may hold NaN; its score is, and then replaced.
+//
+// Sums are of single precision. With pairs of bfloat16 the weights are rounded to it.
+
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int TILE_TOKENS = 8;
+//: Of a product's left-hand side, how many rows are in registers at once.
+constexpr int MAX_STRIP = 8;
+//: Keys between two looks at the largest score; chunks begin at its multiples.
+constexpr int CHUNK = 4 * BLOCK_SIZE;
+static_assert(BLOCK_SIZE % (2 * LANES) == 0);
+constexpr float LOG2_E = 1.44269504088896341f;
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+constexpr Ints COUNTING = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+template <class Vector>
+inline Vector loaded(const void* from) {
+    Vector vector;
+    std::memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
+template <class Vector>
+inline void store(void* to, Vector vector) {
+    std::memcpy(to, &vector, sizeof vector);
+}
+
+inline Floats spread(float value) { return Floats{} + value; }
+
+inline float largest(Floats vector) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)vector);
+#else
+    float most = vector[0];
+    for (int i = 1; i < LANES; ++i) most = std::max(most, vector[i]);
+    return most;
+#endif
+}
+
+inline float total(Floats vector) {
+    float sum = 0;
+    for (int i = 0; i < LANES; ++i) sum += vector[i];
+    return sum;
+}
+
+// 2^x for x <= 126, 0 or nearly for x < -126; NaN stays NaN. The polynomial is that of Cephes' exp2f.
+inline Floats exp2(Floats x) {
+    x = x < -126.0f ? spread(-126.0f) : x;
+    const Floats shift = spread(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const Floats whole = x + shift;
+    const Floats part = x - (whole - shift);
+    Floats y = spread(1.535336188319500e-4f);
+    y = y * part + 1.339887440266574e-3f;
+    y = y * part + 9.618437357674640e-3f;
+    y = y * part + 5.550332471162809e-2f;
+    y = y * part + 2.402264791363012e-1f;
+    y = y * part + 6.931472028550421e-1f;
+    y = y * part + 1.0f;
+    return y * (Floats)(((Ints)whole << 23) + 0x3f800000);
+}
+
+inline Floats tanh(Floats x) {
+    x = x < -20.0f ? spread(-20.0f) : x > 20.0f ? spread(20.0f) : x;
+    return 1.0f - 2.0f / (exp2(x * (2 * LOG2_E)) + 1.0f);
+}
+
+// What the cache, queries and outputs consist of. A Word is what is multiplied at once of a product's
+// left-hand side; Lanes, of its right-hand side.
+
+#ifdef BFLOAT16
+
+using Stored = uint16_t;
+
+inline Stored narrowed(float value) {  // to the nearest, of two the even one
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (std::isnan(value)) return Stored(bits >> 16 | 0x40);
+    return Stored((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+#else
+
+#ifdef FLOAT16
+using Stored = _Float16;
+#else
+using Stored = float;
+#endif
+
+inline Stored narrowed(float value) { return Stored(value); }
+
+#endif
+
+#if defined(BFLOAT16) && defined(__AVX512BF16__) && HEAD_DIM % 2 == 0
+
+constexpr int PACK = 2;
+using Word = uint32_t;
+using Lanes = __m512bh;
+
+inline Word word_at(const Stored* from) { return loaded<Word>(from); }
+
+inline Lanes lanes_at(const Stored* from) { return (Lanes)loaded<__m512i>(from); }
+
+inline Floats multiplied(Floats sum, Word word, Lanes lanes) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (Lanes)_mm512_set1_epi32(word), lanes);
+}
+
+inline void pack(Word* to, Floats low, Floats high) {
+    store(to, _mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+
+#else
+
+constexpr int PACK = 1;
+using Word = float;
+using Lanes = Floats;
+
+inline Word word_at(const Stored* from) {
+#ifdef BFLOAT16
+    const uint32_t bits = uint32_t(*from) << 16;
+    return loaded<Word>(&bits);
+#else
+    return *from;
+#endif
+}
+
+inline Lanes lanes_at(const Stored* from) {
+#if defined(BFLOAT16)
+    typedef Stored Halves __attribute__((vector_size(2 * LANES)));
+    return (Floats)(__builtin_convertvector(loaded<Halves>(from), Ints) << 16);
+#elif defined(FLOAT16) && defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(loaded<__m256i>(from));
+#elif defined(FLOAT16)
+    Floats lanes;
+    for (int i = 0; i < LANES; ++i) lanes[i] = from[i];
+    return lanes;
+#else
+    return loaded<Floats>(from);
+#endif
+}
+
+inline Floats multiplied(Floats sum, Word word, Lanes lanes) { return sum + word * lanes; }
+
+inline void pack(Word* to, Floats low, Floats high) {
+    store(to, low);
+    store(to + LANES, high);
+}
+
+#endif
+
+constexpr int WORDS = HEAD_DIM / PACK;
+constexpr int PADDED = (HEAD_DIM + LANES - 1) / LANES * LANES;
+//: Elements that a block of one head's keys, or of its values, takes.
+constexpr int64_t RUN = BLOCK_SIZE * HEAD_DIM;
+
+// Of those at `from`, which may be fewer than LANES.
+inline Lanes lanes_at(const Stored* from, int number) {
+    if (number == LANES) return lanes_at(from);
+    Stored all[LANES * PACK] = {};
+    std::memcpy(all, from, number * PACK * sizeof *all);
+    return lanes_at(all);
+}
+
+// sums [R][C * LANES] += left [R][n words] x right [n][right_stride packs]; of the last LANES columns
+// there are but LAST.
+template <int LAST, int R, int C>
+inline void multiply(Floats (&sums)[R][C], const Word* left, int left_stride, const Stored* right,
+                     int right_stride, int n) {
+    for (int i = 0; i < n; ++i, right += right_stride * PACK) {
+        Lanes lanes[C];
+        for (int c = 0; c < C; ++c)
+            lanes[c] = lanes_at(right + c * LANES * PACK, c == C - 1 ? LAST : LANES);
+        for (int r = 0; r < R; ++r) {
+            const Word word = left[r * left_stride + i];
+            for (int c = 0; c < C; ++c) sums[r][c] = multiplied(sums[r][c], word, lanes[c]);
+        }
+    }
+}
+
+template <int N>
+using Constant = std::integral_constant<int, N>;
+
+// work(strip's rows, first of them), with the number of rows known to the compiler.
+template <class Work>
+inline void in_strips(int rows, Work work) {
+    static_assert(MAX_STRIP == 8);
+    for (int first = 0; first < rows; first += MAX_STRIP) {
+        switch (std::min(rows - first, MAX_STRIP)) {
+            case 1: work(Constant<1>(), first); break;
+            case 2: work(Constant<2>(), first); break;
+            case 3: work(Constant<3>(), first); break;
+            case 4: work(Constant<4>(), first); break;
+            case 5: work(Constant<5>(), first); break;
+            case 6: work(Constant<6>(), first); break;
+            case 7: work(Constant<7>(), first); break;
+            case 8: work(Constant<8>(), first); break;
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// What Python hands over; worker/attention/cpu.py has the same structures.
+
+struct Cache {
+    void* blocks;  // [blocks][layers][keys, values][kv_heads][RUN]
+    int64_t layers, kv_heads;
+};
+
+struct Row {
+    int64_t first_token;  // among the step's tokens
+    int64_t tokens;
+    int64_t start;        // the position of the first
+    int64_t first_block;  // in Step.tables
+    int64_t first_tile;   // among the step's tiles
+};
+
+struct Step {
+    const Row* rows;
+    const int64_t* tables;
+    int64_t num_rows, num_tiles;
+};
+
+struct Form {
+    float scale;
+    float softcap;       // 0: none
+    int64_t window;      // 0: none
+    const float* sinks;  // [heads], or null
+};
+
+}  // extern "C"
+
+namespace {
+
+struct Tile {
+    const Row& row;
+    int64_t begin, tokens;  // among the row's
+
+    int64_t first_token() const { return row.first_token + begin; }
+    int64_t first_position() const { return row.start + begin; }
+    int64_t end_position() const { return first_position() + tokens; }
+};
+
+Tile tile_at(const Step& step, int64_t index) {
+    const auto later = [](int64_t i, const Row& row) { return i < row.first_tile; };
+    const Row& row = *(std::upper_bound(step.rows, step.rows + step.num_rows, index, later) - 1);
+    const int64_t begin = (index - row.first_tile) * TILE_TOKENS;
+    return {row, begin, std::min<int64_t>(TILE_TOKENS, row.tokens - begin)};
+}
+
+// Calls item(tile, KV head) for all of them: the last tiles first, which are prompts' and take longest.
+template <class Item>
+void for_each_item(const Step& step, int64_t kv_heads, int64_t threads, const Item& item) {
+    const int64_t items = step.num_tiles * kv_heads;
+    const auto one = [&](int64_t i) { item(tile_at(step, i / kv_heads), i % kv_heads); };
+    if (threads == 1) {
+        for (int64_t i = items - 1; i >= 0; --i) one(i);
+        return;
+    }
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t i = items - 1; i >= 0; --i) one(i);
+}
+
+// What a step reads and writes of one layer.
+struct Layer {
+    Layer(const Cache& cache, const Step& step, int64_t layer)
+        : tables(step.tables), values_after(cache.kv_heads * RUN),
+          block_size(cache.layers * 2 * values_after),
+          first((Stored*)cache.blocks + layer * 2 * values_after) {}
+
+    // The keys of the block in which `position` of the tile's row lies.
+    Stored* keys(const Tile& tile, int64_t position, int64_t head) const {
+        const int64_t block = tables[tile.row.first_block + position / BLOCK_SIZE];
+        return first + block * block_size + head * RUN;
+    }
+
+    // In the values of its block, those of `position` and of who shares its pack.
+    Stored* values(const Tile& tile, int64_t position, int64_t head) const {
+        const int64_t pack = position % BLOCK_SIZE / PACK;
+        return keys(tile, position, head) + values_after + pack * HEAD_DIM * PACK;
+    }
+
+    const int64_t* tables;
+    int64_t values_after, block_size;
+    Stored* first;
+};
+
+// Stores a tile's keys and values. Tokens are `..._stride` elements apart.
+struct Writer {
+    void operator()(const Tile& tile, int64_t head) const {
+        for (int64_t i = 0; i < tile.tokens; ++i) {
+            const int64_t token = tile.first_token() + i, position = tile.first_position() + i;
+            write_key(layer.keys(tile, position, head) + position % BLOCK_SIZE * PACK,
+                      key + token * key_stride + head * HEAD_DIM);
+            write_value(layer.values(tile, position, head) + position % PACK,
+                        value + token * value_stride + head * HEAD_DIM);
+        }
+    }
+
+    static void write_key(Stored* to, const Stored* from) {
+        for (int i = 0; i < WORDS; ++i)
+            std::memcpy(to + i * BLOCK_SIZE * PACK, from + i * PACK, PACK * sizeof *to);
+    }
+
+    // Another thread may write the other one of a pack.
+    static void write_value(Stored* to, const Stored* from) {
+        for (int i = 0; i < HEAD_DIM; ++i) to[i * PACK] = from[i];
+    }
+
+    Layer layer;
+    const Stored* key;
+    int64_t key_stride;
+    const Stored* value;
+    int64_t value_stride;
+};
+
+// What one thread computes in, for each of a tile's rows: tokens by query heads.
+struct Scratch {
+    std::vector<Word> query;       // [rows][WORDS]
+    std::vector<float> scores;     // [rows][CHUNK]
+    std::vector<Word> weights;     // [rows][CHUNK / PACK]
+    std::vector<float> most;       // [rows], of the scores so far
+    std::vector<float> shrinking;  // [rows], of what came before, since there is a larger score
+    std::vector<Floats> sums;      // [rows], of the weights, by lane
+    std::vector<float> out;        // [rows][PADDED]
+    Stored edge[HEAD_DIM * PACK];  // values of a position without the other one of its pack
+
+    explicit Scratch(int64_t rows)
+        : query(rows * WORDS), scores(rows * CHUNK), weights(rows * CHUNK / PACK),
+          most(rows), shrinking(rows), sums(rows), out(rows * PADDED) {}
+};
+
+// Part of a tile's context: the positions from `left` to `right` of the chunk that begins at `at`.
+struct Chunk {
+    int64_t at, left, right;
+
+    int64_t first_block() const { return left / BLOCK_SIZE * BLOCK_SIZE; }
+    int64_t end_block() const { return (right + BLOCK_SIZE - 1) / BLOCK_SIZE * BLOCK_SIZE; }
+};
+
+class Attender {
+public:
+    Attender(const Layer& layer, const Stored* query, int64_t query_stride, Stored* out,
+             int64_t heads, int64_t kv_heads, const Form& form)
+        : layer(layer), query(query), query_stride(query_stride), out(out), heads(heads),
+          group(heads / kv_heads), form(form) {}
+
+    void operator()(const Tile& tile, int64_t head) const {
+        thread_local Scratch scratch(0);
+        begin(tile, head, scratch);
+        const int64_t end = tile.end_position(), first = first_seen(tile.first_position());
+        for (int64_t at = first / CHUNK * CHUNK; at < end; at += CHUNK) {
+            const Chunk chunk{at, std::max(first, at), std::min(end, at + CHUNK)};
+            score(tile, head, chunk, scratch);
+            weigh(tile, chunk, scratch);
+            add_up(tile, head, chunk, scratch);
+        }
+        finish(tile, head, scratch);
+    }
+
+private:
+    int rows_of(const Tile& tile) const { return tile.tokens * group; }
+
+    int64_t first_seen(int64_t position) const {
+        return form.window ? std::max<int64_t>(0, position - form.window + 1) : 0;
+    }
+
+    int64_t head_of(int64_t kv_head, int row) const { return kv_head * group + row % group; }
+
+    void begin(const Tile& tile, int64_t head, Scratch& scratch) const {
+        const int rows = rows_of(tile);
+        if (scratch.most.size() < size_t(rows)) scratch = Scratch(rows);
+        std::fill_n(scratch.out.begin(), rows * PADDED, 0.0f);
+        for (int r = 0; r < rows; ++r) {
+            const int64_t token = tile.first_token() + r / group;
+            const Stored* from = query + token * query_stride + head_of(head, r) * HEAD_DIM;
+            for (int i = 0; i < WORDS; ++i) scratch.query[r * WORDS + i] = word_at(from + i * PACK);
+            // A sink is a key that was seen before all others, and has no value.
+            scratch.most[r] = form.sinks ? form.sinks[head_of(head, r)] * LOG2_E : -FLT_MAX;
+            scratch.sums[r] = Floats{form.sinks ? 1.0f : 0.0f};
+        }
+    }
+
+    void score(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch) const {
+        for (int64_t at = chunk.first_block(); at < chunk.right; at += BLOCK_SIZE) {
+            const Stored* keys = layer.keys(tile, at, head);
+            in_strips(rows_of(tile), [&](auto strip, int first) {
+                constexpr int R = decltype(strip)::value, C = BLOCK_SIZE / LANES;
+                Floats sums[R][C] = {};
+                multiply<LANES>(sums, &scratch.query[first * WORDS], WORDS, keys, BLOCK_SIZE, WORDS);
+                float* to = &scratch.scores[first * CHUNK + at - chunk.at];
+                for (int r = 0; r < R; ++r)
+                    for (int c = 0; c < C; ++c) store(to + r * CHUNK + c * LANES, sums[r][c]);
+            });
+        }
+    }
+
+    // From scores to weights, which are powers of two.
+    void weigh(const Tile& tile, const Chunk& chunk, Scratch& scratch) const {
+        const int begin = chunk.first_block() - chunk.at, end = chunk.end_block() - chunk.at;
+        for (int r = 0; r < rows_of(tile); ++r) {
+            const int64_t position = tile.first_position() + r / group;
+            const int seen = std::max<int64_t>(first_seen(position) - chunk.at, begin);
+            const int unseen = std::min<int64_t>(position + 1 - chunk.at, end);
+            weigh_row(r, begin, end, seen, unseen, scratch);
+        }
+    }
+
+    // Of the places from `begin` to `end`, those from `seen` to `unseen` count.
+    void weigh_row(int r, int begin, int end, int seen, int unseen, Scratch& scratch) const {
+        float* scores = &scratch.scores[r * CHUNK];
+        Floats most = spread(scratch.most[r]);
+        for (int i = begin; i < end; i += LANES) {
+            const Floats score = only(scaled(loaded<Floats>(scores + i)), i, seen, unseen, -FLT_MAX);
+            store(scores + i, score);
+            most = score > most ? score : most;
+        }
+        const float new_most = largest(most);
+        const float shrinking = exp2(spread(scratch.most[r] - new_most))[0];
+        Floats sum = scratch.sums[r] * shrinking;
+        for (int i = begin; i < end; i += 2 * LANES) {
+            Floats weights[2];
+            for (int j = 0, at = i; j < 2; ++j, at += LANES) {
+                weights[j] = only(exp2(loaded<Floats>(scores + at) - new_most), at, seen, unseen, 0);
+                sum += weights[j];
+            }
+            pack(&scratch.weights[(r * CHUNK + i) / PACK], weights[0], weights[1]);
+        }
+        scratch.most[r] = new_most;
+        scratch.shrinking[r] = shrinking;
+        scratch.sums[r] = sum;
+    }
+
+    // In units of log2(e).
+    Floats scaled(Floats products) const {
+        if (!form.softcap) return products * (form.scale * LOG2_E);
+        return tanh(products * (form.scale / form.softcap)) * (form.softcap * LOG2_E);
+    }
+
+    // `values`, the first of which is at place `at`, and `other` at places left of `seen` or from
+    // `unseen` on.
+    static Floats only(Floats values, int at, int seen, int unseen, float other) {
+        if (seen <= at && at + LANES <= unseen) return values;
+        const Ints places = COUNTING + at;
+        return (places >= seen) & (places < unseen) ? values : spread(other);
+    }
+
+    // out = out * shrinking + weights x values
+    void add_up(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch) const {
+        if (chunk.right % PACK) {
+            const Stored* pack = layer.values(tile, chunk.right - 1, head);
+            for (int i = 0; i < HEAD_DIM; ++i) scratch.edge[i * PACK] = pack[i * PACK];
+        }
+        in_strips(rows_of(tile), [&](auto strip, int first) {
+            constexpr int R = decltype(strip)::value, WIDE = 2 * LANES;
+            for (int column = 0; column + WIDE <= HEAD_DIM; column += WIDE)
+                add_up_columns<R, 2, LANES>(tile, head, chunk, first, column, scratch);
+            constexpr int REST = HEAD_DIM % WIDE;
+            if constexpr (REST >= LANES)
+                add_up_columns<R, 1, LANES>(tile, head, chunk, first, HEAD_DIM - REST, scratch);
+            if constexpr (REST % LANES)
+                add_up_columns<R, 1, REST % LANES>(tile, head, chunk, first,
+                                                   HEAD_DIM - REST % LANES, scratch);
+        });
+    }
+
+    template <int R, int C, int LAST>
+    void add_up_columns(const Tile& tile, int64_t head, const Chunk& chunk, int first, int column,
+                        Scratch& scratch) const {
+        Floats sums[R][C];
+        float* to = &scratch.out[first * PADDED + column];
+        const float* shrinking = &scratch.shrinking[first];
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c)
+                sums[r][c] = loaded<Floats>(to + r * PADDED + c * LANES) * shrinking[r];
+        constexpr int STRIDE = CHUNK / PACK;
+        const Word* weights = &scratch.weights[first * STRIDE] - chunk.at / PACK;
+        for (int64_t at = chunk.left, end; at < chunk.right; at = end) {
+            end = std::min((at / BLOCK_SIZE + 1) * BLOCK_SIZE, chunk.right);
+            const Stored* values = layer.values(tile, at, head) + column * PACK;
+            multiply<LAST>(sums, weights + at / PACK, STRIDE, values, HEAD_DIM, end / PACK - at / PACK);
+        }
+        if (chunk.right % PACK)
+            multiply<LAST>(sums, weights + chunk.right / PACK, STRIDE, scratch.edge + column * PACK,
+                           HEAD_DIM, 1);
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c) store(to + r * PADDED + c * LANES, sums[r][c]);
+    }
+
+    void finish(const Tile& tile, int64_t head, const Scratch& scratch) const {
+        for (int r = 0; r < rows_of(tile); ++r) {
+            const float share = 1.0f / total(scratch.sums[r]);
+            const float* from = &scratch.out[r * PADDED];
+            const int64_t token = tile.first_token() + r / group;
+            Stored* to = out + (token * heads + head_of(head, r)) * HEAD_DIM;
+            for (int i = 0; i < HEAD_DIM; ++i) to[i] = narrowed(from[i] * share);
+        }
+    }
+
+    const Layer layer;
+    const Stored* const query;
+    const int64_t query_stride;
+    Stored* const out;
+    const int64_t heads, group;
+    const Form form;
+};
+
+}  // namespace
+
+extern "C" {
+
+// Tokens of `key` and `value` are `..._stride` elements apart, their heads contiguous.
+void write_paged(const Cache* cache, const Step* step, int64_t layer, const void* key,
+                 int64_t key_stride, const void* value, int64_t value_stride, int64_t threads) {
+    const Writer writer{Layer(*cache, *step, layer), (const Stored*)key, key_stride,
+                        (const Stored*)value, value_stride};
+    for_each_item(*step, cache->kv_heads, threads, writer);
+}
+
+// Tokens of `query` are `query_stride` elements apart, their heads contiguous, as all of `out`
+// [tokens][heads][HEAD_DIM] is.
+void attend_paged(const Cache* cache, const Step* step, int64_t layer, const void* query,
+                  int64_t query_stride, void* out, int64_t heads, const Form* form,
+                  int64_t threads) {
+    const Attender attender(Layer(*cache, *step, layer), (const Stored*)query, query_stride,
+                            (Stored*)out, heads, cache->kv_heads, *form);
+    for_each_item(*step, cache->kv_heads, threads, attender);
+}
+
+int64_t tile_tokens() { return TILE_TOKENS; }
+
+}  // extern "C"
