@@ -34,6 +34,9 @@ namespace {
 
 constexpr int LANES = 16;
 constexpr int TILE_TOKENS = 8;
+//: Tokens of a tile whose time goes to reading the cache.
+constexpr int FEW_TOKENS = 2;
+constexpr int ITEMS_A_THREAD = 4;
 //: Of a product's left-hand side, how many rows are in registers at once.
 constexpr int MAX_STRIP = 8;
 //: Keys between two looks at the largest score; chunks begin at its multiples.
@@ -59,6 +62,15 @@ inline void store(void* to, Vector vector) {
 
 inline Floats spread(float value) { return Floats{} + value; }
 
+// Of each two the larger one, or the second where they do not compare.
+inline Floats larger(Floats a, Floats b) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
 inline float largest(Floats vector) {
 #ifdef __AVX512F__
     return _mm512_reduce_max_ps((__m512)vector);
@@ -75,9 +87,9 @@ inline float total(Floats vector) {
     return sum;
 }
 
-// 2^x for x <= 126, 0 or nearly for x < -126; NaN stays NaN. The polynomial is that of Cephes' exp2f.
+// 2^x for x <= 126, and at least 2^-126; NaN stays NaN. The polynomial is that of Cephes' exp2f.
 inline Floats exp2(Floats x) {
-    x = x < -126.0f ? spread(-126.0f) : x;
+    x = larger(spread(-126.0f), x);
     const Floats shift = spread(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
     const Floats whole = x + shift;
     const Floats part = x - (whole - shift);
@@ -88,7 +100,11 @@ inline Floats exp2(Floats x) {
     y = y * part + 2.402264791363012e-1f;
     y = y * part + 6.931472028550421e-1f;
     y = y * part + 1.0f;
+#ifdef __AVX512F__
+    return (Floats)_mm512_scalef_ps((__m512)y, (__m512)(whole - shift));
+#else
     return y * (Floats)(((Ints)whole << 23) + 0x3f800000);
+#endif
 }
 
 inline Floats tanh(Floats x) {
@@ -183,6 +199,7 @@ constexpr int WORDS = HEAD_DIM / PACK;
 constexpr int PADDED = (HEAD_DIM + LANES - 1) / LANES * LANES;
 //: Elements that a block of one head's keys, or of its values, takes.
 constexpr int64_t RUN = BLOCK_SIZE * HEAD_DIM;
+constexpr int64_t LINE = 64 / sizeof(Stored);
 
 // Of those at `from`, which may be fewer than LANES.
 inline Lanes lanes_at(const Stored* from, int number) {
@@ -201,8 +218,10 @@ inline void multiply(Floats (&sums)[R][C], const Word* left, int left_stride, co
         Lanes lanes[C];
         for (int c = 0; c < C; ++c)
             lanes[c] = lanes_at(right + c * LANES * PACK, c == C - 1 ? LAST : LANES);
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const Word word = left[r * left_stride + i];
+#pragma GCC unroll 2
             for (int c = 0; c < C; ++c) sums[r][c] = multiplied(sums[r][c], word, lanes[c]);
         }
     }
@@ -281,11 +300,16 @@ Tile tile_at(const Step& step, int64_t index) {
     return {row, begin, std::min<int64_t>(TILE_TOKENS, row.tokens - begin)};
 }
 
-// Calls item(tile, KV head) for all of them: the last tiles first, which are prompts' and take longest.
+// Calls item(tile, first KV head, the one after the last) until all were there: the last tiles first,
+// which are prompts' and take longest.
 template <class Item>
 void for_each_item(const Step& step, int64_t kv_heads, int64_t threads, const Item& item) {
-    const int64_t items = step.num_tiles * kv_heads;
-    const auto one = [&](int64_t i) { item(tile_at(step, i / kv_heads), i % kv_heads); };
+    const int64_t together = step.num_tiles >= ITEMS_A_THREAD * threads ? kv_heads : 1;
+    const int64_t parts = kv_heads / together, items = step.num_tiles * parts;
+    const auto one = [&](int64_t i) {
+        const int64_t head = i % parts * together;
+        item(tile_at(step, i / parts), head, head + together);
+    };
     if (threads == 1) {
         for (int64_t i = items - 1; i >= 0; --i) one(i);
         return;
@@ -320,7 +344,11 @@ struct Layer {
 
 // Stores a tile's keys and values. Tokens are `..._stride` elements apart.
 struct Writer {
-    void operator()(const Tile& tile, int64_t head) const {
+    void operator()(const Tile& tile, int64_t head, int64_t end_head) const {
+        for (; head < end_head; ++head) write(tile, head);
+    }
+
+    void write(const Tile& tile, int64_t head) const {
         for (int64_t i = 0; i < tile.tokens; ++i) {
             const int64_t token = tile.first_token() + i, position = tile.first_position() + i;
             write_key(layer.keys(tile, position, head) + position % BLOCK_SIZE * PACK,
@@ -347,6 +375,12 @@ struct Writer {
     int64_t value_stride;
 };
 
+// Values side by side in the cache: `packs` of them from pack `at` of the chunk on.
+struct Values {
+    const Stored* first;
+    int64_t at, packs;
+};
+
 // What one thread computes in, for each of a tile's rows: tokens by query heads.
 struct Scratch {
     std::vector<Word> query;       // [rows][WORDS]
@@ -357,6 +391,7 @@ struct Scratch {
     std::vector<Floats> sums;      // [rows], of the weights, by lane
     std::vector<float> out;        // [rows][PADDED]
     Stored edge[HEAD_DIM * PACK];  // values of a position without the other one of its pack
+    std::vector<Values> values;    // of the chunk, block after block
 
     explicit Scratch(int64_t rows)
         : query(rows * WORDS), scores(rows * CHUNK), weights(rows * CHUNK / PACK),
@@ -371,6 +406,16 @@ struct Chunk {
     int64_t end_block() const { return (right + BLOCK_SIZE - 1) / BLOCK_SIZE * BLOCK_SIZE; }
 };
 
+struct Places {
+    int begin, end;
+
+    // `values` at places from `at` on, with `other` where they are outside.
+    Floats of(Floats values, int at, float other) const {
+        const Ints places = COUNTING + at;
+        return (places >= begin) & (places < end) ? values : spread(other);
+    }
+};
+
 class Attender {
 public:
     Attender(const Layer& layer, const Stored* query, int64_t query_stride, Stored* out,
@@ -378,20 +423,33 @@ public:
         : layer(layer), query(query), query_stride(query_stride), out(out), heads(heads),
           group(heads / kv_heads), form(form) {}
 
-    void operator()(const Tile& tile, int64_t head) const {
-        thread_local Scratch scratch(0);
-        begin(tile, head, scratch);
-        const int64_t end = tile.end_position(), first = first_seen(tile.first_position());
-        for (int64_t at = first / CHUNK * CHUNK; at < end; at += CHUNK) {
-            const Chunk chunk{at, std::max(first, at), std::min(end, at + CHUNK)};
-            score(tile, head, chunk, scratch);
-            weigh(tile, chunk, scratch);
-            add_up(tile, head, chunk, scratch);
-        }
-        finish(tile, head, scratch);
+    void operator()(const Tile& tile, int64_t head, int64_t end_head) const {
+        const int64_t together = tile.tokens <= FEW_TOKENS ? end_head - head : 1;
+        for (; head < end_head; head += together) attend(tile, head, head + together);
     }
 
 private:
+    // Chunk by chunk with all of these heads, which lie side by side in the cache.
+    void attend(const Tile& tile, int64_t head, int64_t end_head) const {
+        thread_local std::vector<Scratch> scratch;
+        while (scratch.size() < size_t(end_head - head)) scratch.emplace_back(0);
+        for (int64_t h = head; h < end_head; ++h) begin(tile, h, scratch[h - head]);
+        const int64_t end = tile.end_position(), first = first_seen(tile.first_position());
+        for (int64_t at = first / CHUNK * CHUNK; at < end; at += CHUNK) {
+            const Chunk chunk{at, std::max(first, at), std::min(end, at + CHUNK)};
+            for (int64_t h = head; h < end_head; ++h) {
+                const bool next_head = h + 1 < end_head;
+                score(tile, h, chunk, scratch[h - head], [&](int64_t position) {
+                    if (next_head) fetch(tile, position, h + 1);
+                    else if (position + CHUNK < end) fetch(tile, position + CHUNK, head);
+                });
+                weigh(tile, chunk, scratch[h - head]);
+                add_up(tile, h, chunk, scratch[h - head]);
+            }
+        }
+        for (int64_t h = head; h < end_head; ++h) finish(tile, h, scratch[h - head]);
+    }
+
     int rows_of(const Tile& tile) const { return tile.tokens * group; }
 
     int64_t first_seen(int64_t position) const {
@@ -414,8 +472,22 @@ private:
         }
     }
 
-    void score(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch) const {
+    // Asks for a block that follows, soon enough for the second level of cache: by itself the CPU does
+    // not look past a page, and the next block is in another.
+    void fetch(const Tile& tile, int64_t position, int64_t head) const {
+        const Stored* keys = layer.keys(tile, position, head);
+        asm volatile("");  // or GCC takes the whole function for one without an effect
+        for (int64_t i = 0; i < RUN; i += LINE) __builtin_prefetch(keys + i, 0, 2);
+        for (int64_t i = 0; i < RUN; i += LINE)
+            __builtin_prefetch(keys + layer.values_after + i, 0, 2);
+    }
+
+    // before(position) comes before each block.
+    template <class Before>
+    void score(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch,
+               const Before& before) const {
         for (int64_t at = chunk.first_block(); at < chunk.right; at += BLOCK_SIZE) {
+            before(at);
             const Stored* keys = layer.keys(tile, at, head);
             in_strips(rows_of(tile), [&](auto strip, int first) {
                 constexpr int R = decltype(strip)::value, C = BLOCK_SIZE / LANES;
@@ -433,31 +505,36 @@ private:
         const int begin = chunk.first_block() - chunk.at, end = chunk.end_block() - chunk.at;
         for (int r = 0; r < rows_of(tile); ++r) {
             const int64_t position = tile.first_position() + r / group;
-            const int seen = std::max<int64_t>(first_seen(position) - chunk.at, begin);
-            const int unseen = std::min<int64_t>(position + 1 - chunk.at, end);
-            weigh_row(r, begin, end, seen, unseen, scratch);
+            const Places all{begin, end};
+            const Places seen{int(std::max<int64_t>(first_seen(position) - chunk.at, begin)),
+                              int(std::min<int64_t>(position + 1 - chunk.at, end))};
+            if (seen.begin == begin && seen.end == end)
+                weigh_row<false>(r, all, seen, scratch);
+            else
+                weigh_row<true>(r, all, seen, scratch);
         }
     }
 
-    // Of the places from `begin` to `end`, those from `seen` to `unseen` count.
-    void weigh_row(int r, int begin, int end, int seen, int unseen, Scratch& scratch) const {
+    // Of the scores at `all` places those count that are `seen`: all where they are not MASKED.
+    template <bool MASKED>
+    void weigh_row(int r, Places all, Places seen, Scratch& scratch) const {
         float* scores = &scratch.scores[r * CHUNK];
         Floats most = spread(scratch.most[r]);
-        for (int i = begin; i < end; i += LANES) {
-            const Floats score = only(scaled(loaded<Floats>(scores + i)), i, seen, unseen, -FLT_MAX);
-            store(scores + i, score);
-            most = score > most ? score : most;
+        for (int at = all.begin; at < all.end; at += LANES) {
+            Floats score = scaled(loaded<Floats>(scores + at));
+            if (MASKED) score = seen.of(score, at, -FLT_MAX);
+            store(scores + at, score);
+            most = larger(score, most);
         }
         const float new_most = largest(most);
         const float shrinking = exp2(spread(scratch.most[r] - new_most))[0];
         Floats sum = scratch.sums[r] * shrinking;
-        for (int i = begin; i < end; i += 2 * LANES) {
-            Floats weights[2];
-            for (int j = 0, at = i; j < 2; ++j, at += LANES) {
-                weights[j] = only(exp2(loaded<Floats>(scores + at) - new_most), at, seen, unseen, 0);
-                sum += weights[j];
-            }
-            pack(&scratch.weights[(r * CHUNK + i) / PACK], weights[0], weights[1]);
+        for (int at = all.begin; at < all.end; at += 2 * LANES) {
+            Floats low = exp2(loaded<Floats>(scores + at) - new_most);
+            Floats high = exp2(loaded<Floats>(scores + at + LANES) - new_most);
+            if (MASKED) low = seen.of(low, at, 0), high = seen.of(high, at + LANES, 0);
+            sum = sum + low + high;
+            pack(&scratch.weights[(r * CHUNK + at) / PACK], low, high);
         }
         scratch.most[r] = new_most;
         scratch.shrinking[r] = shrinking;
@@ -470,52 +547,45 @@ private:
         return tanh(products * (form.scale / form.softcap)) * (form.softcap * LOG2_E);
     }
 
-    // `values`, the first of which is at place `at`, and `other` at places left of `seen` or from
-    // `unseen` on.
-    static Floats only(Floats values, int at, int seen, int unseen, float other) {
-        if (seen <= at && at + LANES <= unseen) return values;
-        const Ints places = COUNTING + at;
-        return (places >= seen) & (places < unseen) ? values : spread(other);
+    // Those that the chunk's positions have. What shares a pack with the last one may not be written.
+    void collect(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch) const {
+        scratch.values.clear();
+        for (int64_t at = chunk.left, end; at < chunk.right; at = end) {
+            end = std::min((at / BLOCK_SIZE + 1) * BLOCK_SIZE, chunk.right);
+            const int64_t first = (at - chunk.at) / PACK, past = (end - chunk.at) / PACK;
+            scratch.values.push_back({layer.values(tile, at, head), first, past - first});
+        }
+        if (chunk.right % PACK == 0) return;
+        const Stored* pack = layer.values(tile, chunk.right - 1, head);
+        for (int i = 0; i < HEAD_DIM; ++i) scratch.edge[i * PACK] = pack[i * PACK];
+        scratch.values.push_back({scratch.edge, (chunk.right - chunk.at) / PACK, 1});
     }
 
     // out = out * shrinking + weights x values
     void add_up(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch) const {
-        if (chunk.right % PACK) {
-            const Stored* pack = layer.values(tile, chunk.right - 1, head);
-            for (int i = 0; i < HEAD_DIM; ++i) scratch.edge[i * PACK] = pack[i * PACK];
-        }
+        collect(tile, head, chunk, scratch);
         in_strips(rows_of(tile), [&](auto strip, int first) {
-            constexpr int R = decltype(strip)::value, WIDE = 2 * LANES;
+            constexpr int R = decltype(strip)::value, WIDE = 2 * LANES, REST = HEAD_DIM % WIDE;
             for (int column = 0; column + WIDE <= HEAD_DIM; column += WIDE)
-                add_up_columns<R, 2, LANES>(tile, head, chunk, first, column, scratch);
-            constexpr int REST = HEAD_DIM % WIDE;
+                add_up_columns<R, 2, LANES>(first, column, scratch);
             if constexpr (REST >= LANES)
-                add_up_columns<R, 1, LANES>(tile, head, chunk, first, HEAD_DIM - REST, scratch);
+                add_up_columns<R, 1, LANES>(first, HEAD_DIM - REST, scratch);
             if constexpr (REST % LANES)
-                add_up_columns<R, 1, REST % LANES>(tile, head, chunk, first,
-                                                   HEAD_DIM - REST % LANES, scratch);
+                add_up_columns<R, 1, REST % LANES>(first, HEAD_DIM - REST % LANES, scratch);
         });
     }
 
     template <int R, int C, int LAST>
-    void add_up_columns(const Tile& tile, int64_t head, const Chunk& chunk, int first, int column,
-                        Scratch& scratch) const {
+    static void add_up_columns(int first, int column, Scratch& scratch) {
         Floats sums[R][C];
         float* to = &scratch.out[first * PADDED + column];
-        const float* shrinking = &scratch.shrinking[first];
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < C; ++c)
-                sums[r][c] = loaded<Floats>(to + r * PADDED + c * LANES) * shrinking[r];
+                sums[r][c] = loaded<Floats>(to + r * PADDED + c * LANES) * scratch.shrinking[first + r];
         constexpr int STRIDE = CHUNK / PACK;
-        const Word* weights = &scratch.weights[first * STRIDE] - chunk.at / PACK;
-        for (int64_t at = chunk.left, end; at < chunk.right; at = end) {
-            end = std::min((at / BLOCK_SIZE + 1) * BLOCK_SIZE, chunk.right);
-            const Stored* values = layer.values(tile, at, head) + column * PACK;
-            multiply<LAST>(sums, weights + at / PACK, STRIDE, values, HEAD_DIM, end / PACK - at / PACK);
-        }
-        if (chunk.right % PACK)
-            multiply<LAST>(sums, weights + chunk.right / PACK, STRIDE, scratch.edge + column * PACK,
-                           HEAD_DIM, 1);
+        for (const Values& values : scratch.values)
+            multiply<LAST>(sums, &scratch.weights[first * STRIDE + values.at], STRIDE,
+                           values.first + column * PACK, HEAD_DIM, values.packs);
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < C; ++c) store(to + r * PADDED + c * LANES, sums[r][c]);
     }
