@@ -4,8 +4,8 @@
         [--out build/bench/attention.json]
 
 Each round takes every case twice, once with each backend: a step is prepared, and written and
-attended in each layer of a 125M model (12 layers, 12 query heads over 4 of keys and values, 64 wide).
-Times are those of a step, divided by its layers; medians over the rounds. ``ratios`` are torch's time
+attended in each layer of a 125M model (12 layers, 12 query heads over 4 KV heads, 64 wide). Times
+are those of a step, divided by its layers; medians over the rounds. ``ratios`` are torch's time
 over the kernel's.
 """
 
@@ -15,6 +15,7 @@ import argparse
 import os
 import statistics
 import time
+from itertools import islice
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in a worker
@@ -23,7 +24,7 @@ import torch
 
 from tests.perf import report
 from worker.attention.backend import AttentionBackend, AttentionForm
-from worker.attention.cpu import CpuAttention, kernel
+from worker.attention.cpu import CpuAttention, compiled_kernel
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache
 from worker.limits import blocks_for
@@ -50,7 +51,7 @@ class Case:
     def __init__(self, shapes: list[tuple[int, int]], cache: KVCache) -> None:
         order = iter(torch.randperm(cache.num_blocks).tolist())
         self.rows = [
-            Row(i, (0,) * new, start, tuple(next(order) for _ in range(blocks_for(start + new))), True)
+            Row(i, (0,) * new, start, tuple(islice(order, blocks_for(start + new))), True)
             for i, (start, new) in enumerate(shapes)
         ]
         tokens = sum(new for _, new in shapes)
@@ -71,7 +72,7 @@ def measure(rounds: int, dtype: torch.dtype) -> dict[str, dict[str, list[float]]
     blocks = max(sum(blocks_for(start + new) for start, new in shapes) for shapes in CASES.values())
     cache = KVCache(blocks, LAYERS, KV_HEADS, HEAD_DIM, dtype, torch.device("cpu"))
     cache.tensor.normal_()
-    compiled = kernel(HEAD_DIM, dtype)
+    compiled = compiled_kernel(HEAD_DIM, dtype)
     if compiled is None:
         raise SystemExit("no kernel could be compiled")
     backends: dict[str, AttentionBackend] = {

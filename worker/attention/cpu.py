@@ -24,43 +24,32 @@ from worker.plan import Row
 
 _SOURCE = Path(__file__).with_name("paged.cpp")
 _DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
-#: Its sums round as the CPU's multiply-add does.
-_FLAGS = ("-ffp-contract=fast", f"-DBLOCK_SIZE={BLOCK_SIZE}")
-
-
+#: What is added to a product is rounded once, whatever the C++ standard says.
+_FLAGS = ("-ffp-contract=fast",)
 #: Elements of keys that one thread writes, and multiplications of a query by a key that it does, in
 #: the time that the others take to wake up.
 _WRITTEN_ALONE = 1 << 16
 _ATTENDED_ALONE = 1 << 21
 
 
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
 class _Cache(ctypes.Structure):
-    _fields_ = (
-        ("blocks", ctypes.c_void_p),
-        ("layers", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-    )
+    _fields_ = (("blocks", _POINTER), ("layers", _INT), ("kv_heads", _INT))
 
 
 class _Step(ctypes.Structure):
-    _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-        ("num_rows", ctypes.c_int64),
-        ("num_tiles", ctypes.c_int64),
-    )
+    _fields_ = (("rows", _POINTER), ("tables", _POINTER), ("num_rows", _INT), ("num_tiles", _INT))
 
 
 class _Form(ctypes.Structure):
     _fields_ = (
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        ("window", ctypes.c_int64),
-        ("sinks", ctypes.c_void_p),
+        ("window", _INT),
+        ("sinks", _POINTER),
     )
-
-
-_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 class Kernel:
@@ -78,15 +67,15 @@ class Kernel:
 
 
 @cache
-def kernel(head_dim: int, dtype: torch.dtype) -> Kernel | None:
-    """None where it cannot be made; the log says why."""
-    flags = (*_FLAGS, f"-DHEAD_DIM={head_dim}", f"-D{_DTYPES[dtype]}")
-    library = native.compiled(_SOURCE, flags)
+def compiled_kernel(head_dim: int, dtype: torch.dtype, *flags: str) -> Kernel | None:
+    """None where it cannot be made; the log says why. ``flags`` are more ones for the compiler."""
+    defined = (f"-DBLOCK_SIZE={BLOCK_SIZE}", f"-DHEAD_DIM={head_dim}", f"-D{_DTYPES[dtype]}")
+    library = native.compiled(_SOURCE, (*_FLAGS, *defined, *flags))
     return None if library is None else Kernel(library)
 
 
 class CpuAttention:
-    """The AttentionBackend on a CPU. ``kernel`` is that for the cache's head dimension and dtype."""
+    """The AttentionBackend on a CPU; ``kernel`` is for the cache's head dimension and dtype."""
 
     def __init__(self, cache: KVCache, kernel: Kernel) -> None:
         self._tensor = cache.tensor

@@ -37,8 +37,12 @@ constexpr int TILE_TOKENS = 8;
 //: Tokens of a tile whose time goes to reading the cache.
 constexpr int FEW_TOKENS = 2;
 constexpr int ITEMS_A_THREAD = 4;
-//: Of a product's left-hand side, how many rows are in registers at once.
+//: Of a product's left-hand side, how many rows are multiplied at once: their sums are in registers.
+#ifdef __AVX512F__
 constexpr int MAX_STRIP = 8;
+#else
+constexpr int MAX_STRIP = 2;
+#endif
 //: Keys between two looks at the largest score; chunks begin at its multiples.
 constexpr int CHUNK = 4 * BLOCK_SIZE;
 static_assert(BLOCK_SIZE % (2 * LANES) == 0);
@@ -233,7 +237,7 @@ using Constant = std::integral_constant<int, N>;
 // work(strip's rows, first of them), with the number of rows known to the compiler.
 template <class Work>
 inline void in_strips(int rows, Work work) {
-    static_assert(MAX_STRIP == 8);
+    static_assert(MAX_STRIP <= 8);
     for (int first = 0; first < rows; first += MAX_STRIP) {
         switch (std::min(rows - first, MAX_STRIP)) {
             case 1: work(Constant<1>(), first); break;
@@ -390,7 +394,7 @@ struct Scratch {
     std::vector<float> shrinking;  // [rows], of what came before, since there is a larger score
     std::vector<Floats> sums;      // [rows], of the weights, by lane
     std::vector<float> out;        // [rows][PADDED]
-    Stored edge[HEAD_DIM * PACK];  // values of a position without the other one of its pack
+    Stored edge[HEAD_DIM * PACK] = {};  // values of a position, and zeros for the rest of its pack
     std::vector<Values> values;    // of the chunk, block after block
 
     explicit Scratch(int64_t rows)
