@@ -71,7 +71,7 @@ def measure(rounds: int, dtype: torch.dtype) -> dict[str, dict[str, list[float]]
     """Seconds a layer of each case by backend, round after round."""
     blocks = max(sum(blocks_for(start + new) for start, new in shapes) for shapes in CASES.values())
     cache = KVCache(blocks, LAYERS, KV_HEADS, HEAD_DIM, dtype, torch.device("cpu"))
-    cache.tensor.normal_()
+    cache.tensor.copy_(torch.randn(cache.tensor.shape[1:]))
     compiled = compiled_kernel(HEAD_DIM, dtype)
     if compiled is None:
         raise SystemExit("no kernel could be compiled")

@@ -1,7 +1,8 @@
 // Causal attention over a paged KV cache on a CPU: decoding, prefill and both in one step.
 //
-// One item of work is a tile, a few tokens of one row, with one KV head: all query heads that share
-// it are the rows of two small matrix products, with a softmax that goes along between them.
+// The work is cut into tiles, a few tokens of one row each. With each KV head, a tile's tokens and the
+// query heads that share it are the rows of two small matrix products, between them a softmax that goes
+// along the keys.
 //
 //     scores [rows, keys]       = query [rows, head_dim] x keys [head_dim, keys]
 //     out    [rows, head_dim]  += weights [rows, keys]   x values [keys, head_dim]
@@ -18,11 +19,11 @@
 //
 // Sums are of single precision. With pairs of bfloat16 the weights are rounded to it.
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <algorithm>
 #include <type_traits>
 #include <vector>
 
@@ -34,9 +35,10 @@ namespace {
 
 constexpr int LANES = 16;
 constexpr int TILE_TOKENS = 8;
-//: Tokens of a tile whose time goes to reading the cache.
+//: Tiles with so few tokens wait for memory: they read all KV heads' parts of a block in one go.
 constexpr int FEW_TOKENS = 2;
-constexpr int ITEMS_A_THREAD = 4;
+//: From so many tiles on, a thread takes one with all of its KV heads.
+constexpr int TILES_A_THREAD = 4;
 //: Of a product's left-hand side, how many rows are multiplied at once: their sums are in registers.
 #ifdef __AVX512F__
 constexpr int MAX_STRIP = 8;
@@ -45,8 +47,9 @@ constexpr int MAX_STRIP = 2;
 #endif
 //: Keys between two looks at the largest score; chunks begin at its multiples.
 constexpr int CHUNK = 4 * BLOCK_SIZE;
-static_assert(BLOCK_SIZE % (2 * LANES) == 0);
 constexpr float LOG2_E = 1.44269504088896341f;
+
+static_assert(BLOCK_SIZE % (2 * LANES) == 0);
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -308,7 +311,7 @@ Tile tile_at(const Step& step, int64_t index) {
 // which are prompts' and take longest.
 template <class Item>
 void for_each_item(const Step& step, int64_t kv_heads, int64_t threads, const Item& item) {
-    const int64_t together = step.num_tiles >= ITEMS_A_THREAD * threads ? kv_heads : 1;
+    const int64_t together = step.num_tiles >= TILES_A_THREAD * threads ? kv_heads : 1;
     const int64_t parts = kv_heads / together, items = step.num_tiles * parts;
     const auto one = [&](int64_t i) {
         const int64_t head = i % parts * together;
