@@ -31,7 +31,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-first-token bench-threads bench-engine bench-online check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-first-token bench-threads bench-engine bench-online bench-attention check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -121,6 +121,9 @@ bench-load: $(VENV)/.installed ## what loading a checkpoint costs (build/bench/l
 
 bench-linear: $(VENV)/.installed ## products with packed weights on a CPU (build/bench/linear.json)
 	OMP_WAIT_POLICY=PASSIVE PYTHONPATH=. $(BIN)/python tests/perf/linear_layers.py
+
+bench-attention: $(VENV)/.installed ## attention on the CPU: the compiled kernel against torch (build/bench/attention.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/attention_kernel.py
 
 bench-swap: $(VENV)/.installed ## preemption: recompute against swap (build/bench/swap.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/swap.py

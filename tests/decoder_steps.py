@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from worker.attention.reference import ReferenceAttention
+from worker.attention.backend import AttentionBackend
+from worker.attention.choice import choose_attention
 from worker.kv_cache import KVCache
 from worker.limits import blocks_for
 from worker.model import weights
@@ -29,10 +30,17 @@ class SteppedModel:
     """One rank's model, of whose tokens a cache holds ``kv_shape``: num_layers, kv_heads, head_dim.
     Its blocks hold NaN where nothing was written."""
 
-    def __init__(self, model: Model, kv_shape: tuple[int, int, int], place: Placement) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv_shape: tuple[int, int, int],
+        place: Placement,
+        attention_over: Callable[[KVCache], AttentionBackend] = choose_attention,
+    ) -> None:
         self._model = model
         self._kv_shape = kv_shape
         self._place = place
+        self._attention_over = attention_over
 
     @torch.inference_mode()
     def logits(self, sequences: Sequence[list[int]], steps: Sequence[Step]) -> list[Tensor] | None:
@@ -41,7 +49,7 @@ class SteppedModel:
         ``steps`` compute the sequences' tokens, each in its order.
         """
         tables = _scattered_tables([len(sequence) for sequence in sequences])
-        attention = ReferenceAttention(self._cache(sum(map(len, tables))))
+        attention = self._attention_over(self._cache(sum(map(len, tables))))
         done = [0] * len(sequences)
         parts: list[list[Tensor]] = [[] for _ in sequences]
         for step in steps:
@@ -58,7 +66,7 @@ class SteppedModel:
                     parts[row.slot].append(part)
         return [torch.cat(part) for part in parts] if all(parts) else None
 
-    def _step(self, rows: list[Row], attention: ReferenceAttention) -> Tensor | None:
+    def _step(self, rows: list[Row], attention: AttentionBackend) -> Tensor | None:
         step = Rows.of(rows)
         hidden = self._model.forward(
             torch.from_numpy(step.tokens), torch.from_numpy(step.positions), attention.prepare(step)
@@ -80,6 +88,7 @@ class SteppedDecoder(SteppedModel):
         max_model_len: int,
         group: Group | None = None,
         dtype: torch.dtype = torch.float32,
+        attention_over: Callable[[KVCache], AttentionBackend] = choose_attention,
     ) -> None:
         place = Placement(group or Group.single(), dtype, torch.device("cpu"))
         spec = ModelSpec.from_hf(directory)
@@ -87,7 +96,8 @@ class SteppedDecoder(SteppedModel):
         weights.load(decoder, directory)
         decoder.pack(choose_packing(dtype))
         kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
-        super().__init__(decoder, (spec.num_layers, kv_heads, spec.head_dim), place)
+        kv_shape = (spec.num_layers, kv_heads, spec.head_dim)
+        super().__init__(decoder, kv_shape, place, attention_over)
 
 
 def _scattered_tables(lengths: Sequence[int]) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from everlift import logs, model_files
 from everlift.progress import told, untold
-from worker.attention.reference import ReferenceAttention
+from worker.attention.choice import choose_attention
 from worker.config import WorkerConfig
 from worker.device import choose_device, choose_dtype, use_threads
 from worker.kv_cache import KVCache, block_bytes
@@ -52,6 +52,7 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
     )
     loaded = _load(config, directory, place)
     cache = _build_cache(config, loaded.kv_shape, place)
+    attention = choose_attention(cache)
     log.info(
         "model loaded",
         model=config.name,
@@ -59,6 +60,7 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
         rank=group.rank,
         device=str(device),
         dtype=str(place.dtype),
+        attention=type(attention).__name__,
         parameter_mib=loaded.parameter_bytes >> 20,
         kv_blocks=cache.num_blocks,
         kv_cache_mib=cache.tensor.nbytes >> 20,
@@ -69,7 +71,7 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
         loaded.max_model_len,
         loaded.model,
         cache,
-        ReferenceAttention(cache),
+        attention,
         place,
     )
     host_cache = build_host_cache(config, cache, group, build())
@@ -100,7 +102,7 @@ def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placem
     from worker.model.transformers_loading import load_decoder
 
     decoder = load_decoder(
-        directory, place, not config.reads_weights, config.max_model_len, ReferenceAttention
+        directory, place, not config.reads_weights, config.max_model_len, choose_attention
     )
     max_model_len = _max_model_len(config, decoder.max_position)
     kv_shape = decoder.layers.kv_shape

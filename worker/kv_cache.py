@@ -8,7 +8,9 @@ which block, to the scheduler.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ class KVCache:
         shape = (num_blocks, *_block_shape(num_layers, kv_heads, head_dim))
         self.kv_heads = kv_heads
         self.tensor = torch.empty(shape, dtype=dtype, device=device)
+        if device.type == "cpu":
+            _ask_for_huge_pages(self.tensor)
         self.runs_per_block = num_layers * 2 * kv_heads
         #: [num_blocks * runs_per_block, BLOCK_SIZE * head_dim], a view: each row is one head's keys
         #: or values of one block in one layer
@@ -48,6 +52,18 @@ class KVCache:
 def block_bytes(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes on one rank."""
     return math.prod(_block_shape(num_layers, kv_heads, head_dim)) * dtype.itemsize
+
+
+def _ask_for_huge_pages(tensor: Tensor) -> None:
+    """Where the system has them: a sequence's blocks lie anywhere, and with pages of 4 KiB the CPU
+    looks up nearly every head of a block anew. They are only taken as they are written to."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    past_page = -tensor.data_ptr() % mmap.PAGESIZE
+    whole_pages = (tensor.nbytes - past_page) // mmap.PAGESIZE * mmap.PAGESIZE
+    if whole_pages > 0:
+        begin = ctypes.c_void_p(tensor.data_ptr() + past_page)
+        ctypes.CDLL(None).madvise(begin, ctypes.c_size_t(whole_pages), mmap.MADV_HUGEPAGE)
 
 
 def _block_shape(num_layers: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:

@@ -19,6 +19,10 @@ from tests.families import (
     load_family,
     save_family,
 )
+from worker.attention.backend import AttentionBackend
+from worker.attention.choice import choose_attention
+from worker.attention.reference import ReferenceAttention
+from worker.kv_cache import KVCache
 
 #: All but the last longer than the windows of most checkpoints.
 LENGTHS = (100, 45, 33, 70, 9)
@@ -77,11 +81,16 @@ def mixed() -> list[Step]:
     ]
 
 
+@pytest.mark.parametrize("attention", [choose_attention, ReferenceAttention])
 @pytest.mark.parametrize("steps", [whole, chunked, decoded, mixed])
 def test_logits_are_those_of_transformers(
-    steps: Callable[[], list[Step]], directory: Path, expected: list[Tensor]
+    steps: Callable[[], list[Step]],
+    attention: Callable[[KVCache], AttentionBackend],
+    directory: Path,
+    expected: list[Tensor],
 ) -> None:
-    logits = SteppedDecoder(directory, MAX_POSITION).logits(sequences(), steps())
+    decoder = SteppedDecoder(directory, MAX_POSITION, attention_over=attention)
+    logits = decoder.logits(sequences(), steps())
     assert logits is not None
     for got, wanted in zip(logits, expected, strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)

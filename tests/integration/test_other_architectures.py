@@ -19,7 +19,7 @@ from tests.decoder_steps import Step, SteppedModel
 from tests.families import MAX_POSITION, VOCAB, all_logits, greedy, load_family
 from tests.other_architectures import CONFIGS, save_config, save_other
 from tests.torch_engine import TorchEngine, greedy_jobs
-from worker.attention.reference import ReferenceAttention
+from worker.attention.choice import choose_attention
 from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.model.end_tokens import end_token_ids
@@ -54,7 +54,7 @@ def load(
     max_model_len: int | None = None,
 ) -> TransformersDecoder:
     place = Placement(Group.single(), dtype, CPU)
-    return load_decoder(directory, place, dummy, max_model_len, ReferenceAttention)
+    return load_decoder(directory, place, dummy, max_model_len, choose_attention)
 
 
 # what is computed
@@ -256,7 +256,7 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
     place = Placement(Two(), torch.float32, CPU)
     directory = save_config(tmp_path, "gpt2", "GPT2LMHeadModel")
     with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel is not supported: over 2 ranks; "):
-        load_decoder(directory, place, True, None, ReferenceAttention)
+        load_decoder(directory, place, True, None, choose_attention)
 
 
 def test_a_rope_that_changes_with_the_longest_sequence_needs_a_shorter_context(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import pytest
 import torch
 
 from everlift.blockhash import BLOCK_SIZE
@@ -24,3 +28,19 @@ def test_a_layer_is_a_view_of_the_whole() -> None:
     cache.layer(1)[0, 1, 0, 31] = torch.arange(4.0)
     assert cache.tensor[0, 1, 1, 0, 31].tolist() == [0, 1, 2, 3]
     assert cache.tensor.sum() == 6
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here"
+)
+def test_it_asks_for_huge_pages() -> None:
+    cache = KVCache(64, 1, 2, 128, torch.float32, CPU)
+    middle = cache.tensor.data_ptr() + cache.tensor.nbytes // 2
+    flags: dict[bool, str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= middle < int(found[2], 16)
+        elif line.startswith("VmFlags:"):
+            flags[inside] = line
+    assert " hg" in flags[True]

@@ -1,0 +1,151 @@
+"""Attention on a CPU, by a kernel in C++ that is compiled for its head dimension and dtype.
+
+The kernel (paged.cpp, which says how a block's bytes lie) reads keys and values where they are. One
+table a step tells it of all rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everlift.blockhash import BLOCK_SIZE
+from worker import native
+from worker.attention.backend import AttentionForm
+from worker.kv_cache import KVCache
+from worker.plan import Rows
+
+_SOURCE = Path(__file__).with_name("paged.cpp")
+_DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+#: What is added to a product is rounded once, whatever the C++ standard says.
+_FLAGS = ("-ffp-contract=fast",)
+#: Elements of keys that one thread writes, and multiplications of a query by a key that it does, in
+#: the time that the others take to wake up.
+_WRITTEN_ALONE = 1 << 16
+_ATTENDED_ALONE = 1 << 21
+
+
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = (("blocks", _POINTER), ("layers", _INT), ("kv_heads", _INT))
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (("rows", _POINTER), ("tables", _POINTER), ("num_rows", _INT), ("num_tiles", _INT))
+
+
+class _Form(ctypes.Structure):
+    _fields_ = (
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("window", _INT),
+        ("sinks", _POINTER),
+    )
+
+
+class Kernel:
+    """The library for one head dimension and dtype."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        step = (ctypes.POINTER(_Cache), ctypes.POINTER(_Step), _INT)
+        self.write = library.write_paged
+        self.write.argtypes = (*step, _POINTER, _INT, _POINTER, _INT, _INT)
+        self.write.restype = None
+        self.attend = library.attend_paged
+        self.attend.argtypes = (*step, _POINTER, _INT, _POINTER, _INT, ctypes.POINTER(_Form), _INT)
+        self.attend.restype = None
+        self.tile_tokens = int(library.tile_tokens())
+
+
+@cache
+def compiled_kernel(head_dim: int, dtype: torch.dtype, *flags: str) -> Kernel | None:
+    """None where it cannot be made; the log says why. ``flags`` are more ones for the compiler."""
+    defined = (f"-DBLOCK_SIZE={BLOCK_SIZE}", f"-DHEAD_DIM={head_dim}", f"-D{_DTYPES[dtype]}")
+    library = native.compiled(_SOURCE, (*_FLAGS, *defined, *flags))
+    return None if library is None else Kernel(library)
+
+
+class CpuAttention:
+    """The AttentionBackend on a CPU; ``kernel`` is for the cache's head dimension and dtype."""
+
+    def __init__(self, cache: KVCache, kernel: Kernel) -> None:
+        self._tensor = cache.tensor
+        self._kernel = kernel
+        layers = cache.tensor.shape[1]
+        self._cache = _Cache(cache.tensor.data_ptr(), layers, cache.kv_heads)
+
+    def prepare(self, rows: Rows) -> CpuStep:
+        return CpuStep(self._kernel, self._cache, rows)
+
+
+class CpuStep:
+    """StepAttention over one cache."""
+
+    def __init__(self, kernel: Kernel, cache: _Cache, rows: Rows) -> None:
+        self._kernel = kernel
+        self._cache = cache
+        self._threads = torch.get_num_threads()
+        tiles = -(-rows.counts // kernel.tile_tokens)
+        first_blocks = rows.slots * rows.tables.shape[1]
+        first_tiles = np.cumsum(tiles) - tiles
+        #: what the kernel reads, and so must live as long
+        self._rows = np.stack(
+            (rows.firsts, rows.counts, rows.starts, first_blocks, first_tiles), axis=1
+        )
+        self._tables = np.ascontiguousarray(rows.tables)
+        #: of a query and a key
+        self._pairs = int(rows.counts @ (rows.starts + rows.counts))
+        self._step = _Step(
+            self._rows.ctypes.data, self._tables.ctypes.data, len(rows), int(tiles.sum())
+        )
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        key, value = _with_whole_tokens(key), _with_whole_tokens(value)
+        self._kernel.write(
+            self._cache,
+            self._step,
+            layer,
+            key.data_ptr(),
+            key.stride(0),
+            value.data_ptr(),
+            value.stride(0),
+            self._threads_for(key.numel(), _WRITTEN_ALONE),
+        )
+
+    def attend(self, layer: int, query: Tensor, form: AttentionForm) -> Tensor:
+        query = _with_whole_tokens(query)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        sinks = None if form.sinks is None else form.sinks.float()
+        self._kernel.attend(
+            self._cache,
+            self._step,
+            layer,
+            query.data_ptr(),
+            query.stride(0),
+            out.data_ptr(),
+            query.shape[1],
+            _Form(
+                form.scale,
+                form.softcap or 0.0,
+                form.window or 0,
+                None if sinks is None else sinks.data_ptr(),
+            ),
+            self._threads_for(self._pairs * query[0].numel(), _ATTENDED_ALONE),
+        )
+        return out
+
+    def _threads_for(self, work: int, alone: int) -> int:
+        return 1 if work <= alone else self._threads
+
+
+def _with_whole_tokens(heads: Tensor) -> Tensor:
+    """``heads`` [tokens, heads, head_dim], each token's in one run of memory."""
+    head_dim = heads.shape[2]
+    return heads if heads.stride()[1:] == (head_dim, 1) else heads.contiguous()
