@@ -17,6 +17,7 @@ from worker.load import Load
 from worker.loop import Report
 from worker.outbox import Outbox
 from worker.outcome import Abort, Outcome, SequenceKey, Stop
+from worker.pending import Pending
 from worker.sequence import Sequence
 from worker.step_times import NO_TIME
 
@@ -85,8 +86,7 @@ class Sessions:
         self._grammars = grammars
         self._sessions: dict[str, Session] = {}
         self._claims: dict[int, Claim] = {}
-        #: started, but not yet counted in the load, with their known tokens
-        self._pending: dict[SequenceKey, int] = {}
+        self._pending = Pending()
         #: of these, the ones whose grammar is being compiled: the engine does not know them
         self._compiling: dict[SequenceKey, Sequence] = {}
         self._frames = 0
@@ -182,7 +182,7 @@ class Sessions:
             return Outcome(key, offset, (), stop)
         sequence.came = now
         self._claims.setdefault(key.epoch, Claim(session)).choices.add(key.choice)
-        self._pending[key] = sequence.num_known
+        self._pending.add(key, sequence.num_known)
         if (grammar := sequence.sampling.grammar) is None:
             self._engine.start(sequence)
         else:
@@ -211,7 +211,8 @@ class Sessions:
     def _end_unstarted(
         self, sequence: Sequence, stop: Stop, error: EverliftError | None = None
     ) -> None:
-        del self._compiling[sequence.key], self._pending[sequence.key]
+        del self._compiling[sequence.key]
+        self._pending.discard(sequence.key)
         self._forward(sequence.outcome(stop, error))
 
     def _acknowledge(self, epoch: int) -> None:
@@ -227,7 +228,7 @@ class Sessions:
             session.outbox.drop(key)
             claim.choices.discard(choice)
             if self._compiling.pop(key, None) is not None:
-                del self._pending[key]
+                self._pending.discard(key)
         if not claim.choices:
             del self._claims[abort.epoch]
         self._engine.abort(abort)
@@ -239,7 +240,7 @@ class Sessions:
         self._load, self._busy_s = report.load, report.busy_s
         self._step_times = report.step_times
         for key in report.started:
-            self._pending.pop(key, None)
+            self._pending.discard(key)
         ended = [self._forward(outcome) for outcome in report.outcomes]
         for session in self._sessions.values():
             if report.occupants is not None:
@@ -267,7 +268,7 @@ class Sessions:
         return session.outbox.cut(self._state())
 
     def _state(self) -> session_pb2.WorkerState:
-        load, pending = self._load, sum(self._pending.values())
+        load, pending = self._load, self._pending.num_tokens
         self._frames += 1
         return session_pb2.WorkerState(
             sequence_number=self._frames,

@@ -1,0 +1,19 @@
+"""What was started and is not counted yet."""
+
+from __future__ import annotations
+
+from worker.outcome import SequenceKey
+from worker.pending import Pending
+
+
+def test_the_sum_follows_who_is_there() -> None:
+    pending = Pending()
+    first, second = SequenceKey(1, 0), SequenceKey(1, 1)
+    pending.add(first, 5)
+    pending.add(second, 7)
+    assert (len(pending), pending.num_tokens) == (2, 12)
+    pending.discard(first)
+    pending.discard(first)
+    assert (len(pending), pending.num_tokens) == (1, 7)
+    pending.add(second, 2)
+    assert (len(pending), pending.num_tokens) == (1, 2)
