@@ -1,9 +1,9 @@
 """One rank of a tensor-parallel engine, as a process: python -m tests.tensor_parallel_rank TASK.
 
-TASK is JSON: {"store", "rank", "size", "host", "models": [directory, ...], "prompts", "families":
-[directory, ...], "logits": directory}. Prints JSON: {"outputs": {model: tokens of each prompt},
-"parameter_bytes": {model or family: n}, "listening"}; rank 0 saves each family's logits of all
-prompts under "logits", by its directory's name.
+TASK is JSON: {"store", "rank", "size", "shares_memory", "models": [directory, ...], "prompts",
+"families": [directory, ...], "logits": directory}. Prints JSON: {"outputs": {model: tokens of each
+prompt}, "parameter_bytes": {model or family: n}}; rank 0 saves each family's logits of all prompts
+under "logits", by its directory's name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from tests.decoder_steps import Step, SteppedDecoder
 from tests.tensor_parallel_worker import NUM_BLOCKS
 from tests.torch_engine import TorchEngine, greedy_jobs
+from worker import collectives
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
 from worker.model.spec import ModelSpec
@@ -33,7 +34,9 @@ MAX_POSITION = 256
 def main(task: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     store = join_store(task["store"])
-    group = init_group(store, task["rank"], task["size"], CPU, task["host"])
+    if not task["shares_memory"]:
+        collectives.meet = lambda *_: None
+    group = init_group(store, task["rank"], task["size"], CPU)
     jobs = greedy_jobs(task["prompts"], max_tokens=24)
     models, families = task["models"], task["families"]
     for family in families:
@@ -41,7 +44,6 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
     result = {
         "outputs": {m: TorchEngine(Path(m), NUM_BLOCKS, group).serve(jobs) for m in models},
         "parameter_bytes": {m: parameter_bytes(m, group) for m in [*models, *families]},
-        "listening": sorted(address for address, _ in listening()),
     }
     group.barrier()
     group.close()

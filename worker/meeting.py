@@ -65,7 +65,7 @@ class MeetingPoint:
 
         place = device.choose_device(self._config.device)
         group = parallel.init_group(self._store, 0, self._config.tensor_parallel, place)
-        del self._store  # it listens as long as anybody holds it; from here on the group does
+        del self._store  # it listens as long as anybody holds it; gloo does from here on
         return Ties(group, log)
 
     def close(self) -> None:

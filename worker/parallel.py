@@ -1,5 +1,9 @@
 """The ranks of one tensor-parallel worker: how they meet, and the collectives that they use.
 
+    on CUDA                                        NCCL
+    on CPUs of one host, with a C++ compiler       memory that they share
+    on CPUs else                                   gloo
+
 Rank 0 creates a store and tells the others its address; each rank then joins the group over it.
 Nothing here touches torch.distributed's process-wide default group, so a process may hold several.
 Every listening socket is bound to one address: the one by which its rank reaches the store, unless
@@ -19,8 +23,17 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     TCPStore,
 )
 
+from everlift import logs
+from worker import collectives
+from worker.collectives import Collectives
+
+log = logs.get(__name__)
+
 #: A rank that has not come to a collective after this long is taken for lost.
 TIMEOUT = timedelta(minutes=5)
+
+#: What shared memory sums, by its number for collectives.cpp.
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3}
 
 
 class Group:
@@ -53,7 +66,44 @@ class Group:
         """Returns when every rank has come here."""
 
     def close(self) -> None:
-        """Releases the group's sockets and threads. May be called again."""
+        """Releases what the group holds. May be called again."""
+
+
+class _SharedMemoryGroup(Group):
+    """A group of ranks of one host. Sums are of float32, bfloat16, float16 and int64."""
+
+    def __init__(self, ranks: Collectives, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._ranks = ranks
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        flat = tensor.contiguous()
+        self._ranks.all_reduce(flat.data_ptr(), flat.numel(), _KINDS[tensor.dtype])
+        return tensor if flat is tensor else tensor.copy_(flat)
+
+    def gather_to_first(self, shard: Tensor) -> Tensor | None:
+        shard = shard.contiguous()
+        *rows, width = shard.shape
+        out = shard.new_empty(*rows, width * self.size) if self.rank == 0 else None
+        self._ranks.gather(
+            shard.data_ptr(),
+            shard.nbytes,
+            width * shard.itemsize,
+            0 if out is None else out.data_ptr(),
+        )
+        return out
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        flat = tensor.contiguous()
+        self._ranks.broadcast(flat.data_ptr(), flat.nbytes)
+        return tensor if flat is tensor else tensor.copy_(flat)
+
+    def barrier(self) -> None:
+        self._ranks.barrier()
+
+    def close(self) -> None:
+        self._ranks.close()
 
 
 class _CollectiveGroup(Group):
@@ -113,18 +163,22 @@ def join_store(address: str) -> TCPStore:
 def init_group(
     store: TCPStore, rank: int, size: int, device: torch.device, host: str | None = None
 ) -> Group:
-    """Joins rank ``rank`` of ``size``; returns when all of them have. NCCL on CUDA, gloo elsewhere.
+    """Joins rank ``rank`` of ``size``; returns when all of them have.
 
     ``host`` is this rank's own address, found from its way to the store when None.
     """
     if size == 1:
         return Group.single()
+    group: Group
     if device.type == "cuda":
-        backend = _nccl(store, rank, size)
+        way, group = "NCCL", _CollectiveGroup(_nccl(store, rank, size), rank, size)
+    elif (ranks := collectives.meet(store, rank, size, TIMEOUT)) is not None:
+        way, group = "shared memory", _SharedMemoryGroup(ranks, rank, size)
     else:
-        backend = _gloo(store, rank, size, host or _own_address(store))
-    group = _CollectiveGroup(backend, rank, size)
+        address = host or _own_address(store)
+        way, group = "gloo", _CollectiveGroup(_gloo(store, rank, size, address), rank, size)
     group.barrier()
+    log.info("ranks joined", rank=rank, ranks=size, collectives=way)
     return group
 
 

@@ -139,7 +139,7 @@ def _all_reduce(reports: Sequence[NodeReport]) -> Finding:
 
     gpus = sum(len(each.gpus) for each in reports)
     device, size = ("cuda", gpus) if gpus else ("cpu", len(reports))
-    subject = f"{'NCCL' if gpus else 'gloo'} all-reduce"
+    subject = f"{'NCCL' if gpus else 'CPU'} all-reduce"
     if size < 2:
         return fine(subject, "there is one rank: nothing to reduce")
     ranks = _gpu_ranks(gpus) if gpus else _node_ranks()

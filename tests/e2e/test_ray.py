@@ -322,6 +322,6 @@ async def test_the_doctor_looks_at_every_node(two_nodes: Any, tmp_path: Path) ->
     out, _ = await doctor.communicate()
     found = {each["subject"]: each for each in json.loads(out)}
     assert found["nodes"]["says"].startswith("2: ")
-    assert found["gloo all-reduce"]["says"].startswith("over 2 ranks")
-    levels = {found[each]["level"] for each in ("nodes", "versions", "clocks", "gloo all-reduce")}
+    assert found["CPU all-reduce"]["says"].startswith("over 2 ranks")
+    levels = {found[each]["level"] for each in ("nodes", "versions", "clocks", "CPU all-reduce")}
     assert (levels, doctor.returncode) == ({"ok"}, 0)

@@ -182,12 +182,12 @@ async def test_a_port_that_is_taken_is_told(config: Config, revive: bool) -> Non
 
 @pytest.mark.parametrize("model", ["fake", str(DEMO_MODEL)])
 async def test_nothing_listens_beyond_loopback(tmp_path: Path, model: str) -> None:
-    """Nor do the processes that these have started. Ranks of a real model have a store and gloo."""
+    """Nor do the processes that these have started."""
     settings = [*SETTINGS, f"model={model}", f"state_dir={tmp_path}", "worker.tensor_parallel=2"]
     async with ProcessCluster(load(None, {}, settings)) as cluster:
         addresses = set(listening(with_descendants(cluster.pids)))
-        # A router has three and a worker one; ranks that compute meet at a store, and have gloo.
-        assert len(addresses) >= (4 if model == "fake" else 7)
+        # A router has three and a worker one.
+        assert len(addresses) >= 4
         assert {address.rpartition(":")[0] for address in addresses} <= LOOPBACK
 
 
