@@ -31,7 +31,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-first-token bench-threads bench-engine bench-online bench-attention check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -139,6 +139,9 @@ bench-engine: $(VENV)/.installed $(PEERS)/vllm/.installed ## the engine against 
 
 bench-online: $(VENV)/.installed $(PEERS)/vllm/.installed $(PEERS)/ray-llm/.installed ## the product under load, beside vllm serve and Ray Serve LLM (build/bench/online.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/online_bench.py
+
+bench-collectives: $(VENV)/.installed ## sums among ranks on CPUs: shared memory against gloo (build/bench/collectives.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/collectives.py
 
 check: lint types imports proto-check chart-check ## style, types, import rules, wire contract, chart
 
