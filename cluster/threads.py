@@ -11,6 +11,9 @@ from everlift import logs
 log = logs.get(__name__)
 
 _WAIT_POLICY = "OMP_WAIT_POLICY"
+#: Threads that wait sleep, but before they do they look for work so often (GCC's OpenMP): for some
+#: microseconds, which two operations of a step take. make bench-threads: what that gains and costs.
+_WAITING = {_WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "500"}
 
 
 def threads_per_rank(config: Config, cores: int) -> int:
@@ -20,10 +23,10 @@ def threads_per_rank(config: Config, cores: int) -> int:
 
 
 def rank_environment(threads: int) -> dict[str, str]:
-    """A waiting OpenMP thread that spins would take the cores of everybody else there. numpy's own
-    threads, which begin with its import, would do nothing but be in the way of a fork."""
+    """A waiting OpenMP thread that spins on would take the cores of everybody else there. numpy's
+    own threads, which begin with its import, would do nothing but be in the way of a fork."""
     return {
-        _WAIT_POLICY: "PASSIVE",
+        **_WAITING,
         "OMP_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": "1",
     }
@@ -39,4 +42,4 @@ def wait_passively() -> None:
             f"torch was imported without {_WAIT_POLICY}=PASSIVE: on a CPU that others use, too, "
             "every token may take several times as long"
         )
-    os.environ[_WAIT_POLICY] = "PASSIVE"
+    os.environ.update(_WAITING)

@@ -13,14 +13,18 @@ from worker.attention.choice import choose_attention
 from worker.kv_cache import KVCache
 from worker.limits import blocks_for
 from worker.model import weights
+from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
 from worker.model.packing import choose_packing
 from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec
+from worker.model.stack import choose_stack
 from worker.parallel import Group
 from worker.plan import Row, Rows
 from worker.runner import Model
+
+CPU = torch.device("cpu")
 
 #: (which sequence, how many of its tokens) of each row of a step
 Step = Sequence[tuple[int, int]]
@@ -80,7 +84,7 @@ class SteppedModel:
 
 
 class SteppedDecoder(SteppedModel):
-    """The same with the decoder of our own, its weights packed."""
+    """The same with the decoder of our own, in the form in which a worker has it."""
 
     def __init__(
         self,
@@ -90,11 +94,13 @@ class SteppedDecoder(SteppedModel):
         dtype: torch.dtype = torch.float32,
         attention_over: Callable[[KVCache], AttentionBackend] = choose_attention,
     ) -> None:
-        place = Placement(group or Group.single(), dtype, torch.device("cpu"))
+        place = Placement(group or Group.single(), dtype, CPU, choose_pointwise(dtype, CPU))
         spec = ModelSpec.from_hf(directory)
         decoder = Decoder(spec, max_model_len, place)
         weights.load(decoder, directory)
         decoder.pack(choose_packing(dtype))
+        decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim)
+        self.decoder = decoder
         kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
         kv_shape = (spec.num_layers, kv_heads, spec.head_dim)
         super().__init__(decoder, kv_shape, place, attention_over)

@@ -14,11 +14,13 @@ from worker.config import WorkerConfig
 from worker.device import choose_device, choose_dtype, use_threads
 from worker.kv_cache import KVCache, block_bytes
 from worker.model import dummy, weights
+from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
 from worker.model.packing import choose_packing
 from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
+from worker.model.stack import choose_stack
 from worker.parallel import Group
 from worker.runner import Model, TorchRunner
 from worker.step_times import STOPPED, Stopwatch
@@ -46,7 +48,8 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
     """
     use_threads(config.num_threads)
     device = choose_device(config.device)
-    place = Placement(group, choose_dtype(config.dtype, device), device)
+    dtype = choose_dtype(config.dtype, device)
+    place = Placement(group, dtype, device, choose_pointwise(dtype, device))
     directory = model_files.locate(
         config.model, config.model_revision, weights=config.reads_weights
     )
@@ -89,6 +92,7 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:
     parameter_bytes = _fill(decoder, directory, config, place.group.rank)
     if place.device.type == "cpu":
         decoder.pack(choose_packing(place.dtype))
+        decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim)
     kv_shape = (
         spec.num_layers,
         local_kv_heads(spec.num_kv_heads, place.group.size),

@@ -12,11 +12,14 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
 
 from everlift import logs
 
@@ -25,6 +28,8 @@ log = logs.get(__name__)
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 _TIMEOUT_S = 120.0
+#: What a library is compiled for, in its preprocessor's words.
+DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 
 
 def compiled(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
@@ -77,10 +82,18 @@ def _key(command: Sequence[str], source: Path) -> str:
         (command[0], "--version"), check=True, capture_output=True, text=True, timeout=_TIMEOUT_S
     ).stdout
     digest = hashlib.sha256()
-    for part in (source.read_text(), *command, version, _cpu()):
+    for part in (*_texts(source), *command, version, _cpu()):
         digest.update(part.encode())
         digest.update(b"\0")
     return digest.hexdigest()[:16]
+
+
+def _texts(source: Path) -> Iterator[str]:
+    """Of the source, and of what it includes of ours."""
+    text = source.read_text()
+    yield text
+    for name in re.findall(r'^#include "(.*)"$', text, re.MULTILINE):
+        yield from _texts(source.parent / name)
 
 
 def _cpu() -> str:

@@ -19,10 +19,10 @@ from cluster.processes import ProcessCluster
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch comes with libgomp there")
 
 ROOT = Path(__file__).parents[2]
-#: Of OpenMP's own: how often it looks before it sleeps.
+#: Of OpenMP's own: how often it looks before it sleeps, and what is ours.
 WAITING = "GOMP_SPINCOUNT"
 THREADS = "OMP_NUM_THREADS"
-SLEEPS = "0"
+SLEEPS = "500"
 
 
 def said(text: str, name: str) -> str:

@@ -1,10 +1,12 @@
-"""What OpenMP's waiting threads cost, alone and beside a busy neighbour.
+"""What OpenMP's waiting threads cost, alone and beside busy neighbours.
 
     python tests/perf/threads.py [--repeats 3] [--threads 1 2] [--out build/bench/threads.json]
 
-An engine decodes eight sequences of the small checkpoint, on one and on two threads, under each
-OMP_WAIT_POLICY: PASSIVE, ACTIVE, and none set. It does so alone, and beside a process that computes
-all the time. What is told is tokens a second, and the part of a core that the neighbour had.
+An engine decodes eight sequences of the small checkpoint, on one and on two threads. Those that
+wait sleep at once (PASSIVE), look for work a number of times before they do (spin_N: PASSIVE with a
+GOMP_SPINCOUNT), or never sleep (ACTIVE). It does so alone, beside a process that computes all the
+time, and beside one that works for 0.2 ms of every 0.5, as a router does. What is told is tokens a
+second, and the part of a core that the neighbour had.
 """
 
 from __future__ import annotations
@@ -24,7 +26,22 @@ from subprocess import PIPE
 
 from tests.perf import checkpoints, cores, report
 
-_POLICIES = ("PASSIVE", "ACTIVE", "unset")
+_SPINS = (200, 500, 1000, 2000)
+_POLICIES = {
+    "PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
+    **{f"spin_{n}": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(n)} for n in _SPINS},
+    "ACTIVE": {"OMP_WAIT_POLICY": "ACTIVE"},
+}
+_NEIGHBOURS = {
+    "busy": "while True: pass",
+    "waking": """
+import time
+while True:
+    end = time.perf_counter() + 0.0002
+    while time.perf_counter() < end: pass
+    time.sleep(0.0003)
+""",
+}
 _RATE = Path(__file__).with_name("decode_rate.py")
 
 
@@ -42,12 +59,13 @@ def main() -> None:
         name = f"{policy}_{threads}"
         with _decoder(model, threads, policy) as decoder:
             rates[f"{name}_alone"].append(_rate(decoder, options.seconds))
-            with _neighbour() as neighbour:
-                before, began = cores.cpu_seconds(neighbour.pid), time.monotonic()
-                rates[f"{name}_beside"].append(_rate(decoder, options.seconds))
-                passed = time.monotonic() - began
-                shares[name].append((cores.cpu_seconds(neighbour.pid) - before) / passed)
-        print(name, rates[f"{name}_alone"], rates[f"{name}_beside"], shares[name], flush=True)
+            for kind, program in _NEIGHBOURS.items():
+                with _running([sys.executable, "-c", program], os.environ) as neighbour:
+                    before, began = cores.cpu_seconds(neighbour.pid), time.monotonic()
+                    rates[f"{name}_{kind}"].append(_rate(decoder, options.seconds))
+                    used = cores.cpu_seconds(neighbour.pid) - before
+                    shares[f"{name}_{kind}"].append(used / (time.monotonic() - began))
+        print(name, {n: each[-1] for n, each in rates.items() if n.startswith(name)}, flush=True)
     medians = {name: round(statistics.median(each), 1) for name, each in rates.items()}
     report.write(
         options.out,
@@ -61,9 +79,9 @@ def main() -> None:
             f"{policy}_vs_PASSIVE_{threads}_{where}": round(
                 medians[f"{policy}_{threads}_{where}"] / medians[f"PASSIVE_{threads}_{where}"], 3
             )
-            for policy in _POLICIES[1:]
+            for policy in _POLICIES
             for threads in options.threads
-            for where in ("alone", "beside")
+            for where in ("alone", *_NEIGHBOURS)
         },
     )
 
@@ -71,9 +89,8 @@ def main() -> None:
 @contextmanager
 def _decoder(model: Path, threads: int, policy: str) -> Iterator[subprocess.Popen[str]]:
     """It waits to be told to decode."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    if policy != "unset":
-        environment["OMP_WAIT_POLICY"] = policy
+    kept = {n: value for n, value in os.environ.items() if not n.startswith(("OMP_", "GOMP_"))}
+    environment = kept | _POLICIES[policy]
     command = [sys.executable, str(_RATE), str(model), str(threads)]
     with _running(command, environment) as decoder:
         assert decoder.stdout is not None
@@ -85,12 +102,6 @@ def _rate(decoder: subprocess.Popen[str], seconds: float) -> float:
     assert decoder.stdin is not None and decoder.stdout is not None
     print(seconds, file=decoder.stdin, flush=True)
     return float(decoder.stdout.readline())
-
-
-@contextmanager
-def _neighbour() -> Iterator[subprocess.Popen[str]]:
-    with _running([sys.executable, "-c", "while True: pass"], os.environ) as neighbour:
-        yield neighbour
 
 
 @contextmanager

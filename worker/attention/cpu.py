@@ -21,27 +21,26 @@ from worker.kv_cache import KVCache
 from worker.plan import Rows
 
 _SOURCE = Path(__file__).with_name("paged.cpp")
-_DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
 #: What is added to a product is rounded once, whatever the C++ standard says.
-_FLAGS = ("-ffp-contract=fast",)
+FLAGS = ("-ffp-contract=fast",)
 #: Elements of keys that one thread writes, and multiplications of a query by a key that it does, in
 #: the time that the others take to wake up.
-_WRITTEN_ALONE = 1 << 16
-_ATTENDED_ALONE = 1 << 21
+_WRITTEN_ALONE = 1 << 11
+_ATTENDED_ALONE = 1 << 18
 
 
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
-class _Cache(ctypes.Structure):
+class NativeCache(ctypes.Structure):
     _fields_ = (("blocks", _POINTER), ("layers", _INT), ("kv_heads", _INT))
 
 
-class _Step(ctypes.Structure):
+class NativeStep(ctypes.Structure):
     _fields_ = (("rows", _POINTER), ("tables", _POINTER), ("num_rows", _INT), ("num_tiles", _INT))
 
 
-class _Form(ctypes.Structure):
+class NativeForm(ctypes.Structure):
     _fields_ = (
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -54,12 +53,20 @@ class Kernel:
     """The library for one head dimension and dtype."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        step = (ctypes.POINTER(_Cache), ctypes.POINTER(_Step), _INT)
+        step = (ctypes.POINTER(NativeCache), ctypes.POINTER(NativeStep), _INT)
         self.write = library.write_paged
         self.write.argtypes = (*step, _POINTER, _INT, _POINTER, _INT, _INT)
         self.write.restype = None
         self.attend = library.attend_paged
-        self.attend.argtypes = (*step, _POINTER, _INT, _POINTER, _INT, ctypes.POINTER(_Form), _INT)
+        self.attend.argtypes = (
+            *step,
+            _POINTER,
+            _INT,
+            _POINTER,
+            _INT,
+            ctypes.POINTER(NativeForm),
+            _INT,
+        )
         self.attend.restype = None
         self.tile_tokens = int(library.tile_tokens())
 
@@ -67,8 +74,8 @@ class Kernel:
 @cache
 def compiled_kernel(head_dim: int, dtype: torch.dtype, *flags: str) -> Kernel | None:
     """None where it cannot be made; the log says why. ``flags`` are more ones for the compiler."""
-    defined = (f"-DBLOCK_SIZE={BLOCK_SIZE}", f"-DHEAD_DIM={head_dim}", f"-D{_DTYPES[dtype]}")
-    library = native.compiled(_SOURCE, (*_FLAGS, *defined, *flags))
+    defined = (f"-DBLOCK_SIZE={BLOCK_SIZE}", f"-DHEAD_DIM={head_dim}", f"-D{native.DTYPES[dtype]}")
+    library = native.compiled(_SOURCE, (*FLAGS, *defined, *flags))
     return None if library is None else Kernel(library)
 
 
@@ -79,7 +86,7 @@ class CpuAttention:
         self._tensor = cache.tensor
         self._kernel = kernel
         layers = cache.tensor.shape[1]
-        self._cache = _Cache(cache.tensor.data_ptr(), layers, cache.kv_heads)
+        self._cache = NativeCache(cache.tensor.data_ptr(), layers, cache.kv_heads)
 
     def prepare(self, rows: Rows) -> CpuStep:
         return CpuStep(self._kernel, self._cache, rows)
@@ -88,9 +95,9 @@ class CpuAttention:
 class CpuStep:
     """StepAttention over one cache."""
 
-    def __init__(self, kernel: Kernel, cache: _Cache, rows: Rows) -> None:
+    def __init__(self, kernel: Kernel, cache: NativeCache, rows: Rows) -> None:
         self._kernel = kernel
-        self._cache = cache
+        self.cache = cache
         self._threads = torch.get_num_threads()
         tiles = -(-rows.counts // kernel.tile_tokens)
         first_blocks = rows.slots * rows.tables.shape[1]
@@ -102,15 +109,15 @@ class CpuStep:
         self._tables = np.ascontiguousarray(rows.tables)
         #: of a query and a key
         self._pairs = int(rows.counts @ (rows.starts + rows.counts))
-        self._step = _Step(
+        self.step = NativeStep(
             self._rows.ctypes.data, self._tables.ctypes.data, len(rows), int(tiles.sum())
         )
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         key, value = _with_whole_tokens(key), _with_whole_tokens(value)
         self._kernel.write(
-            self._cache,
-            self._step,
+            self.cache,
+            self.step,
             layer,
             key.data_ptr(),
             key.stride(0),
@@ -124,25 +131,30 @@ class CpuStep:
         out = torch.empty(query.shape, dtype=query.dtype)
         sinks = None if form.sinks is None else form.sinks.float()
         self._kernel.attend(
-            self._cache,
-            self._step,
+            self.cache,
+            self.step,
             layer,
             query.data_ptr(),
             query.stride(0),
             out.data_ptr(),
             query.shape[1],
-            _Form(
-                form.scale,
-                form.softcap or 0.0,
-                form.window or 0,
-                None if sinks is None else sinks.data_ptr(),
-            ),
+            native_form(form, sinks),
             self._threads_for(self._pairs * query[0].numel(), _ATTENDED_ALONE),
         )
         return out
 
     def _threads_for(self, work: int, alone: int) -> int:
         return 1 if work <= alone else self._threads
+
+
+def native_form(form: AttentionForm, sinks: Tensor | None) -> NativeForm:
+    """``sinks`` are the form's in fp32, and have to live as long."""
+    return NativeForm(
+        form.scale,
+        form.softcap or 0.0,
+        form.window or 0,
+        None if sinks is None else sinks.data_ptr(),
+    )
 
 
 def _with_whole_tokens(heads: Tensor) -> Tensor:

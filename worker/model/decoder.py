@@ -7,18 +7,20 @@ whose they are, and it is handed in.
     each layer:  h += out(attend(rotate(qkv(norm(h)))))
                  h += down(act(gate(x)) * up(x)),  x = norm(h)
 
+What is added to h is added where the next norm reads it.
+
 Around that, where the spec asks for it: a norm of each head before it is rotated, of what is added
 to h, and factors at every end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from worker.attention.backend import AttentionForm, StepAttention
 from worker.model.layers import (
@@ -31,32 +33,26 @@ from worker.model.layers import (
     VocabTable,
 )
 from worker.model.matrix import Packing
-from worker.model.rope import Angle, RotaryTable, rotate
+from worker.model.rope import Angle, RotaryTable
 from worker.model.sharing import Share, share_heads, tail_padded
-from worker.model.spec import Activation, LayerSpec, ModelSpec
-
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
-}
+from worker.model.spec import LayerSpec, ModelSpec
 
 
 class HeadNorms:
     """A norm over each query head and one over each key head."""
 
     def __init__(self, name: str, spec: ModelSpec, place: Placement) -> None:
-        self._query = _norm(f"{name}.q_norm", spec.head_dim, spec, place)
-        self._key = _norm(f"{name}.k_norm", spec.head_dim, spec, place)
+        self.query = _norm(f"{name}.q_norm", spec.head_dim, spec, place)
+        self.key = _norm(f"{name}.k_norm", spec.head_dim, spec, place)
 
     def __call__(self, heads: Tensor, num_query: int) -> Tensor:
         """``heads`` [T, heads, head_dim], of which the first ``num_query`` are queries."""
         query, key = heads.tensor_split([num_query], dim=1)
-        return torch.cat((self._query(query), self._key(key)), dim=1)
+        return torch.cat((self.query(query), self.key(key)), dim=1)
 
     def pieces(self) -> Iterator[Piece]:
-        yield from self._query.pieces()
-        yield from self._key.pieces()
+        yield from self.query.pieces()
+        yield from self.key.pieces()
 
 
 class Attention:
@@ -72,30 +68,32 @@ class Attention:
             {"q_proj": (all_query, query), "k_proj": (all_kv, kv), "v_proj": (all_kv, kv)},
         )
         self._layer = layer
-        self._form = form
+        self.form = form
         self._head_dim = spec.head_dim
-        self._num_query = heads.query.width
-        self._num_turned = heads.query.width + heads.kv.width
-        self._qkv = ColumnLinear(parts, spec.hidden_size, spec.qkv_bias, place)
-        self._norms = HeadNorms(name, spec, place) if spec.qk_norm else None
+        self.num_query = heads.query.width
+        self.num_turned = heads.query.width + heads.kv.width
+        self.qkv = ColumnLinear(parts, spec.hidden_size, spec.qkv_bias, place)
+        self.norms = HeadNorms(name, spec, place) if spec.qk_norm else None
         out = Part(f"{name}.o_proj", all_query, query)
-        self._out = RowLinear(out, spec.hidden_size, spec.out_bias, place)
+        self.out = RowLinear(out, spec.hidden_size, spec.out_bias, place)
+        self.pointwise = place.pointwise
 
     def __call__(self, x: Tensor, angle: Angle, attention: StepAttention) -> Tensor:
-        qkv = self._qkv(x).view(len(x), -1, self._head_dim)
-        turned, value = qkv.tensor_split([self._num_turned], dim=1)
-        if self._norms is not None:
-            turned = self._norms(turned, self._num_query)
-        query, key = rotate(turned, angle).tensor_split([self._num_query], dim=1)
+        qkv = self.qkv(x).view(len(x), -1, self._head_dim)
+        turned, value = qkv.tensor_split([self.num_turned], dim=1)
+        if self.norms is not None:
+            turned = self.norms(turned, self.num_query)
+        turned = self.pointwise.rotate(turned, angle)
+        query, key = turned.tensor_split([self.num_query], dim=1)
         attention.write(self._layer, key, value)
-        return self._out(attention.attend(self._layer, query, self._form).flatten(1))
+        return self.out(attention.attend(self._layer, query, self.form).flatten(1))
 
     def pack(self, packing: Packing) -> None:
-        self._qkv.pack(packing)
-        self._out.pack(packing)
+        self.qkv.pack(packing)
+        self.out.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
-        for part in (self._qkv, self._norms, self._out):
+        for part in (self.qkv, self.norms, self.out):
             if part is not None:
                 yield from part.pieces()
 
@@ -111,69 +109,99 @@ class Mlp:
             {"gate_proj": (size, share), "up_proj": (size, share)},
         )
         down = Part(f"{name}.down_proj", size, share)
-        self._activation = _ACTIVATIONS[spec.activation]
-        self._gate_up = ColumnLinear(parts, spec.hidden_size, spec.mlp_bias, place)
-        self._down = RowLinear(down, spec.hidden_size, spec.mlp_bias, place)
+        self.activation = spec.activation
+        self.pointwise = place.pointwise
+        self.gate_up = ColumnLinear(parts, spec.hidden_size, spec.mlp_bias, place)
+        self.down = RowLinear(down, spec.hidden_size, spec.mlp_bias, place)
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(self._activation(gate).mul_(up))
+        return self.down(self.pointwise.gate(self.gate_up(x), self.activation))
 
     def pack(self, packing: Packing) -> None:
-        self._gate_up.pack(packing)
-        self._down.pack(packing)
+        self.gate_up.pack(packing)
+        self.down.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
-        yield from self._gate_up.pieces()
-        yield from self._down.pieces()
+        yield from self.gate_up.pieces()
+        yield from self.down.pieces()
 
 
 class Residual:
-    """What a layer does twice: norm the hidden state, compute something of it, add that to it.
+    """What a layer does twice: norm the hidden state, compute something of it, which is then to be
+    added to it.
 
     ``norms`` are those before the computation and, where there are two, after it.
     """
 
     def __init__(self, norms: tuple[str, ...], spec: ModelSpec, place: Placement) -> None:
-        self._before, *after = (_norm(name, spec.hidden_size, spec, place) for name in norms)
-        self._after = after[0] if after else None
-        self._multiplier = spec.residual_multiplier
+        self.before, *after = (_norm(name, spec.hidden_size, spec, place) for name in norms)
+        self.after = after[0] if after else None
+        self.multiplier = spec.residual_multiplier
 
-    def __call__(self, hidden: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        added = compute(self._before(hidden))
-        if self._after is not None:
-            added = self._after(added)
-        if self._multiplier != 1.0:
-            added = added * self._multiplier
-        return hidden + added
+    def __call__(
+        self, hidden: Tensor, added: Tensor | None, compute: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Adds ``added``, which the one before has returned, to ``hidden`` in its place."""
+        result = compute(self.before(hidden, added))
+        if self.after is not None:
+            result = self.after(result)
+        return result if self.multiplier == 1.0 else result * self.multiplier
 
     def pieces(self) -> Iterator[Piece]:
-        yield from self._before.pieces()
-        if self._after is not None:
-            yield from self._after.pieces()
+        yield from self.before.pieces()
+        if self.after is not None:
+            yield from self.after.pieces()
 
 
 class Layer:
     def __init__(self, layer: int, spec: ModelSpec, form: AttentionForm, place: Placement) -> None:
         name = f"{spec.tensors.model}.layers.{layer}"
-        self._around_attention, self._around_mlp = (
+        self.around_attention, self.around_mlp = (
             Residual(tuple(f"{name}.{norm}" for norm in norms), spec, place)
             for norms in _norm_names(spec.post_norms)
         )
-        self._attention = Attention(layer, spec, form, place)
-        self._mlp = Mlp(layer, spec, place)
+        self.attention = Attention(layer, spec, form, place)
+        self.mlp = Mlp(layer, spec, place)
 
-    def __call__(self, hidden: Tensor, angle: Angle, attention: StepAttention) -> Tensor:
-        attend = partial(self._attention, angle=angle, attention=attention)
-        return self._around_mlp(self._around_attention(hidden, attend), self._mlp)
+    def __call__(
+        self, hidden: Tensor, added: Tensor | None, angle: Angle, attention: StepAttention
+    ) -> Tensor:
+        """As Residual's."""
+        attend = partial(self.attention, angle=angle, attention=attention)
+        added = self.around_attention(hidden, added, attend)
+        return self.around_mlp(hidden, added, self.mlp)
 
     def pack(self, packing: Packing) -> None:
-        self._attention.pack(packing)
-        self._mlp.pack(packing)
+        self.attention.pack(packing)
+        self.mlp.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
-        for part in (self._around_attention, self._attention, self._around_mlp, self._mlp):
+        for part in (self.around_attention, self.attention, self.around_mlp, self.mlp):
             yield from part.pieces()
+
+
+class Stack(Protocol):
+    """What a decoder does between its embedding and its head."""
+
+    def forward(self, hidden: Tensor, angles: Sequence[Angle], attention: StepAttention) -> Tensor:
+        """Hidden states [T, width] after all layers, of those before; maybe in their place.
+        ``angles`` are those of each table."""
+        ...
+
+
+class LayerByLayer:
+    """The Stack that says what is computed. ``table_of_layer`` is which of the tables of rotary
+    angles each layer has."""
+
+    def __init__(self, layers: Sequence[Layer], table_of_layer: Sequence[int]) -> None:
+        self.layers = layers
+        self.table_of_layer = table_of_layer
+
+    def forward(self, hidden: Tensor, angles: Sequence[Angle], attention: StepAttention) -> Tensor:
+        added = None
+        for layer, table in zip(self.layers, self.table_of_layer, strict=True):
+            added = layer(hidden, added, angles[table], attention)
+        return hidden if added is None else hidden.add_(added)
 
 
 class Decoder:
@@ -202,7 +230,10 @@ class Decoder:
         self._logits_softcap = spec.logits_softcap
         ropes = list(dict.fromkeys(layer.rope for layer in spec.layers))
         self._tables = [RotaryTable(rope, max_model_len, place.device) for rope in ropes]
-        self._table_of_layer = [ropes.index(layer.rope) for layer in spec.layers]
+        self.layer_by_layer = LayerByLayer(
+            self._layers, [ropes.index(layer.rope) for layer in spec.layers]
+        )
+        self.stack: Stack = self.layer_by_layer
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """Hidden states [T, hidden] of ``tokens`` [T], each at its place of ``positions`` [T]."""
@@ -210,9 +241,7 @@ class Decoder:
         if self._multiplier != 1.0:
             hidden = hidden * self._multiplier
         angles = [table.at(positions) for table in self._tables]
-        for layer, table in zip(self._layers, self._table_of_layer, strict=True):
-            hidden = layer(hidden, angles[table], attention)
-        return hidden
+        return self.stack.forward(hidden, angles, attention)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere."""

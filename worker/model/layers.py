@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from worker.model.matrix import Matrix, Packing
+from worker.model.pointwise import TORCH, Pointwise
 from worker.model.sharing import Share, tail_padded
 from worker.parallel import Group
 
@@ -28,11 +28,12 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a rank's parameters live, and which rank it is."""
+    """Where a rank's parameters live, which rank it is, and by what it computes on ``device``."""
 
     group: Group
     dtype: torch.dtype
     device: torch.device
+    pointwise: Pointwise = TORCH
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -75,16 +76,16 @@ class ColumnLinear:
     def __init__(self, parts: tuple[Part, ...], inputs: int, bias: bool, place: Placement) -> None:
         outputs = sum(part.share.width for part in parts)
         self._parts = parts
-        self._weight = Matrix(place.empty(outputs, inputs))
-        self._bias = place.empty(outputs) if bias else None
+        self.weight = Matrix(place.empty(outputs, inputs))
+        self.bias = place.empty(outputs) if bias else None
         for _, part, rows in self._rows():
             rows[part.share.held :].zero_()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._weight.multiply(x, self._bias)
+        return self.weight.multiply(x, self.bias)
 
     def pack(self, packing: Packing) -> None:
-        self._weight.pack(packing)
+        self.weight.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
         for kind, part, rows in self._rows():
@@ -94,7 +95,7 @@ class ColumnLinear:
     def _rows(self) -> Iterator[tuple[str, Part, Tensor]]:
         """Of weight and bias, those of each part."""
         widths = [part.share.width for part in self._parts]
-        for kind, parameter in (("weight", self._weight.plain), ("bias", self._bias)):
+        for kind, parameter in (("weight", self.weight.plain), ("bias", self.bias)):
             if parameter is not None:
                 for part, rows in zip(self._parts, parameter.split_with_sizes(widths), strict=True):
                     yield kind, part, rows
@@ -105,25 +106,27 @@ class RowLinear:
 
     def __init__(self, part: Part, outputs: int, bias: bool, place: Placement) -> None:
         self._part = part
-        self._group = place.group
-        self._weight = Matrix(place.empty(outputs, part.share.width))
-        self._weight.plain[:, part.share.held :].zero_()
-        self._bias = place.empty(outputs) if bias else None
+        self.group = place.group
+        self.weight = Matrix(place.empty(outputs, part.share.width))
+        self.weight.plain[:, part.share.held :].zero_()
+        self.bias = place.empty(outputs) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        total = self._group.all_reduce(self._weight.multiply(x))
-        return total if self._bias is None else total.add_(self._bias)
+        if self.group.size == 1:
+            return self.weight.multiply(x, self.bias)
+        total = self.group.all_reduce(self.weight.multiply(x))
+        return total if self.bias is None else total.add_(self.bias)
 
     def pack(self, packing: Packing) -> None:
-        self._weight.pack(packing)
+        self.weight.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
-        part, weight = self._part, self._weight.plain
+        part, weight = self._part, self.weight.plain
         outputs, whole = len(weight), slice(None)
         into = weight[:, : part.share.held]
         yield Piece(f"{part.name}.weight", (outputs, part.size), (whole, part.held), into)
-        if self._bias is not None:
-            yield Piece(f"{part.name}.bias", (outputs,), (whole,), self._bias)
+        if self.bias is not None:
+            yield Piece(f"{part.name}.bias", (outputs,), (whole,), self.bias)
 
 
 class VocabTable:
@@ -165,23 +168,19 @@ class VocabTable:
 
 
 class RmsNorm:
-    """x / rms(x) * weight over the last dimension, computed in fp32 and rounded at the end.
-
-    With ``add_one`` the factor is 1 + weight, of which a half precision weight keeps more digits.
-    """
+    """Pointwise.norm with its weight."""
 
     def __init__(self, name: str, width: int, eps: float, add_one: bool, place: Placement) -> None:
         self._name = name
-        self._eps = eps
-        self._add_one = add_one
-        self._weight = place.empty(width)
+        self.eps = eps
+        self.add_one = add_one
+        self.weight = place.empty(width)
+        self._pointwise = place.pointwise
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if not self._add_one:
-            return functional.rms_norm(x, self._weight.shape, self._weight, self._eps)
-        factor = self._weight.float() + 1.0
-        return functional.rms_norm(x.float(), factor.shape, factor, self._eps).to(x.dtype)
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """``added`` is first added to ``x``, in its place."""
+        return self._pointwise.norm(x, self.weight, self.eps, self.add_one, added)
 
     def pieces(self) -> Iterator[Piece]:
-        shape = (len(self._weight),)
-        yield Piece(f"{self._name}.weight", shape, (slice(None),), self._weight)
+        shape = (len(self.weight),)
+        yield Piece(f"{self._name}.weight", shape, (slice(None),), self.weight)

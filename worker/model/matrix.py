@@ -50,26 +50,26 @@ class Matrix:
     """A weight on its way from ``plain``, which is filled, to a form that is multiplied with."""
 
     def __init__(self, plain: Tensor) -> None:
-        self._form: Form = Plain(plain)
+        self.form: Form = Plain(plain)
 
     @property
     def plain(self) -> Tensor:
         """[outputs, inputs]. Not there once the weight is packed: raises RuntimeError."""
-        if not isinstance(self._form, Plain):
+        if not isinstance(self.form, Plain):
             raise RuntimeError("a packed weight cannot be filled")
-        return self._form.weight
+        return self.form.weight
 
     def pack(self, packing: Packing) -> None:
         """Once it is filled."""
-        self._form = packing.pack(self.plain) or self._form
+        self.form = packing.pack(self.plain) or self.form
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x`` [T, inputs] @ weight.T + ``bias`` [outputs]: [T, outputs]."""
-        return self._form.multiply(x, bias)
+        return self.form.multiply(x, bias)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Those of the weight at ``ids`` [T]: [T, inputs]."""
-        return self._form.rows(ids)
+        return self.form.rows(ids)
 
 
 def agree(product: Tensor, expected: Tensor, inputs: int) -> bool:

@@ -32,29 +32,29 @@ class Panels:
     def __init__(self, library: ctypes.CDLL, panels: Tensor, outputs: int) -> None:
         self._multiply = library.multiply
         self._panels = panels
-        self._address = panels.data_ptr()
-        self._outputs = outputs
-        self._inputs = panels.shape[1]
+        self.address = panels.data_ptr()
+        self.outputs = outputs
+        self.inputs = panels.shape[1]
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         num_rows, inputs = x.shape
-        assert x.dtype == torch.bfloat16 and inputs == self._inputs
+        assert x.dtype == torch.bfloat16 and inputs == self.inputs
         x = x.contiguous()
-        y = x.new_empty(num_rows, self._outputs)
+        y = x.new_empty(num_rows, self.outputs)
         self._multiply(
             x.data_ptr(),
-            self._address,
+            self.address,
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             num_rows,
-            self._outputs,
+            self.outputs,
             inputs,
-            _num_threads(num_rows * self._outputs * inputs),
+            _num_threads(num_rows * self.outputs * inputs),
         )
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
-        pairs = self._panels.view(torch.int32).view(-1, self._inputs // 2, WIDTH)
+        pairs = self._panels.view(torch.int32).view(-1, self.inputs // 2, WIDTH)
         return pairs[ids // WIDTH, :, ids % WIDTH].view(torch.bfloat16)
 
 

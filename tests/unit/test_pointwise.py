@@ -1,0 +1,126 @@
+"""Compiled pointwise operations: torch's results, and a token's whatever it is computed with."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+from worker.model.compiled_pointwise import CompiledPointwise, choose_pointwise
+from worker.model.pointwise import TORCH
+from worker.model.rope import RotaryTable
+from worker.model.spec import Rope
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Several vectors, several and a rest, less than one; those of one token on several threads.
+WIDTHS = (64, 83, 7, 1 << 14)
+EPS = 1e-5
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def compiled(dtype: torch.dtype) -> CompiledPointwise:
+    if not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        pytest.skip("no C++ compiler here")
+    pointwise = choose_pointwise(dtype, CPU)
+    assert isinstance(pointwise, CompiledPointwise)
+    return pointwise
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    """But for the order of sums, for how what lies at the middle of two is rounded (in a gate
+    twice), and for what torch's tanh loses near -1."""
+    assert got.dtype == expected.dtype
+    eps = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(got, expected, rtol=max(2 * eps, 2e-6), atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("add_one", [False, True])
+def test_norm(width: int, add_one: bool, dtype: torch.dtype, compiled: CompiledPointwise) -> None:
+    x, weight = random(5, width, dtype=dtype), random(width, dtype=dtype)
+    close(compiled.norm(x, weight, EPS, add_one), TORCH.norm(x, weight, EPS, add_one))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_is_added_takes_the_place(
+    width: int, dtype: torch.dtype, compiled: CompiledPointwise
+) -> None:
+    x, added, weight = (random(5, width, dtype=dtype, scale=s) for s in (1, 3, 2))
+    x, expected_sum = x.clone(), x.clone()
+    expected = TORCH.norm(expected_sum, weight[0], EPS, False, added)
+    got = compiled.norm(x, weight[0], EPS, False, added)
+    assert torch.equal(x, expected_sum)
+    close(got, expected)
+
+
+def test_a_norm_of_heads_that_lie_apart(dtype: torch.dtype, compiled: CompiledPointwise) -> None:
+    heads, weight = random(3, 5, 16, dtype=dtype)[:, 1:4], random(16, dtype=dtype)
+    close(compiled.norm(heads, weight, EPS, False), TORCH.norm(heads, weight, EPS, False))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_gate(width: int, activation: str, dtype: torch.dtype, compiled: CompiledPointwise) -> None:
+    gate_up = random(5, 2 * width, dtype=dtype, scale=4)
+    close(compiled.gate(gate_up, activation), TORCH.gate(gate_up, activation))
+
+
+def test_a_gate_at_its_ends(dtype: torch.dtype, compiled: CompiledPointwise) -> None:
+    ends = [0.0, -0.0, 88.0, -88.0, -87.3, -104.0, 200.0, -200.0, 6e4, -6e4]
+    ends += [torch.inf, -torch.inf, torch.nan, 1e-7]
+    gate = torch.tensor([ends], dtype=dtype)
+    gate_up = torch.cat((gate, torch.ones_like(gate)), dim=1)
+    close(compiled.gate(gate_up, "silu"), TORCH.gate(gate_up, "silu"))
+
+
+@pytest.mark.parametrize(("head_dim", "dim"), [(64, 64), (80, 40), (6, 2)])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_rotate(
+    head_dim: int, dim: int, tokens: int, dtype: torch.dtype, compiled: CompiledPointwise
+) -> None:
+    table = RotaryTable(Rope(dim=dim, theta=10_000.0), 1024, CPU)
+    angle = table.at(torch.arange(tokens) * 3)
+    heads = random(tokens, 9, head_dim, dtype=dtype)
+    expected = TORCH.rotate(heads[:, :7], angle)
+    untouched = heads[:, 7:].clone()
+    close(compiled.rotate(heads[:, :7], angle), expected)
+    assert torch.equal(heads[:, 7:], untouched)
+
+
+def test_a_tokens_result_is_the_same_in_any_batch(
+    dtype: torch.dtype, compiled: CompiledPointwise
+) -> None:
+    width, tokens = 1000, 70
+    x, weight = random(tokens, width, dtype=dtype), random(width, dtype=dtype)
+    table = RotaryTable(Rope(dim=100, theta=10_000.0), tokens, CPU)
+
+    def all_of(tokens: slice) -> list[Tensor]:
+        angle = table.at(torch.arange(70)[tokens])
+        part = x[tokens]
+        return [
+            compiled.norm(part.clone(), weight, EPS, False, part),
+            compiled.gate(part.contiguous(), "silu"),
+            compiled.rotate(part.clone().view(-1, 10, 100), angle),
+        ]
+
+    together = all_of(slice(None))
+    for token in (0, 33, tokens - 1):
+        for one, whole in zip(all_of(slice(token, token + 1)), together, strict=True):
+            assert torch.equal(one[0], whole[token])
+
+
+def test_a_device_of_its_own_has_torchs() -> None:
+    assert choose_pointwise(torch.float32, torch.device("meta")) is TORCH

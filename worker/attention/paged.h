@@ -1,0 +1,644 @@
+// Causal attention over a paged KV cache on a CPU: decoding, prefill and both in one step.
+//
+// The work is cut into tiles, a few tokens of one row each. With each KV head, a tile's tokens and the
+// query heads that share it are the rows of two small matrix products, between them a softmax that goes
+// along the keys.
+//
+//     scores [rows, keys]       = query [rows, head_dim] x keys [head_dim, keys]
+//     out    [rows, head_dim]  += weights [rows, keys]   x values [keys, head_dim]
+//
+// Both right-hand sides lie in the cache as the products read them. Where the CPU multiplies pairs of
+// bfloat16, two neighbours along the sum lie side by side (PACK 2, else 1):
+//
+//     a head's keys of a block      [head_dim / PACK][BLOCK_SIZE][PACK]
+//     a head's values of a block    [BLOCK_SIZE / PACK][head_dim][PACK]
+//
+// What becomes of a token depends on its query and on the keys and values that it sees, bit for bit:
+// not on its tile, its row, the batch or the number of threads. A position that was never written is
+// not multiplied, since it may hold NaN; its score is, and then replaced.
+//
+// The threads of a parallel region call write and attend together, and share the tiles.
+//
+// Sums are of single precision. With pairs of bfloat16 the weights are rounded to it.
+
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+// Hidden: libraries for another type or head dimension have functions of the same names.
+namespace [[gnu::visibility("hidden")]] paged {
+
+constexpr int LANES = 16;
+constexpr int TILE_TOKENS = 8;
+//: Tiles with so few tokens wait for memory: they read all KV heads' parts of a block in one go.
+constexpr int FEW_TOKENS = 2;
+//: From so many tiles on, a thread takes one with all of its KV heads.
+constexpr int TILES_A_THREAD = 4;
+//: Of a product's left-hand side, how many rows are multiplied at once: their sums are in registers.
+#ifdef __AVX512F__
+constexpr int MAX_STRIP = 8;
+#else
+constexpr int MAX_STRIP = 2;
+#endif
+//: Keys between two looks at the largest score; chunks begin at its multiples.
+constexpr int CHUNK = 4 * BLOCK_SIZE;
+constexpr float LOG2_E = 1.44269504088896341f;
+
+static_assert(BLOCK_SIZE % (2 * LANES) == 0);
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+constexpr Ints COUNTING = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+template <class Vector>
+inline Vector loaded(const void* from) {
+    Vector vector;
+    std::memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+
+template <class Vector>
+inline void store(void* to, Vector vector) {
+    std::memcpy(to, &vector, sizeof vector);
+}
+
+inline Floats spread(float value) { return Floats{} + value; }
+
+// Of each two the larger one, or the second where they do not compare.
+inline Floats larger(Floats a, Floats b) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+inline float largest(Floats vector) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)vector);
+#else
+    float most = vector[0];
+    for (int i = 1; i < LANES; ++i) most = std::max(most, vector[i]);
+    return most;
+#endif
+}
+
+inline float total(Floats vector) {
+    float sum = 0;
+    for (int i = 0; i < LANES; ++i) sum += vector[i];
+    return sum;
+}
+
+// 2^x for x <= 126, and at least 2^-126; NaN stays NaN. The polynomial is that of Cephes' exp2f.
+inline Floats exp2(Floats x) {
+    x = larger(spread(-126.0f), x);
+    const Floats shift = spread(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const Floats whole = x + shift;
+    const Floats part = x - (whole - shift);
+    Floats y = spread(1.535336188319500e-4f);
+    y = y * part + 1.339887440266574e-3f;
+    y = y * part + 9.618437357674640e-3f;
+    y = y * part + 5.550332471162809e-2f;
+    y = y * part + 2.402264791363012e-1f;
+    y = y * part + 6.931472028550421e-1f;
+    y = y * part + 1.0f;
+#ifdef __AVX512F__
+    return (Floats)_mm512_scalef_ps((__m512)y, (__m512)(whole - shift));
+#else
+    return y * (Floats)(((Ints)whole << 23) + 0x3f800000);
+#endif
+}
+
+inline Floats tanh(Floats x) {
+    x = x < -20.0f ? spread(-20.0f) : x > 20.0f ? spread(20.0f) : x;
+    return 1.0f - 2.0f / (exp2(x * (2 * LOG2_E)) + 1.0f);
+}
+
+// What the cache, queries and outputs consist of. A Word is what is multiplied at once of a product's
+// left-hand side; Lanes, of its right-hand side.
+
+#ifdef BFLOAT16
+
+using Stored = uint16_t;
+
+inline Stored narrowed(float value) {  // to the nearest, of two the even one
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (std::isnan(value)) return Stored(bits >> 16 | 0x40);
+    return Stored((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+#else
+
+#ifdef FLOAT16
+using Stored = _Float16;
+#else
+using Stored = float;
+#endif
+
+inline Stored narrowed(float value) { return Stored(value); }
+
+#endif
+
+#if defined(BFLOAT16) && defined(__AVX512BF16__) && HEAD_DIM % 2 == 0
+
+constexpr int PACK = 2;
+using Word = uint32_t;
+using Lanes = __m512bh;
+
+inline Word word_at(const Stored* from) { return loaded<Word>(from); }
+
+inline Lanes lanes_at(const Stored* from) { return (Lanes)loaded<__m512i>(from); }
+
+inline Floats multiplied(Floats sum, Word word, Lanes lanes) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (Lanes)_mm512_set1_epi32(word), lanes);
+}
+
+inline void pack(Word* to, Floats low, Floats high) {
+    store(to, _mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+
+#else
+
+constexpr int PACK = 1;
+using Word = float;
+using Lanes = Floats;
+
+inline Word word_at(const Stored* from) {
+#ifdef BFLOAT16
+    const uint32_t bits = uint32_t(*from) << 16;
+    return loaded<Word>(&bits);
+#else
+    return *from;
+#endif
+}
+
+inline Lanes lanes_at(const Stored* from) {
+#if defined(BFLOAT16)
+    typedef Stored Halves __attribute__((vector_size(2 * LANES)));
+    return (Floats)(__builtin_convertvector(loaded<Halves>(from), Ints) << 16);
+#elif defined(FLOAT16) && defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(loaded<__m256i>(from));
+#elif defined(FLOAT16)
+    Floats lanes;
+    for (int i = 0; i < LANES; ++i) lanes[i] = from[i];
+    return lanes;
+#else
+    return loaded<Floats>(from);
+#endif
+}
+
+inline Floats multiplied(Floats sum, Word word, Lanes lanes) { return sum + word * lanes; }
+
+inline void pack(Word* to, Floats low, Floats high) {
+    store(to, low);
+    store(to + LANES, high);
+}
+
+#endif
+
+constexpr int WORDS = HEAD_DIM / PACK;
+constexpr int PADDED = (HEAD_DIM + LANES - 1) / LANES * LANES;
+//: Elements that a block of one head's keys, or of its values, takes.
+constexpr int64_t RUN = BLOCK_SIZE * HEAD_DIM;
+constexpr int64_t LINE = 64 / sizeof(Stored);
+
+// Of those at `from`, which may be fewer than LANES.
+inline Lanes lanes_at(const Stored* from, int number) {
+    if (number == LANES) return lanes_at(from);
+    Stored all[LANES * PACK] = {};
+    std::memcpy(all, from, number * PACK * sizeof *all);
+    return lanes_at(all);
+}
+
+// sums [R][C * LANES] += left [R][n words] x right [n][right_stride packs]; of the last LANES columns
+// there are but LAST.
+template <int LAST, int R, int C>
+inline void multiply(Floats (&sums)[R][C], const Word* left, int left_stride, const Stored* right,
+                     int right_stride, int n) {
+    for (int i = 0; i < n; ++i, right += right_stride * PACK) {
+        Lanes lanes[C];
+        for (int c = 0; c < C; ++c)
+            lanes[c] = lanes_at(right + c * LANES * PACK, c == C - 1 ? LAST : LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const Word word = left[r * left_stride + i];
+#pragma GCC unroll 2
+            for (int c = 0; c < C; ++c) sums[r][c] = multiplied(sums[r][c], word, lanes[c]);
+        }
+    }
+}
+
+template <int N>
+using Constant = std::integral_constant<int, N>;
+
+// work(strip's rows, first of them), with the number of rows known to the compiler.
+template <class Work>
+inline void in_strips(int rows, Work work) {
+    static_assert(MAX_STRIP <= 8);
+    for (int first = 0; first < rows; first += MAX_STRIP) {
+        switch (std::min(rows - first, MAX_STRIP)) {
+            case 1: work(Constant<1>(), first); break;
+            case 2: work(Constant<2>(), first); break;
+            case 3: work(Constant<3>(), first); break;
+            case 4: work(Constant<4>(), first); break;
+            case 5: work(Constant<5>(), first); break;
+            case 6: work(Constant<6>(), first); break;
+            case 7: work(Constant<7>(), first); break;
+            case 8: work(Constant<8>(), first); break;
+        }
+    }
+}
+
+// What Python hands over; worker/attention/cpu.py has the same structures.
+
+struct Cache {
+    void* blocks;  // [blocks][layers][keys, values][kv_heads][RUN]
+    int64_t layers, kv_heads;
+};
+
+struct Row {
+    int64_t first_token;  // among the step's tokens
+    int64_t tokens;
+    int64_t start;        // the position of the first
+    int64_t first_block;  // in Step.tables
+    int64_t first_tile;   // among the step's tiles
+};
+
+struct Step {
+    const Row* rows;
+    const int32_t* tables;
+    int64_t num_rows, num_tiles;
+};
+
+struct Form {
+    float scale;
+    float softcap;       // 0: none
+    int64_t window;      // 0: none
+    const float* sinks;  // [heads], or null
+};
+
+struct Tile {
+    const Row& row;
+    int64_t begin, tokens;  // among the row's
+
+    int64_t first_token() const { return row.first_token + begin; }
+    int64_t first_position() const { return row.start + begin; }
+    int64_t end_position() const { return first_position() + tokens; }
+};
+
+inline Tile tile_at(const Step& step, int64_t index) {
+    const auto later = [](int64_t i, const Row& row) { return i < row.first_tile; };
+    const Row& row = *(std::upper_bound(step.rows, step.rows + step.num_rows, index, later) - 1);
+    const int64_t begin = (index - row.first_tile) * TILE_TOKENS;
+    return {row, begin, std::min<int64_t>(TILE_TOKENS, row.tokens - begin)};
+}
+
+// Calls item(tile, first KV head, the one after the last) until all were there: the last tiles first,
+// which are prompts' and take longest.
+template <class Item>
+void for_each_item(const Step& step, int64_t kv_heads, const Item& item) {
+    const int64_t together = step.num_tiles >= TILES_A_THREAD * omp_get_num_threads() ? kv_heads : 1;
+    const int64_t parts = kv_heads / together, items = step.num_tiles * parts;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = items - 1; i >= 0; --i) {
+        const int64_t head = i % parts * together;
+        item(tile_at(step, i / parts), head, head + together);
+    }
+}
+
+// What a step reads and writes of one layer.
+struct Layer {
+    Layer(const Cache& cache, const Step& step, int64_t layer)
+        : tables(step.tables), values_after(cache.kv_heads * RUN),
+          block_size(cache.layers * 2 * values_after),
+          first((Stored*)cache.blocks + layer * 2 * values_after) {}
+
+    // The keys of the block in which `position` of the tile's row lies.
+    Stored* keys(const Tile& tile, int64_t position, int64_t head) const {
+        const int64_t block = tables[tile.row.first_block + position / BLOCK_SIZE];
+        return first + block * block_size + head * RUN;
+    }
+
+    // In the values of its block, those of `position` and of who shares its pack.
+    Stored* values(const Tile& tile, int64_t position, int64_t head) const {
+        const int64_t pack = position % BLOCK_SIZE / PACK;
+        return keys(tile, position, head) + values_after + pack * HEAD_DIM * PACK;
+    }
+
+    const int32_t* tables;
+    int64_t values_after, block_size;
+    Stored* first;
+};
+
+// Stores a tile's keys and values. Tokens are `..._stride` elements apart.
+struct Writer {
+    void operator()(const Tile& tile, int64_t head, int64_t end_head) const {
+        if (tile.tokens <= FEW_TOKENS)
+            for (int64_t h = head; h < end_head; ++h) fetch(tile, h);
+        for (; head < end_head; ++head) write(tile, head);
+    }
+
+    // A key's parts are in as many lines, each of which would be waited for in its turn.
+    void fetch(const Tile& tile, int64_t head) const {
+        const int64_t position = tile.first_position();
+        const Stored* to = layer.keys(tile, position, head) + position % BLOCK_SIZE * PACK;
+        asm volatile("");  // as in Attender::fetch
+        for (int i = 0; i < WORDS; ++i) __builtin_prefetch(to + i * BLOCK_SIZE * PACK, 1);
+    }
+
+    void write(const Tile& tile, int64_t head) const {
+        for (int64_t i = 0; i < tile.tokens; ++i) {
+            const int64_t token = tile.first_token() + i, position = tile.first_position() + i;
+            write_key(layer.keys(tile, position, head) + position % BLOCK_SIZE * PACK,
+                      key + token * key_stride + head * HEAD_DIM);
+            write_value(layer.values(tile, position, head) + position % PACK,
+                        value + token * value_stride + head * HEAD_DIM);
+        }
+    }
+
+    static void write_key(Stored* to, const Stored* from) {
+        for (int i = 0; i < WORDS; ++i)
+            std::memcpy(to + i * BLOCK_SIZE * PACK, from + i * PACK, PACK * sizeof *to);
+    }
+
+    // Another thread may write the other one of a pack.
+    static void write_value(Stored* to, const Stored* from) {
+        for (int i = 0; i < HEAD_DIM; ++i) to[i * PACK] = from[i];
+    }
+
+    Layer layer;
+    const Stored* key;
+    int64_t key_stride;
+    const Stored* value;
+    int64_t value_stride;
+};
+
+// Values side by side in the cache: `packs` of them from pack `at` of the chunk on.
+struct Values {
+    const Stored* first;
+    int64_t at, packs;
+};
+
+// What one thread computes in, for each of a tile's rows: tokens by query heads.
+struct Scratch {
+    std::vector<Word> query;       // [rows][WORDS]
+    std::vector<float> scores;     // [rows][CHUNK]
+    std::vector<Word> weights;     // [rows][CHUNK / PACK]
+    std::vector<float> most;       // [rows], of the scores so far
+    std::vector<float> shrinking;  // [rows], of what came before, since there is a larger score
+    std::vector<Floats> sums;      // [rows], of the weights, by lane
+    std::vector<float> out;        // [rows][PADDED]
+    Stored edge[HEAD_DIM * PACK] = {};  // values of a position, and zeros for the rest of its pack
+    std::vector<Values> values;    // of the chunk, block after block
+
+    explicit Scratch(int64_t rows)
+        : query(rows * WORDS), scores(rows * CHUNK), weights(rows * CHUNK / PACK),
+          most(rows), shrinking(rows), sums(rows), out(rows * PADDED) {}
+};
+
+// Part of a tile's context: the positions from `left` to `right` of the chunk that begins at `at`.
+struct Chunk {
+    int64_t at, left, right;
+
+    int64_t first_block() const { return left / BLOCK_SIZE * BLOCK_SIZE; }
+    int64_t end_block() const { return (right + BLOCK_SIZE - 1) / BLOCK_SIZE * BLOCK_SIZE; }
+};
+
+struct Places {
+    int begin, end;
+
+    // `values` at places from `at` on, with `other` where they are outside.
+    Floats of(Floats values, int at, float other) const {
+        const Ints places = COUNTING + at;
+        return (places >= begin) & (places < end) ? values : spread(other);
+    }
+};
+
+class Attender {
+public:
+    Attender(const Layer& layer, const Stored* query, int64_t query_stride, Stored* out,
+             int64_t heads, int64_t kv_heads, const Form& form)
+        : layer(layer), query(query), query_stride(query_stride), out(out), heads(heads),
+          group(heads / kv_heads), form(form) {}
+
+    void operator()(const Tile& tile, int64_t head, int64_t end_head) const {
+        const int64_t together = tile.tokens <= FEW_TOKENS ? end_head - head : 1;
+        for (; head < end_head; head += together) attend(tile, head, head + together);
+    }
+
+private:
+    // Chunk by chunk with all of these heads, which lie side by side in the cache.
+    void attend(const Tile& tile, int64_t head, int64_t end_head) const {
+        thread_local std::vector<Scratch> scratch;
+        while (scratch.size() < size_t(end_head - head)) scratch.emplace_back(0);
+        for (int64_t h = head; h < end_head; ++h) begin(tile, h, scratch[h - head]);
+        const int64_t end = tile.end_position(), first = first_seen(tile.first_position());
+        for (int64_t at = first / CHUNK * CHUNK; at < end; at += CHUNK) {
+            const Chunk chunk{at, std::max(first, at), std::min(end, at + CHUNK)};
+            for (int64_t h = head; h < end_head; ++h) {
+                const bool next_head = h + 1 < end_head;
+                score(tile, h, chunk, scratch[h - head], [&](int64_t position) {
+                    if (next_head) fetch(tile, position, h + 1);
+                    else if (position + CHUNK < end) fetch(tile, position + CHUNK, head);
+                });
+                weigh(tile, chunk, scratch[h - head]);
+                add_up(tile, h, chunk, scratch[h - head]);
+            }
+        }
+        for (int64_t h = head; h < end_head; ++h) finish(tile, h, scratch[h - head]);
+    }
+
+    int rows_of(const Tile& tile) const { return tile.tokens * group; }
+
+    int64_t first_seen(int64_t position) const {
+        return form.window ? std::max<int64_t>(0, position - form.window + 1) : 0;
+    }
+
+    int64_t head_of(int64_t kv_head, int row) const { return kv_head * group + row % group; }
+
+    void begin(const Tile& tile, int64_t head, Scratch& scratch) const {
+        const int rows = rows_of(tile);
+        if (scratch.most.size() < size_t(rows)) scratch = Scratch(rows);
+        std::fill_n(scratch.out.begin(), rows * PADDED, 0.0f);
+        for (int r = 0; r < rows; ++r) {
+            const int64_t token = tile.first_token() + r / group;
+            const Stored* from = query + token * query_stride + head_of(head, r) * HEAD_DIM;
+            for (int i = 0; i < WORDS; ++i) scratch.query[r * WORDS + i] = word_at(from + i * PACK);
+            // A sink is a key that was seen before all others, and has no value.
+            scratch.most[r] = form.sinks ? form.sinks[head_of(head, r)] * LOG2_E : -FLT_MAX;
+            scratch.sums[r] = Floats{form.sinks ? 1.0f : 0.0f};
+        }
+    }
+
+    // Asks for a block that follows, soon enough for the second level of cache: by itself the CPU does
+    // not look past a page, and the next block is in another.
+    void fetch(const Tile& tile, int64_t position, int64_t head) const {
+        const Stored* keys = layer.keys(tile, position, head);
+        asm volatile("");  // or GCC takes the whole function for one without an effect
+        for (int64_t i = 0; i < RUN; i += LINE) __builtin_prefetch(keys + i, 0, 2);
+        for (int64_t i = 0; i < RUN; i += LINE)
+            __builtin_prefetch(keys + layer.values_after + i, 0, 2);
+    }
+
+    // before(position) comes before each block.
+    template <class Before>
+    void score(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch,
+               const Before& before) const {
+        for (int64_t at = chunk.first_block(); at < chunk.right; at += BLOCK_SIZE) {
+            before(at);
+            const Stored* keys = layer.keys(tile, at, head);
+            in_strips(rows_of(tile), [&](auto strip, int first) {
+                constexpr int R = decltype(strip)::value, C = BLOCK_SIZE / LANES;
+                Floats sums[R][C] = {};
+                multiply<LANES>(sums, &scratch.query[first * WORDS], WORDS, keys, BLOCK_SIZE, WORDS);
+                float* to = &scratch.scores[first * CHUNK + at - chunk.at];
+                for (int r = 0; r < R; ++r)
+                    for (int c = 0; c < C; ++c) store(to + r * CHUNK + c * LANES, sums[r][c]);
+            });
+        }
+    }
+
+    // From scores to weights, which are powers of two.
+    void weigh(const Tile& tile, const Chunk& chunk, Scratch& scratch) const {
+        const int begin = chunk.first_block() - chunk.at, end = chunk.end_block() - chunk.at;
+        for (int r = 0; r < rows_of(tile); ++r) {
+            const int64_t position = tile.first_position() + r / group;
+            const Places all{begin, end};
+            const Places seen{int(std::max<int64_t>(first_seen(position) - chunk.at, begin)),
+                              int(std::min<int64_t>(position + 1 - chunk.at, end))};
+            if (seen.begin == begin && seen.end == end)
+                weigh_row<false>(r, all, seen, scratch);
+            else
+                weigh_row<true>(r, all, seen, scratch);
+        }
+    }
+
+    // Of the scores at `all` places those count that are `seen`: all where they are not MASKED.
+    template <bool MASKED>
+    void weigh_row(int r, Places all, Places seen, Scratch& scratch) const {
+        float* scores = &scratch.scores[r * CHUNK];
+        Floats most = spread(scratch.most[r]);
+        for (int at = all.begin; at < all.end; at += LANES) {
+            Floats score = scaled(loaded<Floats>(scores + at));
+            if (MASKED) score = seen.of(score, at, -FLT_MAX);
+            store(scores + at, score);
+            most = larger(score, most);
+        }
+        const float new_most = largest(most);
+        const float shrinking = exp2(spread(scratch.most[r] - new_most))[0];
+        Floats sum = scratch.sums[r] * shrinking;
+        for (int at = all.begin; at < all.end; at += 2 * LANES) {
+            Floats low = exp2(loaded<Floats>(scores + at) - new_most);
+            Floats high = exp2(loaded<Floats>(scores + at + LANES) - new_most);
+            if (MASKED) low = seen.of(low, at, 0), high = seen.of(high, at + LANES, 0);
+            sum = sum + low + high;
+            pack(&scratch.weights[(r * CHUNK + at) / PACK], low, high);
+        }
+        scratch.most[r] = new_most;
+        scratch.shrinking[r] = shrinking;
+        scratch.sums[r] = sum;
+    }
+
+    // In units of log2(e).
+    Floats scaled(Floats products) const {
+        if (!form.softcap) return products * (form.scale * LOG2_E);
+        return tanh(products * (form.scale / form.softcap)) * (form.softcap * LOG2_E);
+    }
+
+    // Those that the chunk's positions have. What shares a pack with the last one may not be written.
+    void collect(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch) const {
+        scratch.values.clear();
+        for (int64_t at = chunk.left, end; at < chunk.right; at = end) {
+            end = std::min((at / BLOCK_SIZE + 1) * BLOCK_SIZE, chunk.right);
+            const int64_t first = (at - chunk.at) / PACK, past = (end - chunk.at) / PACK;
+            scratch.values.push_back({layer.values(tile, at, head), first, past - first});
+        }
+        if (chunk.right % PACK == 0) return;
+        const Stored* pack = layer.values(tile, chunk.right - 1, head);
+        for (int i = 0; i < HEAD_DIM; ++i) scratch.edge[i * PACK] = pack[i * PACK];
+        scratch.values.push_back({scratch.edge, (chunk.right - chunk.at) / PACK, 1});
+    }
+
+    // out = out * shrinking + weights x values
+    void add_up(const Tile& tile, int64_t head, const Chunk& chunk, Scratch& scratch) const {
+        collect(tile, head, chunk, scratch);
+        in_strips(rows_of(tile), [&](auto strip, int first) {
+            constexpr int R = decltype(strip)::value, WIDE = 2 * LANES, REST = HEAD_DIM % WIDE;
+            for (int column = 0; column + WIDE <= HEAD_DIM; column += WIDE)
+                add_up_columns<R, 2, LANES>(first, column, scratch);
+            if constexpr (REST >= LANES)
+                add_up_columns<R, 1, LANES>(first, HEAD_DIM - REST, scratch);
+            if constexpr (REST % LANES)
+                add_up_columns<R, 1, REST % LANES>(first, HEAD_DIM - REST % LANES, scratch);
+        });
+    }
+
+    template <int R, int C, int LAST>
+    static void add_up_columns(int first, int column, Scratch& scratch) {
+        Floats sums[R][C];
+        float* to = &scratch.out[first * PADDED + column];
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c)
+                sums[r][c] = loaded<Floats>(to + r * PADDED + c * LANES) * scratch.shrinking[first + r];
+        constexpr int STRIDE = CHUNK / PACK;
+        for (const Values& values : scratch.values)
+            multiply<LAST>(sums, &scratch.weights[first * STRIDE + values.at], STRIDE,
+                           values.first + column * PACK, HEAD_DIM, values.packs);
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c) store(to + r * PADDED + c * LANES, sums[r][c]);
+    }
+
+    void finish(const Tile& tile, int64_t head, const Scratch& scratch) const {
+        for (int r = 0; r < rows_of(tile); ++r) {
+            const float share = 1.0f / total(scratch.sums[r]);
+            const float* from = &scratch.out[r * PADDED];
+            const int64_t token = tile.first_token() + r / group;
+            Stored* to = out + (token * heads + head_of(head, r)) * HEAD_DIM;
+            for (int i = 0; i < HEAD_DIM; ++i) to[i] = narrowed(from[i] * share);
+        }
+    }
+
+    const Layer layer;
+    const Stored* const query;
+    const int64_t query_stride;
+    Stored* const out;
+    const int64_t heads, group;
+    const Form form;
+};
+
+// What crosses to and from the cache in one step; in `heads` [tokens][..][HEAD_DIM] tokens are
+// `stride` elements apart, their heads contiguous.
+template <class Element>
+struct Heads {
+    Element* first;
+    int64_t stride;
+};
+
+inline void write(const Cache& cache, const Step& step, int64_t layer, Heads<const Stored> key,
+                  Heads<const Stored> value) {
+    const Writer writer{Layer(cache, step, layer), key.first, key.stride, value.first, value.stride};
+    for_each_item(step, cache.kv_heads, writer);
+}
+
+// `out` [tokens][heads][HEAD_DIM]
+inline void attend(const Cache& cache, const Step& step, int64_t layer, Heads<const Stored> query,
+                   Stored* out, int64_t heads, const Form& form) {
+    const Attender attender(Layer(cache, step, layer), query.first, query.stride, out, heads,
+                            cache.kv_heads, form);
+    for_each_item(step, cache.kv_heads, attender);
+}
+
+}  // namespace paged

@@ -1,0 +1,111 @@
+"""A layer's pointwise operations on a CPU, in C++ (pointwise.cpp): torch's are calls of several
+operations each, and every one of these has threads to wake up."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from worker import native
+from worker.model.pointwise import TORCH, Pointwise
+from worker.model.rope import Angle
+from worker.model.spec import Activation
+
+_SOURCE = Path(__file__).with_name("pointwise.cpp")
+FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+#: By their numbers for pointwise.h.
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1}
+#: Elements that one thread computes in the time in which another one takes part.
+_ALONE = 1 << 14
+
+
+class CompiledPointwise:
+    """For tensors of one dtype on the CPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, size, number, count = (
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_float,
+            ctypes.c_int,
+        )
+        self._norm = library.sum_and_norm
+        self._norm.argtypes = (*[pointer] * 4, size, size, number, number, count)
+        self._gate = library.gate
+        self._gate.argtypes = (count, pointer, pointer, size, size, count)
+        self._rotate = library.rotate
+        self._rotate.argtypes = (pointer, size, pointer, pointer, *[size] * 4, count)
+
+    def norm(
+        self, x: Tensor, weight: Tensor, eps: float, add_one: bool, added: Tensor | None = None
+    ) -> Tensor:
+        width = len(weight)
+        if added is None:
+            x = x.contiguous()
+        else:
+            assert x.is_contiguous() and added.is_contiguous() and x.shape == added.shape
+        out = torch.empty_like(x)
+        self._norm(
+            x.data_ptr(),
+            None if added is None else added.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            x.numel() // width,
+            width,
+            eps,
+            float(add_one),
+            _num_threads(x.numel()),
+        )
+        return out
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if activation not in ACTIVATIONS:
+            return TORCH.gate(gate_up, activation)
+        tokens, width = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(tokens, width)
+        self._gate(
+            ACTIVATIONS[activation],
+            gate_up.contiguous().data_ptr(),
+            out.data_ptr(),
+            tokens,
+            width,
+            _num_threads(4 * out.numel()),  # an exponential takes as long as some sums
+        )
+        return out
+
+    def rotate(self, heads: Tensor, angle: Angle) -> Tensor:
+        """In place."""
+        cos, sin = angle
+        tokens, number, head_dim = heads.shape
+        assert heads.stride()[1:] == (head_dim, 1)
+        self._rotate(
+            heads.data_ptr(),
+            heads.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            tokens,
+            number,
+            head_dim,
+            cos.shape[-1],
+            _num_threads(heads.numel()),
+        )
+        return heads
+
+
+def choose_pointwise(dtype: torch.dtype, device: torch.device) -> Pointwise:
+    """Compiled, where it can be."""
+    return (_compiled(dtype) if device.type == "cpu" else None) or TORCH
+
+
+@cache
+def _compiled(dtype: torch.dtype) -> CompiledPointwise | None:
+    library = native.compiled(_SOURCE, (*FLAGS, f"-D{native.DTYPES[dtype]}"))
+    return None if library is None else CompiledPointwise(library)
+
+
+def _num_threads(elements: int) -> int:
+    return 1 if elements < _ALONE else torch.get_num_threads()

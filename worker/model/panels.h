@@ -1,0 +1,128 @@
+// Products with bfloat16 weights on a CPU with AVX-512 BF16, summed in fp32.
+//
+// A weight [outputs, inputs] lies in panels of WIDTH outputs, one after the other, each so that a
+// walk over the inputs reads it from its first byte to its last:
+//
+//     [outputs / WIDTH][inputs / 2][WIDTH][2]
+//
+// which is what VDPBF16PS takes: of 16 outputs, two inputs each. The last panel is filled up with
+// outputs of zero. One panel goes to one thread, which takes it from memory once for CHUNK rows and
+// from its cache for every further tile of them; meanwhile its next panel comes. Threads take panels
+// as they get on: one whose core somebody else has holds up nobody for longer than its two panels.
+//
+// Each sum is made in the order of the inputs, however many rows there are: a row's result is the
+// same in any batch.
+//
+// The threads of a parallel region call multiply together, and share the panels.
+
+#pragma once
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+// Hidden: libraries for another type or head dimension have functions of the same names.
+namespace [[gnu::visibility("hidden")]] panels {
+
+using bf16 = std::uint16_t;
+using pair = std::uint32_t;
+using size = std::int64_t;
+
+constexpr size WIDTH = 64;
+constexpr size LANES = 16;
+constexpr int VECTORS = WIDTH / LANES;
+// Rows of a tile: its sums, a panel's vectors and an input fill the 32 registers.
+constexpr size TILE = 6;
+constexpr size CHUNK = 16 * TILE;
+constexpr size LINE = 64;
+// Of a panel, for each pair of inputs.
+constexpr size LINES = 2 * WIDTH * sizeof(bf16) / LINE;
+
+struct Product {
+  const bf16* x;       // [rows, inputs]
+  const bf16* panels;
+  const bf16* bias;    // [outputs], or null
+  bf16* y;             // [rows, outputs]
+  size rows, outputs, inputs;
+};
+
+inline __m512 widened(const bf16* from, __mmask16 lanes) {
+  const __m256i narrow = _mm256_maskz_loadu_epi16(lanes, from);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+
+// What is to be in the cache soon: `lines` for each pair of inputs that is multiplied.
+struct Ahead {
+  const char* next;
+  size lines;
+
+  void fetch() {
+    for (size i = 0; i < lines; ++i, next += LINE) __builtin_prefetch(next, 0, 2);
+  }
+};
+
+// ROWS rows from `row` on, times the panel whose first output is `output`.
+template <int ROWS>
+void tile(const Product& p, size row, size output, Ahead& ahead) {
+  __m512 sums[ROWS][VECTORS] = {};
+  const bf16* x = p.x + row * p.inputs;
+  const bf16* panel = p.panels + output * p.inputs;
+  for (size i = 0; i < p.inputs; i += 2, panel += 2 * WIDTH) {
+    __m512bh weights[VECTORS];
+    for (int v = 0; v < VECTORS; ++v)
+      weights[v] = (__m512bh)_mm512_loadu_si512(panel + v * 2 * LANES);
+    ahead.fetch();
+    for (int r = 0; r < ROWS; ++r) {
+      pair two;
+      std::memcpy(&two, x + r * p.inputs + i, sizeof two);
+      const __m512bh inputs = (__m512bh)_mm512_set1_epi32(static_cast<int>(two));
+      for (int v = 0; v < VECTORS; ++v)
+        sums[r][v] = _mm512_dpbf16_ps(sums[r][v], inputs, weights[v]);
+    }
+  }
+  for (int v = 0; v < VECTORS; ++v) {
+    const size first = output + v * LANES, left = p.outputs - first;
+    if (left <= 0) break;
+    const __mmask16 lanes = left >= LANES ? 0xffff : (1u << left) - 1;
+    const __m512 bias = p.bias ? widened(p.bias + first, lanes) : _mm512_setzero_ps();
+    for (int r = 0; r < ROWS; ++r)
+      _mm256_mask_storeu_epi16(p.y + (row + r) * p.outputs + first, lanes,
+                               (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(sums[r][v], bias)));
+  }
+}
+
+using Tile = void (*)(const Product&, size, size, Ahead&);
+constexpr Tile TILES[TILE] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
+
+// Rows [row, end) in tiles of about the same size: seven are four and three, not six and one. A tile
+// alone waits for memory anyway; of several, each fetches a part of the panel `next`.
+inline void chunk(const Product& p, size row, size end, size output, const bf16* next) {
+  size tiles = (end - row + TILE - 1) / TILE;
+  Ahead ahead{reinterpret_cast<const char*>(next), next && tiles > 1 ? (LINES + tiles - 1) / tiles : 0};
+  const char* const end_next = ahead.next + LINES * LINE * (p.inputs / 2);
+  for (; tiles > 0; --tiles) {
+    const size rows = (end - row + tiles - 1) / tiles;
+    TILES[rows - 1](p, row, output, ahead);
+    row += rows;
+    if (ahead.next >= end_next) ahead.lines = 0;
+  }
+}
+
+// y = x @ weight.T + bias
+inline void multiply(const Product& p) {
+  const size chunks = (p.rows + CHUNK - 1) / CHUNK;
+  const size tasks = (p.outputs + WIDTH - 1) / WIDTH * chunks;
+#pragma omp for schedule(dynamic)
+  for (size task = 0; task < tasks; ++task) {
+    const size row = task % chunks * CHUNK, output = task / chunks * WIDTH;
+    // Which one will be this thread's next: so it is where all get on alike.
+    const size next = task + omp_get_num_threads(), next_output = next / chunks * WIDTH;
+    chunk(p, row, std::min(p.rows, row + CHUNK), output,
+          next < tasks && next_output != output ? p.panels + next_output * p.inputs : nullptr);
+  }
+}
+
+}  // namespace panels

@@ -1,0 +1,201 @@
+// What a decoder's layer does between its products, one token after the other, on a CPU.
+//
+// Compiled for one type of elements. Everything is computed in fp32 and rounded where torch's own
+// operations would: a token's result depends on that token alone, bit for bit, in any batch.
+//
+// The threads of a parallel region call these functions together, and share the tokens.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+// Hidden: libraries for another type or head dimension have functions of the same names.
+namespace [[gnu::visibility("hidden")]] pointwise {
+
+using size = std::int64_t;
+
+#if defined(BFLOAT16)
+
+struct Stored {
+  std::uint16_t bits;
+};
+
+inline float wide(Stored from) {
+  const std::uint32_t bits = std::uint32_t(from.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// To the nearest, of two the even one; NaN stays NaN.
+inline Stored narrow(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const std::uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return {std::uint16_t(value != value ? bits >> 16 | 0x40 : rounded)};
+}
+
+#else
+
+#ifdef FLOAT16
+using Stored = _Float16;
+#else
+using Stored = float;
+#endif
+
+inline float wide(Stored from) { return float(from); }
+inline Stored narrow(float value) { return Stored(value); }
+
+#endif
+
+// e^x; 0 or infinity past the exponents that fp32 has; NaN stays NaN. The polynomial is Cephes' exp2f.
+inline float exponential(float x) {
+  x *= 1.44269504088896341f;
+  const float bounded = x < -150.0f ? -150.0f : x > 129.0f ? 129.0f : x;
+  const float whole = std::nearbyint(bounded), part = bounded - whole;
+  float y = 1.535336188319500e-4f;
+  y = y * part + 1.339887440266574e-3f;
+  y = y * part + 9.618437357674640e-3f;
+  y = y * part + 5.550332471162809e-2f;
+  y = y * part + 2.402264791363012e-1f;
+  y = y * part + 6.931472028550421e-1f;
+  y = y * part + 1.0f;
+  // In two factors: 2^whole itself may be none of fp32's.
+  const std::int32_t exponent = std::int32_t(whole == whole ? whole : 0.0f);
+  const std::int32_t first = exponent >> 1, second = exponent - first;
+  const std::int32_t first_bits = (first + 127) << 23, second_bits = (second + 127) << 23;
+  float first_factor, second_factor;
+  std::memcpy(&first_factor, &first_bits, sizeof first_factor);
+  std::memcpy(&second_factor, &second_bits, sizeof second_factor);
+  return y * first_factor * second_factor;
+}
+
+constexpr size LANES = 16;
+
+// The sum's order is that of LANES partial sums, whatever the compiler makes of it.
+inline float sum_of_squares(const Stored* x, size width) {
+  float sums[LANES] = {};
+  size i = 0;
+  for (; i + LANES <= width; i += LANES)
+    for (size lane = 0; lane < LANES; ++lane) {
+      const float value = wide(x[i + lane]);
+      sums[lane] += value * value;
+    }
+  for (; i < width; ++i) sums[i % LANES] += wide(x[i]) * wide(x[i]);
+  float sum = 0;
+  for (float each : sums) sum += each;
+  return sum;
+}
+
+
+// Tokens that a thread takes at once.
+constexpr size TOGETHER = 4;
+
+struct Norm {
+  const Stored* weight;
+  float eps, one;  // the latter is added to the weight
+
+  // y = x / rms(x) * (weight + one), over `width` elements; y may be x.
+  void operator()(const Stored* x, Stored* y, size width) const {
+    const float factor = 1.0f / std::sqrt(sum_of_squares(x, width) / float(width) + eps);
+    for (size i = 0; i < width; ++i) y[i] = narrow(wide(x[i]) * factor * (wide(weight[i]) + one));
+  }
+};
+
+// hidden += added, [tokens, width].
+inline void sum(Stored* hidden, const Stored* added, size tokens, size width) {
+#pragma omp for schedule(dynamic, TOGETHER)
+  for (size token = 0; token < tokens; ++token) {
+    Stored* x = hidden + token * width;
+    const Stored* more = added + token * width;
+    for (size i = 0; i < width; ++i) x[i] = narrow(wide(x[i]) + wide(more[i]));
+  }
+}
+
+// Of each token hidden += added, unless that is null, and out = norm(hidden). All are [tokens, width];
+// out may be hidden.
+inline void sum_and_norm(Stored* hidden, const Stored* added, Norm norm, Stored* out, size tokens,
+                         size width) {
+#pragma omp for schedule(dynamic, TOGETHER)
+  for (size token = 0; token < tokens; ++token) {
+    Stored* x = hidden + token * width;
+    if (added) {
+      const Stored* more = added + token * width;
+      for (size i = 0; i < width; ++i) x[i] = narrow(wide(x[i]) + wide(more[i]));
+    }
+    norm(x, out + token * width, width);
+  }
+}
+
+// The same of `number` heads of each token, in place. Tokens are `stride` elements apart.
+inline void norm_heads(Stored* heads, size stride, Norm norm, size tokens, size number,
+                       size head_dim) {
+#pragma omp for schedule(dynamic, TOGETHER)
+  for (size token = 0; token < tokens; ++token)
+    for (size head = 0; head < number; ++head) {
+      Stored* x = heads + token * stride + head * head_dim;
+      norm(x, x, head_dim);
+    }
+}
+
+// By the numbers of worker/model/compiled_pointwise.py: x * sigmoid(x), and with the hyperbolic tangent
+// for the error function x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)) (arXiv 1606.08415).
+enum Activation : int { SILU, GELU_TANH };
+
+template <Activation ACTIVATION>
+inline float activated(float x) {
+  constexpr float TWICE_ROOT = 1.59576912160573071f;
+  const float argument = ACTIVATION == SILU ? x : TWICE_ROOT * (x + 0.044715f * x * x * x);
+  return x / (1.0f + exponential(-argument));
+}
+
+template <Activation ACTIVATION>
+inline void gate(const Stored* gate_up, Stored* out, size tokens, size width) {
+#pragma omp for schedule(dynamic, TOGETHER)
+  for (size token = 0; token < tokens; ++token) {
+    const Stored* gate = gate_up + token * 2 * width;
+    const Stored* up = gate + width;
+    Stored* y = out + token * width;
+    for (size i = 0; i < width; ++i)
+      y[i] = narrow(wide(narrow(activated<ACTIVATION>(wide(gate[i])))) * wide(up[i]));
+  }
+}
+
+// out [tokens, width] = activation(gate) * up, of gate_up [tokens, 2 * width]: gate before up.
+inline void gate(Activation activation, const Stored* gate_up, Stored* out, size tokens, size width) {
+  if (activation == SILU) gate<SILU>(gate_up, out, tokens, width);
+  else gate<GELU_TANH>(gate_up, out, tokens, width);
+}
+
+// Of each token's first `dim` features of a head. cos and sin [tokens, dim] are as worker/model/rope.py
+// has them: the second half of sin is the sine, the first its negative.
+struct Angles {
+  const float* cos;
+  const float* sin;
+  size dim;
+};
+
+// Turns in place each pair (i, i + dim / 2) of every head by its token's angle. Tokens of `heads` are
+// `stride` elements apart, heads `head_dim`.
+inline void rotate(Stored* heads, size stride, Angles angles, size tokens, size number,
+                   size head_dim) {
+#pragma omp for schedule(dynamic, TOGETHER)
+  for (size token = 0; token < tokens; ++token) {
+    const size half = angles.dim / 2;
+    const float* cos = angles.cos + token * angles.dim;
+    const float* sin = angles.sin + token * angles.dim + half;
+    for (size head = 0; head < number; ++head) {
+      Stored* low = heads + token * stride + head * head_dim;
+      Stored* high = low + half;
+      for (size i = 0; i < half; ++i) {
+        const float a = wide(low[i]), b = wide(high[i]);
+        low[i] = narrow(a * cos[i] - b * sin[i]);
+        high[i] = narrow(b * cos[i] + a * sin[i]);
+      }
+    }
+  }
+}
+
+}  // namespace pointwise

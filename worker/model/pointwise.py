@@ -1,0 +1,61 @@
+"""What a layer computes between its products, each token by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional
+
+from worker.model.rope import Angle, rotate
+from worker.model.spec import Activation
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+class Pointwise(Protocol):
+    """Computed in fp32, rounded to the type of what comes in."""
+
+    def norm(
+        self, x: Tensor, weight: Tensor, eps: float, add_one: bool, added: Tensor | None = None
+    ) -> Tensor:
+        """x / rms(x) * weight over the last dimension, or with ``add_one`` * (1 + weight), of which
+        a half precision weight keeps more digits. ``added``, of the same shape, is first added to
+        ``x`` in its place."""
+        ...
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up [T, n], of ``gate_up`` [T, 2 * n]."""
+        ...
+
+    def rotate(self, heads: Tensor, angle: Angle) -> Tensor:
+        """As rope.rotate; it may be in the memory of ``heads``."""
+        ...
+
+
+class TorchPointwise:
+    def norm(
+        self, x: Tensor, weight: Tensor, eps: float, add_one: bool, added: Tensor | None = None
+    ) -> Tensor:
+        if added is not None:
+            x.add_(added)
+        if not add_one:
+            return functional.rms_norm(x, weight.shape, weight, eps)
+        factor = weight.float() + 1.0
+        return functional.rms_norm(x.float(), factor.shape, factor, eps).to(x.dtype)
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _ACTIVATIONS[activation](gate).mul_(up)
+
+    def rotate(self, heads: Tensor, angle: Angle) -> Tensor:
+        return rotate(heads, angle)
+
+
+TORCH = TorchPointwise()
