@@ -32,6 +32,7 @@ from tests.pickles import leaving, saved
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 #: As long as a length before a message may be taken to be, in each byte order.
 LENGTHS = ("big", "little")
+_ANSWER_S = 60.0
 
 
 @pytest.fixture
@@ -137,8 +138,15 @@ async def say(host: str, port: int, data: bytes) -> None:
 
 
 async def serves(cluster: ProcessCluster) -> None:
-    """Each of its processes, by its own port."""
-    assert await Fronts(cluster.address, cluster.http_addresses[0], "fake").completion() is None
+    """Each of its processes, by its own port. A request would wait as long as there is no worker:
+    one whose rank was kept from its core for a second has ended, and its log says so."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            served = await Fronts(cluster.address, cluster.http_addresses[0], "fake").completion()
+    except TimeoutError:
+        logs = sorted((cluster.config.state_dir / "logs").glob("worker-*.log"))
+        pytest.fail("\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in logs))
+    assert served is None
     metrics = await get(cluster.metrics_addresses[0], "/metrics")
     assert metrics.status == 200 and b"everlift_requests_total" in metrics.body
     assert all(Path(f"/proc/{pid}/exe").exists() for pid in cluster.pids)
