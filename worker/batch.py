@@ -133,6 +133,14 @@ class Batch:
         if count > 0:
             self._extend(sequence, self._pool.allocate(count))
 
+    def take_one(self, sequences: Iterable[Sequence], slots: Ints) -> None:
+        """One more for each of ``sequences``, which are in ``slots``; there are enough free
+        ones."""
+        blocks = self._pool.allocate(len(slots))
+        for sequence, block in zip(sequences, blocks, strict=True):
+            sequence.block_table += (block,)
+        self.columns.extend_by_one(slots, blocks)
+
     def _extend(self, sequence: Sequence, blocks: tuple[int, ...]) -> None:
         sequence.block_table += blocks
         self.columns.extend(sequence.slot, blocks)

@@ -110,7 +110,7 @@ class BlockPool:
     def allocate(self, count: int) -> tuple[int, ...]:
         """``count`` blocks to write to, the least recently freed ones; what they held is forgotten
         here. The caller has compared ``count`` with ``num_free``."""
-        return tuple(self._take() for _ in range(count))
+        return tuple([self._take() for _ in range(count)])
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)

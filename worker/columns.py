@@ -58,6 +58,11 @@ class Columns:
         self._tables[slot, begin:end] = blocks
         self._num_blocks[slot] = end
 
+    def extend_by_one(self, slots: Ints, blocks: Several[int]) -> None:
+        """One of them is added to the block table of each of ``slots``."""
+        self._tables[slots, self._num_blocks[slots]] = blocks
+        self._num_blocks[slots] += 1
+
     def cut(self, slot: int, num_blocks: int) -> None:
         """So many are left in its block table."""
         self._num_blocks[slot] = num_blocks
@@ -84,6 +89,10 @@ class Columns:
     def lacking(self) -> Ints:
         """Slots whose known tokens need more blocks than their tables have."""
         return (self._num_known > self._num_blocks * BLOCK_SIZE).nonzero()[0]
+
+    def lack_one(self, slots: Ints) -> bool:
+        """Whether each of these slots, which lack blocks, lacks no more than one."""
+        return bool((self._num_known[slots] <= (self._num_blocks[slots] + 1) * BLOCK_SIZE).all())
 
     def filling(self, decoding: Ints) -> Ints:
         """Those of the slots ``decoding`` whose next token is the last of its block."""
@@ -140,4 +149,4 @@ class Columns:
 
     def _by_order(self, chosen: Flags) -> Ints:
         (slots,) = chosen.nonzero()
-        return slots[self._orders[slots].argsort()]
+        return slots[self._orders[slots].argsort()] if len(slots) > 1 else slots

@@ -158,7 +158,11 @@ class Scheduler:
         always goes on. A single victim leaves less room than it needs to come back in the same
         step.
         """
-        growing = self._batch.at(self._batch.columns.lacking())
+        slots = self._batch.columns.lacking()
+        growing = self._batch.at(slots)
+        if len(slots) <= self._batch.num_blocks_free and self._batch.columns.lack_one(slots):
+            self._batch.take_one(growing, slots)
+            return
         lacking = sum(sequence.num_blocks_lacking for sequence in growing)
         if lacking > self._batch.num_blocks_free:
             self._batch.take_back()

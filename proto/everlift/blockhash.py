@@ -19,9 +19,7 @@ BLOCK_SIZE = 32
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Hash of one full block. ``parent`` is the previous block's hash, or the salt for the first
     block."""
-    digest = hashlib.sha256(parent)
-    digest.update(array("I", tokens).tobytes())
-    return digest.digest()
+    return hashlib.sha256(parent + array("I", tokens).tobytes()).digest()
 
 
 def block_hashes(tokens: Sequence[int], salt: bytes = b"") -> Iterator[bytes]:
