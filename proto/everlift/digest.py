@@ -9,6 +9,16 @@ from array import array
 from collections.abc import Sequence
 
 
+def little_endian(tokens: Sequence[int]) -> bytes:
+    """Four bytes each. Raises OverflowError for what is no uint32."""
+    if len(tokens) == 1:
+        return tokens[0].to_bytes(4, "little")
+    data = array("I", tokens)
+    if sys.byteorder == "big":
+        data.byteswap()
+    return data.tobytes()
+
+
 class TokenDigest:
     """Grows with the tokens; ``value`` is that of all that were added."""
 
@@ -17,10 +27,7 @@ class TokenDigest:
 
     def add(self, tokens: Sequence[int]) -> None:
         """Raises OverflowError for what is no uint32."""
-        data = array("I", tokens)
-        if sys.byteorder == "big":
-            data.byteswap()
-        self._hash.update(data)
+        self._hash.update(little_endian(tokens))
 
     @property
     def value(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 #: An unfinished UTF-8 sequence has at most three bytes, so at most as many tokens, and at most as
 #: many replacement characters stand for it.
 _MAX_UNFINISHED = 3
@@ -29,6 +29,11 @@ class Tokenizer(Protocol):
 
     def is_text(self, token_id: int) -> bool:
         """False for what ``decode`` leaves out: special tokens, and ids that name no token."""
+        ...
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The text of a token that has the same wherever it stands behind a whole character; None
+        where that depends on its neighbours."""
         ...
 
 
@@ -87,8 +92,8 @@ class TextState:
 class Detokenizer:
     """Incremental decoding, O(1) amortised a token, given nothing but a decode function.
 
-    A window of the last tokens is decoded with every new one; ``_shown`` characters of its text are
-    out. The window never starts inside a character, and keeps tokens before the new ones, since a
+    What says the same wherever it stands is not decoded again. Else a window of the last tokens is
+    decoded with every new one; ``_shown`` characters of its text are out. The window never starts inside a character, and keeps tokens before the new ones, since a
     decoder may treat the very first token in its own way (SentencePiece strips its space).
     """
 
@@ -98,17 +103,25 @@ class Detokenizer:
         self._shown = 0
         #: tokens since the text last ended with a whole character
         self._unfinished = 0
+        #: all of the text is out
+        self._is_whole = True
 
     def push(self, token_id: int) -> str:
         if not self._tokenizer.is_text(token_id):
             return ""
+        if self._is_whole and (text := self._tokenizer.whole_text(token_id)) is not None:
+            self._window.clear()
+            self._shown = 0
+            return text
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
-        self._unfinished = self._unfinished + 1 if text.endswith(_REPLACEMENT) else 0
+        self._unfinished = self._unfinished + 1 if text.endswith(REPLACEMENT) else 0
         if 0 < self._unfinished <= _MAX_UNFINISHED:
+            self._is_whole = False
             return ""
         # Whole characters only, or broken bytes that no token can mend any more.
         new = self._show(text, len(text) - _open_end(text))
+        self._is_whole = self._shown == len(text)
         if len(self._window) >= _WINDOW:
             self._halve(text)
         return new
@@ -136,7 +149,7 @@ class Detokenizer:
 def _open_end(text: str) -> int:
     """Characters at the end of ``text`` that more bytes may turn into another one."""
     tail = text[-_MAX_UNFINISHED:]
-    return len(tail) - len(tail.rstrip(_REPLACEMENT))
+    return len(tail) - len(tail.rstrip(REPLACEMENT))
 
 
 class StopMatcher:

@@ -11,7 +11,7 @@ from everlift import error_details
 from everlift.errors import EverliftError, InvalidRequest, OutOfRange, TooManyRequests
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.failures import answerable
-from router.gateway.pieces import Pieces
+from router.gateway.source import Source, source_of
 
 if TYPE_CHECKING:
     from router.gateway.inference import Opened
@@ -52,9 +52,9 @@ class Many(AsyncIterator[pb.GenerateManyResponse]):
         self._open = open_
         self._room = asyncio.Semaphore(_OPENED_AT_ONCE)
         self._came = asyncio.Event()
-        self._pieces: dict[int, Pieces | _Carried] = {}
+        self._pieces: dict[int, Source] = {}
         #: of those that have ended; they are to be closed
-        self._ended: list[Pieces | _Carried] = []
+        self._ended: list[Source] = []
         #: those of which there may be more, in their order
         self._ready: dict[int, None] = {}
         #: of those that could not be opened
@@ -95,8 +95,7 @@ class Many(AsyncIterator[pb.GenerateManyResponse]):
             self._failures.append(_failure(index, answerable(error)))
             self._came.set()
             return
-        pieces = opened.pieces
-        self._pieces[index] = pieces if isinstance(pieces, Pieces) else _Carried(pieces)
+        self._pieces[index] = source_of(opened.pieces)
         self._pieces[index].on_more = partial(self._more, index)
         self._more(index)
 
@@ -135,38 +134,6 @@ class Many(AsyncIterator[pb.GenerateManyResponse]):
     def _end(self, index: int) -> None:
         self._num_left -= 1
         self._ended.append(self._pieces.pop(index))
-
-
-class _Carried:
-    """Pieces that another router makes, as Pieces are taken: one of them waits here."""
-
-    def __init__(self, pieces: AsyncIterator[pb.GenerateResponse]) -> None:
-        self.on_more: Callable[[], None] = lambda: None
-        self.is_over = False
-        self._pieces = pieces
-        self._coming: asyncio.Task[pb.GenerateResponse] | None = None
-
-    def take(self) -> pb.GenerateResponse | None:
-        if self._coming is None:
-            self._coming = asyncio.create_task(self._read())
-            self._coming.add_done_callback(lambda _: self.on_more())
-        if not self._coming.done():
-            return None
-        coming, self._coming = self._coming, None
-        try:
-            return coming.result()
-        except StopAsyncIteration:
-            self.is_over = True
-            return None
-
-    async def _read(self) -> pb.GenerateResponse:
-        return await anext(self._pieces)
-
-    async def aclose(self) -> None:
-        if self._coming is not None:
-            self._coming.cancel()
-            await asyncio.gather(self._coming, return_exceptions=True)
-        await self._pieces.aclose()  # type: ignore[attr-defined]
 
 
 def _failure(index: int, error: EverliftError) -> pb.ManyPiece:

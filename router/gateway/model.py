@@ -23,6 +23,7 @@ from everlift.errors import (
 from everlift.messages import Request, Submission
 from everlift.model_name import name_for_clients
 from everlift.sampling import SamplingParams
+from everlift.text import REPLACEMENT
 from everlift.v1 import session_pb2
 
 #: The longest tokens of common vocabularies are runs of 128 spaces.
@@ -51,10 +52,10 @@ class HuggingFaceTokenizer:
             raise UnknownModel(f"{path} is no tokenizer: {error}") from None
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._tokenizer.get_vocab_size()
+        self.vocab_size = self._tokenizer.get_vocab_size()
+        #: a token is bytes, whatever is around it
+        self._is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        self._texts: dict[int, str] = {}
 
     # Of batches the library lets go of Python's lock, else not.
 
@@ -70,6 +71,14 @@ class HuggingFaceTokenizer:
 
     def is_text(self, token_id: int) -> bool:
         return token_id not in self._special and token_id < self.vocab_size
+
+    def whole_text(self, token_id: int) -> str | None:
+        if not self._is_byte_level:
+            return None
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id])
+        return None if REPLACEMENT in text else text
 
 
 #: Each of the byte tokenizer's tokens.
@@ -89,6 +98,9 @@ class ByteTokenizer:
 
     def is_text(self, token_id: int) -> bool:
         return True
+
+    def whole_text(self, token_id: int) -> str | None:
+        return None if 128 <= token_id < 256 else _BYTES[token_id].decode()
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgpack
 
+from everlift.digest import little_endian
 from everlift.messages import FinishReason, Request
 from everlift.sampling import TokenLogprobs
 from router.ledger.base import Membership, Position, QueuePolicy
@@ -30,17 +31,14 @@ _NUM_TEXTS = 12
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Four bytes each, little endian. Raises OverflowError for what is no uint32."""
-    return _little_endian(array(_UINT32, tokens)).tobytes()
+    return little_endian(tokens)
 
 
 def unpack_tokens(data: bytes) -> tuple[int, ...]:
-    return tuple(_little_endian(array(_UINT32, data)))
-
-
-def _little_endian(tokens: array[int]) -> array[int]:
+    tokens = array(_UINT32, data)
     if sys.byteorder == "big":
         tokens.byteswap()
-    return tokens
+    return tuple(tokens)
 
 
 def has_logprobs(request: Request) -> bool:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from everlift.text import NO_STOPS, StopMatcher, Stops, TextState
+from everlift.text import NO_STOPS, REPLACEMENT, StopMatcher, Stops, TextState
 
 CORPUS = [
     "count from one to ten: 你好 🙂🙃 naïve café",
@@ -30,6 +30,13 @@ class Adapter:
 
     def is_text(self, token_id: int) -> bool:
         return token_id not in self.special and token_id < self.size
+
+    def whole_text(self, token_id: int) -> str | None:
+        """As the router's."""
+        if not isinstance(self.tokenizer.decoder, decoders.ByteLevel):
+            return None
+        text = self.decode([token_id])
+        return None if REPLACEMENT in text else text
 
 
 def byte_level() -> Adapter:

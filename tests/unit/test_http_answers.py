@@ -21,9 +21,10 @@ from router.chat.tools import ToolUse
 from router.gateway.choice import Choice
 from router.gateway.http.chat import ChatAnswer
 from router.gateway.http.completion import CompletionAnswer
+from router.gateway.http.encoding import encode
 from router.gateway.http.envelope import Envelope
 from router.gateway.http.event_id import BEGIN, EventId, Position
-from router.gateway.http.transcript import Collected, Transcript
+from router.gateway.http.transcript import Collected, News, Transcript
 from router.gateway.model import ByteTokenizer
 from router.gateway.output import Output
 
@@ -91,10 +92,22 @@ def stream(
     events = []
     for piece in read:
         news = transcript.read(0, piece)
-        if news is not None and (chunk := answer.chunk(news)) is not None:
+        if news is not None and (data := answer.data(news)) is not None:
             transcript.tell(news.choice)
-            events.append((transcript.event_id, json.loads(json.dumps(chunk))))
+            events.append((transcript.event_id, json.loads(data)))
     return events
+
+
+ODD_ENVELOPE = Envelope('cmpl-"text":""', 7, 'm"text":""\u2028é', 'f"')
+
+
+@given(text=st.text(), choice=st.integers(0, 2))
+def test_what_is_written_around_a_text_is_the_chunk(text: str, choice: int) -> None:
+    answer = CompletionAnswer(ODD_ENVELOPE, TOKENIZER, has_logprobs=False)
+    for news in (News(choice, text, (), ()), News(choice, text, (), (), "stop")):
+        chunk = answer.chunk(news)
+        for _ in range(2):
+            assert answer.data(news) == (None if chunk is None else encode(chunk))
 
 
 def joined(chunks: Sequence[Any], num_choices: int) -> list[dict[str, Any]]:
@@ -216,9 +229,9 @@ def test_what_json_cannot_hold_is_not_written() -> None:
     )
     news = Transcript("r", 1, 1).read(0, piece)
     assert news is not None
-    chunk = answer.chunk(news)
-    assert chunk is not None
-    json.dumps(chunk, allow_nan=False)
+    data = answer.data(news)
+    assert data is not None
+    json.loads(data, parse_constant=pytest.fail)
 
 
 def test_usage_is_of_all_requests() -> None:

@@ -19,6 +19,9 @@ class Bytes:
     def is_text(self, token_id: int) -> bool:
         return token_id < SPECIAL
 
+    def whole_text(self, token_id: int) -> str | None:
+        return None
+
 
 def pieces(data: bytes, *stop: str, **stops: Any) -> list[str]:
     state = TextState(Bytes(), Stops(stop, **stops))

@@ -21,7 +21,7 @@ from router.gateway.http.conversation import Conversations
 from router.gateway.http.endpoint import Call, JsonResponse, unless_gone
 from router.gateway.http.envelope import Envelope
 from router.gateway.http.event_id import EventId
-from router.gateway.http.event_stream import EventStream, StreamedAnswer, events
+from router.gateway.http.event_stream import Events, EventStream, StreamedAnswer
 from router.gateway.http.fields import ChatFields, CompletionFields
 from router.gateway.http.fields import Generation as GenerationFields
 from router.gateway.http.generation import Generation
@@ -94,8 +94,8 @@ class Answering:
         if not fields.stream:
             return JsonResponse(await _whole(generation, transcript, answer))
         has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
-        rest = events(generation, transcript, answer, has_usage=has_usage)
-        return EventStream(await anext(rest), rest, transcript, call.params)
+        events = Events(generation, transcript, answer, has_usage=has_usage)
+        return await EventStream.begin(events, call.params)
 
     async def _open(self, call: Call, messages: Sequence[pb.GenerateRequest]) -> Generation:
         if _LAST_EVENT_ID not in call.headers:

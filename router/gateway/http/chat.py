@@ -12,6 +12,7 @@ from everlift.v1 import inference_pb2 as pb
 from router.chat.deltas import Arguments, CallBegins, Content, Delta
 from router.chat.parser import Parser
 from router.gateway.http import logprobs
+from router.gateway.http.encoding import encode
 from router.gateway.http.envelope import Envelope, UsageBody, usage_body
 from router.gateway.http.logprobs import ChatLogprobs
 from router.gateway.http.transcript import Collected, News, Usage
@@ -104,6 +105,11 @@ class ChatAnswer:
         self._has_logprobs = has_logprobs
         #: of the choices that have begun
         self._parsers: dict[int, Parser] = {}
+
+    def data(self, news: News) -> str | None:
+        """A chunk as JSON."""
+        chunk = self.chunk(news)
+        return None if chunk is None else encode(chunk)
 
     def chunk(self, news: News) -> ChatChunk | None:
         """None where there is nothing to tell."""

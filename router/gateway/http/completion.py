@@ -8,6 +8,7 @@ from typing_extensions import TypedDict
 
 from everlift.text import Tokenizer
 from router.gateway.http import logprobs
+from router.gateway.http.encoding import encode
 from router.gateway.http.envelope import Envelope, UsageBody, usage_body
 from router.gateway.http.logprobs import CompletionLogprobs
 from router.gateway.http.transcript import Collected, News, Usage
@@ -49,6 +50,26 @@ class CompletionAnswer:
         self._echoes = echoes
         #: by choice, where the text of its next token begins
         self._begins: dict[int, int] = {}
+        #: by choice, what is written before and behind the text of a chunk that has nothing else
+        self._around: dict[int, tuple[str, str]] = {}
+
+    def data(self, news: News) -> str | None:
+        """A chunk as JSON. Most differ in their text alone, and are written around it."""
+        if self._has_logprobs or self._echoes or news.finish_reason:
+            chunk = self.chunk(news)
+            return None if chunk is None else encode(chunk)
+        if not news.text:
+            return None
+        if (around := self._around.get(news.choice)) is None:
+            around = self._around[news.choice] = self._written_around(news.choice)
+        begin, end = around
+        return begin + encode(news.text) + end
+
+    def _written_around(self, choice: int) -> tuple[str, str]:
+        # The text is the only empty string, and nothing else of a chunk is a client's but the id.
+        chunk = encode(self._completion([_choice(choice, "", None, None)], None))
+        begin, _, end = chunk.rpartition('"text":""')
+        return f'{begin}"text":', end
 
     def chunk(self, news: News) -> Completion | None:
         """None where there is nothing to tell."""

@@ -6,7 +6,7 @@ import asyncio
 from email.utils import formatdate
 from http import HTTPStatus
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from everlift.errors import (
     EverliftError,
@@ -15,7 +15,8 @@ from everlift.errors import (
     TooManyConnections,
 )
 from router.gateway.http import errors
-from router.gateway.http.endpoint import encode
+from router.gateway.http.encoding import encode
+from router.gateway.http.writer import Writer
 
 #: Of a request line and its headers; a session's token or a trace's state fits several times.
 _MAX_HEAD_BYTES = 64 << 10
@@ -29,8 +30,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._refusal: EverliftError | None = None
-        #: requests that are not answered to the end, and the last one
-        self._cycles: list[RequestResponseCycle] = []
+        #: of requests that are not answered to the end, and of the last one
+        self._writers: list[Writer] = []
         #: of a line and its headers, or of trailers, as far as they were read
         self._head_bytes = 0
         #: that came since something of a request was complete
@@ -43,9 +44,14 @@ class Connection(HttpToolsProtocol):
         self._deadline.cancel()
         super().connection_lost(exc)
         # uvicorn tells the last of several requests alone that its client is gone.
-        for cycle in self._cycles:
-            cycle.disconnected = True
-            cycle.message_event.set()
+        for writer in self._writers:
+            writer.cycle.disconnected = True
+            writer.cycle.message_event.set()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        for writer in self._writers:
+            writer.on_room()
 
     def data_received(self, data: bytes) -> None:
         self._has_more = False
@@ -74,8 +80,8 @@ class Connection(HttpToolsProtocol):
         self._has_more = True
         self._deadline.cancel()
         super().on_headers_complete()
-        self._cycles = [each for each in self._cycles if not each.response_complete]
-        self._cycles.append(self.cycle)
+        self._writers = [each for each in self._writers if not each.cycle.response_complete]
+        self._writers.append(Writer(self.cycle))
 
     def on_body(self, body: bytes) -> None:
         self._has_more = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,13 +24,13 @@ from router.gateway import headers as request_headers
 from router.gateway.caller import ANYONE, Caller
 from router.gateway.door import Door
 from router.gateway.http import body, errors
+from router.gateway.http.encoding import encode
 from router.gateway.http.fields import F, parse
 
 log = logs.get(__name__)
 
 T = TypeVar("T")
 _BODY_TIMEOUT_S = 60.0
-encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class JsonResponse(Response):

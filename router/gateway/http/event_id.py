@@ -10,7 +10,7 @@ after a token depends on the tokens up to it alone, so that a count says which t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -38,13 +38,18 @@ class Position(NamedTuple):
 BEGIN = Position()
 
 
+def written(name: str, positions: Iterable[str]) -> str:
+    """An event's id, of what its positions are written as."""
+    return f"{name}/{','.join(positions)}"
+
+
 @dataclass(frozen=True, slots=True)
 class EventId:
     name: str
     positions: Sequence[Position]
 
     def __str__(self) -> str:
-        return f"{self.name}/{','.join(map(str, self.positions))}"
+        return written(self.name, map(str, self.positions))
 
     @classmethod
     def parse(cls, text: str) -> Self:

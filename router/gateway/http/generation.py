@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Self, cast
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
 
-from everlift.trace_context import TraceContext
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.caller import Caller
 from router.gateway.inference import Inference, Opened
+from router.gateway.source import source_of
 
 #: A piece, and which of the requests it is of.
 Numbered = tuple[int, pb.GenerateResponse]
-_Pieces = AsyncGenerator[pb.GenerateResponse, None]
-
-
 _Opening = Coroutine[Any, Any, Opened]
 
 
-@dataclass(frozen=True, slots=True)
 class Generation:
-    """Who leaves before the end closes it."""
+    """Who leaves before the end closes it.
 
-    trace: TraceContext | None
-    _pieces: Sequence[_Pieces]
+    What there is of it can be taken; ``on_more`` is told when there may be more. Those of which
+    there is more have their turns, a piece each."""
+
+    def __init__(self, opened: Sequence[Opened]) -> None:
+        self.trace = opened[0].trace
+        #: called in the event loop's thread, and must not block
+        self.on_more: Callable[[], None] = _nobody
+        self._sources = [source_of(each.pieces) for each in opened]
+        #: those of which there may be more, in their order
+        self._ready = dict.fromkeys(range(len(opened)))
+        self._num_left = len(opened)
+        for index, source in enumerate(self._sources):
+            source.on_more = partial(self._more, index)
 
     @classmethod
     async def submit(
@@ -59,54 +65,53 @@ class Generation:
         except BaseException:
             for opening in waiting:
                 opening.close()
-            await _close([_pieces(each) for each in opened])
+            for each in opened:
+                await source_of(each.pieces).aclose()
             raise
-        return cls(opened[0].trace, [_pieces(each) for each in opened])
+        return cls(opened)
 
     async def aclose(self) -> None:
-        await _close(self._pieces)
+        for source in self._sources:
+            source.on_more = _nobody
+            await source.aclose()
+
+    @property
+    def is_over(self) -> bool:
+        """The last pieces of all were taken."""
+        return not self._num_left
+
+    def take(self) -> Numbered | None:
+        """What can be read now, if there is anything. Raises what one of them fails with."""
+        while self._ready:
+            index = next(iter(self._ready))
+            del self._ready[index]
+            source = self._sources[index]
+            piece = source.take()
+            if source.is_over:
+                self._num_left -= 1
+            elif piece is not None:
+                self._ready[index] = None
+            if piece is not None:
+                return index, piece
+        return None
 
     async def pieces(self) -> AsyncIterator[Numbered]:
-        """All that comes of each, to the end of the last one. Raises what one of them fails
-        with."""
-        if len(self._pieces) == 1:
-            async for piece in self._pieces[0]:
-                yield 0, piece
-            return
-        async with aclosing(_merged(self._pieces)) as merged:
-            async for numbered in merged:
+        """All that comes of each, to the end of the last one. Raises as ``take`` does."""
+        came = asyncio.Event()
+        self.on_more = came.set
+        while True:
+            came.clear()
+            while (numbered := self.take()) is not None:
                 yield numbered
+            if self.is_over:
+                return
+            await came.wait()
+
+    def _more(self, index: int) -> None:
+        if not self._sources[index].is_over:
+            self._ready[index] = None
+            self.on_more()
 
 
-async def _merged(streams: Sequence[_Pieces]) -> AsyncGenerator[Numbered, None]:
-    """No stream is ahead of the reader by more than a piece."""
-    arriving: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue(maxsize=1)
-
-    async def carry(index: int, stream: _Pieces) -> None:
-        try:
-            async for piece in stream:
-                await arriving.put((index, piece))
-            await arriving.put(None)
-        except Exception as error:
-            await arriving.put(error)
-
-    tasks = [asyncio.create_task(carry(index, stream)) for index, stream in enumerate(streams)]
-    try:
-        for _ in streams:
-            while (arrived := await arriving.get()) is not None:
-                if isinstance(arrived, Exception):
-                    raise arrived
-                yield arrived
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _pieces(opened: Opened) -> _Pieces:
-    return cast(_Pieces, opened.pieces)
-
-
-async def _close(streams: Sequence[_Pieces]) -> None:
-    for stream in streams:
-        await stream.aclose()
+def _nobody() -> None:
+    """Nobody wants to hear of more."""

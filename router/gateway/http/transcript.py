@@ -10,7 +10,7 @@ from everlift.digest import TokenDigest
 from everlift.errors import DataLoss
 from everlift.messages import FinishReason
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.http.event_id import BEGIN, EventId, Position
+from router.gateway.http.event_id import BEGIN, Position, written
 
 _FINISH_REASONS = {FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "length"}
 
@@ -54,12 +54,14 @@ class Transcript:
         #: what the client has
         self._told = list(resumed) or [BEGIN] * num_choices
         self._resumed = tuple(self._told)
+        #: as it is written, since it is with every event, and most change one choice of it
+        self._written = [str(position) for position in self._told]
         #: choices of which the client has something that was not compared yet
         self._unproven = set(range(num_choices)) if resumed else set()
 
     @property
     def event_id(self) -> str:
-        return str(EventId(self._name, self._told))
+        return written(self._name, self._written)
 
     def read(self, request: int, piece: pb.GenerateResponse) -> News | None:
         """The next piece of that request. None where nothing of it is news. Raises DataLoss where
@@ -90,14 +92,17 @@ class Transcript:
 
     def _after(self, choice: int, before: Position, piece: pb.GenerateResponse) -> Position:
         """Where the choice is behind the piece. Raises DataLoss."""
-        digest, tokens = self._digests[choice], piece.token_ids
-        known = max(0, self._resumed[choice].tokens - before.tokens)
-        digest.add(tokens[:known])
-        if choice in self._unproven and known <= len(tokens):
-            self._compare(choice)
-        digest.add(tokens[known:])
+        digest = self._digests[choice]
+        tokens: Sequence[int] = piece.token_ids
+        if choice in self._unproven:
+            known = max(0, self._resumed[choice].tokens - before.tokens)
+            digest.add(tokens[:known])
+            if known <= len(tokens):
+                self._compare(choice)
+            tokens = tokens[known:]
+        digest.add(tokens)
         return Position(
-            before.tokens + len(tokens),
+            before.tokens + len(piece.token_ids),
             before.characters + len(piece.text),
             digest.value,
             bool(piece.finish_reason),
@@ -112,6 +117,7 @@ class Transcript:
     def tell(self, choice: int) -> None:
         """The client is told all that was read of the choice."""
         self._told[choice] = self._read[choice]
+        self._written[choice] = str(self._read[choice])
 
 
 def _lost(choice: int, resumed: Position, cause: str) -> DataLoss:
