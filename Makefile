@@ -120,7 +120,7 @@ bench-load: $(VENV)/.installed ## what loading a checkpoint costs (build/bench/l
 	PYTHONPATH=. $(BIN)/python tests/perf/load_memory.py
 
 bench-linear: $(VENV)/.installed ## products with packed weights on a CPU (build/bench/linear.json)
-	OMP_WAIT_POLICY=PASSIVE PYTHONPATH=. $(BIN)/python tests/perf/linear_layers.py
+	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 PYTHONPATH=. $(BIN)/python tests/perf/linear_layers.py
 
 bench-attention: $(VENV)/.installed ## attention on the CPU: the compiled kernel against torch (build/bench/attention.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/attention_kernel.py

@@ -13,7 +13,7 @@ log = logs.get(__name__)
 _WAIT_POLICY = "OMP_WAIT_POLICY"
 #: Threads that wait sleep, but before they do they look for work so often (GCC's OpenMP): for some
 #: microseconds, which two operations of a step take. make bench-threads: what that gains and costs.
-_WAITING = {_WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "500"}
+WAITING = {_WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "500"}
 
 
 def threads_per_rank(config: Config, cores: int) -> int:
@@ -26,20 +26,22 @@ def rank_environment(threads: int) -> dict[str, str]:
     """A waiting OpenMP thread that spins on would take the cores of everybody else there. numpy's
     own threads, which begin with its import, would do nothing but be in the way of a fork."""
     return {
-        **_WAITING,
+        **WAITING,
         "OMP_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": "1",
     }
 
 
 def wait_passively() -> None:
-    """The same for a rank in this process. Who has set it has decided. OpenMP reads it once, when
-    torch is imported: where that is done nothing can be changed any more, only said."""
-    if _WAIT_POLICY in os.environ:
+    """The same for a rank in this process. Who has set something has decided. OpenMP reads it once,
+    when torch is imported: where that is done nothing can be changed any more, only said."""
+    policy = os.environ.get(_WAIT_POLICY)
+    if policy not in (None, WAITING[_WAIT_POLICY]):
         return
-    if "torch" in sys.modules:
+    if policy is None and "torch" in sys.modules:
         log.warning(
             f"torch was imported without {_WAIT_POLICY}=PASSIVE: on a CPU that others use, too, "
-            "every token may take several times as long"
+            "every token may take twice as long"
         )
-    os.environ.update(_WAITING)
+    for name, value in WAITING.items():
+        os.environ.setdefault(name, value)

@@ -10,16 +10,15 @@ from torch import Tensor
 
 from worker.attention.backend import AttentionBackend
 from worker.attention.choice import choose_attention
+from worker.build import make_fast
 from worker.kv_cache import KVCache
 from worker.limits import blocks_for
 from worker.model import weights
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
-from worker.model.packing import choose_packing
 from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec
-from worker.model.stack import choose_stack
 from worker.parallel import Group
 from worker.plan import Row, Rows
 from worker.runner import Model
@@ -98,8 +97,7 @@ class SteppedDecoder(SteppedModel):
         spec = ModelSpec.from_hf(directory)
         decoder = Decoder(spec, max_model_len, place)
         weights.load(decoder, directory)
-        decoder.pack(choose_packing(dtype))
-        decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim)
+        make_fast(decoder, spec, dtype)
         self.decoder = decoder
         kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
         kv_shape = (spec.num_layers, kv_heads, spec.head_dim)

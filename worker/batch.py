@@ -133,11 +133,10 @@ class Batch:
         if count > 0:
             self._extend(sequence, self._pool.allocate(count))
 
-    def take_one(self, sequences: Iterable[Sequence], slots: Ints) -> None:
-        """One more for each of ``sequences``, which are in ``slots``; there are enough free
-        ones."""
+    def take_one(self, slots: Ints) -> None:
+        """One more for each of those in ``slots``; there are enough free ones."""
         blocks = self._pool.allocate(len(slots))
-        for sequence, block in zip(sequences, blocks, strict=True):
+        for sequence, block in zip(self.at(slots), blocks, strict=True):
             sequence.block_table += (block,)
         self.columns.extend_by_one(slots, blocks)
 
@@ -205,6 +204,7 @@ class Batch:
         assert 0 < sequence.remaining <= sequence.num_known, f"computed, slot {slot}"
         most = sequence.num_known + self._limits.speculation.num_draft_tokens
         assert blocks_for(sequence.num_computed) <= len(table) <= blocks_for(most), f"slot {slot}"
+        assert sequence.num_blocks_lacking <= 1, f"lacks several blocks, slot {slot}"
         for index, block in enumerate(table):
             if (block_hash := self._pool.hash_of(block)) is not None:
                 assert index < sequence.num_computed // BLOCK_SIZE, f"hashed too early, slot {slot}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from everlift import logs, model_files
 from everlift.progress import told, untold
@@ -48,8 +50,7 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
     """
     use_threads(config.num_threads)
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
-    place = Placement(group, dtype, device, choose_pointwise(dtype, device))
+    place = Placement(group, choose_dtype(config.dtype, device), device)
     directory = model_files.locate(
         config.model, config.model_revision, weights=config.reads_weights
     )
@@ -88,17 +89,24 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:
     except UnsupportedArchitecture:
         return _load_with_transformers(config, directory, place)
     max_model_len = _max_model_len(config, spec.max_position)
+    place = replace(place, pointwise=choose_pointwise(place.dtype, place.device))
     decoder = Decoder(spec, max_model_len, place)
     parameter_bytes = _fill(decoder, directory, config, place.group.rank)
     if place.device.type == "cpu":
-        decoder.pack(choose_packing(place.dtype))
-        decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim)
+        make_fast(decoder, spec, place.dtype)
     kv_shape = (
         spec.num_layers,
         local_kv_heads(spec.num_kv_heads, place.group.size),
         spec.head_dim,
     )
     return _Loaded(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes)
+
+
+def make_fast(decoder: Decoder, spec: ModelSpec, dtype: torch.dtype) -> None:
+    """What a filled decoder is on a CPU. It cannot be filled again."""
+    decoder.pack(choose_packing(dtype))
+    decoder.stack = choose_stack(decoder.layer_by_layer, spec.head_dim)
+    log.info("layers", stack=type(decoder.stack).__name__)
 
 
 def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:

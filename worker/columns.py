@@ -90,10 +90,6 @@ class Columns:
         """Slots whose known tokens need more blocks than their tables have."""
         return (self._num_known > self._num_blocks * BLOCK_SIZE).nonzero()[0]
 
-    def lack_one(self, slots: Ints) -> bool:
-        """Whether each of these slots, which lack blocks, lacks no more than one."""
-        return bool((self._num_known[slots] <= (self._num_blocks[slots] + 1) * BLOCK_SIZE).all())
-
     def filling(self, decoding: Ints) -> Ints:
         """Those of the slots ``decoding`` whose next token is the last of its block."""
         is_last: Flags = (self._num_computed[decoding] + 1) % BLOCK_SIZE == 0

@@ -26,7 +26,14 @@ from everlift import logs
 log = logs.get(__name__)
 
 _COMPILERS = ("g++", "c++", "clang++")
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+_FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"),
+    # What is added to a product is rounded once, whatever the C++ standard says: a function that
+    # several libraries have makes the same bits in all of them.
+    "-ffp-contract=fast",
+    # Roots and comparisons that set no errno and no flag can be done by vectors.
+    *("-fno-math-errno", "-fno-trapping-math"),
+)
 _TIMEOUT_S = 120.0
 #: What a library is compiled for, in its preprocessor's words.
 DTYPES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
@@ -89,10 +96,10 @@ def _key(command: Sequence[str], source: Path) -> str:
 
 
 def _texts(source: Path) -> Iterator[str]:
-    """Of the source, and of what it includes of ours."""
+    """Of the source, and of what it includes of ours, as often as it does."""
     text = source.read_text()
     yield text
-    for name in re.findall(r'^#include "(.*)"$', text, re.MULTILINE):
+    for name in re.findall(r'^\s*#\s*include\s*"([^"]+)"', text, re.MULTILINE):
         yield from _texts(source.parent / name)
 
 

@@ -151,19 +151,16 @@ class Scheduler:
     # room
 
     def _make_room(self) -> None:
-        """Every sequence in the batch gets the blocks that its known tokens need.
+        """Every sequence in the batch gets the block that its last token needs; it had those of all
+        others when it came in, or for its drafts.
 
         If the pool lacks some, sequences are preempted. Victim is, of the lowest class, who has
         computed least: the cheapest to repeat, and of the highest class who has computed most
         always goes on. A single victim leaves less room than it needs to come back in the same
         step.
         """
-        slots = self._batch.columns.lacking()
-        growing = self._batch.at(slots)
-        if len(slots) <= self._batch.num_blocks_free and self._batch.columns.lack_one(slots):
-            self._batch.take_one(growing, slots)
-            return
-        lacking = sum(sequence.num_blocks_lacking for sequence in growing)
+        growing = self._batch.columns.lacking()
+        lacking = len(growing)
         if lacking > self._batch.num_blocks_free:
             self._batch.take_back()
             for victim in sorted(self._batch, key=_by_worth):
@@ -171,9 +168,9 @@ class Scheduler:
                     break
                 lacking -= victim.num_blocks_lacking
                 self.preempt(victim)
-        for sequence in growing:
-            if sequence.slot != NO_SLOT:
-                self._batch.take_blocks(sequence, sequence.num_known)
+            growing = self._batch.columns.lacking()
+        if len(growing):
+            self._batch.take_one(growing)
 
     def preempt(self, victim: Sequence) -> None:
         self._batch.preempt(victim)

@@ -33,8 +33,8 @@ setup() {
 environment() { # of everything that Ray starts; $1 is the head node's address
     ulimit -n 65536 || ulimit -n "$(ulimit -Hn)"
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$SECRETS/auth_token"
-    # What has torch's threads wait without taking the cores of others.
-    export OMP_WAIT_POLICY=PASSIVE
+    # What has torch's threads wait without taking the cores of others (cluster/threads.py).
+    export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500
     if [ -f "$SECRETS/ledger.url" ]; then
         EVERLIFT_LEDGER__URL=$(cat "$SECRETS/ledger.url")
     else

@@ -35,7 +35,7 @@ def said(text: str, name: str) -> str:
 @pytest.fixture(autouse=True)
 def shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
-    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", WAITING):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -93,6 +93,11 @@ def test_who_imported_torch_before_an_llm_is_told(tmp_path: Path) -> None:
     heard = llm("import torch", 1, tmp_path)
     assert said(heard, WAITING) != SLEEPS
     assert "torch was imported without OMP_WAIT_POLICY=PASSIVE" in heard
+
+
+def test_who_has_the_policy_gets_the_rest_and_keeps_what_is_set(tmp_path: Path) -> None:
+    assert said(llm("", 1, tmp_path, OMP_WAIT_POLICY="PASSIVE"), WAITING) == SLEEPS
+    assert said(llm("", 1, tmp_path, GOMP_SPINCOUNT="77"), WAITING) == "77"
 
 
 def test_who_has_decided_how_an_llm_waits_hears_nothing(tmp_path: Path) -> None:

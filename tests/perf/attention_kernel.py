@@ -18,7 +18,9 @@ import time
 from itertools import islice
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in a worker
+from cluster.threads import WAITING
+
+os.environ.update(WAITING)  # as in a worker
 
 import torch
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from cluster.threads import WAITING
 from tests.perf import report
 from tests.perf.child import Child, child
 from tests.torch_engine import greedy_jobs, starts
@@ -238,7 +239,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench/collectives.json"))
     options = parser.parse_args()
     # Or the threads of one rank that wait for work take the core of the other.
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.update(WAITING)
     with tempfile.TemporaryDirectory() as model, ExitStack() as running:
         Path(model, "config.json").write_text(json.dumps(MODEL))
         ranks, whole = start_ranks(running, model), start(running, alone, model)

@@ -12,12 +12,16 @@ count.
 
     everlift       LLM of cluster.offline, in this environment
     vllm           its CPU build, compiled, with what its documentation advises (peer.py)
-    hf_static      transformers' generate, in batches of 8, 16 and 32, in the order of arrival and
-                   sorted by output length; all six once, then the best of them takes part
+    hf_static      transformers' generate, in batches of 8, 16 and 32, in the order of arrival,
+                   sorted by prompt length, and sorted by output length, which no server knows; all
+                   nine once, then of those that a server could form the best takes part, and of
+                   the others
     hf_continuous  transformers' continuous batching
 
 ``ratios`` compare output tokens a second; small_batch1_of_bandwidth_bound is the time that reading
-the weights takes at the bandwidth measured in the same round, over Everlift's time per token.
+the weights takes at the bandwidth measured in the same round, over Everlift's time per token;
+small_vs_hf_static compares with the best static batches that a server could form, and
+small_vs_hf_static_oracle with the others.
 "Others" is what other processes took of all cores meanwhile: with more than a few hundredths the
 figures say little. transformers does not run the medium model, which takes it minutes. The log of
 what was predicted and seen is engine.md.
@@ -48,6 +52,8 @@ WORKLOAD = Path(__file__).with_name("workload.json")
 LOGS = Path("build/bench/engine-logs")
 MODELS = ("small", "medium")
 SYSTEMS = ("everlift", "vllm", "hf_static", "hf_continuous")
+#: How static batches are formed: as a server can, and by output lengths, which it does not know.
+FORMED, UNKNOWN = ("arrival", "prompt"), ("output",)
 #: What transformers does not run.
 TOO_SLOW = ("medium",)
 MAX_MODEL_LEN = 1024
@@ -86,11 +92,11 @@ def setups(cores: int) -> dict[str, Setup]:
         "allow_block_sharing": False,
     }
     static = {
-        f"hf_static_{size}{'_sorted' * is_sorted}": Setup(
-            "engine_transformers", {"batch_size": size, "sorted": is_sorted}
+        f"hf_static_{order}_{size}": Setup(
+            "engine_transformers", {"batch_size": size, "order": order}
         )
         for size in (8, 16, 32)
-        for is_sorted in (False, True)
+        for order in (*FORMED, *UNKNOWN)
     }
     return {
         "everlift": Setup("engine_everlift", everlift),
@@ -125,16 +131,16 @@ class Bench:
                         self._measure(model, name)
 
     def _taking_part(self, model: str, systems: Sequence[str]) -> list[str]:
-        """``systems``, with the best way of static batching, which it finds out."""
+        """``systems``, with the best ways of static batching, which it finds out."""
         names = [name for name in systems if name in ("everlift", "vllm")]
         if model not in TOO_SLOW:
             names += [name for name in systems if name == "hf_continuous"]
             if "hf_static" in systems:
-                names.append(self._best_static(model))
+                names += [self._best_static(model, orders) for orders in (FORMED, UNKNOWN)]
         return names
 
-    def _best_static(self, model: str) -> str:
-        names = [name for name in self._setups if name.startswith("hf_static_")]
+    def _best_static(self, model: str, orders: Sequence[str]) -> str:
+        names = [name for name in self._setups if _is_static(name, orders)]
         return max(names, key=lambda name: tokens_per_s(self._measure(model, name)))
 
     def _results(self, model: str, name: str) -> list[Result]:
@@ -214,6 +220,10 @@ def _run(command: list[str], environment: dict[str, str], output: int) -> int:
         process.wait()
 
 
+def _is_static(name: str, orders: Sequence[str]) -> bool:
+    return any(name.startswith(f"hf_static_{order}_") for order in orders)
+
+
 def tokens_per_s(result: Result) -> float:
     return sum(map(len, result.tokens)) / result.seconds
 
@@ -239,11 +249,15 @@ def ratios(
         for model, systems in found.items()
     }
     small = speeds.get("small", {})
-    static = [speed for name, speed in small.items() if name.startswith("hf_static_")]
+    static, oracle = (
+        max((speed for name, speed in small.items() if _is_static(name, orders)), default=None)
+        for orders in (FORMED, UNKNOWN)
+    )
     pairs = {
         "small_vs_vllm": (small.get("everlift"), small.get("vllm")),
         "medium_vs_vllm": tuple(map(speeds.get("medium", {}).get, ("everlift", "vllm"))),
-        "small_vs_hf_static": (small.get("everlift"), max(static, default=None)),
+        "small_vs_hf_static": (small.get("everlift"), static),
+        "small_vs_hf_static_oracle": (small.get("everlift"), oracle),
         "small_vs_hf_continuous": (small.get("everlift"), small.get("hf_continuous")),
     }
     compared = {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours and theirs}

@@ -1,13 +1,14 @@
 """transformers for bench-engine: static batches, or its continuous batching.
 
-Setting ``batch_size`` makes static ones, of requests in the order in which they come or, with
-``sorted``, longest output first, which a server could not know. All other settings are those of
-ContinuousBatchingConfig, but ``max_new_tokens``, the most that any request asks for.
+Setting ``batch_size`` makes static ones, of requests in an ``order``: that in which they come
+("arrival"), or the longest "prompt" or "output" first; a server could not know the latter. All
+other settings are those of ContinuousBatchingConfig, but ``max_new_tokens``, the most that any
+request asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -18,15 +19,21 @@ from tests.perf.engine_system import Job, Request, System, main
 
 _PAD = 0
 _NO_TOKEN = -1
+#: By the name of an order, what comes first where it is less.
+_LENGTHS: dict[str, Callable[[Request], tuple[int, ...]]] = {
+    "arrival": lambda request: (),
+    "prompt": lambda request: (-len(request.prompt),),
+    "output": lambda request: (-request.max_tokens, -len(request.prompt)),
+}
 
 
 class Static:
     """Left-padded batches, each as long as its longest request."""
 
-    def __init__(self, model: PreTrainedModel, batch_size: int, is_sorted: bool) -> None:
+    def __init__(self, model: PreTrainedModel, batch_size: int, order: str) -> None:
         self._model = model
         self._batch_size = batch_size
-        self._is_sorted = is_sorted
+        self._length_of = _LENGTHS[order]
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
         outputs: list[list[int]] = [[] for _ in requests]
@@ -37,9 +44,7 @@ class Static:
         return outputs
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[Sequence[int]]:
-        order: Sequence[int] = range(len(requests))
-        if self._is_sorted:
-            order = sorted(order, key=lambda i: (-requests[i].max_tokens, -len(requests[i].prompt)))
+        order = sorted(range(len(requests)), key=lambda i: self._length_of(requests[i]))
         for first in range(0, len(requests), self._batch_size):
             yield order[first : first + self._batch_size]
 
@@ -98,7 +103,7 @@ def load(job: Job) -> System:
     # Nothing ends before its length.
     model.generation_config.eos_token_id = None
     if "batch_size" in settings:
-        return Static(model, settings["batch_size"], settings["sorted"])
+        return Static(model, settings["batch_size"], settings["order"])
     longest = max(request.max_tokens for request in job.batch)
     return Continuous(model, longest, ContinuousBatchingConfig(**settings))
 

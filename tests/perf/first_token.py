@@ -29,6 +29,7 @@ from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from cluster.threads import WAITING
 from everlift import AsyncClient
 from tests.perf import checkpoints, report
 
@@ -112,7 +113,7 @@ async def _child(program: str, *arguments: str, **more: str) -> Seconds:
         str(_HERE / program),
         *arguments,
         stdout=PIPE,
-        env=_environment(OMP_WAIT_POLICY="PASSIVE", **more),
+        env=_environment(**WAITING, **more),
     )
     output, _ = await process.communicate()
     assert process.returncode == 0, f"{program} ended with status {process.returncode}"

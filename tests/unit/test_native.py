@@ -45,6 +45,16 @@ def test_it_is_compiled_once_and_again_when_it_changes(source: Path) -> None:
 
 
 @needs_compiler
+def test_a_header_that_changes_makes_another_library(source: Path) -> None:
+    header = source.with_name("number.h")
+    source.write_text('#include "number.h"\nextern "C" int answer() { return NUMBER; }\n')
+    for number in (1, 2):
+        header.write_text(f"#define NUMBER {number}\n")
+        library = native.compiled(source)
+        assert library is not None and library.answer() == number
+
+
+@needs_compiler
 def test_other_flags_are_another_library(source: Path) -> None:
     source.write_text('extern "C" int answer() { return ANSWER; }\n')
     for answer in (1, 2):

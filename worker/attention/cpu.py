@@ -21,10 +21,8 @@ from worker.kv_cache import KVCache
 from worker.plan import Rows
 
 _SOURCE = Path(__file__).with_name("paged.cpp")
-#: What is added to a product is rounded once, whatever the C++ standard says.
-FLAGS = ("-ffp-contract=fast",)
 #: Elements of keys that one thread writes, and multiplications of a query by a key that it does, in
-#: the time that the others take to wake up.
+#: the time in which the others take part, as long as they look for work.
 _WRITTEN_ALONE = 1 << 11
 _ATTENDED_ALONE = 1 << 18
 
@@ -75,7 +73,7 @@ class Kernel:
 def compiled_kernel(head_dim: int, dtype: torch.dtype, *flags: str) -> Kernel | None:
     """None where it cannot be made; the log says why. ``flags`` are more ones for the compiler."""
     defined = (f"-DBLOCK_SIZE={BLOCK_SIZE}", f"-DHEAD_DIM={head_dim}", f"-D{native.DTYPES[dtype]}")
-    library = native.compiled(_SOURCE, (*FLAGS, *defined, *flags))
+    library = native.compiled(_SOURCE, (*defined, *flags))
     return None if library is None else Kernel(library)
 
 
@@ -96,7 +94,7 @@ class CpuStep:
     """StepAttention over one cache."""
 
     def __init__(self, kernel: Kernel, cache: NativeCache, rows: Rows) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self.cache = cache
         self._threads = torch.get_num_threads()
         tiles = -(-rows.counts // kernel.tile_tokens)
@@ -115,7 +113,7 @@ class CpuStep:
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         key, value = _with_whole_tokens(key), _with_whole_tokens(value)
-        self._kernel.write(
+        self.kernel.write(
             self.cache,
             self.step,
             layer,
@@ -130,7 +128,7 @@ class CpuStep:
         query = _with_whole_tokens(query)
         out = torch.empty(query.shape, dtype=query.dtype)
         sinks = None if form.sinks is None else form.sinks.float()
-        self._kernel.attend(
+        self.kernel.attend(
             self.cache,
             self.step,
             layer,

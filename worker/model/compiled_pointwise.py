@@ -16,7 +16,6 @@ from worker.model.rope import Angle
 from worker.model.spec import Activation
 
 _SOURCE = Path(__file__).with_name("pointwise.cpp")
-FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 #: By their numbers for pointwise.h.
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1}
 #: Elements that one thread computes in the time in which another one takes part.
@@ -26,7 +25,8 @@ _ALONE = 1 << 14
 class CompiledPointwise:
     """For tensors of one dtype on the CPU."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         pointer, size, number, count = (
             ctypes.c_void_p,
             ctypes.c_int64,
@@ -39,15 +39,19 @@ class CompiledPointwise:
         self._gate.argtypes = (count, pointer, pointer, size, size, count)
         self._rotate = library.rotate
         self._rotate.argtypes = (pointer, size, pointer, pointer, *[size] * 4, count)
+        for function in (self._norm, self._gate, self._rotate):
+            function.restype = None
 
     def norm(
         self, x: Tensor, weight: Tensor, eps: float, add_one: bool, added: Tensor | None = None
     ) -> Tensor:
         width = len(weight)
+        assert weight.dtype == self._dtype and x.shape[-1] == width
         if added is None:
-            x = x.contiguous()
+            x = self._whole(x)
         else:
             assert x.is_contiguous() and added.is_contiguous() and x.shape == added.shape
+            assert x.dtype == added.dtype == self._dtype
         out = torch.empty_like(x)
         self._norm(
             x.data_ptr(),
@@ -65,11 +69,12 @@ class CompiledPointwise:
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         if activation not in ACTIVATIONS:
             return TORCH.gate(gate_up, activation)
+        gate_up = self._whole(gate_up)
         tokens, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(tokens, width)
         self._gate(
             ACTIVATIONS[activation],
-            gate_up.contiguous().data_ptr(),
+            gate_up.data_ptr(),
             out.data_ptr(),
             tokens,
             width,
@@ -81,7 +86,8 @@ class CompiledPointwise:
         """In place."""
         cos, sin = angle
         tokens, number, head_dim = heads.shape
-        assert heads.stride()[1:] == (head_dim, 1)
+        assert heads.stride()[1:] == (head_dim, 1) and heads.dtype == self._dtype
+        assert cos.is_contiguous() and sin.is_contiguous() and cos.dtype == torch.float32
         self._rotate(
             heads.data_ptr(),
             heads.stride(0),
@@ -95,6 +101,11 @@ class CompiledPointwise:
         )
         return heads
 
+    def _whole(self, x: Tensor) -> Tensor:
+        """In one run of memory."""
+        assert x.dtype == self._dtype
+        return x.contiguous()
+
 
 def choose_pointwise(dtype: torch.dtype, device: torch.device) -> Pointwise:
     """Compiled, where it can be."""
@@ -103,8 +114,8 @@ def choose_pointwise(dtype: torch.dtype, device: torch.device) -> Pointwise:
 
 @cache
 def _compiled(dtype: torch.dtype) -> CompiledPointwise | None:
-    library = native.compiled(_SOURCE, (*FLAGS, f"-D{native.DTYPES[dtype]}"))
-    return None if library is None else CompiledPointwise(library)
+    library = native.compiled(_SOURCE, (f"-D{native.DTYPES[dtype]}",))
+    return None if library is None else CompiledPointwise(library, dtype)
 
 
 def _num_threads(elements: int) -> int:

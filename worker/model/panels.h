@@ -8,7 +8,7 @@
 // which is what VDPBF16PS takes: of 16 outputs, two inputs each. The last panel is filled up with
 // outputs of zero. One panel goes to one thread, which takes it from memory once for CHUNK rows and
 // from its cache for every further tile of them; meanwhile its next panel comes. Threads take panels
-// as they get on: one whose core somebody else has holds up nobody for longer than its two panels.
+// as they get on: one whose core somebody else has holds up nobody for longer than its panel.
 //
 // Each sum is made in the order of the inputs, however many rows there are: a row's result is the
 // same in any batch.
@@ -38,6 +38,8 @@ constexpr int VECTORS = WIDTH / LANES;
 constexpr size TILE = 6;
 constexpr size CHUNK = 16 * TILE;
 constexpr size LINE = 64;
+// Two panels of so many are 1 MiB, what the smallest second level of cache of these CPUs has.
+constexpr size MOST_INPUTS_FETCHED = 4096;
 // Of a panel, for each pair of inputs.
 constexpr size LINES = 2 * WIDTH * sizeof(bf16) / LINE;
 
@@ -98,10 +100,13 @@ using Tile = void (*)(const Product&, size, size, Ahead&);
 constexpr Tile TILES[TILE] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
 
 // Rows [row, end) in tiles of about the same size: seven are four and three, not six and one. A tile
-// alone waits for memory anyway; of several, each fetches a part of the panel `next`.
+// alone waits for memory anyway; of several, each fetches a part of the panel `next`, if that is
+// another one and both fit into the second level of cache.
 inline void chunk(const Product& p, size row, size end, size output, const bf16* next) {
   size tiles = (end - row + TILE - 1) / TILE;
-  Ahead ahead{reinterpret_cast<const char*>(next), next && tiles > 1 ? (LINES + tiles - 1) / tiles : 0};
+  const bool fetches =
+      tiles > 1 && next != p.panels + output * p.inputs && p.inputs <= MOST_INPUTS_FETCHED;
+  Ahead ahead{reinterpret_cast<const char*>(next), fetches ? (LINES + tiles - 1) / tiles : 0};
   const char* const end_next = ahead.next + LINES * LINE * (p.inputs / 2);
   for (; tiles > 0; --tiles) {
     const size rows = (end - row + tiles - 1) / tiles;
@@ -119,9 +124,9 @@ inline void multiply(const Product& p) {
   for (size task = 0; task < tasks; ++task) {
     const size row = task % chunks * CHUNK, output = task / chunks * WIDTH;
     // Which one will be this thread's next: so it is where all get on alike.
-    const size next = task + omp_get_num_threads(), next_output = next / chunks * WIDTH;
+    const size next = std::min(task + omp_get_num_threads(), tasks - 1);
     chunk(p, row, std::min(p.rows, row + CHUNK), output,
-          next < tasks && next_output != output ? p.panels + next_output * p.inputs : nullptr);
+          p.panels + next / chunks * WIDTH * p.inputs);
   }
 }
 

@@ -89,7 +89,6 @@ inline float sum_of_squares(const Stored* x, size width) {
   return sum;
 }
 
-
 // Tokens that a thread takes at once.
 constexpr size TOGETHER = 4;
 
@@ -191,8 +190,8 @@ inline void rotate(Stored* heads, size stride, Angles angles, size tokens, size 
       Stored* high = low + half;
       for (size i = 0; i < half; ++i) {
         const float a = wide(low[i]), b = wide(high[i]);
-        low[i] = narrow(a * cos[i] - b * sin[i]);
-        high[i] = narrow(b * cos[i] + a * sin[i]);
+        low[i] = narrow(std::fma(a, cos[i], -(b * sin[i])));
+        high[i] = narrow(std::fma(b, cos[i], a * sin[i]));
       }
     }
   }

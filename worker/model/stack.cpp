@@ -1,5 +1,5 @@
 // All layers of a decoder in one call, by one team of threads: between two operations they wait for
-// each other, but nobody is woken up. It is what worker/model/decoder.py computes layer by layer with
+// each other, and hardly ever so long that one falls asleep. It is what worker/model/decoder.py computes layer by layer with
 // the same functions, bit for bit.
 //
 // Compiled for bfloat16 and one head dimension.

@@ -17,8 +17,16 @@ from torch import Tensor
 from everlift.blockhash import BLOCK_SIZE
 from worker import native
 from worker.attention.backend import StepAttention
-from worker.attention.cpu import CpuStep, NativeCache, NativeForm, NativeStep, native_form
-from worker.model.compiled_pointwise import ACTIVATIONS, FLAGS, CompiledPointwise
+from worker.attention.cpu import (
+    CpuStep,
+    Kernel,
+    NativeCache,
+    NativeForm,
+    NativeStep,
+    compiled_kernel,
+    native_form,
+)
+from worker.model.compiled_pointwise import ACTIVATIONS, CompiledPointwise
 from worker.model.decoder import Layer, LayerByLayer, Stack
 from worker.model.layers import ColumnLinear, RmsNorm, RowLinear
 from worker.model.panels import Panels
@@ -68,7 +76,9 @@ class _Space(ctypes.Structure):
 class CompiledStack:
     """A Stack (decoder.py) that computes what ``plain`` does, whose parameters it uses."""
 
-    def __init__(self, library: ctypes.CDLL, plain: LayerByLayer) -> None:
+    def __init__(self, library: ctypes.CDLL, plain: LayerByLayer, kernel: Kernel | None) -> None:
+        """``kernel`` lays out a block as the library does."""
+        self._kernel = kernel
         self._forward = library.forward
         self._forward.argtypes = (
             *(ctypes.POINTER(each) for each in (_Stack, NativeCache, NativeStep, _Angles)),
@@ -106,7 +116,7 @@ class CompiledStack:
 
     def forward(self, hidden: Tensor, angles: Sequence[Angle], attention: StepAttention) -> Tensor:
         """In the place of ``hidden``."""
-        if not isinstance(attention, CpuStep):
+        if not isinstance(attention, CpuStep) or attention.kernel is not self._kernel:
             return self._plain.forward(hidden, angles, attention)
         assert hidden.is_contiguous()
         tables = (_Angles * len(angles))(
@@ -127,6 +137,8 @@ class CompiledStack:
     def _space(self, tokens: int) -> _Space:
         """It is kept, since the largest step comes again."""
         if len(self._memory) < tokens * sum(self._widths):
+            # The old memory goes before the new one comes.
+            self._memory = torch.empty(0, dtype=torch.bfloat16)
             self._memory = torch.empty(tokens * sum(self._widths), dtype=torch.bfloat16)
         parts, first = [], self._memory.data_ptr()
         for width in self._widths:
@@ -137,16 +149,19 @@ class CompiledStack:
 
 def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
     """``plain`` where some of it is not as stack.cpp computes it, or that cannot be compiled."""
-    if not all(_is_ours(layer) for layer in plain.layers):
+    if not plain.layers or not all(_is_ours(layer) for layer in plain.layers):
         return plain
     library = _library(head_dim)
-    return plain if library is None else CompiledStack(library, plain)
+    if library is None:
+        return plain
+    return CompiledStack(library, plain, compiled_kernel(head_dim, torch.bfloat16))
 
 
 @cache
 def _library(head_dim: int) -> ctypes.CDLL | None:
-    defined = ("-DBFLOAT16", f"-DHEAD_DIM={head_dim}", f"-DBLOCK_SIZE={BLOCK_SIZE}")
-    return native.compiled(_SOURCE, (*FLAGS, *defined))
+    element = native.DTYPES[torch.bfloat16]
+    defined = (f"-D{element}", f"-DHEAD_DIM={head_dim}", f"-DBLOCK_SIZE={BLOCK_SIZE}")
+    return native.compiled(_SOURCE, defined)
 
 
 def _is_ours(layer: Layer) -> bool:
