@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
+import uvloop
+
 from cluster.completion import Completion
 from cluster.config import Config
 from cluster.model import fetched
@@ -56,7 +58,7 @@ class Background:
 
     def _run(self) -> None:
         with suppress(asyncio.CancelledError):
-            asyncio.run(self._live())
+            uvloop.run(self._live())
 
     async def _live(self) -> None:
         self._loop = asyncio.get_running_loop()
