@@ -93,8 +93,9 @@ class Detokenizer:
     """Incremental decoding, O(1) amortised a token, given nothing but a decode function.
 
     What says the same wherever it stands is not decoded again. Else a window of the last tokens is
-    decoded with every new one; ``_shown`` characters of its text are out. The window never starts inside a character, and keeps tokens before the new ones, since a
-    decoder may treat the very first token in its own way (SentencePiece strips its space).
+    decoded with every new one; ``_shown`` characters of its text are out. The window never starts
+    inside a character, and keeps tokens before the new ones, since a decoder may treat the very
+    first token in its own way (SentencePiece strips its space).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
