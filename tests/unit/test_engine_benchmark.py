@@ -34,17 +34,19 @@ def test_a_checkpoint_that_was_changed_is_made_again(tmp_path: Path) -> None:
     assert checkpoints.digest(directory) == checkpoints.CHECKPOINTS["tiny"].digest
 
 
-def test_ratios_are_against_the_best_way_of_static_batching_and_of_who_has_run() -> None:
+def test_ratios_are_against_the_best_ways_of_static_batching_and_of_who_has_run() -> None:
     small = {
         "everlift": _figures(1000.0, alone_ms=8.0),
         "vllm": _figures(800.0),
-        "hf_static_8": _figures(50.0),
-        "hf_static_16_sorted": _figures(100.0),
+        "hf_static_arrival_8": _figures(50.0),
+        "hf_static_prompt_16": _figures(100.0),
+        "hf_static_output_16": _figures(200.0),
     }
     bandwidths = [1.0, checkpoints.multiplied_bytes("small") / 0.006, 1e15]
     assert engine.ratios({"small": small}, bandwidths) == {
         "small_vs_vllm": 1.25,
         "small_vs_hf_static": 10.0,
+        "small_vs_hf_static_oracle": 5.0,
         "small_batch1_of_bandwidth_bound": 0.75,
     }
     medium = {"everlift": _figures(300.0), "vllm": _figures(200.0)}
