@@ -19,8 +19,9 @@ from tests.perf.engine_system import Request
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, dict[str, Any]] = {
-    "static": {"batch_size": 2, "sorted": False},
-    "sorted": {"batch_size": 2, "sorted": True},
+    "static": {"batch_size": 2, "order": "arrival"},
+    "by prompt": {"batch_size": 2, "order": "prompt"},
+    "by output": {"batch_size": 2, "order": "output"},
     "continuous": {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 64},
 }
 

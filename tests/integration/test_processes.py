@@ -22,6 +22,7 @@ from cluster.processes import ProcessCluster
 from cluster.replica import RouterReplica
 from everlift import AsyncClient, OnDisconnect
 from everlift.v1 import inference_pb2 as pb
+from tests.free_port import free_port
 
 TOKENS = 200
 SETTINGS = [
@@ -131,7 +132,9 @@ async def test_the_ranks_of_a_worker_start_and_end_together(config: Config) -> N
 
 
 async def test_what_ends_by_itself_is_started_again_where_that_is_wanted(config: Config) -> None:
-    async with ProcessCluster(config, revive=True) as cluster:
+    # Of a port that the kernel has given another test may be the next owner while nobody listens.
+    router = replace(config.router, port=free_port(), http_port=free_port())
+    async with ProcessCluster(replace(config, router=router), revive=True) as cluster:
         before = cluster.pids[1:]
         for pid in before:
             os.kill(pid, signal.SIGKILL)
