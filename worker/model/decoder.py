@@ -110,12 +110,12 @@ class Mlp:
         )
         down = Part(f"{name}.down_proj", size, share)
         self.activation = spec.activation
-        self.pointwise = place.pointwise
+        self._pointwise = place.pointwise
         self.gate_up = ColumnLinear(parts, spec.hidden_size, spec.mlp_bias, place)
         self.down = RowLinear(down, spec.hidden_size, spec.mlp_bias, place)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.pointwise.gate(self.gate_up(x), self.activation))
+        return self.down(self._pointwise.gate(self.gate_up(x), self.activation))
 
     def pack(self, packing: Packing) -> None:
         self.gate_up.pack(packing)

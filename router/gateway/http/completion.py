@@ -66,7 +66,7 @@ class CompletionAnswer:
         return begin + encode(news.text) + end
 
     def _written_around(self, choice: int) -> tuple[str, str]:
-        # The text is the only empty string, and nothing else of a chunk is a client's but the id.
+        # What is a client's cannot be taken for it: in JSON its quotation marks are escaped.
         chunk = encode(self._completion([_choice(choice, "", None, None)], None))
         begin, _, end = chunk.rpartition('"text":""')
         return f'{begin}"text":', end

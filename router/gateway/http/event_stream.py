@@ -114,20 +114,20 @@ class EventStream:
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(Gone):
-            await unless_gone(receive, self._tell(Writer.of(scope), send))
+        async with aclosing(self._rest):
+            with suppress(Gone):
+                await unless_gone(receive, self._tell(Writer.of(scope), send))
 
     async def _tell(self, writer: Writer, send: Send) -> None:
-        async with aclosing(self._rest):
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            writer.write(self._first)
-            try:
-                await _Carrier(self._rest, writer).all_written()
-            except EverliftError as error:
-                self._fail(writer, error)
-            except Exception:
-                log.exception("a stream of events failed")
-                self._fail(writer, EverliftError("internal error; the router's log says more"))
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        writer.write(self._first)
+        try:
+            await _Carrier(self._rest, writer).all_written()
+        except EverliftError as error:
+            self._fail(writer, error)
+        except Exception:
+            log.exception("a stream of events failed")
+            self._fail(writer, EverliftError("internal error; the router's log says more"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _fail(self, writer: Writer, error: EverliftError) -> None:
