@@ -4,7 +4,7 @@ next."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,6 +15,9 @@ from router.ledger.entry import Append, Appended
 
 log = logs.get(__name__)
 
+#: What the ledger was told, and what it says to it.
+Answered = tuple[Append, Appended]
+
 _Key = tuple[str, int, int]
 _RETRY_S = 0.1
 #: Answers before others have their turn of the event loop.
@@ -24,19 +27,19 @@ _LATE_S = 0.3
 
 
 class Appender:
-    """``on_stored`` hears the ledger's answer to every append; ``on_away``, while the ledger does
+    """``on_answers`` hears the ledger's answer to every append; ``on_away``, while the ledger does
     not answer, hears of every append that waits for it. Appends gather for ``gather_s`` seconds, or
     until one that ends its choice comes."""
 
     def __init__(
         self,
         ledger: Ledger,
-        on_stored: Callable[[Append, Appended], None],
+        on_answers: Callable[[Sequence[Answered]], None],
         on_away: Callable[[Append], None],
         gather_s: float = 0.0,
     ) -> None:
         self._ledger = ledger
-        self._on_stored = on_stored
+        self._on_answers = on_answers
         self._on_away = on_away
         self._gather_s = gather_s
         self._pending: dict[_Key, Append] = {}
@@ -64,11 +67,11 @@ class Appender:
                 self._put_back(batch)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            answered = zip(batch.values(), answers, strict=True)
-            for place, (append, answer) in enumerate(answered, 1):
-                self._on_stored(append, answer)
-                if not place % _AT_ONCE:
+            answered = [*zip(batch.values(), answers, strict=True)]
+            for first in range(0, len(answered), _AT_ONCE):
+                if first:
                     await asyncio.sleep(0)
+                self._on_answers(answered[first : first + _AT_ONCE])
 
     async def _gather(self) -> None:
         if self._gather_s:

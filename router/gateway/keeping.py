@@ -3,14 +3,14 @@ may read meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from everlift import logs
 from everlift.errors import DataLoss, EverliftError
 from router.clock import now
 from router.config import RouterConfig
-from router.gateway.appender import Appender
+from router.gateway.appender import Answered, Appender
 from router.gateway.choice import Choice
 from router.gateway.custody import Custody
 from router.gateway.live import LiveRequest
@@ -71,32 +71,35 @@ class Keeping:
 
     def mark_as(self, live: LiveRequest, entry: Entry) -> None:
         """The ledger says what it has."""
+        heard = now()
         for choice, count in zip(live.choices, entry.num_tokens, strict=True):
-            self._mark(live, choice, count)
+            self._mark(live, choice, count, heard)
 
-    def _mark(self, live: LiveRequest, choice: Choice, count: int) -> None:
+    def _mark(self, live: LiveRequest, choice: Choice, count: int, heard: float) -> None:
         self._custody.counters.output_tokens += max(0, count - choice.stored)
-        live.mark_stored(choice, count, now())
+        live.mark_stored(choice, count, heard)
 
     # the ledger answers, or does not
 
-    def _answered(self, append: Append, answer: Appended) -> None:
-        self._away_since = None
-        live = self._custody.get(append.request_id)
-        if live is None:
-            return
+    def _answered(self, answered: Sequence[Answered]) -> None:
+        self._away_since, heard = None, now()
+        for append, answer in answered:
+            if (live := self._custody.get(append.request_id)) is not None:
+                self._take(live, append, answer, heard)
+
+    def _take(self, live: LiveRequest, append: Append, answer: Appended, heard: float) -> None:
         if answer is Appended.FINISHED:
-            self._finished(live)
+            self._finished(live, heard)
         elif answer is Appended.OK:
-            self._stored(live, append)
+            self._stored(live, append, heard)
         elif answer is Appended.LIMIT:
             self._on_failure(live, DataLoss(f"more than max_tokens at offset {append.offset}"))
         elif append.epoch == live.epoch:
             self._on_difference(live)
 
-    def _stored(self, live: LiveRequest, append: Append) -> None:
+    def _stored(self, live: LiveRequest, append: Append, heard: float) -> None:
         choice = live.choices[append.choice]
-        self._mark(live, choice, append.offset + len(append.tokens))
+        self._mark(live, choice, append.offset + len(append.tokens), heard)
         if not append.finish_reason:
             return
         if all(other.is_complete for other in live.choices if other is not choice):
@@ -106,9 +109,9 @@ class Keeping:
             choice.complete()
             live.wake()
 
-    def _finished(self, live: LiveRequest) -> None:
+    def _finished(self, live: LiveRequest, heard: float) -> None:
         for choice in live.choices:
-            self._mark(live, choice, len(choice.output))
+            self._mark(live, choice, len(choice.output), heard)
         self._custody.settle_as(live, _finished_entry(live))
         log.info("finished", **live.names, tokens=live.num_tokens)
 
