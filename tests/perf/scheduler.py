@@ -32,7 +32,7 @@ from torch import Tensor
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from tests.perf import report
-from worker.attention.reference import ReferenceAttention
+from worker.attention.choice import choose_attention
 from worker.config import Speculation
 from worker.engine import Engine
 from worker.grammar.absent import NoGrammars
@@ -48,6 +48,7 @@ from worker.sessions import Sessions
 from worker.step_times import Stopwatch
 
 VOCAB = 64
+HEAD_DIM = 16
 PROMPT, OUTPUT = 64, 512
 RUNNING = (64, 256, 1024)
 WAITING = (100, 10_000, 1_000_000)
@@ -65,8 +66,14 @@ class NoModel:
         self._logits = torch.zeros(1, VOCAB)
         self._logits[0, 7] = 1.0
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: object) -> Tensor:
-        return tokens.unsqueeze(1)
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: object,
+        sites: Tensor | None = None,
+    ) -> Tensor:
+        return tokens.unsqueeze(1) if sites is None else tokens[sites].unsqueeze(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits.expand(len(hidden), VOCAB).clone()
@@ -90,9 +97,9 @@ class Bench:
         self._start(running, waiting)
 
     def _runner(self, num_blocks: int) -> TorchRunner:
-        cache = KVCache(num_blocks, 1, 1, 4, torch.float32, _CPU)
+        cache = KVCache(num_blocks, 1, 1, HEAD_DIM, torch.float32, _CPU)
         place = Placement(Group.single(), torch.float32, _CPU)
-        attention = ReferenceAttention(cache)
+        attention = choose_attention(cache)
         return TorchRunner(
             VOCAB, 4096, NoModel(), cache, attention, place, stopwatch=self._stopwatch
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.perf import checkpoints, engine, engine_system
+from tests.perf.bandwidth import Bandwidth
 from tests.perf.engine_outputs import equal_share
 from tests.perf.engine_system import Job, Request, Result
 
@@ -42,7 +43,8 @@ def test_ratios_are_against_the_best_ways_of_static_batching_and_of_who_has_run(
         "hf_static_prompt_16": _figures(100.0),
         "hf_static_output_16": _figures(200.0),
     }
-    bandwidths = [1.0, checkpoints.multiplied_bytes("small") / 0.006, 1e15]
+    medians = (1.0, checkpoints.multiplied_bytes("small") / 0.006, 1e15)
+    bandwidths = [Bandwidth(median, best=2e15) for median in medians]
     assert engine.ratios({"small": small}, bandwidths) == {
         "small_vs_vllm": 1.25,
         "small_vs_hf_static": 10.0,
