@@ -69,12 +69,24 @@ class SteppedModel:
                     parts[row.slot].append(part)
         return [torch.cat(part) for part in parts] if all(parts) else None
 
+    @torch.inference_mode()
+    def hidden(self, sequences: Sequence[list[int]], sites: list[int] | None) -> Tensor:
+        """Hidden states of the tokens at ``sites`` of one step that computes all sequences."""
+        tables = _scattered_tables([len(sequence) for sequence in sequences])
+        attention = self._attention_over(self._cache(sum(map(len, tables))))
+        rows = [Row(i, tuple(s), 0, tables[i], True) for i, s in enumerate(sequences)]
+        return self._forward(Rows.of(rows), attention, sites)
+
     def _step(self, rows: list[Row], attention: AttentionBackend) -> Tensor | None:
-        step = Rows.of(rows)
-        hidden = self._model.forward(
-            torch.from_numpy(step.tokens), torch.from_numpy(step.positions), attention.prepare(step)
+        return self._model.logits(self._forward(Rows.of(rows), attention, None))
+
+    def _forward(self, step: Rows, attention: AttentionBackend, sites: list[int] | None) -> Tensor:
+        return self._model.forward(
+            torch.from_numpy(step.tokens),
+            torch.from_numpy(step.positions),
+            attention.prepare(step),
+            None if sites is None else torch.tensor(sites, dtype=torch.int64),
         )
-        return self._model.logits(hidden)
 
     def _cache(self, num_blocks: int) -> KVCache:
         cache = KVCache(num_blocks, *self._kv_shape, self._place.dtype, self._place.device)

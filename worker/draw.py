@@ -23,17 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from everlift.sampling import SamplingParams
+from worker.largest import Largest
 from worker.plan import Ints
 from worker.uniform import U64, uniform
 from worker.upload import upload
 
 #: As in vLLM: below this a temperature would only magnify rounding.
 GREEDY_BELOW = 1e-5
-#: Marks a row with a logit that is NaN or +inf.
-NOT_FINITE = -1
-#: Marks a row whose logits are all -inf.
-NOTHING_LEFT = -2
-
 #: Enough of a row's largest weights for nearly every filter; the rest sort the whole row.
 _CANDIDATES = 256
 
@@ -42,14 +38,21 @@ class Draws(NamedTuple):
     """Tokens that are to be drawn, as columns [n]: how, and for whom.
 
     ``filters`` float64 [n, 4] are temperature, top_k, top_p and min_p, inf where top_k or top_p
-    keep all; ``keys`` uint64 [n, 3] are seed, choice, and the token's position in the output.
+    keep all; ``keys`` uint64 [n, 2] are seed and choice, ``positions`` where in the output each
+    token comes.
     """
 
     filters: NDArray[np.float64]
     keys: U64
+    positions: Ints
 
     def take(self, index: Ints) -> Draws:
-        return Draws(self.filters[index], self.keys[index])
+        return Draws(self.filters[index], self.keys[index], self.positions[index])
+
+    def uniform(self) -> NDArray[np.float64]:
+        """[n] each one's number."""
+        seeds, choices = self.keys.T
+        return uniform(seeds, choices, self.positions.astype(np.uint64))
 
 
 class DrawTable:
@@ -70,20 +73,19 @@ class DrawTable:
 
     def draws(self, slots: Ints, positions: Ints) -> Draws:
         """At ``positions`` [n] of the outputs in ``slots`` [n]."""
-        keys = np.column_stack((self._keys[slots], positions.astype(np.uint64)))
-        return Draws(self._filters[slots], keys)
+        return Draws(self._filters[slots], self._keys[slots], positions)
 
 
-def draw(logits: Tensor, draws: Draws) -> Tensor:
+def draw(logits: Tensor, draws: Draws, largest: Largest) -> Tensor:
     """Token ids int64 [n] for ``logits`` fp32 [n, vocab]; NOT_FINITE or NOTHING_LEFT for a row from
     which none can be drawn."""
-    maxima, tokens = logits.max(dim=-1)
-    drawn = np.flatnonzero(draws.filters[:, 0] >= GREEDY_BELOW)
+    maxima, tokens = largest(logits)
+    (drawn,) = (draws.filters[:, 0] >= GREEDY_BELOW).nonzero()
     if len(drawn):
         index = upload(drawn, logits.device)
-        tokens[index] = _draw(logits[index] - maxima[index, None], draws.take(drawn))
-    tokens = tokens.where(maxima.isfinite(), NOT_FINITE)
-    return tokens.masked_fill_(maxima == -math.inf, NOTHING_LEFT)
+        sampled = _draw(logits[index] - maxima[index, None], draws.take(drawn))
+        tokens[index] = sampled.where(tokens[index] >= 0, tokens[index])
+    return tokens
 
 
 def _draw(logits: Tensor, draws: Draws) -> Tensor:
@@ -96,7 +98,7 @@ def _draw(logits: Tensor, draws: Draws) -> Tensor:
         kept = weights[index]
         least = least_kept(kept, draws.filters[filtered])
         weights[index] = kept.where(kept >= least, 0)
-    return _invert(weights, upload(uniform(*draws.keys.T), logits.device, torch.float64))
+    return _invert(weights, upload(draws.uniform(), logits.device, torch.float64))
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:

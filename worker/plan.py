@@ -138,7 +138,7 @@ class Rows:
     @cached_property
     def firsts(self) -> Ints:
         """[n] of each row, the index of its first token among the step's."""
-        return np.cumsum(self.counts) - self.counts
+        return self.counts.cumsum() - self.counts
 
     @cached_property
     def positions(self) -> Ints:

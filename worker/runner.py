@@ -32,8 +32,15 @@ SCORED_AT_ONCE = 64
 class Model(Protocol):
     """One rank's share of a model."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """Hidden states [T, hidden] of ``tokens`` [T], each at its place of ``positions`` [T]."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        sites: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states of ``tokens`` [T], each at its place of ``positions`` [T]: of those at
+        ``sites`` [n], which ascend, [n, hidden], or of all."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -124,10 +131,7 @@ class TorchRunner:
         self._copy_blocks(plan)
         for admission in plan.admissions:
             self._admit(admission)
-        hidden = self._forward(plan)
-        self._stopwatch.end(Part.MODEL)
-        scores = self._score_prompts(plan, hidden)
-        results = self._agree(plan, _with_scores(self._sample(plan, hidden), scores))
+        results = self._compute(plan.rows)
         self._stopwatch.end(Part.SAMPLE)
         return results
 
@@ -140,25 +144,40 @@ class TorchRunner:
             self._host_cache.load(plan.loads)
 
     def _admit(self, admission: Admission) -> None:
-        self._slots[admission.slot] = replace(admission, grammar=None)
+        has_grammar = admission.grammar is not None
+        self._slots[admission.slot] = replace(admission, grammar=None) if has_grammar else admission
         if self._sampler is not None:
             self._sampler.admit(admission)
 
-    def _forward(self, plan: Plan) -> Tensor:
-        """Hidden states of all of the step's tokens; their keys and values go to the cache."""
-        rows = plan.rows
+    def _compute(self, rows: Rows) -> list[RowResult]:
+        sites = _sites(rows)
+        if rows.scores_prompt.any():
+            hidden = self._forward(rows, None)
+            self._stopwatch.end(Part.MODEL)
+            scores = self._score_prompts(rows, hidden)
+            drawn = self._sample(rows, hidden[self._upload(sites)])
+            return self._agree(rows, _with_scores(drawn, scores))
+        hidden = self._forward(rows, sites)
+        self._stopwatch.end(Part.MODEL)
+        return self._agree(rows, self._sample(rows, hidden))
+
+    def _forward(self, rows: Rows, sites: Ints | None) -> Tensor:
+        """Hidden states of the step's tokens at ``sites``, or of all; the keys and values of all go
+        to the cache."""
         attention = self._attention.prepare(rows)
         return self._model.forward(
-            self._upload(rows.tokens), self._upload(rows.positions), attention
+            self._upload(rows.tokens),
+            self._upload(rows.positions),
+            attention,
+            None if sites is None or len(sites) == rows.num_tokens else self._upload(sites),
         )
 
     # tokens
 
-    def _sample(self, plan: Plan, hidden: Tensor) -> list[RowResult]:
-        """A result for each row; those that sample are drawn on rank 0, and empty elsewhere."""
-        rows = plan.rows
-        sites = _sites(rows)
-        logits = self._model.logits(hidden[self._upload(sites)]) if len(sites) else None
+    def _sample(self, rows: Rows, hidden: Tensor) -> list[RowResult]:
+        """A result for each row; those that sample are drawn on rank 0, and empty elsewhere.
+        ``hidden`` are of their sites."""
+        logits = self._model.logits(hidden) if len(hidden) else None
         if logits is None or self._sampler is None:
             return [NOTHING_DRAWN] * len(rows)
         drawn = self._sampler.sample(logits, self._asks(rows))
@@ -168,21 +187,22 @@ class TorchRunner:
         return [next(results) if samples else NOTHING_DRAWN for samples in rows.samples.tolist()]
 
     def _asks(self, rows: Rows) -> Asks:
-        sampling = np.flatnonzero(rows.samples)
+        (sampling,) = rows.samples.nonzero()
         slots = rows.slots[sampling]
-        num_prompt = np.array([self._slots[slot].num_prompt for slot in slots.tolist()])
-        drafted = np.flatnonzero(rows.num_drafts[sampling])
-        drafts = {i: rows.drafts(sampling[i]) for i in drafted.tolist()}
+        num_prompt = [self._slots[slot].num_prompt for slot in slots.tolist()]
+        drafts = {
+            i: rows.drafts(sampling[i]) for i in rows.num_drafts[sampling].nonzero()[0].tolist()
+        }
         return Asks(slots, rows.known_ends[sampling] - num_prompt, drafts)
 
-    def _agree(self, plan: Plan, results: list[RowResult]) -> list[RowResult]:
+    def _agree(self, rows: Rows, results: list[RowResult]) -> list[RowResult]:
         """Rank 0's ``results``, as far as the other ranks have to know them there."""
         if self._group.size == 1:
             return results
-        told = np.flatnonzero(plan.rows.samples | plan.rows.scores_prompt).tolist()
+        told = np.flatnonzero(rows.samples | rows.scores_prompt).tolist()
         if not told:
             return results
-        width = 1 + int(plan.rows.num_drafts.max())
+        width = 1 + int(rows.num_drafts.max())
         lines = self._group.broadcast(self._upload(to_lines([results[i] for i in told], width)))
         if self._group.rank == 0:
             return results
@@ -191,12 +211,12 @@ class TorchRunner:
 
     # prompts
 
-    def _score_prompts(self, plan: Plan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+    def _score_prompts(self, rows: Rows, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
         """By row, the log probabilities of the prompt's tokens that it scores; none but on rank 0.
 
         Piece by piece, since a chunk's logits may be larger than all of the model.
         """
-        wanted = list(self._scored(plan))
+        wanted = list(self._scored(rows))
         width = max((each.num_top for each in wanted), default=0)
         pieces = range(0, len(wanted), SCORED_AT_ONCE)
         tables = [self._score(wanted[i : i + SCORED_AT_ONCE], hidden, width) for i in pieces]
@@ -212,12 +232,12 @@ class TorchRunner:
             return None
         return score(logits, self._upload([each.token for each in piece]), width)
 
-    def _scored(self, plan: Plan) -> Iterator[_Scored]:
-        for i in np.flatnonzero(plan.rows.scores_prompt).tolist():
-            row, slot = plan.rows[i], self._slots[plan.rows[i].slot]
+    def _scored(self, rows: Rows) -> Iterator[_Scored]:
+        for i in np.flatnonzero(rows.scores_prompt).tolist():
+            row, slot = rows[i], self._slots[rows[i].slot]
             last = min(row.start + len(row.tokens), slot.num_prompt - 1)
             tokens = slot.tokens[row.start + 1 : last + 1]
-            for at, token in enumerate(tokens, int(plan.rows.firsts[i])):
+            for at, token in enumerate(tokens, int(rows.firsts[i])):
                 yield _Scored(i, at, token, slot.sampling.prompt_logprobs or 0)
 
     def _upload(self, values: Sequence[object] | Ints) -> Tensor:
@@ -232,8 +252,10 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 def _sites(rows: Rows) -> Ints:
     """Which of the step's tokens have the logits to draw from: of a row that samples, the last
     known one and the drafts."""
+    if len(rows) == rows.num_tokens:
+        return rows.samples.nonzero()[0]
     is_last = rows.positions >= rows.spread(rows.known_ends - 1)
-    return np.flatnonzero(is_last & np.repeat(rows.samples, rows.counts))
+    return (is_last & np.repeat(rows.samples, rows.counts)).nonzero()[0]
 
 
 def _with_scores(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everlift.errors import EngineFailed, EverliftError
 from everlift.sampling import SamplingParams, TokenLogprobs
-from worker.draw import NOTHING_LEFT
+from worker.largest import NOTHING_LEFT
 from worker.plan import RowResult
 from worker.token_mask import TokenMask
 

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from everlift.errors import EngineFailed, EverliftError
 from everlift.sampling import SamplingParams
-from worker.draw import NOT_FINITE, Draws, DrawTable, draw
+from worker.draw import Draws, DrawTable, draw
 from worker.history import Histories, PenalisedRow
+from worker.largest import NOT_FINITE, choose_largest
 from worker.logprobs import KeptLogits
 from worker.plan import Admission, Ints, RowResult
 from worker.sampled_row import SampledRow, SampledSlot, plain_results
@@ -64,7 +65,7 @@ class Asks:
     @property
     def num_sites(self) -> Ints:
         """[n] at how many sites each is drawn."""
-        counts = np.ones_like(self.slots)
+        counts = np.ones(len(self.slots), np.int64)
         for i, drafts in self.drafts.items():
             counts[i] += len(drafts)
         return counts
@@ -80,6 +81,7 @@ class Sampler:
         #: those of them for which nothing is done but to draw
         self._plain: set[int] = set()
         self._table = DrawTable()
+        self._largest = choose_largest(device)
         self._masks: dict[int, TokenMask] = {}
         self._histories = Histories(device)
 
@@ -118,12 +120,12 @@ class Sampler:
         """A result for each ask. ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows for each, one
         ask's behind the other's; they are changed."""
         num_sites = asks.num_sites
-        firsts = np.cumsum(num_sites) - num_sites
+        firsts = num_sites.cumsum() - num_sites
         rows = self._rows(asks, firsts)
         num_top = _num_top(rows.values())
         kept = KeptLogits(logits, num_top) if num_top else None
         broken = self._shape(logits, [row for row in rows.values() if row.is_shaped])
-        tokens = draw(logits, self._draws(asks, firsts, num_sites))
+        tokens = draw(logits, self._draws(asks, firsts, num_sites), self._largest)
         if broken is not None:
             tokens = tokens.masked_fill(broken, NOT_FINITE)
         drawn, logprobs = tokens.tolist(), kept.logprobs(tokens) if kept is not None else {}

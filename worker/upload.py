@@ -21,6 +21,6 @@ def upload(
     one from pinned memory takes its turn. torch keeps the pinned memory until then.
     """
     tensor = torch.as_tensor(values, dtype=dtype)
-    if device.type != "cuda":
-        return tensor.to(device)
+    if device.type == "cpu":
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,5 @@
-"""All layers in one call: the bits that they make one by one, of every family."""
+"""All layers in one call: the bits that they make one by one, of every family, and of those tokens
+alone that are asked for."""
 
 from __future__ import annotations
 
@@ -57,6 +58,29 @@ def test_its_bits_are_those_of_layer_by_layer(name: str, tmp_path: Path) -> None
         assert reference.isfinite().all()
         assert torch.equal(one, reference)
         assert torch.equal(other, reference)
+
+
+@pytest.mark.parametrize("name", [*CHECKPOINTS])
+def test_hidden_states_of_some_tokens_are_those_among_all(name: str, tmp_path: Path) -> None:
+    model = stepped(CHECKPOINTS[name], tmp_path)
+    ends = [sum(LENGTHS[: i + 1]) - 1 for i in range(len(LENGTHS))]
+    of_all = model.hidden(SEQUENCES, None)
+    assert len(of_all) == sum(LENGTHS)
+    for sites in ([], [0], ends, [3, *ends], [*range(sum(LENGTHS))]):
+        assert torch.equal(model.hidden(SEQUENCES, sites), of_all[sites]), sites
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 1 << 40])
+def test_a_token_that_there_is_not(token: int, tmp_path: Path) -> None:
+    model = stepped(CHECKPOINTS["mistral, window"], tmp_path)
+    with pytest.raises(IndexError):
+        model.hidden([[5, token, 6]], None)
+
+
+def test_a_position_that_there_is_not(tmp_path: Path) -> None:
+    model = stepped(CHECKPOINTS["mistral, window"], tmp_path)
+    with pytest.raises(IndexError):
+        model.hidden([[5] * (MAX_POSITION + 1)], None)
 
 
 @pytest.mark.parametrize("name", WITHOUT)

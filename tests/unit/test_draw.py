@@ -14,7 +14,8 @@ from torch import Tensor
 from everlift.sampling import SamplingParams
 from tests.llama_support import warped
 from worker import draw as draw_module
-from worker.draw import NOT_FINITE, NOTHING_LEFT, Draws, DrawTable, least_kept
+from worker.draw import Draws, DrawTable, least_kept
+from worker.largest import NOT_FINITE, NOTHING_LEFT, choose_largest
 
 GREEDY = SamplingParams(temperature=0.0)
 #: Wider than the first candidates, so that some filters need the whole row.
@@ -45,7 +46,7 @@ def draws(rows: Sequence[Row]) -> Draws:
 
 
 def draw(scores: Tensor, rows: Sequence[Row]) -> Tensor:
-    return draw_module.draw(scores, draws(rows))
+    return draw_module.draw(scores, draws(rows), choose_largest(scores.device))
 
 
 def logits(rows: int, vocab: int, seed: int = 3) -> Tensor:

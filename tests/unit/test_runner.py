@@ -47,9 +47,15 @@ class TableModel:
         self.log = [] if log is None else log
         self._rank = rank
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: object) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: object,
+        sites: Tensor | None = None,
+    ) -> Tensor:
         self.log.append("forward")
-        return tokens.unsqueeze(1)
+        return tokens.unsqueeze(1) if sites is None else tokens[sites].unsqueeze(1)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         self.log.append(hidden[:, 0].tolist())
@@ -130,7 +136,13 @@ class Greedy(TableModel):
         super().__init__()
         self._error = error
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: object) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: object,
+        sites: Tensor | None = None,
+    ) -> Tensor:
         if self._error is not None:
             raise self._error
         return torch.empty(1 << 44)

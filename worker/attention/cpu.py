@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from everlift.blockhash import BLOCK_SIZE
@@ -97,18 +99,19 @@ class CpuStep:
         self.kernel = kernel
         self.cache = cache
         self._threads = torch.get_num_threads()
-        tiles = -(-rows.counts // kernel.tile_tokens)
-        first_blocks = rows.slots * rows.tables.shape[1]
-        first_tiles = np.cumsum(tiles) - tiles
-        #: what the kernel reads, and so must live as long
-        self._rows = np.stack(
-            (rows.firsts, rows.counts, rows.starts, first_blocks, first_tiles), axis=1
-        )
-        self._tables = np.ascontiguousarray(rows.tables)
-        #: of a query and a key
-        self._pairs = int(rows.counts @ (rows.starts + rows.counts))
+        self._rows = rows
+        tiles = (rows.counts + (kernel.tile_tokens - 1)) // kernel.tile_tokens
+        ends = tiles.cumsum()
+        #: what the kernel reads beside the block tables, and so must live as long
+        self._table = np.empty((len(rows), 5), np.int64)
+        self._table[:, 0] = rows.firsts
+        self._table[:, 1] = rows.counts
+        self._table[:, 2] = rows.starts
+        self._table[:, 3] = rows.slots * rows.tables.shape[1]
+        self._table[:, 4] = ends - tiles
+        assert rows.tables.flags.c_contiguous
         self.step = NativeStep(
-            self._rows.ctypes.data, self._tables.ctypes.data, len(rows), int(tiles.sum())
+            _address(self._table), _address(rows.tables), len(rows), int(ends[-1])
         )
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -137,12 +140,22 @@ class CpuStep:
             out.data_ptr(),
             query.shape[1],
             native_form(form, sinks),
-            self._threads_for(self._pairs * query[0].numel(), _ATTENDED_ALONE),
+            self._threads_for(self._num_pairs() * query[0].numel(), _ATTENDED_ALONE),
         )
         return out
 
+    def _num_pairs(self) -> int:
+        """Of a query and a key."""
+        return int(self._rows.counts @ (self._rows.starts + self._rows.counts))
+
     def _threads_for(self, work: int, alone: int) -> int:
         return 1 if work <= alone else self._threads
+
+
+def _address(array: NDArray[Any]) -> int:
+    """As ``array.ctypes.data``, which makes an object of several others for it."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def native_form(form: AttentionForm, sinks: Tensor | None) -> NativeForm:

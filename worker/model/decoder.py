@@ -16,6 +16,7 @@ to h, and factors at every end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -181,27 +182,48 @@ class Layer:
 
 
 class Stack(Protocol):
-    """What a decoder does between its embedding and its head."""
+    """How a decoder's parameters are computed with."""
 
-    def forward(self, hidden: Tensor, angles: Sequence[Angle], attention: StepAttention) -> Tensor:
-        """Hidden states [T, width] after all layers, of those before; maybe in their place.
-        ``angles`` are those of each table."""
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
+    ) -> Tensor:
+        """As Decoder.forward."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """As Decoder.logits, before the spec's divisor and cap."""
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerByLayer:
-    """The Stack that says what is computed. ``table_of_layer`` is which of the tables of rotary
-    angles each layer has."""
+    """The Stack that says what is computed. ``tables`` are of the rotary angles, and
+    ``table_of_layer`` says which of them each layer has."""
 
-    def __init__(self, layers: Sequence[Layer], table_of_layer: Sequence[int]) -> None:
-        self.layers = layers
-        self.table_of_layer = table_of_layer
+    embedding: VocabTable
+    embedding_multiplier: float
+    tables: Sequence[RotaryTable]
+    layers: Sequence[Layer]
+    table_of_layer: Sequence[int]
+    norm: RmsNorm
+    head: VocabTable
 
-    def forward(self, hidden: Tensor, angles: Sequence[Angle], attention: StepAttention) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
+    ) -> Tensor:
+        hidden = self.embedding.lookup(tokens)
+        if self.embedding_multiplier != 1.0:
+            hidden = hidden * self.embedding_multiplier
+        angles = [table.at(positions) for table in self.tables]
         added = None
         for layer, table in zip(self.layers, self.table_of_layer, strict=True):
             added = layer(hidden, added, angles[table], attention)
-        return hidden if added is None else hidden.add_(added)
+        if added is not None:
+            hidden.add_(added)
+        return hidden if sites is None else hidden[sites]
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        return self.head.logits(self.norm(hidden))
 
 
 class Decoder:
@@ -214,38 +236,40 @@ class Decoder:
         vocab, width, names = spec.vocab_size, spec.hidden_size, spec.tensors
         #: tensors of the checkpoint whose names begin so are not for it
         self.unread = names.unread
-        self._embedding = VocabTable(f"{names.model}.embed_tokens.weight", vocab, width, place)
-        self._multiplier = _rounded(spec.embedding_multiplier, place.dtype)
-        self._layers = [
-            Layer(i, spec, _form(spec, layer, max_model_len), place)
-            for i, layer in enumerate(spec.layers)
-        ]
-        self._norm = _norm(f"{names.model}.norm", width, spec, place)
-        self._head = (
-            self._embedding
-            if spec.tied_embeddings
-            else VocabTable(f"{names.head}.weight", vocab, width, place)
-        )
-        self._logits_divisor = spec.logits_divisor
-        self._logits_softcap = spec.logits_softcap
+        embedding = VocabTable(f"{names.model}.embed_tokens.weight", vocab, width, place)
         ropes = list(dict.fromkeys(layer.rope for layer in spec.layers))
-        self._tables = [RotaryTable(rope, max_model_len, place.device) for rope in ropes]
         self.layer_by_layer = LayerByLayer(
-            self._layers, [ropes.index(layer.rope) for layer in spec.layers]
+            embedding,
+            _rounded(spec.embedding_multiplier, place.dtype),
+            [RotaryTable(rope, max_model_len, place.device) for rope in ropes],
+            [
+                Layer(i, spec, _form(spec, layer, max_model_len), place)
+                for i, layer in enumerate(spec.layers)
+            ],
+            [ropes.index(layer.rope) for layer in spec.layers],
+            _norm(f"{names.model}.norm", width, spec, place),
+            embedding
+            if spec.tied_embeddings
+            else VocabTable(f"{names.head}.weight", vocab, width, place),
         )
         self.stack: Stack = self.layer_by_layer
+        self._logits_divisor = spec.logits_divisor
+        self._logits_softcap = spec.logits_softcap
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """Hidden states [T, hidden] of ``tokens`` [T], each at its place of ``positions`` [T]."""
-        hidden = self._embedding.lookup(tokens)
-        if self._multiplier != 1.0:
-            hidden = hidden * self._multiplier
-        angles = [table.at(positions) for table in self._tables]
-        return self.stack.forward(hidden, angles, attention)
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        sites: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states of ``tokens`` [T], each at its place of ``positions`` [T]: of those at
+        ``sites`` [n], which ascend, [n, hidden], or of all."""
+        return self.stack.hidden(tokens, positions, attention, sites)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere."""
-        logits = self._head.logits(self._norm(hidden))
+        logits = self.stack.logits(hidden)
         if logits is None:
             return None
         if self._logits_divisor != 1.0:
@@ -255,19 +279,21 @@ class Decoder:
 
     def pack(self, packing: Packing) -> None:
         """What is multiplied with, once everything is filled; ``pieces`` has ended then."""
-        for layer in self._layers:
+        parts = self.layer_by_layer
+        for layer in parts.layers:
             layer.pack(packing)
-        if packing.keeps_rows or self._head is not self._embedding:
-            self._head.pack(packing)
+        if packing.keeps_rows or parts.head is not parts.embedding:
+            parts.head.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
         """Everything of the checkpoint that this rank holds."""
-        yield from self._embedding.pieces()
-        for layer in self._layers:
+        parts = self.layer_by_layer
+        yield from parts.embedding.pieces()
+        for layer in parts.layers:
             yield from layer.pieces()
-        yield from self._norm.pieces()
-        if self._head is not self._embedding:
-            yield from self._head.pieces()
+        yield from parts.norm.pieces()
+        if parts.head is not parts.embedding:
+            yield from parts.head.pieces()
 
 
 def _norm(name: str, width: int, spec: ModelSpec, place: Placement) -> RmsNorm:

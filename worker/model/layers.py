@@ -136,34 +136,36 @@ class VocabTable:
     """
 
     def __init__(self, name: str, vocab_size: int, width: int, place: Placement) -> None:
+        self.vocab_size = vocab_size
+        self.group = place.group
         self._name = name
-        self._vocab_size = vocab_size
-        self._group = place.group
         self._share = tail_padded(vocab_size, place.group.size, place.group.rank)
-        self._weight = Matrix(place.empty(self._share.width, width))
-        self._weight.plain[self._share.held :].zero_()
+        self.weight = Matrix(place.empty(self._share.width, width))
+        self.weight.plain[self._share.held :].zero_()
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Rows of ``ids`` [T], [T, width]. A token of another rank's is zero until the sum."""
-        if self._group.size == 1:
-            return self._weight.rows(ids)
+        if self.group.size == 1:
+            return self.weight.rows(ids)
         absent = (ids < self._share.start) | (ids >= self._share.stop)
         local = (ids - self._share.start).masked_fill(absent, 0)
-        rows = self._weight.rows(local)
-        return self._group.all_reduce(rows.masked_fill_(absent.unsqueeze(-1), 0))
+        rows = self.weight.rows(local)
+        return self.group.all_reduce(rows.masked_fill_(absent.unsqueeze(-1), 0))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Logits of ``hidden`` [n, width] as fp32 [n, vocab_size] on rank 0, None elsewhere."""
-        logits = self._group.gather_to_first(self._weight.multiply(hidden))
-        return None if logits is None else logits[:, : self._vocab_size].float()
+        if self.group.size == 1:
+            return self.weight.multiply_to_fp32(hidden)
+        logits = self.group.gather_to_first(self.weight.multiply(hidden))
+        return None if logits is None else logits[:, : self.vocab_size].float()
 
     def pack(self, packing: Packing) -> None:
-        self._weight.pack(packing)
+        self.weight.pack(packing)
 
     def pieces(self) -> Iterator[Piece]:
         held = slice(self._share.start, self._share.stop)
-        weight = self._weight.plain
-        shape = (self._vocab_size, weight.shape[1])
+        weight = self.weight.plain
+        shape = (self.vocab_size, weight.shape[1])
         yield Piece(self._name, shape, (held,), weight[: self._share.held])
 
 

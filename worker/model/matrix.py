@@ -16,6 +16,10 @@ class Form(Protocol):
         """``x`` [T, inputs] @ weight.T + ``bias`` [outputs]: [T, outputs]."""
         ...
 
+    def multiply_to_fp32(self, x: Tensor) -> Tensor:
+        """The same without a bias as fp32, which need not have been rounded to less before."""
+        ...
+
     def rows(self, ids: Tensor) -> Tensor:
         """Those of the weight at ``ids`` [T]: [T, inputs]."""
         ...
@@ -42,6 +46,9 @@ class Plain:
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, self.weight, bias)
 
+    def multiply_to_fp32(self, x: Tensor) -> Tensor:
+        return self.multiply(x, None).float()
+
     def rows(self, ids: Tensor) -> Tensor:
         return functional.embedding(ids, self.weight)
 
@@ -66,6 +73,10 @@ class Matrix:
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x`` [T, inputs] @ weight.T + ``bias`` [outputs]: [T, outputs]."""
         return self.form.multiply(x, bias)
+
+    def multiply_to_fp32(self, x: Tensor) -> Tensor:
+        """As Form's."""
+        return self.form.multiply_to_fp32(x)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Those of the weight at ``ids`` [T]: [T, inputs]."""

@@ -26,6 +26,9 @@ class OneDnn:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         return product
 
+    def multiply_to_fp32(self, x: Tensor) -> Tensor:
+        return self.multiply(x, None).float()
+
     def rows(self, ids: Tensor) -> Tensor:
         raise NotImplementedError("oneDNN does not tell where a row lies")
 

@@ -43,11 +43,13 @@ constexpr size MOST_INPUTS_FETCHED = 4096;
 // Of a panel, for each pair of inputs.
 constexpr size LINES = 2 * WIDTH * sizeof(bf16) / LINE;
 
+// Out is bf16 or float.
+template <class Out>
 struct Product {
   const bf16* x;       // [rows, inputs]
   const bf16* panels;
   const bf16* bias;    // [outputs], or null
-  bf16* y;             // [rows, outputs]
+  Out* y;              // [rows, outputs]
   size rows, outputs, inputs;
 };
 
@@ -55,6 +57,12 @@ inline __m512 widened(const bf16* from, __mmask16 lanes) {
   const __m256i narrow = _mm256_maskz_loadu_epi16(lanes, from);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
+
+inline void store(bf16* to, __mmask16 lanes, __m512 sums) {
+  _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(sums));
+}
+
+inline void store(float* to, __mmask16 lanes, __m512 sums) { _mm512_mask_storeu_ps(to, lanes, sums); }
 
 // What is to be in the cache soon: `lines` for each pair of inputs that is multiplied.
 struct Ahead {
@@ -67,8 +75,8 @@ struct Ahead {
 };
 
 // ROWS rows from `row` on, times the panel whose first output is `output`.
-template <int ROWS>
-void tile(const Product& p, size row, size output, Ahead& ahead) {
+template <int ROWS, class Out>
+void tile(const Product<Out>& p, size row, size output, Ahead& ahead) {
   __m512 sums[ROWS][VECTORS] = {};
   const bf16* x = p.x + row * p.inputs;
   const bf16* panel = p.panels + output * p.inputs;
@@ -91,18 +99,20 @@ void tile(const Product& p, size row, size output, Ahead& ahead) {
     const __mmask16 lanes = left >= LANES ? 0xffff : (1u << left) - 1;
     const __m512 bias = p.bias ? widened(p.bias + first, lanes) : _mm512_setzero_ps();
     for (int r = 0; r < ROWS; ++r)
-      _mm256_mask_storeu_epi16(p.y + (row + r) * p.outputs + first, lanes,
-                               (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps(sums[r][v], bias)));
+      store(p.y + (row + r) * p.outputs + first, lanes, _mm512_add_ps(sums[r][v], bias));
   }
 }
 
-using Tile = void (*)(const Product&, size, size, Ahead&);
-constexpr Tile TILES[TILE] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
+template <class Out>
+using Tile = void (*)(const Product<Out>&, size, size, Ahead&);
+template <class Out>
+constexpr Tile<Out> TILES[TILE] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
 
 // Rows [row, end) in tiles of about the same size: seven are four and three, not six and one. A tile
 // alone waits for memory anyway; of several, each fetches a part of the panel `next`, if that is
 // another one and both fit into the second level of cache.
-inline void chunk(const Product& p, size row, size end, size output, const bf16* next) {
+template <class Out>
+void chunk(const Product<Out>& p, size row, size end, size output, const bf16* next) {
   size tiles = (end - row + TILE - 1) / TILE;
   const bool fetches =
       tiles > 1 && next != p.panels + output * p.inputs && p.inputs <= MOST_INPUTS_FETCHED;
@@ -110,14 +120,15 @@ inline void chunk(const Product& p, size row, size end, size output, const bf16*
   const char* const end_next = ahead.next + LINES * LINE * (p.inputs / 2);
   for (; tiles > 0; --tiles) {
     const size rows = (end - row + tiles - 1) / tiles;
-    TILES[rows - 1](p, row, output, ahead);
+    TILES<Out>[rows - 1](p, row, output, ahead);
     row += rows;
     if (ahead.next >= end_next) ahead.lines = 0;
   }
 }
 
 // y = x @ weight.T + bias
-inline void multiply(const Product& p) {
+template <class Out>
+void multiply(const Product<Out>& p) {
   const size chunks = (p.rows + CHUNK - 1) / CHUNK;
   const size tasks = (p.outputs + WIDTH - 1) / WIDTH * chunks;
 #pragma omp for schedule(dynamic)
@@ -128,6 +139,12 @@ inline void multiply(const Product& p) {
     chunk(p, row, std::min(p.rows, row + CHUNK), output,
           p.panels + next / chunks * WIDTH * p.inputs);
   }
+}
+
+// Of the weight in panels, [inputs].
+inline void row(const bf16* panels, size output, size inputs, bf16* out) {
+  const bf16* first = panels + output / WIDTH * WIDTH * inputs + output % WIDTH * 2;
+  for (size i = 0; i < inputs; i += 2, first += 2 * WIDTH) std::memcpy(out + i, first, sizeof(pair));
 }
 
 }  // namespace panels

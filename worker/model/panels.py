@@ -6,6 +6,7 @@ Packing takes a weight's own memory. A row's product is the same in any batch.
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import cache
 from pathlib import Path
 
@@ -30,32 +31,42 @@ class Panels:
     """A weight [outputs, inputs]: ``panels`` [outputs rounded up, inputs] has its memory."""
 
     def __init__(self, library: ctypes.CDLL, panels: Tensor, outputs: int) -> None:
-        self._multiply = library.multiply
+        self._library = library
         self._panels = panels
         self.address = panels.data_ptr()
         self.outputs = outputs
         self.inputs = panels.shape[1]
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        num_rows, inputs = x.shape
-        assert x.dtype == torch.bfloat16 and inputs == self.inputs
-        x = x.contiguous()
-        y = x.new_empty(num_rows, self.outputs)
-        self._multiply(
+        x = self._input(x)
+        y = x.new_empty(len(x), self.outputs)
+        self._library.multiply(
             x.data_ptr(),
             self.address,
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
-            num_rows,
-            self.outputs,
-            inputs,
-            _num_threads(num_rows * self.outputs * inputs),
+            *self._size(x),
         )
+        return y
+
+    def multiply_to_fp32(self, x: Tensor) -> Tensor:
+        x = self._input(x)
+        y = torch.empty(len(x), self.outputs)
+        self._library.multiply_to_fp32(x.data_ptr(), self.address, y.data_ptr(), *self._size(x))
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
         pairs = self._panels.view(torch.int32).view(-1, self.inputs // 2, WIDTH)
         return pairs[ids // WIDTH, :, ids % WIDTH].view(torch.bfloat16)
+
+    def _input(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.bfloat16 and x.shape[1] == self.inputs
+        return x.contiguous()
+
+    def _size(self, x: Tensor) -> tuple[int, int, int, int]:
+        """Rows, outputs, inputs, and the threads for them."""
+        size = len(x), self.outputs, self.inputs
+        return *size, _num_threads(math.prod(size))
 
 
 class PanelPacking:
@@ -86,6 +97,9 @@ def panel_packing() -> PanelPacking | None:
     pointer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.pack.argtypes = (pointer, size, size, count)
     library.multiply.argtypes = (*[pointer] * 4, *[size] * 3, count)
+    library.multiply_to_fp32.argtypes = (*[pointer] * 3, *[size] * 3, count)
+    for function in (library.pack, library.multiply, library.multiply_to_fp32):
+        function.restype = None
     packing = PanelPacking(library)
     if not _is_right(packing):
         log.warning("products in panels are wrong: slower code is used")

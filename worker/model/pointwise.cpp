@@ -21,8 +21,10 @@ void gate(int activation, const Stored* gate_up, Stored* out, size tokens, size 
 
 void rotate(Stored* heads, size stride, const float* cos, const float* sin, size tokens, size number,
             size head_dim, size dim, int threads) {
+  // The second half of a row of sin is the sine, the first its negative (worker/model/rope.py).
+  const pointwise::Angles angles{cos, sin + dim / 2, dim / 2, dim};
 #pragma omp parallel num_threads(threads)
-  pointwise::rotate(heads, stride, {cos, sin, dim}, tokens, number, head_dim);
+  pointwise::rotate(heads, stride, angles, nullptr, tokens, number, head_dim);
 }
 
 }  // extern "C"

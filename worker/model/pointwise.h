@@ -128,7 +128,23 @@ inline void sum_and_norm(Stored* hidden, const Stored* added, Norm norm, Stored*
   }
 }
 
-// The same of `number` heads of each token, in place. Tokens are `stride` elements apart.
+// hidden *= factor, [tokens, width].
+inline void scale(Stored* hidden, float factor, size tokens, size width) {
+#pragma omp for schedule(dynamic, TOGETHER)
+  for (size token = 0; token < tokens; ++token)
+    for (size i = 0; i < width; ++i) {
+      Stored& x = hidden[token * width + i];
+      x = narrow(wide(x) * factor);
+    }
+}
+
+// out = norm(x), [tokens, width]; out may be x.
+inline void norm(const Stored* x, Norm norm, Stored* out, size tokens, size width) {
+#pragma omp for schedule(dynamic, TOGETHER)
+  for (size token = 0; token < tokens; ++token) norm(x + token * width, out + token * width, width);
+}
+
+// `norm` of `number` heads of each token, in place. Tokens are `stride` elements apart.
 inline void norm_heads(Stored* heads, size stride, Norm norm, size tokens, size number,
                        size head_dim) {
 #pragma omp for schedule(dynamic, TOGETHER)
@@ -168,23 +184,22 @@ inline void gate(Activation activation, const Stored* gate_up, Stored* out, size
   else gate<GELU_TANH>(gate_up, out, tokens, width);
 }
 
-// Of each token's first `dim` features of a head. cos and sin [tokens, dim] are as worker/model/rope.py
-// has them: the second half of sin is the sine, the first its negative.
+// Cosines and sines of a head's first `pairs` pairs of features; a row of them takes `stride` elements.
 struct Angles {
   const float* cos;
   const float* sin;
-  size dim;
+  size pairs, stride;
 };
 
-// Turns in place each pair (i, i + dim / 2) of every head by its token's angle. Tokens of `heads` are
-// `stride` elements apart, heads `head_dim`.
-inline void rotate(Stored* heads, size stride, Angles angles, size tokens, size number,
-                   size head_dim) {
+// Turns in place each pair (i, i + pairs) of every head by an angle of its token: that of the row that
+// `rows` has for it, or of its own. Tokens of `heads` are `stride` elements apart, heads `head_dim`.
+inline void rotate(Stored* heads, size stride, const Angles& angles, const size* rows, size tokens,
+                   size number, size head_dim) {
 #pragma omp for schedule(dynamic, TOGETHER)
   for (size token = 0; token < tokens; ++token) {
-    const size half = angles.dim / 2;
-    const float* cos = angles.cos + token * angles.dim;
-    const float* sin = angles.sin + token * angles.dim + half;
+    const size row = rows ? rows[token] : token, half = angles.pairs;
+    const float* cos = angles.cos + row * angles.stride;
+    const float* sin = angles.sin + row * angles.stride;
     for (size head = 0; head < number; ++head) {
       Stored* low = heads + token * stride + head * head_dim;
       Stored* high = low + half;

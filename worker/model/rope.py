@@ -33,12 +33,13 @@ class RotaryTable:
         positions = torch.arange(length, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(rope, length))
         factor = attention_factor(rope)
-        self._cos = (angles.cos() * factor).to(device)
-        self._sin = (angles.sin() * factor).to(device)
+        #: [length, dim / 2]
+        self.cos = (angles.cos() * factor).to(device)
+        self.sin = (angles.sin() * factor).to(device)
 
     def at(self, positions: Tensor) -> Angle:
         """The angles at ``positions`` [tokens]."""
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 

@@ -1,6 +1,6 @@
-// All layers of a decoder in one call, by one team of threads: between two operations they wait for
-// each other, and hardly ever so long that one falls asleep. It is what worker/model/decoder.py computes layer by layer with
-// the same functions, bit for bit.
+// A decoder in two calls, from tokens to hidden states and from those to logits, each by one team of
+// threads: between two operations they wait for each other, and hardly ever so long that one falls
+// asleep. It is what worker/model/decoder.py computes layer by layer with the same functions, bit for bit.
 //
 // Compiled for bfloat16 and one head dimension.
 
@@ -21,9 +21,30 @@ struct Linear {
   const bf16* bias;  // or null
   size outputs, inputs;
 
-  void operator()(const Stored* x, Stored* y, size tokens) const {
-    panels::multiply({reinterpret_cast<const bf16*>(x), panels, bias, reinterpret_cast<bf16*>(y),
-                      tokens, outputs, inputs});
+  void operator()(const Stored* x, Stored* y, size tokens) const { multiply(x, (bf16*)y, tokens); }
+  void operator()(const Stored* x, float* y, size tokens) const { multiply(x, y, tokens); }
+
+ private:
+  template <class Out>
+  void multiply(const Stored* x, Out* y, size tokens) const {
+    panels::multiply(panels::Product<Out>{(const bf16*)x, panels, bias, y, tokens, outputs, inputs});
+  }
+};
+
+// Of `vocab` rows, in panels or one after the other.
+struct Embedding {
+  const bf16* weight;
+  size in_panels, vocab;
+  float multiplier;
+
+  void operator()(const size* tokens, Stored* out, size number, size width) const {
+#pragma omp for schedule(dynamic, pointwise::TOGETHER)
+    for (size i = 0; i < number; ++i) {
+      bf16* to = (bf16*)out + i * width;
+      if (in_panels) panels::row(weight, tokens[i], width, to);
+      else std::memcpy(to, weight + tokens[i] * width, width * sizeof(bf16));
+    }
+    if (multiplier != 1.0f) pointwise::scale(out, multiplier, number, width);
   }
 };
 
@@ -40,8 +61,22 @@ struct Layer {
 };
 
 struct Stack {
+  Embedding embedding;
+  const Angles* angles;  // a row each of `positions` positions
+  size positions;
   const Layer* layers;
   size num_layers, width, heads, kv_heads, intermediate, activation;
+  Norm norm;
+  Linear head;
+};
+
+// Tokens, where each stands in its sequence, and which of them the hidden states are wanted of.
+struct Tokens {
+  const size* ids;
+  const size* positions;
+  size number;
+  const size* sites;  // or null, for all
+  size num_sites;
 };
 
 // Memory for [tokens] of what stands between the operations.
@@ -53,68 +88,106 @@ struct Pass {
   const Stack& stack;
   const paged::Cache& cache;
   const paged::Step& step;
-  const Angles* angles;
-  Stored* hidden;
-  size tokens;
+  const Tokens& tokens;
+  Stored* hidden;  // [tokens, width]; those of the sites are the first of it in the end
   const Space& space;
 
   void operator()() const {
+    size number = tokens.number;
+    stack.embedding(tokens.ids, hidden, number, stack.width);
     for (size i = 0; i < stack.num_layers; ++i) {
       const Layer& layer = stack.layers[i];
       pointwise::sum_and_norm(hidden, i ? space.added : nullptr, layer.before_attention,
-                              space.normed, tokens, stack.width);
+                              space.normed, number, stack.width);
       attend(layer, i);
-      norm_added(layer.after_attention);
-      pointwise::sum_and_norm(hidden, space.added, layer.before_mlp, space.normed, tokens,
+      if (i + 1 == stack.num_layers) number = leave_sites();
+      layer.out(space.attended, space.added, number);
+      norm_added(layer.after_attention, number);
+      pointwise::sum_and_norm(hidden, space.added, layer.before_mlp, space.normed, number,
                               stack.width);
-      layer.gate_up(space.normed, space.gate_up, tokens);
-      pointwise::gate(pointwise::Activation(stack.activation), space.gate_up, space.gated, tokens,
+      layer.gate_up(space.normed, space.gate_up, number);
+      pointwise::gate(pointwise::Activation(stack.activation), space.gate_up, space.gated, number,
                       stack.intermediate);
-      layer.down(space.gated, space.added, tokens);
-      norm_added(layer.after_mlp);
+      layer.down(space.gated, space.added, number);
+      norm_added(layer.after_mlp, number);
     }
-    pointwise::sum(hidden, space.added, tokens, stack.width);
+    pointwise::sum(hidden, space.added, number, stack.width);
   }
 
   void attend(const Layer& layer, size index) const {
+    const size number = tokens.number;
     const size stride = layer.qkv.outputs, turned = stack.heads + stack.kv_heads;
     Stored* query = space.qkv;
     Stored* key = query + stack.heads * HEAD_DIM;
     Stored* value = query + turned * HEAD_DIM;
-    layer.qkv(space.normed, space.qkv, tokens);
+    layer.qkv(space.normed, space.qkv, number);
     if (layer.query.weight)
-      pointwise::norm_heads(query, stride, layer.query, tokens, stack.heads, HEAD_DIM);
+      pointwise::norm_heads(query, stride, layer.query, number, stack.heads, HEAD_DIM);
     if (layer.key.weight)
-      pointwise::norm_heads(key, stride, layer.key, tokens, stack.kv_heads, HEAD_DIM);
-    pointwise::rotate(query, stride, angles[layer.angles], tokens, turned, HEAD_DIM);
+      pointwise::norm_heads(key, stride, layer.key, number, stack.kv_heads, HEAD_DIM);
+    pointwise::rotate(query, stride, stack.angles[layer.angles], tokens.positions, number, turned,
+                      HEAD_DIM);
     paged::write(cache, step, index, heads(key, stride), heads(value, stride));
     paged::attend(cache, step, index, heads(query, stride),
                   reinterpret_cast<paged::Stored*>(space.attended), stack.heads, layer.form);
-    layer.out(space.attended, space.added, tokens);
+  }
+
+  // From here on nobody looks at the other tokens.
+  size leave_sites() const {
+    if (!tokens.sites) return tokens.number;
+    const size attended = stack.heads * HEAD_DIM;
+#pragma omp single
+    for (size i = 0; i < tokens.num_sites; ++i) {
+      move(hidden, tokens.sites[i], i, stack.width);
+      move(space.attended, tokens.sites[i], i, attended);
+    }
+    return tokens.num_sites;
+  }
+
+  static void move(Stored* rows, size from, size to, size width) {
+    std::memmove(rows + to * width, rows + from * width, width * sizeof(Stored));
   }
 
   static paged::Heads<const paged::Stored> heads(const Stored* first, size stride) {
     return {reinterpret_cast<const paged::Stored*>(first), stride};
   }
 
-  void norm_added(const Norm& norm) const {
-    if (norm.weight)
-      pointwise::sum_and_norm(space.added, nullptr, norm, space.added, tokens, stack.width);
+  void norm_added(const Norm& norm, size number) const {
+    if (norm.weight) pointwise::norm(space.added, norm, space.added, number, stack.width);
   }
 };
+
+inline bool all_below(const size* values, size number, size end) {
+  return std::all_of(values, values + number, [=](size each) { return each >= 0 && each < end; });
+}
 
 }  // namespace stack
 
 #pragma GCC visibility push(default)
 extern "C" {
 
-// hidden [tokens, width] goes through all layers, in its place.
-void forward(const stack::Stack* layers, const paged::Cache* cache, const paged::Step* step,
-             const pointwise::Angles* angles, pointwise::Stored* hidden, std::int64_t tokens,
-             const stack::Space* space, int threads) {
-  const stack::Pass pass{*layers, *cache, *step, angles, hidden, tokens, *space};
+// hidden [tokens, width] are those of `tokens`, and in the end the first of them those of its sites.
+// Whether every token is one, at a position that there is: else nothing is computed.
+int hidden_states(const stack::Stack* stack, const paged::Cache* cache, const paged::Step* step,
+                  const stack::Tokens* tokens, pointwise::Stored* hidden, const stack::Space* space,
+                  int threads) {
+  if (!stack::all_below(tokens->ids, tokens->number, stack->embedding.vocab) ||
+      !stack::all_below(tokens->positions, tokens->number, stack->positions))
+    return 0;
+  const stack::Pass pass{*stack, *cache, *step, *tokens, hidden, *space};
 #pragma omp parallel num_threads(threads)
   pass();
+  return 1;
+}
+
+// logits [number, vocab] of hidden [number, width], by way of normed, of the same shape.
+void logits(const stack::Stack* stack, const pointwise::Stored* hidden, pointwise::Stored* normed,
+            float* logits, std::int64_t number, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    pointwise::norm(hidden, stack->norm, normed, number, stack->width);
+    stack->head(normed, logits, number);
+  }
 }
 
 }  // extern "C"

@@ -1,13 +1,13 @@
-"""A decoder's layers on a CPU, all of them in one call (stack.cpp).
+"""A decoder on a CPU: from tokens to hidden states in one call, to logits in another (stack.cpp).
 
 Layer by layer, every operation is a call from Python, between which the other threads wait for
-work: of a sequence that decodes alone that is a third of the time.
+work: of a sequence that decodes alone that is a third of the time. And the last layer computes no
+more than attention for tokens whose hidden states nobody wants, as are most of a prompt's.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -28,9 +28,10 @@ from worker.attention.cpu import (
 )
 from worker.model.compiled_pointwise import ACTIVATIONS, CompiledPointwise
 from worker.model.decoder import Layer, LayerByLayer, Stack
-from worker.model.layers import ColumnLinear, RmsNorm, RowLinear
+from worker.model.layers import ColumnLinear, RmsNorm, RowLinear, VocabTable
+from worker.model.matrix import Form, Plain
 from worker.model.panels import Panels
-from worker.model.rope import Angle
+from worker.model.rope import RotaryTable
 
 _SOURCE = Path(__file__).with_name("stack.cpp")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
@@ -55,16 +56,38 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Stack(ctypes.Structure):
+class _Angles(ctypes.Structure):
+    _fields_ = (("cos", _POINTER), ("sin", _POINTER), ("pairs", _SIZE), ("stride", _SIZE))
+
+
+class _Embedding(ctypes.Structure):
     _fields_ = (
-        ("layers", _POINTER),
-        *((name, _SIZE) for name in ("num_layers", "width", "heads", "kv_heads")),
-        *((name, _SIZE) for name in ("intermediate", "activation")),
+        ("weight", _POINTER),
+        *((name, _SIZE) for name in ("in_panels", "vocab")),
+        ("multiplier", ctypes.c_float),
     )
 
 
-class _Angles(ctypes.Structure):
-    _fields_ = (("cos", _POINTER), ("sin", _POINTER), ("dim", _SIZE))
+class _Stack(ctypes.Structure):
+    _fields_ = (
+        ("embedding", _Embedding),
+        ("angles", _POINTER),
+        ("positions", _SIZE),
+        ("layers", _POINTER),
+        *((name, _SIZE) for name in ("num_layers", "width", "heads", "kv_heads")),
+        *((name, _SIZE) for name in ("intermediate", "activation")),
+        ("norm", _Norm),
+        ("head", _Linear),
+    )
+
+
+class _Tokens(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("ids", "positions")),
+        ("number", _SIZE),
+        ("sites", _POINTER),
+        ("num_sites", _SIZE),
+    )
 
 
 class _Space(ctypes.Structure):
@@ -79,12 +102,18 @@ class CompiledStack:
     def __init__(self, library: ctypes.CDLL, plain: LayerByLayer, kernel: Kernel | None) -> None:
         """``kernel`` lays out a block as the library does."""
         self._kernel = kernel
-        self._forward = library.forward
-        self._forward.argtypes = (
-            *(ctypes.POINTER(each) for each in (_Stack, NativeCache, NativeStep, _Angles)),
-            *(_POINTER, _SIZE, ctypes.POINTER(_Space), ctypes.c_int),
+        self._hidden = library.hidden_states
+        self._hidden.argtypes = (
+            *(ctypes.POINTER(each) for each in (_Stack, NativeCache, NativeStep, _Tokens)),
+            *(_POINTER, ctypes.POINTER(_Space), ctypes.c_int),
         )
-        self._forward.restype = None
+        self._hidden.restype = ctypes.c_int
+        self._logits = library.logits
+        self._logits.argtypes = (
+            *(ctypes.POINTER(_Stack), _POINTER, _POINTER, _POINTER),
+            *(_SIZE, ctypes.c_int),
+        )
+        self._logits.restype = None
         #: its tensors are what the structures point to
         self._plain = plain
         layers = [
@@ -92,16 +121,8 @@ class CompiledStack:
             for layer, table in zip(plain.layers, plain.table_of_layer, strict=True)
         ]
         self._layers = (_Layer * len(layers))(*layers)
-        attention = plain.layers[0].attention
-        self._stack = _Stack(
-            ctypes.addressof(self._layers),
-            len(layers),
-            layers[0].out.outputs,
-            attention.num_query,
-            attention.num_turned - attention.num_query,
-            layers[0].down.inputs,
-            ACTIVATIONS[plain.layers[0].mlp.activation],
-        )
+        self._angles = (_Angles * len(plain.tables))(*map(_angles, plain.tables))
+        self._stack = _stack(plain, self._layers, self._angles)
         first = layers[0]
         #: elements of a token
         self._widths = (
@@ -113,43 +134,65 @@ class CompiledStack:
             first.down.inputs,
         )
         self._memory = torch.empty(0, dtype=torch.bfloat16)
+        #: of it, and for how many tokens
+        self._space, self._room = _Space(), 0
 
-    def forward(self, hidden: Tensor, angles: Sequence[Angle], attention: StepAttention) -> Tensor:
-        """In the place of ``hidden``."""
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, attention: StepAttention, sites: Tensor | None
+    ) -> Tensor:
+        """Raises IndexError for a token or a position that there is not."""
         if not isinstance(attention, CpuStep) or attention.kernel is not self._kernel:
-            return self._plain.forward(hidden, angles, attention)
-        assert hidden.is_contiguous()
-        tables = (_Angles * len(angles))(
-            *(_Angles(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in angles)
+            return self._plain.hidden(tokens, positions, attention, sites)
+        number, num_sites = len(tokens), len(tokens if sites is None else sites)
+        hidden = torch.empty(number, self._stack.width, dtype=torch.bfloat16)
+        described = _Tokens(
+            _ints(tokens),
+            _ints(positions),
+            number,
+            None if sites is None else _ints(sites),
+            num_sites,
         )
-        self._forward(
+        done = self._hidden(
             self._stack,
             attention.cache,
             attention.step,
-            tables,
+            described,
             hidden.data_ptr(),
-            len(hidden),
-            self._space(len(hidden)),
+            self._space_for(number),
             torch.get_num_threads(),
         )
-        return hidden
+        if not done:
+            raise IndexError("a token is not in the vocabulary, or a position beyond the longest")
+        return hidden[:num_sites]
 
-    def _space(self, tokens: int) -> _Space:
+    def logits(self, hidden: Tensor) -> Tensor:
+        assert hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
+        logits = torch.empty(len(hidden), self._stack.head.outputs)
+        self._logits(
+            self._stack,
+            hidden.data_ptr(),
+            self._space_for(len(hidden)).normed,
+            logits.data_ptr(),
+            len(hidden),
+            torch.get_num_threads(),
+        )
+        return logits
+
+    def _space_for(self, tokens: int) -> _Space:
         """It is kept, since the largest step comes again."""
-        if len(self._memory) < tokens * sum(self._widths):
+        if tokens > self._room:
             # The old memory goes before the new one comes.
             self._memory = torch.empty(0, dtype=torch.bfloat16)
             self._memory = torch.empty(tokens * sum(self._widths), dtype=torch.bfloat16)
-        parts, first = [], self._memory.data_ptr()
-        for width in self._widths:
-            parts.append(first)
-            first += tokens * width * self._memory.itemsize
-        return _Space(*parts)
+            self._room = tokens
+            parts = self._memory.split_with_sizes([tokens * width for width in self._widths])
+            self._space = _Space(*(part.data_ptr() for part in parts))
+        return self._space
 
 
 def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
     """``plain`` where some of it is not as stack.cpp computes it, or that cannot be compiled."""
-    if not plain.layers or not all(_is_ours(layer) for layer in plain.layers):
+    if not _has_our_ends(plain) or not all(map(_is_ours, plain.layers)):
         return plain
     library = _library(head_dim)
     if library is None:
@@ -164,6 +207,16 @@ def _library(head_dim: int) -> ctypes.CDLL | None:
     return native.compiled(_SOURCE, defined)
 
 
+def _has_our_ends(plain: LayerByLayer) -> bool:
+    looked_up = plain.embedding.weight.form
+    return (
+        len(plain.layers) > 0
+        and plain.embedding.group.size == 1
+        and isinstance(plain.head.weight.form, Panels)
+        and isinstance(looked_up, Plain | Panels)
+    )
+
+
 def _is_ours(layer: Layer) -> bool:
     """On one rank, with weights in panels, and with nothing that few models have."""
     attention, mlp = layer.attention, layer.mlp
@@ -176,6 +229,40 @@ def _is_ours(layer: Layer) -> bool:
         and attention.form.sinks is None
         and layer.around_attention.multiplier == layer.around_mlp.multiplier == 1.0
     )
+
+
+def _stack(
+    plain: LayerByLayer, layers: ctypes.Array[_Layer], angles: ctypes.Array[_Angles]
+) -> _Stack:
+    attention = plain.layers[0].attention
+    return _Stack(
+        embedding=_embedding(plain.embedding, plain.embedding_multiplier),
+        angles=ctypes.addressof(angles),
+        positions=min(len(table.cos) for table in plain.tables),
+        layers=ctypes.addressof(layers),
+        num_layers=len(layers),
+        width=layers[0].out.outputs,
+        heads=attention.num_query,
+        kv_heads=attention.num_turned - attention.num_query,
+        intermediate=layers[0].down.inputs,
+        activation=ACTIVATIONS[plain.layers[0].mlp.activation],
+        norm=_norm(plain.norm),
+        head=_weight(plain.head.weight.form, None),
+    )
+
+
+def _embedding(table: VocabTable, multiplier: float) -> _Embedding:
+    form = table.weight.form
+    assert isinstance(form, Plain | Panels)
+    in_panels = isinstance(form, Panels)
+    address = form.address if isinstance(form, Panels) else form.weight.data_ptr()
+    return _Embedding(address, in_panels, table.vocab_size, multiplier)
+
+
+def _angles(table: RotaryTable) -> _Angles:
+    assert table.cos.is_contiguous() and table.sin.is_contiguous()
+    pairs = table.cos.shape[1]
+    return _Angles(table.cos.data_ptr(), table.sin.data_ptr(), pairs, pairs)
 
 
 def _layer(layer: Layer, table: int) -> _Layer:
@@ -204,7 +291,15 @@ def _norm(norm: RmsNorm | None) -> _Norm:
 
 
 def _linear(linear: ColumnLinear | RowLinear) -> _Linear:
-    form = linear.weight.form
+    return _weight(linear.weight.form, linear.bias)
+
+
+def _weight(form: Form, bias: Tensor | None) -> _Linear:
     assert isinstance(form, Panels)
-    bias = None if linear.bias is None else linear.bias.data_ptr()
-    return _Linear(form.address, bias, form.outputs, form.inputs)
+    address = None if bias is None else bias.data_ptr()
+    return _Linear(form.address, address, form.outputs, form.inputs)
+
+
+def _ints(values: Tensor) -> int:
+    assert values.dtype == torch.int64 and values.is_contiguous()
+    return values.data_ptr()

@@ -47,13 +47,20 @@ class TransformersDecoder:
     def parameter_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """Hidden states [T, hidden] of ``tokens`` [T], each at its place of ``positions`` [T]."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: StepAttention,
+        sites: Tensor | None = None,
+    ) -> Tensor:
+        """As Decoder's."""
         with answered_by(PagedAttend(self.layers, attention)):
             out = self._trunk(
                 input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
             )
-        return _hidden(out)
+        hidden = _hidden(out)
+        return hidden if sites is None else hidden[sites]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [n, vocab] of ``hidden`` [n, hidden]."""

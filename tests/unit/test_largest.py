@@ -1,0 +1,74 @@
+"""The largest logits: compiled, they are torch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from worker.largest import (
+    NOT_FINITE,
+    NOTHING_LEFT,
+    CompiledLargest,
+    Largest,
+    choose_largest,
+    largest_by_torch,
+)
+
+CPU = torch.device("cpu")
+#: Around a lane, a block, and several of them.
+WIDTHS = (1, 63, 64, 65, 1023, 1024, 1025, 5000)
+
+
+@pytest.fixture(autouse=True, params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def compiled() -> CompiledLargest:
+    found = choose_largest(CPU)
+    if not isinstance(found, CompiledLargest):
+        pytest.skip("no compiler")
+    return found
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_it_is_torchs_with_many_that_are_equal(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    # bf16 has few values: the largest are several, and the first of them counts.
+    logits = torch.randn(200, width, generator=generator).bfloat16().float()
+    values, tokens = compiled()(logits)
+    expected_values, expected_tokens = largest_by_torch(logits)
+    assert torch.equal(values, expected_values)
+    assert torch.equal(tokens, expected_tokens)
+    part = logits[:, : width // 2 + 1]
+    assert torch.equal(compiled()(part)[1], largest_by_torch(part)[1])
+    first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+    assert torch.equal(tokens, first)
+
+
+@pytest.mark.parametrize("find", [compiled, lambda: largest_by_torch], ids=["compiled", "torch"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_without_a_largest_are_marked(find: Callable[[], Largest], width: int) -> None:
+    ordinary = torch.zeros(width)
+    for at in {0, width // 2, width - 1}:
+        rows = {math.nan: NOT_FINITE, math.inf: NOT_FINITE, -math.inf: 0}
+        for value, mark in rows.items():
+            row = ordinary.clone()
+            row[at] = value
+            expected = mark if mark < 0 else int(row.argmax())
+            if width == 1 and value == -math.inf:
+                expected = NOTHING_LEFT
+            assert find()(torch.stack([ordinary, row]))[1].tolist() == [0, expected], (at, value)
+    nothing = torch.full((1, width), -math.inf)
+    assert find()(nothing)[1].tolist() == [NOTHING_LEFT]
+    assert find()(nothing)[0].tolist() == [-math.inf]
+
+
+def test_elsewhere_than_on_a_cpu_it_is_torchs() -> None:
+    assert choose_largest(torch.device("cuda")) is largest_by_torch
