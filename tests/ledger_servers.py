@@ -67,6 +67,10 @@ class Server:
                 restore_signals=False,
             )
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -304,11 +308,19 @@ def _running(
         for one in servers:
             one.start(*options)
         for one in servers:
-            until(lambda one=one: is_ready(one))
+            until(lambda one=one: _is_up(one, options, is_ready), lambda one=one: one.log)
         yield servers
     finally:
         for one in servers:
             one.kill()
+
+
+def _is_up(one: Server, options: Sequence[str], is_ready: Callable[[Server], bool]) -> bool:
+    """One that ended is started again: a test beside us may have looked whether its port is free
+    just when it wanted to listen there."""
+    if one.has_ended:
+        one.start(*options)
+    return is_ready(one)
 
 
 @contextmanager
@@ -317,8 +329,8 @@ def _directory() -> Iterator[Path]:
         yield Path(path)
 
 
-def until(holds: Callable[[], bool]) -> None:
-    """Waits until it does; what cannot be asked yet does not hold."""
+def until(holds: Callable[[], bool], why_not: Callable[[], str] = str) -> None:
+    """Waits until it does; what cannot be asked yet does not hold. ``why_not`` says more."""
     give_up = time.monotonic() + 2 * PATIENCE_S
     while True:
         try:
@@ -326,5 +338,5 @@ def until(holds: Callable[[], bool]) -> None:
                 return
         except RedisError:
             pass
-        assert time.monotonic() < give_up, "it never came true"
+        assert time.monotonic() < give_up, f"it never came true\n{why_not()}"
         time.sleep(0.02)

@@ -45,6 +45,7 @@ from everlift.testing import (
     Skip,
 )
 from everlift.v1 import inference_pb2 as pb
+from tests.free_port import free_port
 from tests.wires import WIRES, Wire
 
 PROMPT = "zero one two three four"
@@ -72,12 +73,6 @@ async def chunks(
         async with wire.client(router, reconnect_s=reconnect_s) as client:
             got = [chunk async for chunk in client.generate(PROMPT)]
         return got, router.calls
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def until(condition: Callable[[], bool]) -> None:
