@@ -5,9 +5,11 @@
 #include <cstdint>
 #include <limits>
 
+#include "team.h"
+
 namespace {
 
-using size = std::int64_t;
+using team::size;
 
 // By the numbers of worker/largest.py.
 constexpr size NOT_FINITE = -1, NOTHING_LEFT = -2;
@@ -63,12 +65,13 @@ extern "C" {
 [[gnu::visibility("default")]] void largest_of_rows(const float* logits, size stride, float* values,
                                                     size* places, size rows, size width,
                                                     int threads) {
-#pragma omp parallel for num_threads(threads)
-  for (size row = 0; row < rows; ++row) {
-    const Largest found(logits + row * stride, width);
-    values[row] = found.value;
-    places[row] = found.at;
-  }
+  team::gather(threads, [&](team::Member& me) {
+    me.share(rows, 1, [&](size row) {
+      const Largest found(logits + row * stride, width);
+      values[row] = found.value;
+      places[row] = found.at;
+    });
+  });
 }
 
 }  // extern "C"

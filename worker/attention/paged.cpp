@@ -1,4 +1,4 @@
-// Attention over a paged KV cache (paged.h): its functions, each in a parallel region of its own.
+// Attention over a paged KV cache (paged.h): its functions, each by a team of its own.
 
 #include "paged.h"
 
@@ -10,8 +10,10 @@ extern "C" {
 // Tokens of `key` and `value` are `..._stride` elements apart, their heads contiguous.
 void write_paged(const Cache* cache, const Step* step, int64_t layer, const void* key,
                  int64_t key_stride, const void* value, int64_t value_stride, int64_t threads) {
-#pragma omp parallel num_threads(threads)
-    write(*cache, *step, layer, {(const Stored*)key, key_stride}, {(const Stored*)value, value_stride});
+    team::gather(threads, [&](team::Member& me) {
+        write(me, *cache, *step, layer, {(const Stored*)key, key_stride},
+              {(const Stored*)value, value_stride});
+    });
 }
 
 // Tokens of `query` are `query_stride` elements apart, their heads contiguous, as all of `out`
@@ -19,8 +21,10 @@ void write_paged(const Cache* cache, const Step* step, int64_t layer, const void
 void attend_paged(const Cache* cache, const Step* step, int64_t layer, const void* query,
                   int64_t query_stride, void* out, int64_t heads, const Form* form,
                   int64_t threads) {
-#pragma omp parallel num_threads(threads)
-    attend(*cache, *step, layer, {(const Stored*)query, query_stride}, (Stored*)out, heads, *form);
+    team::gather(threads, [&](team::Member& me) {
+        attend(me, *cache, *step, layer, {(const Stored*)query, query_stride}, (Stored*)out, heads,
+               *form);
+    });
 }
 
 int64_t tile_tokens() { return TILE_TOKENS; }

@@ -17,13 +17,11 @@
 // not on its tile, its row, the batch or the number of threads. A position that was never written is
 // not multiplied, since it may hold NaN; its score is, and then replaced.
 //
-// The threads of a parallel region call write and attend together, and share the tiles.
+// The members of a team call write and attend together, and share the tiles.
 //
 // Sums are of single precision. With pairs of bfloat16 the weights are rounded to it.
 
 #pragma once
-
-#include <omp.h>
 
 #include <algorithm>
 #include <cfloat>
@@ -36,6 +34,8 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
+
+#include "../team.h"
 
 // Hidden: libraries for another type or head dimension have functions of the same names.
 namespace [[gnu::visibility("hidden")]] paged {
@@ -309,14 +309,13 @@ inline Tile tile_at(const Step& step, int64_t index) {
 // Calls item(tile, first KV head, the one after the last) until all were there: the last tiles first,
 // which are prompts' and take longest.
 template <class Item>
-void for_each_item(const Step& step, int64_t kv_heads, const Item& item) {
-    const int64_t together = step.num_tiles >= TILES_A_THREAD * omp_get_num_threads() ? kv_heads : 1;
+void for_each_item(team::Member& me, const Step& step, int64_t kv_heads, const Item& item) {
+    const int64_t together = step.num_tiles >= TILES_A_THREAD * me.threads ? kv_heads : 1;
     const int64_t parts = kv_heads / together, items = step.num_tiles * parts;
-#pragma omp for schedule(dynamic)
-    for (int64_t i = items - 1; i >= 0; --i) {
-        const int64_t head = i % parts * together;
+    me.share(items, 1, [&](int64_t taken) {
+        const int64_t i = items - 1 - taken, head = i % parts * together;
         item(tile_at(step, i / parts), head, head + together);
-    }
+    });
 }
 
 // What a step reads and writes of one layer.
@@ -627,18 +626,18 @@ struct Heads {
     int64_t stride;
 };
 
-inline void write(const Cache& cache, const Step& step, int64_t layer, Heads<const Stored> key,
-                  Heads<const Stored> value) {
+inline void write(team::Member& me, const Cache& cache, const Step& step, int64_t layer,
+                  Heads<const Stored> key, Heads<const Stored> value) {
     const Writer writer{Layer(cache, step, layer), key.first, key.stride, value.first, value.stride};
-    for_each_item(step, cache.kv_heads, writer);
+    for_each_item(me, step, cache.kv_heads, writer);
 }
 
 // `out` [tokens][heads][HEAD_DIM]
-inline void attend(const Cache& cache, const Step& step, int64_t layer, Heads<const Stored> query,
-                   Stored* out, int64_t heads, const Form& form) {
+inline void attend(team::Member& me, const Cache& cache, const Step& step, int64_t layer,
+                   Heads<const Stored> query, Stored* out, int64_t heads, const Form& form) {
     const Attender attender(Layer(cache, step, layer), query.first, query.stride, out, heads,
                             cache.kv_heads, form);
-    for_each_item(step, cache.kv_heads, attender);
+    for_each_item(me, step, cache.kv_heads, attender);
 }
 
 }  // namespace paged

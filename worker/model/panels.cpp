@@ -30,15 +30,15 @@ void pack(bf16* weight, size outputs, size inputs, int threads) {
 // y = x @ weight.T + bias
 void multiply(const bf16* x, const bf16* panels, const bf16* bias, bf16* y, size rows,
               size outputs, size inputs, int threads) {
-#pragma omp parallel num_threads(threads)
-  panels::multiply(Product<bf16>{x, panels, bias, y, rows, outputs, inputs});
+  const Product<bf16> product{x, panels, bias, y, rows, outputs, inputs};
+  team::gather(threads, [&](team::Member& me) { panels::multiply(me, product); });
 }
 
 // The same without a bias, as fp32.
 void multiply_to_fp32(const bf16* x, const bf16* panels, float* y, size rows, size outputs,
                       size inputs, int threads) {
-#pragma omp parallel num_threads(threads)
-  panels::multiply(Product<float>{x, panels, nullptr, y, rows, outputs, inputs});
+  const Product<float> product{x, panels, nullptr, y, rows, outputs, inputs};
+  team::gather(threads, [&](team::Member& me) { panels::multiply(me, product); });
 }
 
 }  // extern "C"

@@ -13,16 +13,17 @@
 // Each sum is made in the order of the inputs, however many rows there are: a row's result is the
 // same in any batch.
 //
-// The threads of a parallel region call multiply together, and share the panels.
+// The members of a team call multiply together, and share the panels.
 
 #pragma once
 
 #include <immintrin.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+
+#include "../team.h"
 
 // Hidden: libraries for another type or head dimension have functions of the same names.
 namespace [[gnu::visibility("hidden")]] panels {
@@ -128,17 +129,16 @@ void chunk(const Product<Out>& p, size row, size end, size output, const bf16* n
 
 // y = x @ weight.T + bias
 template <class Out>
-void multiply(const Product<Out>& p) {
+void multiply(team::Member& me, const Product<Out>& p) {
   const size chunks = (p.rows + CHUNK - 1) / CHUNK;
   const size tasks = (p.outputs + WIDTH - 1) / WIDTH * chunks;
-#pragma omp for schedule(dynamic)
-  for (size task = 0; task < tasks; ++task) {
+  me.share(tasks, 1, [&](size task) {
     const size row = task % chunks * CHUNK, output = task / chunks * WIDTH;
     // Which one will be this thread's next: so it is where all get on alike.
-    const size next = std::min(task + omp_get_num_threads(), tasks - 1);
+    const size next = std::min(task + me.threads, tasks - 1);
     chunk(p, row, std::min(p.rows, row + CHUNK), output,
           p.panels + next / chunks * WIDTH * p.inputs);
-  }
+  });
 }
 
 // Of the weight in panels, [inputs].

@@ -3,7 +3,7 @@
 // Compiled for one type of elements. Everything is computed in fp32 and rounded where torch's own
 // operations would: a token's result depends on that token alone, bit for bit, in any batch.
 //
-// The threads of a parallel region call these functions together, and share the tokens.
+// The members of a team call these functions together, and share the tokens.
 
 #pragma once
 
@@ -11,10 +11,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../team.h"
+
 // Hidden: libraries for another type or head dimension have functions of the same names.
 namespace [[gnu::visibility("hidden")]] pointwise {
 
 using size = std::int64_t;
+using team::Member;
 
 #if defined(BFLOAT16)
 
@@ -104,55 +107,53 @@ struct Norm {
 };
 
 // hidden += added, [tokens, width].
-inline void sum(Stored* hidden, const Stored* added, size tokens, size width) {
-#pragma omp for schedule(dynamic, TOGETHER)
-  for (size token = 0; token < tokens; ++token) {
+inline void sum(Member& me, Stored* hidden, const Stored* added, size tokens, size width) {
+  me.share(tokens, TOGETHER, [=](size token) {
     Stored* x = hidden + token * width;
     const Stored* more = added + token * width;
     for (size i = 0; i < width; ++i) x[i] = narrow(wide(x[i]) + wide(more[i]));
-  }
+  });
 }
 
 // Of each token hidden += added, unless that is null, and out = norm(hidden). All are [tokens, width];
 // out may be hidden.
-inline void sum_and_norm(Stored* hidden, const Stored* added, Norm norm, Stored* out, size tokens,
-                         size width) {
-#pragma omp for schedule(dynamic, TOGETHER)
-  for (size token = 0; token < tokens; ++token) {
+inline void sum_and_norm(Member& me, Stored* hidden, const Stored* added, Norm norm, Stored* out,
+                         size tokens, size width) {
+  me.share(tokens, TOGETHER, [=](size token) {
     Stored* x = hidden + token * width;
     if (added) {
       const Stored* more = added + token * width;
       for (size i = 0; i < width; ++i) x[i] = narrow(wide(x[i]) + wide(more[i]));
     }
     norm(x, out + token * width, width);
-  }
+  });
 }
 
 // hidden *= factor, [tokens, width].
-inline void scale(Stored* hidden, float factor, size tokens, size width) {
-#pragma omp for schedule(dynamic, TOGETHER)
-  for (size token = 0; token < tokens; ++token)
+inline void scale(Member& me, Stored* hidden, float factor, size tokens, size width) {
+  me.share(tokens, TOGETHER, [=](size token) {
     for (size i = 0; i < width; ++i) {
       Stored& x = hidden[token * width + i];
       x = narrow(wide(x) * factor);
     }
+  });
 }
 
 // out = norm(x), [tokens, width]; out may be x.
-inline void norm(const Stored* x, Norm norm, Stored* out, size tokens, size width) {
-#pragma omp for schedule(dynamic, TOGETHER)
-  for (size token = 0; token < tokens; ++token) norm(x + token * width, out + token * width, width);
+inline void norm(Member& me, const Stored* x, Norm norm, Stored* out, size tokens, size width) {
+  me.share(tokens, TOGETHER,
+           [=](size token) { norm(x + token * width, out + token * width, width); });
 }
 
 // `norm` of `number` heads of each token, in place. Tokens are `stride` elements apart.
-inline void norm_heads(Stored* heads, size stride, Norm norm, size tokens, size number,
+inline void norm_heads(Member& me, Stored* heads, size stride, Norm norm, size tokens, size number,
                        size head_dim) {
-#pragma omp for schedule(dynamic, TOGETHER)
-  for (size token = 0; token < tokens; ++token)
+  me.share(tokens, TOGETHER, [=](size token) {
     for (size head = 0; head < number; ++head) {
       Stored* x = heads + token * stride + head * head_dim;
       norm(x, x, head_dim);
     }
+  });
 }
 
 // By the numbers of worker/model/compiled_pointwise.py: x * sigmoid(x), and with the hyperbolic tangent
@@ -167,21 +168,21 @@ inline float activated(float x) {
 }
 
 template <Activation ACTIVATION>
-inline void gate(const Stored* gate_up, Stored* out, size tokens, size width) {
-#pragma omp for schedule(dynamic, TOGETHER)
-  for (size token = 0; token < tokens; ++token) {
+inline void gate(Member& me, const Stored* gate_up, Stored* out, size tokens, size width) {
+  me.share(tokens, TOGETHER, [=](size token) {
     const Stored* gate = gate_up + token * 2 * width;
     const Stored* up = gate + width;
     Stored* y = out + token * width;
     for (size i = 0; i < width; ++i)
       y[i] = narrow(wide(narrow(activated<ACTIVATION>(wide(gate[i])))) * wide(up[i]));
-  }
+  });
 }
 
 // out [tokens, width] = activation(gate) * up, of gate_up [tokens, 2 * width]: gate before up.
-inline void gate(Activation activation, const Stored* gate_up, Stored* out, size tokens, size width) {
-  if (activation == SILU) gate<SILU>(gate_up, out, tokens, width);
-  else gate<GELU_TANH>(gate_up, out, tokens, width);
+inline void gate(Member& me, Activation activation, const Stored* gate_up, Stored* out, size tokens,
+                 size width) {
+  if (activation == SILU) gate<SILU>(me, gate_up, out, tokens, width);
+  else gate<GELU_TANH>(me, gate_up, out, tokens, width);
 }
 
 // Cosines and sines of a head's first `pairs` pairs of features; a row of them takes `stride` elements.
@@ -193,10 +194,9 @@ struct Angles {
 
 // Turns in place each pair (i, i + pairs) of every head by an angle of its token: that of the row that
 // `rows` has for it, or of its own. Tokens of `heads` are `stride` elements apart, heads `head_dim`.
-inline void rotate(Stored* heads, size stride, const Angles& angles, const size* rows, size tokens,
-                   size number, size head_dim) {
-#pragma omp for schedule(dynamic, TOGETHER)
-  for (size token = 0; token < tokens; ++token) {
+inline void rotate(Member& me, Stored* heads, size stride, const Angles& angles, const size* rows,
+                   size tokens, size number, size head_dim) {
+  me.share(tokens, TOGETHER, [=](size token) {
     const size row = rows ? rows[token] : token, half = angles.pairs;
     const float* cos = angles.cos + row * angles.stride;
     const float* sin = angles.sin + row * angles.stride;
@@ -209,7 +209,7 @@ inline void rotate(Stored* heads, size stride, const Angles& angles, const size*
         high[i] = narrow(std::fma(b, cos[i], a * sin[i]));
       }
     }
-  }
+  });
 }
 
 }  // namespace pointwise

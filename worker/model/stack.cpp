@@ -1,6 +1,6 @@
-// A decoder in two calls, from tokens to hidden states and from those to logits, each by one team of
-// threads: between two operations they wait for each other, and hardly ever so long that one falls
-// asleep. It is what worker/model/decoder.py computes layer by layer with the same functions, bit for bit.
+// A decoder in two calls, from tokens to hidden states and from those to logits, each by one team,
+// which shares one operation after the other. It is what worker/model/decoder.py computes layer by
+// layer with the same functions, bit for bit.
 //
 // Compiled for bfloat16 and one head dimension.
 
@@ -15,19 +15,25 @@ using panels::bf16;
 using pointwise::Angles;
 using pointwise::Norm;
 using pointwise::Stored;
+using team::Member;
 
 struct Linear {
   const bf16* panels;
   const bf16* bias;  // or null
   size outputs, inputs;
 
-  void operator()(const Stored* x, Stored* y, size tokens) const { multiply(x, (bf16*)y, tokens); }
-  void operator()(const Stored* x, float* y, size tokens) const { multiply(x, y, tokens); }
+  void operator()(Member& me, const Stored* x, Stored* y, size tokens) const {
+    multiply(me, x, (bf16*)y, tokens);
+  }
+  void operator()(Member& me, const Stored* x, float* y, size tokens) const {
+    multiply(me, x, y, tokens);
+  }
 
  private:
   template <class Out>
-  void multiply(const Stored* x, Out* y, size tokens) const {
-    panels::multiply(panels::Product<Out>{(const bf16*)x, panels, bias, y, tokens, outputs, inputs});
+  void multiply(Member& me, const Stored* x, Out* y, size tokens) const {
+    const panels::Product<Out> product{(const bf16*)x, panels, bias, y, tokens, outputs, inputs};
+    panels::multiply(me, product);
   }
 };
 
@@ -37,14 +43,13 @@ struct Embedding {
   size in_panels, vocab;
   float multiplier;
 
-  void operator()(const size* tokens, Stored* out, size number, size width) const {
-#pragma omp for schedule(dynamic, pointwise::TOGETHER)
-    for (size i = 0; i < number; ++i) {
+  void operator()(Member& me, const size* tokens, Stored* out, size number, size width) const {
+    me.share(number, pointwise::TOGETHER, [=](size i) {
       bf16* to = (bf16*)out + i * width;
       if (in_panels) panels::row(weight, tokens[i], width, to);
       else std::memcpy(to, weight + tokens[i] * width, width * sizeof(bf16));
-    }
-    if (multiplier != 1.0f) pointwise::scale(out, multiplier, number, width);
+    });
+    if (multiplier != 1.0f) pointwise::scale(me, out, multiplier, number, width);
   }
 };
 
@@ -85,6 +90,7 @@ struct Space {
 };
 
 struct Pass {
+  Member& me;
   const Stack& stack;
   const paged::Cache& cache;
   const paged::Step& step;
@@ -94,24 +100,24 @@ struct Pass {
 
   void operator()() const {
     size number = tokens.number;
-    stack.embedding(tokens.ids, hidden, number, stack.width);
+    stack.embedding(me, tokens.ids, hidden, number, stack.width);
     for (size i = 0; i < stack.num_layers; ++i) {
       const Layer& layer = stack.layers[i];
-      pointwise::sum_and_norm(hidden, i ? space.added : nullptr, layer.before_attention,
+      pointwise::sum_and_norm(me, hidden, i ? space.added : nullptr, layer.before_attention,
                               space.normed, number, stack.width);
       attend(layer, i);
       if (i + 1 == stack.num_layers) number = leave_sites();
-      layer.out(space.attended, space.added, number);
+      layer.out(me, space.attended, space.added, number);
       norm_added(layer.after_attention, number);
-      pointwise::sum_and_norm(hidden, space.added, layer.before_mlp, space.normed, number,
+      pointwise::sum_and_norm(me, hidden, space.added, layer.before_mlp, space.normed, number,
                               stack.width);
-      layer.gate_up(space.normed, space.gate_up, number);
-      pointwise::gate(pointwise::Activation(stack.activation), space.gate_up, space.gated, number,
-                      stack.intermediate);
-      layer.down(space.gated, space.added, number);
+      layer.gate_up(me, space.normed, space.gate_up, number);
+      pointwise::gate(me, pointwise::Activation(stack.activation), space.gate_up, space.gated,
+                      number, stack.intermediate);
+      layer.down(me, space.gated, space.added, number);
       norm_added(layer.after_mlp, number);
     }
-    pointwise::sum(hidden, space.added, number, stack.width);
+    pointwise::sum(me, hidden, space.added, number, stack.width);
   }
 
   void attend(const Layer& layer, size index) const {
@@ -120,15 +126,15 @@ struct Pass {
     Stored* query = space.qkv;
     Stored* key = query + stack.heads * HEAD_DIM;
     Stored* value = query + turned * HEAD_DIM;
-    layer.qkv(space.normed, space.qkv, number);
+    layer.qkv(me, space.normed, space.qkv, number);
     if (layer.query.weight)
-      pointwise::norm_heads(query, stride, layer.query, number, stack.heads, HEAD_DIM);
+      pointwise::norm_heads(me, query, stride, layer.query, number, stack.heads, HEAD_DIM);
     if (layer.key.weight)
-      pointwise::norm_heads(key, stride, layer.key, number, stack.kv_heads, HEAD_DIM);
-    pointwise::rotate(query, stride, stack.angles[layer.angles], tokens.positions, number, turned,
-                      HEAD_DIM);
-    paged::write(cache, step, index, heads(key, stride), heads(value, stride));
-    paged::attend(cache, step, index, heads(query, stride),
+      pointwise::norm_heads(me, key, stride, layer.key, number, stack.kv_heads, HEAD_DIM);
+    pointwise::rotate(me, query, stride, stack.angles[layer.angles], tokens.positions, number,
+                      turned, HEAD_DIM);
+    paged::write(me, cache, step, index, heads(key, stride), heads(value, stride));
+    paged::attend(me, cache, step, index, heads(query, stride),
                   reinterpret_cast<paged::Stored*>(space.attended), stack.heads, layer.form);
   }
 
@@ -136,11 +142,12 @@ struct Pass {
   size leave_sites() const {
     if (!tokens.sites) return tokens.number;
     const size attended = stack.heads * HEAD_DIM;
-#pragma omp single
-    for (size i = 0; i < tokens.num_sites; ++i) {
-      move(hidden, tokens.sites[i], i, stack.width);
-      move(space.attended, tokens.sites[i], i, attended);
-    }
+    me.once([&] {
+      for (size i = 0; i < tokens.num_sites; ++i) {
+        move(hidden, tokens.sites[i], i, stack.width);
+        move(space.attended, tokens.sites[i], i, attended);
+      }
+    });
     return tokens.num_sites;
   }
 
@@ -153,7 +160,7 @@ struct Pass {
   }
 
   void norm_added(const Norm& norm, size number) const {
-    if (norm.weight) pointwise::norm(space.added, norm, space.added, number, stack.width);
+    if (norm.weight) pointwise::norm(me, space.added, norm, space.added, number, stack.width);
   }
 };
 
@@ -174,20 +181,19 @@ int hidden_states(const stack::Stack* stack, const paged::Cache* cache, const pa
   if (!stack::all_below(tokens->ids, tokens->number, stack->embedding.vocab) ||
       !stack::all_below(tokens->positions, tokens->number, stack->positions))
     return 0;
-  const stack::Pass pass{*stack, *cache, *step, *tokens, hidden, *space};
-#pragma omp parallel num_threads(threads)
-  pass();
+  team::gather(threads, [&](team::Member& me) {
+    stack::Pass{me, *stack, *cache, *step, *tokens, hidden, *space}();
+  });
   return 1;
 }
 
 // logits [number, vocab] of hidden [number, width], by way of normed, of the same shape.
 void logits(const stack::Stack* stack, const pointwise::Stored* hidden, pointwise::Stored* normed,
             float* logits, std::int64_t number, int threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    pointwise::norm(hidden, stack->norm, normed, number, stack->width);
-    stack->head(normed, logits, number);
-  }
+  team::gather(threads, [&](team::Member& me) {
+    pointwise::norm(me, hidden, stack->norm, normed, number, stack->width);
+    stack->head(me, normed, logits, number);
+  });
 }
 
 }  // extern "C"
