@@ -1,4 +1,4 @@
-"""Threads that share loops: each part is done once, and no loop begins before the last one is over."""
+"""Threads that share loops: each part is done once, and no loop begins before the last is over."""
 
 from __future__ import annotations
 
