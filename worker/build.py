@@ -24,6 +24,7 @@ from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
 from worker.model.stack import choose_stack
 from worker.parallel import Group
+from worker.precompile import precompile
 from worker.runner import Model, TorchRunner
 from worker.step_times import STOPPED, Stopwatch
 from worker.swap import build_host_cache
@@ -89,6 +90,7 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:
     except UnsupportedArchitecture:
         return _load_with_transformers(config, directory, place)
     max_model_len = _max_model_len(config, spec.max_position)
+    precompile(spec.head_dim, place.dtype, place.device)
     place = replace(place, pointwise=choose_pointwise(place.dtype, place.device))
     decoder = Decoder(spec, max_model_len, place)
     parameter_bytes = _fill(decoder, directory, config, place.group.rank)

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -85,14 +86,18 @@ def _cache() -> Path:
 
 def _key(command: Sequence[str], source: Path) -> str:
     """Of source, flags, compiler and CPU."""
-    version = subprocess.run(
-        (command[0], "--version"), check=True, capture_output=True, text=True, timeout=_TIMEOUT_S
-    ).stdout
     digest = hashlib.sha256()
-    for part in (*_texts(source), *command, version, _cpu()):
+    for part in (*_texts(source), *command, _version(command[0]), _cpu()):
         digest.update(part.encode())
         digest.update(b"\0")
     return digest.hexdigest()[:16]
+
+
+@cache
+def _version(compiler: str) -> str:
+    return subprocess.run(
+        (compiler, "--version"), check=True, capture_output=True, text=True, timeout=_TIMEOUT_S
+    ).stdout
 
 
 def _texts(source: Path) -> Iterator[str]:

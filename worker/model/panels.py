@@ -89,7 +89,7 @@ class PanelPacking:
 @cache
 def panel_packing() -> PanelPacking | None:
     """None where it does not pay or cannot be; the log says if it should have been."""
-    if not _pays():
+    if not pays():
         return None
     library = native.compiled(_SOURCE)
     if library is None:
@@ -107,7 +107,7 @@ def panel_packing() -> PanelPacking | None:
     return packing
 
 
-def _pays() -> bool:
+def pays() -> bool:
     """AMX, where it is, does more than AVX-512, and oneDNN uses it."""
     features = torch.cpu.get_capabilities()
     return bool(features.get("avx512_bf16")) and not features.get("amx_bf16")

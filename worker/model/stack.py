@@ -194,14 +194,15 @@ def choose_stack(plain: LayerByLayer, head_dim: int) -> Stack:
     """``plain`` where some of it is not as stack.cpp computes it, or that cannot be compiled."""
     if not _has_our_ends(plain) or not all(map(_is_ours, plain.layers)):
         return plain
-    library = _library(head_dim)
+    library = stack_library(head_dim)
     if library is None:
         return plain
     return CompiledStack(library, plain, compiled_kernel(head_dim, torch.bfloat16))
 
 
 @cache
-def _library(head_dim: int) -> ctypes.CDLL | None:
+def stack_library(head_dim: int) -> ctypes.CDLL | None:
+    """None where it cannot be made; the log says why."""
     element = native.DTYPES[torch.bfloat16]
     defined = (f"-D{element}", f"-DHEAD_DIM={head_dim}", f"-DBLOCK_SIZE={BLOCK_SIZE}")
     return native.compiled(_SOURCE, defined)
