@@ -30,6 +30,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "element.h"
+
 namespace {
 
 constexpr int kMaxRanks = 64;
@@ -52,43 +54,24 @@ struct alignas(kAlignment) Seat {
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);
 
-struct Bfloat16 {
-    uint16_t bits;
-};
-
-inline float widen(float x) { return x; }
-inline int64_t widen(int64_t x) { return x; }
-inline float widen(_Float16 x) { return x; }
-inline float widen(Bfloat16 x) {
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-
-inline void narrow(float x, float& to) { to = x; }
-inline void narrow(int64_t x, int64_t& to) { to = x; }
-inline void narrow(float x, _Float16& to) { to = static_cast<_Float16>(x); }
-// To the nearest, ties to even, as torch rounds. A NaN stays one: it comes of sums of such numbers,
-// so the lower half of its bits is zero.
-inline void narrow(float x, Bfloat16& to) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    to.bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
+using element::Bfloat16;
+using element::narrow;
+using element::wide;
+inline int64_t wide(int64_t from) { return from; }
+inline void narrow(int64_t from, int64_t& to) { to = from; }
 
 // out = parts[0] + parts[1] + ..., in this order; out may be one of the parts.
 template <typename T>
 void sum(const void* const* parts, int ranks, void* out, size_t elements) {
-    using Wide = decltype(widen(T()));
+    using Wide = decltype(wide(T()));
     Wide total[kBlock];
     for (size_t from = 0; from < elements; from += kBlock) {
         const size_t count = std::min(kBlock, elements - from);
         const T* first = static_cast<const T*>(parts[0]) + from;
-        for (size_t i = 0; i < count; ++i) total[i] = widen(first[i]);
+        for (size_t i = 0; i < count; ++i) total[i] = wide(first[i]);
         for (int rank = 1; rank < ranks; ++rank) {
             const T* part = static_cast<const T*>(parts[rank]) + from;
-            for (size_t i = 0; i < count; ++i) total[i] += widen(part[i]);
+            for (size_t i = 0; i < count; ++i) total[i] += wide(part[i]);
         }
         T* to = static_cast<T*>(out) + from;
         for (size_t i = 0; i < count; ++i) narrow(total[i], to[i]);

@@ -35,10 +35,15 @@
 #include <immintrin.h>
 #endif
 
+#include "../element.h"
 #include "../team.h"
 
 // Hidden: libraries for another type or head dimension have functions of the same names.
 namespace [[gnu::visibility("hidden")]] paged {
+
+using element::narrow;
+using element::Stored;
+using element::wide;
 
 constexpr int LANES = 16;
 constexpr int TILE_TOKENS = 8;
@@ -101,19 +106,13 @@ inline float total(Floats vector) {
     return sum;
 }
 
-// 2^x for x <= 126, and at least 2^-126; NaN stays NaN. The polynomial is that of Cephes' exp2f.
+// 2^x for x <= 126, and at least 2^-126; NaN stays NaN.
 inline Floats exp2(Floats x) {
     x = larger(spread(-126.0f), x);
     const Floats shift = spread(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
     const Floats whole = x + shift;
     const Floats part = x - (whole - shift);
-    Floats y = spread(1.535336188319500e-4f);
-    y = y * part + 1.339887440266574e-3f;
-    y = y * part + 9.618437357674640e-3f;
-    y = y * part + 5.550332471162809e-2f;
-    y = y * part + 2.402264791363012e-1f;
-    y = y * part + 6.931472028550421e-1f;
-    y = y * part + 1.0f;
+    const Floats y = element::exp2_of_part(part);
 #ifdef __AVX512F__
     return (Floats)_mm512_scalef_ps((__m512)y, (__m512)(whole - shift));
 #else
@@ -128,29 +127,6 @@ inline Floats tanh(Floats x) {
 
 // What the cache, queries and outputs consist of. A Word is what is multiplied at once of a product's
 // left-hand side; Lanes, of its right-hand side.
-
-#ifdef BFLOAT16
-
-using Stored = uint16_t;
-
-inline Stored narrowed(float value) {  // to the nearest, of two the even one
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    if (std::isnan(value)) return Stored(bits >> 16 | 0x40);
-    return Stored((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-#else
-
-#ifdef FLOAT16
-using Stored = _Float16;
-#else
-using Stored = float;
-#endif
-
-inline Stored narrowed(float value) { return Stored(value); }
-
-#endif
 
 #if defined(BFLOAT16) && defined(__AVX512BF16__) && HEAD_DIM % 2 == 0
 
@@ -176,24 +152,17 @@ constexpr int PACK = 1;
 using Word = float;
 using Lanes = Floats;
 
-inline Word word_at(const Stored* from) {
-#ifdef BFLOAT16
-    const uint32_t bits = uint32_t(*from) << 16;
-    return loaded<Word>(&bits);
-#else
-    return *from;
-#endif
-}
+inline Word word_at(const Stored* from) { return wide(*from); }
 
 inline Lanes lanes_at(const Stored* from) {
 #if defined(BFLOAT16)
-    typedef Stored Halves __attribute__((vector_size(2 * LANES)));
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
     return (Floats)(__builtin_convertvector(loaded<Halves>(from), Ints) << 16);
 #elif defined(FLOAT16) && defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(loaded<__m256i>(from));
 #elif defined(FLOAT16)
     Floats lanes;
-    for (int i = 0; i < LANES; ++i) lanes[i] = from[i];
+    for (int i = 0; i < LANES; ++i) lanes[i] = wide(from[i]);
     return lanes;
 #else
     return loaded<Floats>(from);
@@ -606,7 +575,7 @@ private:
             const float* from = &scratch.out[r * PADDED];
             const int64_t token = tile.first_token() + r / group;
             Stored* to = out + (token * heads + head_of(head, r)) * HEAD_DIM;
-            for (int i = 0; i < HEAD_DIM; ++i) to[i] = narrowed(from[i] * share);
+            for (int i = 0; i < HEAD_DIM; ++i) to[i] = narrow(from[i] * share);
         }
     }
 

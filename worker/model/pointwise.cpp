@@ -2,8 +2,8 @@
 
 #include "pointwise.h"
 
+using element::Stored;
 using pointwise::size;
-using pointwise::Stored;
 using team::gather;
 using team::Member;
 

@@ -11,60 +11,24 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../element.h"
 #include "../team.h"
 
 // Hidden: libraries for another type or head dimension have functions of the same names.
 namespace [[gnu::visibility("hidden")]] pointwise {
 
 using size = std::int64_t;
+using element::narrow;
+using element::Stored;
+using element::wide;
 using team::Member;
 
-#if defined(BFLOAT16)
-
-struct Stored {
-  std::uint16_t bits;
-};
-
-inline float wide(Stored from) {
-  const std::uint32_t bits = std::uint32_t(from.bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-// To the nearest, of two the even one; NaN stays NaN.
-inline Stored narrow(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  const std::uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  return {std::uint16_t(value != value ? bits >> 16 | 0x40 : rounded)};
-}
-
-#else
-
-#ifdef FLOAT16
-using Stored = _Float16;
-#else
-using Stored = float;
-#endif
-
-inline float wide(Stored from) { return float(from); }
-inline Stored narrow(float value) { return Stored(value); }
-
-#endif
-
-// e^x; 0 or infinity past the exponents that fp32 has; NaN stays NaN. The polynomial is Cephes' exp2f.
+// e^x; 0 or infinity past the exponents that fp32 has; NaN stays NaN.
 inline float exponential(float x) {
   x *= 1.44269504088896341f;
   const float bounded = x < -150.0f ? -150.0f : x > 129.0f ? 129.0f : x;
   const float whole = std::nearbyint(bounded), part = bounded - whole;
-  float y = 1.535336188319500e-4f;
-  y = y * part + 1.339887440266574e-3f;
-  y = y * part + 9.618437357674640e-3f;
-  y = y * part + 5.550332471162809e-2f;
-  y = y * part + 2.402264791363012e-1f;
-  y = y * part + 6.931472028550421e-1f;
-  y = y * part + 1.0f;
+  const float y = element::exp2_of_part(part);
   // In two factors: 2^whole itself may be none of fp32's.
   const std::int32_t exponent = std::int32_t(whole == whole ? whole : 0.0f);
   const std::int32_t first = exponent >> 1, second = exponent - first;

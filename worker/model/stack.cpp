@@ -14,7 +14,7 @@ using size = std::int64_t;
 using panels::bf16;
 using pointwise::Angles;
 using pointwise::Norm;
-using pointwise::Stored;
+using element::Stored;
 using team::Member;
 
 struct Linear {
@@ -135,7 +135,7 @@ struct Pass {
                       turned, HEAD_DIM);
     paged::write(me, cache, step, index, heads(key, stride), heads(value, stride));
     paged::attend(me, cache, step, index, heads(query, stride),
-                  reinterpret_cast<paged::Stored*>(space.attended), stack.heads, layer.form);
+                  space.attended, stack.heads, layer.form);
   }
 
   // From here on nobody looks at the other tokens.
@@ -155,8 +155,8 @@ struct Pass {
     std::memmove(rows + to * width, rows + from * width, width * sizeof(Stored));
   }
 
-  static paged::Heads<const paged::Stored> heads(const Stored* first, size stride) {
-    return {reinterpret_cast<const paged::Stored*>(first), stride};
+  static paged::Heads<const Stored> heads(const Stored* first, size stride) {
+    return {first, stride};
   }
 
   void norm_added(const Norm& norm, size number) const {
@@ -176,7 +176,7 @@ extern "C" {
 // hidden [tokens, width] are those of `tokens`, and in the end the first of them those of its sites.
 // Whether every token is one, at a position that there is: else nothing is computed.
 int hidden_states(const stack::Stack* stack, const paged::Cache* cache, const paged::Step* step,
-                  const stack::Tokens* tokens, pointwise::Stored* hidden, const stack::Space* space,
+                  const stack::Tokens* tokens, element::Stored* hidden, const stack::Space* space,
                   int threads) {
   if (!stack::all_below(tokens->ids, tokens->number, stack->embedding.vocab) ||
       !stack::all_below(tokens->positions, tokens->number, stack->positions))
@@ -188,7 +188,7 @@ int hidden_states(const stack::Stack* stack, const paged::Cache* cache, const pa
 }
 
 // logits [number, vocab] of hidden [number, width], by way of normed, of the same shape.
-void logits(const stack::Stack* stack, const pointwise::Stored* hidden, pointwise::Stored* normed,
+void logits(const stack::Stack* stack, const element::Stored* hidden, element::Stored* normed,
             float* logits, std::int64_t number, int threads) {
   team::gather(threads, [&](team::Member& me) {
     pointwise::norm(me, hidden, stack->norm, normed, number, stack->width);

@@ -1,0 +1,65 @@
+// What numbers are stored as, and the way to fp32 and back.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+// Hidden: libraries for another type have functions of the same names.
+namespace [[gnu::visibility("hidden")]] element {
+
+struct Bfloat16 {
+  std::uint16_t bits;
+};
+
+inline float wide(float from) { return from; }
+inline float wide(Bfloat16 from) {
+  const std::uint32_t bits = std::uint32_t(from.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline void narrow(float from, float& to) { to = from; }
+// To the nearest, of two the even one, as torch rounds; NaN stays NaN.
+inline void narrow(float from, Bfloat16& to) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &from, sizeof bits);
+  const std::uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  to.bits = std::uint16_t(from != from ? bits >> 16 | 0x40 : rounded);
+}
+
+// Which GCC has on x86 from 12 on.
+#ifdef __FLT16_MAX__
+inline float wide(_Float16 from) { return from; }
+inline void narrow(float from, _Float16& to) { to = _Float16(from); }
+#endif
+
+// The type that a library is compiled for.
+#if defined(BFLOAT16)
+using Stored = Bfloat16;
+#elif defined(FLOAT16)
+using Stored = _Float16;
+#else
+using Stored = float;
+#endif
+
+inline Stored narrow(float from) {
+  Stored to;
+  narrow(from, to);
+  return to;
+}
+
+// 2^part, of a number or of many, for -1/2 <= part <= 1/2. The polynomial is that of Cephes' exp2f.
+template <class Floats>
+inline Floats exp2_of_part(Floats part) {
+  Floats y = part * 1.535336188319500e-4f + 1.339887440266574e-3f;
+  y = y * part + 9.618437357674640e-3f;
+  y = y * part + 5.550332471162809e-2f;
+  y = y * part + 2.402264791363012e-1f;
+  y = y * part + 6.931472028550421e-1f;
+  return y * part + 1.0f;
+}
+
+}  // namespace element
