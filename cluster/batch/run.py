@@ -45,7 +45,8 @@ class Batch:
                     await room.acquire()
                     task = group.create_task(self._do(line))
                     task.add_done_callback(lambda _: room.release())
-        except* Exception as errors:
+        # Not except*, in which Python before 3.11.4 puts what is raised into a group again.
+        except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
     async def _do(self, line: Line) -> None:
