@@ -90,7 +90,7 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:
     except UnsupportedArchitecture:
         return _load_with_transformers(config, directory, place)
     max_model_len = _max_model_len(config, spec.max_position)
-    precompile(spec.head_dim, place.dtype, place.device)
+    precompile(spec.head_dim, place.dtype, place.device, place.group.size)
     place = replace(place, pointwise=choose_pointwise(place.dtype, place.device))
     decoder = Decoder(spec, max_model_len, place)
     parameter_bytes = _fill(decoder, directory, config, place.group.rank)

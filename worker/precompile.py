@@ -17,9 +17,9 @@ from worker.model.panels import pays as panels_pay
 from worker.model.stack import stack_library
 
 
-def precompile(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+def precompile(head_dim: int, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
     """Whoever wants one of the libraries finds it done. A compiler has one core: as many of them
-    run at a time as there are cores."""
+    run at a time as there are cores. Several ranks go layer by layer, and want no stack."""
     if device.type != "cpu":
         return
     libraries: list[Callable[[], object]] = [
@@ -28,7 +28,9 @@ def precompile(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         partial(choose_largest, device),
     ]
     if dtype == torch.bfloat16 and panels_pay():
-        libraries += [panel_packing, partial(stack_library, head_dim)]
+        libraries.append(panel_packing)
+        if ranks == 1:
+            libraries.append(partial(stack_library, head_dim))
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
         for compiled in [compilers.submit(library) for library in libraries]:
             compiled.result()

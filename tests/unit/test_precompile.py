@@ -25,7 +25,7 @@ def refuse(source: Path, flags: Sequence[str] = ()) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_a_decoder_wants_is_there(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    precompile(64, dtype, CPU)
+    precompile(64, dtype, CPU, ranks=1)
     monkeypatch.setattr(native, "compiled", refuse)
     compiled_kernel(64, dtype)
     choose_pointwise(dtype, CPU)
@@ -37,4 +37,9 @@ def test_what_a_decoder_wants_is_there(dtype: torch.dtype, monkeypatch: pytest.M
 
 def test_a_gpu_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "compiled", refuse)
-    precompile(96, torch.bfloat16, torch.device("cuda"))
+    precompile(96, torch.bfloat16, torch.device("cuda"), ranks=1)
+
+
+def test_several_ranks_want_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.precompile.stack_library", refuse)
+    precompile(64, torch.bfloat16, CPU, ranks=2)
