@@ -78,7 +78,8 @@ class SteppedModel:
         return self._forward(Rows.of(rows), attention, sites)
 
     def _step(self, rows: list[Row], attention: AttentionBackend) -> Tensor | None:
-        return self._model.logits(self._forward(Rows.of(rows), attention, None))
+        logits = self._model.logits(self._forward(Rows.of(rows), attention, None))
+        return None if logits is None else logits.clone()
 
     def _forward(self, step: Rows, attention: AttentionBackend, sites: list[int] | None) -> Tensor:
         return self._model.forward(

@@ -44,8 +44,8 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere; a tensor of
-        the caller's own. A collective."""
+        """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere. The caller
+        may change them; they hold until the next call. A collective."""
         ...
 
 

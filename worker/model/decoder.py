@@ -268,7 +268,8 @@ class Decoder:
         return self.stack.hidden(tokens, positions, attention, sites)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere."""
+        """fp32 logits [n, vocab] of ``hidden`` [n, hidden] on rank 0, None elsewhere. They hold
+        until the next call."""
         logits = self.stack.logits(hidden)
         if logits is None:
             return None

@@ -134,7 +134,8 @@ class CompiledStack:
             first.down.inputs,
         )
         self._memory = torch.empty(0, dtype=torch.bfloat16)
-        #: of it, and for how many tokens
+        self._logits_memory = torch.empty(0)
+        #: of the former, and for how many tokens
         self._space, self._room = _Space(), 0
 
     def hidden(
@@ -167,7 +168,7 @@ class CompiledStack:
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
-        logits = torch.empty(len(hidden), self._stack.head.outputs)
+        logits = self._memory_for_logits(len(hidden))
         self._logits(
             self._stack,
             hidden.data_ptr(),
@@ -177,6 +178,15 @@ class CompiledStack:
             torch.get_num_threads(),
         )
         return logits
+
+    def _memory_for_logits(self, number: int) -> Tensor:
+        """Float32 [number, vocab]. It is kept too: large memory that is new each time is a page
+        fault for every 4 KiB of it."""
+        if number > len(self._logits_memory):
+            self._logits_memory = torch.empty(0)
+            room = 1 << (number - 1).bit_length()
+            self._logits_memory = torch.empty(room, self._stack.head.outputs)
+        return self._logits_memory[:number]
 
     def _space_for(self, tokens: int) -> _Space:
         """It is kept, since the largest step comes again."""
