@@ -128,8 +128,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leader = 0
         self.term = 0
         self.policy = QueuePolicy()
-        #: the newest one that there ever was
-        self.newest_policy = QueuePolicy()
+        #: all that there ever were, the newest last
+        self.policies = [QueuePolicy()]
         #: what was read before
         self.seen: dict[str, Stored] = {}
         self.kept: Kept | None = None
@@ -726,12 +726,15 @@ class LedgerMachine(RuleBasedStateMachine):
         is_same = replace(self.policy, version=0) == replace(before, version=0)
         assert is_same == (self.policy.version == before.version)
         assert self.policy.version >= before.version
-        self.newest_policy = max(self.newest_policy, self.policy, key=lambda it: it.version)
+        self.policies.append(self.policy)
 
-    @rule()
-    def restore_policy(self) -> None:  # I15
-        self.policy = self.run(self.ledger.restore_policy(self.newest_policy))
-        assert self.policy == self.newest_policy
+    @rule(back=st.integers(0, 3))
+    def restore_policy(self, back: int) -> None:  # I15
+        """A router knows what was set last, or has missed that."""
+        known = self.policies[max(0, len(self.policies) - 1 - back)]
+        expected = max(self.policy, known, key=lambda it: it.version)
+        self.policy = self.run(self.ledger.restore_policy(known))
+        assert self.policy == expected
 
     # who is there
 
