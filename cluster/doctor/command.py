@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 
 from rich.console import Console
@@ -35,7 +37,9 @@ def _nodes(address: str) -> list[Finding]:
     from cluster.doctor import nodes
 
     try:
-        return list(nodes.examine(address))
+        # Ray prints what happens to its nodes, whatever it is told of logs.
+        with redirect_stdout(sys.stderr):
+            return list(nodes.examine(address))
     except ConnectionError as error:
         mend = "ray start --head there, or another ray_address"
         return [broken("Ray", f"no cluster at {address!r}: {error}", mend)]

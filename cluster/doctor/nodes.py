@@ -36,9 +36,12 @@ class NodeReport:
 def examine(address: str) -> Iterator[Finding]:
     """Of the cluster at ``address``, of Ray. Raises ConnectionError where there is none."""
     with _joined(address):
-        alive = _alive()
-        reports = _asked(alive)
-        yield fine("nodes", f"{len(alive)}: {', '.join(each.address for each in reports)}")
+        reports, silent = asked(_alive(), _ask)
+        if silent:
+            yield broken("nodes", "; ".join(silent), "see ray status, and the raylet's log there")
+        if not reports:
+            return
+        yield fine("nodes", f"{len(reports)}: {', '.join(each.address for each in reports)}")
         yield compare("versions", reports, lambda each: each.versions)
         yield _gpus(reports)
         yield clocks(reports)
@@ -73,22 +76,34 @@ class _joined:
         ray.shutdown()
 
 
-def _asked(nodes: Sequence[dict[str, Any]]) -> list[NodeReport]:
+def asked(
+    nodes: Sequence[dict[str, Any]], ask: Callable[[dict[str, Any]], NodeReport]
+) -> tuple[list[NodeReport], list[str]]:
+    """What nodes answer, and of those that do not, why. A node may go at any time."""
+    from ray.exceptions import RayError
+
+    reports, silent = [], []
+    for node in nodes:
+        try:
+            reports.append(ask(node))
+        except RayError as error:
+            silent.append(f"{node['NodeManagerAddress']} does not answer: {_last_line(error)}")
+    return reports, silent
+
+
+def _ask(node: dict[str, Any]) -> NodeReport:
+    """Raises RayError."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    look = ray.remote(_look)
-    reports = []
-    for node in nodes:
-        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        asking = look.options(num_cpus=0, scheduling_strategy=there)
-        # Its process is there at the second question.
-        ray.get(asking.remote(), timeout=_ANSWER_S)
-        asked = time.time()
-        versions, gpus, its_time = ray.get(asking.remote(), timeout=_ANSWER_S)
-        clock_s = its_time - (asked + time.time()) / 2
-        reports.append(NodeReport(node["NodeManagerAddress"], versions, gpus, clock_s))
-    return reports
+    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    asking = ray.remote(_look).options(num_cpus=0, scheduling_strategy=there)
+    # Its process is there at the second question.
+    ray.get(asking.remote(), timeout=_ANSWER_S)
+    began = time.time()
+    versions, gpus, its_time = ray.get(asking.remote(), timeout=_ANSWER_S)
+    clock_s = its_time - (began + time.time()) / 2
+    return NodeReport(node["NodeManagerAddress"], versions, gpus, clock_s)
 
 
 def _look() -> tuple[dict[str, str], tuple[str, ...], float]:

@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from cluster.config import DEMO_MODEL, Config, load
 from cluster.doctor import certificates, command, ledger, machine
 from cluster.doctor.finding import Finding, Level
-from cluster.doctor.nodes import NodeReport, clocks, compare
+from cluster.doctor.nodes import NodeReport, asked, clocks, compare
 from everlift.tls import InternalTls
 from router.ledger.config import LedgerConfig
 from router.ledger.embedded import EmbeddedLedger
@@ -147,6 +148,17 @@ def test_nodes_that_differ_are_named() -> None:
     assert finding.level is Level.ERROR
     assert finding.says == "torch 2.11.0 on b, else 2.13.0"
     assert compare("versions", reports[::2], lambda each: each.versions).level is Level.OK
+
+
+def test_a_node_that_goes_while_it_is_asked_is_named_and_the_others_are_looked_at() -> None:
+    def ask(node: dict[str, str]) -> NodeReport:
+        if node["NodeManagerAddress"] == "b":
+            raise RaySystemError("the first line\nit is gone")
+        return report(node["NodeManagerAddress"])
+
+    reports, silent = asked([{"NodeManagerAddress": name} for name in "abc"], ask)
+    assert [each.address for each in reports] == ["a", "c"]
+    assert silent == ["b does not answer: it is gone"]
 
 
 def test_clocks_that_differ_are_seen() -> None:
