@@ -149,4 +149,7 @@ def _build_cache(config: WorkerConfig, kv_shape: tuple[int, int, int], place: Pl
         num_blocks = (config.kv_cache_mib << 20) // place.group.size // size
     if num_blocks < 1:
         raise ValueError(f"kv_cache_mib {config.kv_cache_mib} holds not one block of this model")
-    return KVCache(num_blocks, *kv_shape, place.dtype, place.device)
+    cache = KVCache(num_blocks, *kv_shape, place.dtype, place.device)
+    if place.device.type == "cpu":
+        cache.take_memory()
+    return cache

@@ -11,11 +11,21 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import sys
+import threading
 
 import torch
 from torch import Tensor
 
 from everlift.blockhash import BLOCK_SIZE
+
+#: Linux has it since 5.14, Python's mmap not.
+_MADV_POPULATE_WRITE = 23
+#: Bytes that a huge page has.
+_TAKEN_AT_ONCE = 2 << 20
+#: Bytes that are taken ahead, 0.17 s of a core where it was measured. Beside a batch that comes at
+#: once, much more of them made it slower (tests/perf/engine.md).
+_TAKEN_AHEAD = 256 << 20
 
 
 class KVCache:
@@ -44,6 +54,16 @@ class KVCache:
     def num_blocks(self) -> int:
         return self.tensor.shape[0]
 
+    def take_memory(self) -> threading.Thread:
+        """A system gives memory as it is first written to, for which the first requests' steps had
+        to wait. The thread takes what they will use, and changes nothing in it; meanwhile the cache
+        may be used."""
+        thread = threading.Thread(
+            target=_take_memory, args=(self.tensor,), name="kv-cache-memory", daemon=True
+        )
+        thread.start()
+        return thread
+
     def layer(self, index: int) -> Tensor:
         """A view [blocks, 2, kv_heads, BLOCK_SIZE, head_dim] of one layer."""
         return self.tensor[:, index]
@@ -56,14 +76,34 @@ def block_bytes(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtyp
 
 def _ask_for_huge_pages(tensor: Tensor) -> None:
     """Where the system has them: a sequence's blocks lie anywhere, and with pages of 4 KiB the CPU
-    looks up nearly every head of a block anew. They are only taken as they are written to."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    looks up nearly every head of a block anew. They are only taken as they are written to, or
+    ahead."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages = _whole_pages(tensor)
+        _advise(pages.start, len(pages), mmap.MADV_HUGEPAGE)
+
+
+def _take_memory(tensor: Tensor) -> None:
+    """In pieces: while one comes, nobody else of the process gets memory from the system. A kernel
+    that cannot do it leaves all as it was."""
+    if not sys.platform.startswith("linux"):
         return
-    past_page = -tensor.data_ptr() % mmap.PAGESIZE
-    whole_pages = (tensor.nbytes - past_page) // mmap.PAGESIZE * mmap.PAGESIZE
-    if whole_pages > 0:
-        begin = ctypes.c_void_p(tensor.data_ptr() + past_page)
-        ctypes.CDLL(None).madvise(begin, ctypes.c_size_t(whole_pages), mmap.MADV_HUGEPAGE)
+    pages = _whole_pages(tensor)[:_TAKEN_AHEAD]
+    for begin in pages[::_TAKEN_AT_ONCE]:
+        if not _advise(begin, min(_TAKEN_AT_ONCE, pages.stop - begin), _MADV_POPULATE_WRITE):
+            return
+
+
+def _whole_pages(tensor: Tensor) -> range:
+    """The addresses of those that are the tensor's alone."""
+    begin, size = tensor.data_ptr(), mmap.PAGESIZE
+    return range(begin + -begin % size, (begin + tensor.nbytes) // size * size)
+
+
+def _advise(begin: int, size: int, advice: int) -> bool:
+    """Whether the system took it."""
+    refused = ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
+    return not refused
 
 
 def _block_shape(num_layers: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,20 @@ def test_it_asks_for_huge_pages() -> None:
         elif line.startswith("VmFlags:"):
             flags[inside] = line
     assert " hg" in flags[True]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory comes as it is written to")
+def test_what_the_first_requests_use_is_taken_ahead_and_keeps_what_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.kv_cache._TAKEN_AHEAD", 64 << 20)
+    cache = KVCache(128, 4, 8, 128, torch.float32, CPU)
+    cache.tensor[10].fill_(5)
+    before = _resident_bytes()
+    cache.take_memory().join()
+    assert 0.9 * (62 << 20) < _resident_bytes() - before < 1.1 * (62 << 20)
+    assert (cache.tensor[10] == 5).all()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
