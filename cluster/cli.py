@@ -234,7 +234,8 @@ def capacity(
 )
 def policy(
     order: Annotated[
-        str | None, typer.Option(metavar="ORDER", help="Who leaves first: fifo or deadline.")
+        str | None,
+        typer.Option(metavar="ORDER", help="Who leaves first: fifo, deadline, shortest or hrrn."),
     ] = None,
     max_queued: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="Requests that may wait.")

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from everlift.tls import InternalTls, Tls, check_pair, make_absolute
 
 #: Names of the admission queue's orders.
-Order: TypeAlias = Literal["fifo", "deadline"]
+Order: TypeAlias = Literal["fifo", "deadline", "shortest", "hrrn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,20 @@ class RouterConfig:
     #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED. everlift policy sets it
     #: at run time
     max_queued: int = 10_000
-    #: which request leaves the queue first, within a class: the one that came first (fifo), or
-    #: whose deadline or ttft_target_ms comes first (deadline). everlift policy sets it at run time
+    #: which request leaves the queue first, within a class: the one that came first (fifo), whose
+    #: deadline or ttft_target_ms comes first (deadline), that probably takes the fewest tokens
+    #: (shortest), or that has waited longest for what it takes (hrrn). everlift policy sets it at
+    #: run time
     order: Order = "fifo"
+    #: deadline: a request without one is due so long after it came
+    undated_due: float = 60.0
+    #: shortest: for each of its own tokens a request gives way to shorter ones for so long
+    patience: float = 0.05
+    #: who has waited for so long leaves before all others of its class, whatever the order; 0:
+    #: nobody
+    starvation: float = 0.0
+    #: of the work that higher classes get while a class waits, the part that it gets as well
+    class_floor: float = 0.05
     #: dispatched to a worker beyond what it can run at once
     local_depth: int = 2
     #: prompt tokens that a worker may have waiting to be computed
@@ -124,6 +135,10 @@ class RouterConfig:
             raise ValueError(f"lease ({self.lease:g}) must be twice beat or more")
         if self.max_queued < 1 or self.max_losses < 1:
             raise ValueError("max_queued and max_losses must be at least 1")
+        if self.undated_due <= 0 or self.patience < 0 or self.starvation < 0:
+            raise ValueError("undated_due must be above 0, patience and starvation at least 0")
+        if not 0 <= self.class_floor <= 0.5:
+            raise ValueError("class_floor must be from 0 to 0.5")
         if (self.access == "file") != bool(self.access_file):
             raise ValueError("access_file must be set with access: file, and then only")
         if self.access_file:

@@ -6,11 +6,13 @@ from everlift.v1 import session_pb2
 from router.ledger.entry import Entry
 
 
-def dispatched(entry: Entry) -> session_pb2.Dispatched:
+def dispatched(entry: Entry, overtaken: int = 0) -> session_pb2.Dispatched:
+    """``overtaken``: times that others left the queue before it that came later."""
     return session_pb2.Dispatched(
         request_id=entry.request_id,
         worker_id=entry.worker,
         epoch=entry.epoch,
         attempt=entry.attempts,
         moves=entry.moves,
+        overtaken=overtaken,
     )

@@ -25,8 +25,9 @@ from everlift.errors import LedgerUnavailable
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.load import cluster_load
 from router.admission.placement import Placement
-from router.admission.policy import ORDERS, Rules, Waiting
+from router.admission.policy import Rules, policy_of
 from router.admission.tenure import Placed, Tenure
+from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Load, WorkerView
 from router.clock import now
 from router.config import RouterConfig
@@ -77,7 +78,7 @@ class Leader:
         self._config = config
         self._ledger = ledger
         self._lease = Lease(config, router_id, address, ledger, self._begin, self._step_down)
-        self.rules = Rules(ORDERS[config.order], config.max_queued)
+        self.rules = Rules(policy_of(config.order, config), config.max_queued)
         self._placement = Placement(config)
         self._tenure: Tenure | None = None
         self._lines = Lines(self)
@@ -347,7 +348,10 @@ class Leader:
         # A gateway that is gone says itself what it has when it comes again.
         if entry.gateway in self._lines.gateways:
             tenure.begun(placed, entry.gateway)
-        self._tell(entry.gateway, session_pb2.LeaderMessage(dispatched=[dispatched(entry)]))
+        self._tell(
+            entry.gateway,
+            session_pb2.LeaderMessage(dispatched=[dispatched(entry, placed.overtaken)]),
+        )
         if entry.gateway != waiting.gateway:
             self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
         for victim in placed.victims:

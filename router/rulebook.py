@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from everlift import logs
-from router.admission.policy import ORDERS, Rules
+from router.admission.policy import ORDERS, Rules, policy_of
 from router.config import RouterConfig
 from router.ledger.base import Ledger, QueuePolicy
 
@@ -29,8 +29,10 @@ class Rulebook:
     @property
     def rules(self) -> Rules:
         """Of an order that only a newer version knows, the configuration's."""
-        order = ORDERS.get(self._policy.order, ORDERS[self._config.order])
-        return Rules(order, self._policy.max_queued or self._config.max_queued)
+        order = next((it for it in ORDERS if it == self._policy.order), self._config.order)
+        return Rules(
+            policy_of(order, self._config), self._policy.max_queued or self._config.max_queued
+        )
 
     async def keep_up(self, version: int) -> None:
         """With the policy that the ledger has under this version. One that its server forgot is put

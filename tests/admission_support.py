@@ -8,21 +8,28 @@ from itertools import count
 from everlift.v1 import session_pb2 as pb
 from router.admission.pace import Pace, Work
 from router.admission.placement import Placement
-from router.admission.policy import ORDERS, Rules, Waiting
+from router.admission.policy import Rules, policy_of
 from router.admission.running import Running
 from router.admission.tenure import Placed, Tenure
+from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Load
 from router.config import RouterConfig
 
 CONFIG = RouterConfig(
-    local_depth=2, max_pending_prefill=100_000, max_queued=3, beat=0.5, lease=1.5, move_reserve=0.05
+    local_depth=2,
+    max_pending_prefill=100_000,
+    max_queued=3,
+    beat=0.5,
+    lease=1.5,
+    move_reserve=0.05,
+    class_floor=0.0,
 )
 CAPACITY = Capacity(max_num_seqs=4, num_blocks=100)
 
 
 def waiting(request_id: str, arrived: float = 0.0, **fields: object) -> Waiting:
     made = Waiting(request_id, "g", arrived, prefill_tokens=32, max_tokens=10)
-    return replace(made, **fields)  # type: ignore[arg-type]
+    return made._replace(**fields)  # type: ignore[arg-type]
 
 
 def running(request_id: str, worker_id: str = "home", **fields: object) -> Running:
@@ -55,7 +62,7 @@ class Cluster:
         self.slots: dict[str, list[str]] = {}
         self.tenure = Tenure(
             config,
-            Rules(ORDERS[config.order], config.max_queued),
+            Rules(policy_of(config.order, config), config.max_queued),
             self.placement,
             lambda worker: self.slots.get(worker, []),
             "",

@@ -120,7 +120,9 @@ class Gateway:
         submission = Submission.from_proto(message, message.request_id, seed=1)
         return await self.requests.submit(self.model.resolve(submission), timeout_s)
 
-    async def dispatch(self, request_id: str = "r", worker_id: str = "w") -> int:
+    async def dispatch(
+        self, request_id: str = "r", worker_id: str = "w", overtaken: int = 0
+    ) -> int:
         epoch = next(self.epochs)
         entry = await self.ledger.dispatch(request_id, worker_id, epoch, TERM)
         self.requests.dispatched(
@@ -130,6 +132,7 @@ class Gateway:
                 epoch=epoch,
                 attempt=entry.attempts,
                 moves=entry.moves,
+                overtaken=overtaken,
             )
         )
         return epoch

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from router.admission.policy import Waiting
 from router.admission.running import Running, RunningTable
+from router.admission.waiting import Waiting
 from router.admission.worker_view import WorkerView, blocks_for, blocks_of
 
 #: So long before its last moment a request makes room for itself at the least: the leader looks

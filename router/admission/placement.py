@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import inf
 
 from router.admission.pace import slow
-from router.admission.policy import Waiting
+from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Claim, Load, WorkerView, blocks_of
 from router.config import RouterConfig
 

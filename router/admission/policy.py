@@ -1,126 +1,178 @@
-"""In which order requests leave the admission queue, and how many may wait. Pure."""
+"""In which order those of a class leave the admission queue, and how many may wait. Pure.
+
+A policy's key of a request is the same whenever it is asked, in every replica: a new leader is told
+what waits in the order of the keys. What leaves next is up to the policy's lanes, which may look at
+the time as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol, Self
+from typing import Protocol, TypeAlias, get_args
 
-from everlift.v1 import session_pb2
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """What order and placement may look at.
-
-    ``arrived``, ``deadline`` and ``ttft_deadline`` are ledger time in seconds; ``arrived`` survives
-    requeues. ``prefill_tokens`` are to be computed before the next token: the prompt, which the
-    choices share, and each choice's output so far. ``max_tokens`` may still be generated, by all of
-    the ``choices`` together.
-    """
-
-    request_id: str
-    gateway: str
-    arrived: float
-    prefill_tokens: int
-    max_tokens: int
-    avoid: str = ""
-    choices: int = 1
-    #: a larger one goes first
-    priority: int = 0
-    deadline: float = inf
-    ttft_deadline: float = inf
-    #: times that it may still be moved when it is preempted
-    moves_left: int = 0
-    #: it may be what its last workers died of
-    is_suspect: bool = False
-    #: that will probably be generated, of all choices
-    predicted_tokens: int = 0
-
-    @property
-    def due(self) -> float:
-        """The earliest moment by which something of it is wanted, ledger time; infinite: none."""
-        return min(self.deadline, self.ttft_deadline)
-
-    @property
-    def work_tokens(self) -> int:
-        """To be computed for it, as predicted."""
-        return self.prefill_tokens + self.predicted_tokens
-
-    @classmethod
-    def told(cls, gateway: str, message: session_pb2.Waiting) -> Self:
-        return cls(
-            message.request_id,
-            gateway,
-            message.arrived,
-            message.prompt_tokens,
-            message.max_tokens,
-            message.avoid,
-            message.choices,
-            message.priority,
-            message.deadline or inf,
-            message.ttft_deadline or inf,
-            message.moves_left,
-            message.suspect,
-            message.predicted_tokens,
-        )
-
-
-class Ordered(Protocol):
-    """Whatever has a place in the queue's order: it waits, or runs and may come back."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def arrived(self) -> float: ...
-
-    @property
-    def priority(self) -> int: ...
-
-    @property
-    def due(self) -> float: ...
-
+from router.admission.lanes import KeyLane, Lane, RatioLane, StarvationLane
+from router.admission.waiting import Ordered
+from router.config import Order, RouterConfig
 
 #: Compared as a tuple; the smallest key leaves first.
-Key = tuple[float | str, ...]
+Key: TypeAlias = tuple[float | str, ...]
 
 
 class Policy(Protocol):
-    """A key is taken once, when the request enters the queue: it may not depend on the time."""
+    @property
+    def name(self) -> Order:
+        """How operators call it."""
+        ...
 
-    #: how operators call it
-    name: str
+    @property
+    def keys(self) -> str:
+        """A name for its keys: of two policies with the same one they are the same."""
+        ...
 
     def key(self, waiting: Ordered) -> Key: ...
 
+    def lane(self, present: Container[int]) -> Lane:
+        """Where those of a class wait. ``present`` are the tickets of those that do."""
+        ...
 
+
+@dataclass(frozen=True, slots=True)
 class Fifo:
-    """By class, then by arrival. A request that comes back from a worker keeps its place."""
+    """By arrival. A request that comes back from a worker keeps its place."""
 
-    name = "fifo"
+    @property
+    def name(self) -> Order:
+        return "fifo"
+
+    @property
+    def keys(self) -> str:
+        return "fifo"
 
     def key(self, waiting: Ordered) -> Key:
         return (-waiting.priority, waiting.arrived, waiting.request_id)
 
+    def lane(self, present: Container[int]) -> Lane:
+        return KeyLane(present)
 
+
+@dataclass(frozen=True, slots=True)
 class EarliestDeadline:
-    """By class, then by what is due first: a request's deadline or that of its first token. Those
-    without any come after all that have one, by arrival.
+    """By what is due first: a request's deadline, or that of its first token. One without any is
+    due ``undated_s`` after it came: nobody who comes later than that goes before it.
 
-    A missed one still goes first, as its time does not change its key. And as nothing ages, those
-    without a deadline wait for as long as those with one keep the workers busy.
+    One that is late still goes first, as its time does not change its key.
     """
 
-    name = "deadline"
+    undated_s: float
+
+    @property
+    def name(self) -> Order:
+        return "deadline"
+
+    @property
+    def keys(self) -> str:
+        return f"deadline {self.undated_s:g}"
 
     def key(self, waiting: Ordered) -> Key:
-        return (-waiting.priority, waiting.due, waiting.arrived, waiting.request_id)
+        due = waiting.due if waiting.due < inf else waiting.arrived + self.undated_s
+        return (-waiting.priority, due, waiting.arrived, waiting.request_id)
+
+    def lane(self, present: Container[int]) -> Lane:
+        return KeyLane(present)
 
 
-#: By their names.
-ORDERS: Mapping[str, Policy] = {policy.name: policy for policy in (Fifo(), EarliestDeadline())}
+@dataclass(frozen=True, slots=True)
+class ShortestWork:
+    """By predicted work, prompt and output, and by arrival: a request gives way to shorter ones for
+    ``patience_s`` seconds for each of its own tokens. So nobody goes before it who came later than
+
+        patience_s * its predicted tokens
+
+    after it, whatever the load. This ageing is relative to what the request itself will take; a
+    fixed time would turn the order into fifo as soon as everybody waits longer than that.
+    """
+
+    patience_s: float
+
+    @property
+    def name(self) -> Order:
+        return "shortest"
+
+    @property
+    def keys(self) -> str:
+        return f"shortest {self.patience_s:g}"
+
+    def key(self, waiting: Ordered) -> Key:
+        let_by_until = waiting.arrived + self.patience_s * waiting.predicted_total
+        return (-waiting.priority, let_by_until, waiting.arrived, waiting.request_id)
+
+    def lane(self, present: Container[int]) -> Lane:
+        return KeyLane(present)
+
+
+@dataclass(frozen=True, slots=True)
+class HighestResponseRatio:
+    """By how long it has waited for what it takes: the highest ratio of the two leaves first
+    (highest response ratio next; for serving models in Magnus, arXiv 2406.04785).
+
+    A request of w tokens that has waited t gives way to a later one of v tokens only once that has
+    waited t * v / w itself, and to none that takes longer.
+    """
+
+    @property
+    def name(self) -> Order:
+        return "hrrn"
+
+    @property
+    def keys(self) -> str:
+        return "fifo"
+
+    def key(self, waiting: Ordered) -> Key:
+        return Fifo().key(waiting)
+
+    def lane(self, present: Container[int]) -> Lane:
+        return RatioLane(present)
+
+
+@dataclass(frozen=True, slots=True)
+class NeverLonger:
+    """As ``policy``, but who has waited for ``limit_s`` leaves before all others of its class.
+    Under an overload that lets everybody wait so long, this is fifo."""
+
+    policy: Policy
+    limit_s: float
+
+    @property
+    def name(self) -> Order:
+        return self.policy.name
+
+    @property
+    def keys(self) -> str:
+        return self.policy.keys
+
+    def key(self, waiting: Ordered) -> Key:
+        return self.policy.key(waiting)
+
+    def lane(self, present: Container[int]) -> Lane:
+        return StarvationLane(self.policy.lane(present), self.limit_s, present)
+
+
+#: What an order may be called.
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+
+def policy_of(order: Order, config: RouterConfig) -> Policy:
+    """The policy of this name, with the numbers that are configured."""
+    policies: dict[Order, Policy] = {
+        "fifo": Fifo(),
+        "deadline": EarliestDeadline(config.undated_due),
+        "shortest": ShortestWork(config.patience),
+        "hrrn": HighestResponseRatio(),
+    }
+    policy = policies[order]
+    return NeverLonger(policy, config.starvation) if config.starvation else policy
 
 
 @dataclass(frozen=True, slots=True)

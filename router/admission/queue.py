@@ -1,7 +1,6 @@
-"""The admission queue: what waits in the whole cluster, in the policy's order. Pure.
+"""The admission queue: what waits in the whole cluster, by class and in the policy's order. Pure.
 
-Every operation is O(log n) amortised. A withdrawn request leaves a hole in the heap, which is
-closed when it comes up or when holes outnumber what waits.
+Every operation is O(log n) amortised, but for a gateway's loss.
 
 A million may wait: what is kept of each is tuples of plain values alone, which Python's garbage
 collector leaves out of its rounds. Rounds over a million objects would stop the router for tenths
@@ -10,35 +9,41 @@ of a second.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from itertools import count, takewhile
-from operator import attrgetter
 from typing import Any, TypeAlias
 
-from router.admission.policy import Key, Policy, Waiting
+from router.admission.classes import Classes
+from router.admission.overtaking import Overtaking
+from router.admission.policy import Policy
+from router.admission.waiting import Waiting
 
 #: Requests whose place in another order is found at once, in some milliseconds.
 _AT_ONCE = 1024
 
+#: Dispatches, about, after which it is looked who has waited longest.
+_FORGET_EVERY = 1 << 15
+
 _Row: TypeAlias = tuple[Any, ...]
 
-_row = attrgetter(*(field.name for field in fields(Waiting)))
+_REQUEST_ID, _GATEWAY = map(Waiting._fields.index, ("request_id", "gateway"))
 
 
 class AdmissionQueue:
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        #: a ticket names one stay of a request
-        self._heap: list[tuple[Key, int]] = []
+    """``class_floor``: of the work that higher classes get while a class waits, the part that it
+    gets as well. Times are ledger time in seconds."""
+
+    def __init__(self, policy: Policy, class_floor: float = 0.0) -> None:
         self._tickets = count()
+        #: by ticket, which names one stay of a request
         self._rows: dict[int, _Row] = {}
         self._ticket_of: dict[str, int] = {}
         #: tokens to be computed for all that wait, as predicted
         self.work_tokens = 0
-        #: request ids, no gateway without any
-        self._of_gateway: dict[str, dict[str, None]] = {}
+        #: by class, none of which nobody waits
+        self._numbers: dict[int, int] = {}
+        self._classes = Classes(policy, self._rows, self._numbers, class_floor)
+        self._overtaking = Overtaking()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -50,75 +55,82 @@ class AdmissionQueue:
         """Adds a request; the one that waited under this id before is replaced, and returned."""
         replaced = self._take_out(waiting.request_id)
         ticket = self._ticket_of[waiting.request_id] = next(self._tickets)
-        self._rows[ticket] = _row(waiting)
+        self._rows[ticket] = tuple(waiting)
         self.work_tokens += waiting.work_tokens
-        self._of_gateway.setdefault(waiting.gateway, {})[waiting.request_id] = None
-        heapq.heappush(self._heap, (self._policy.key(waiting), ticket))
+        self._numbers[waiting.priority] = self._numbers.get(waiting.priority, 0) + 1
+        self._classes.push(waiting, ticket)
         return replaced
 
     def withdraw(self, request_id: str, gateway: str) -> bool:
         """Removes a request wherever it stands; False if it does not wait for this gateway."""
-        if request_id not in self._of_gateway.get(gateway, ()):
+        ticket = self._ticket_of.get(request_id)
+        if ticket is None or self._rows[ticket][_GATEWAY] != gateway:
             return False
         self._take_out(request_id)
         return True
 
     def withdraw_gateway(self, gateway: str) -> None:
-        """Removes everything of a gateway that is gone. O(what it has waiting)."""
-        for request_id in tuple(self._of_gateway.get(gateway, ())):
+        """Removes everything of a gateway that is gone. O(n): an index would cost every request,
+        and gateways go rarely."""
+        rows = self._rows.values()
+        for request_id in [row[_REQUEST_ID] for row in rows if row[_GATEWAY] == gateway]:
             self._take_out(request_id)
 
     def _take_out(self, request_id: str) -> Waiting | None:
         ticket = self._ticket_of.get(request_id)
         if ticket is None:
             return None
-        waiting = self._leave(ticket)
-        self._close_holes()
+        waiting = Waiting._make(self._rows[ticket])
+        self._remove(waiting, ticket)
         return waiting
 
-    def _leave(self, ticket: int) -> Waiting:
-        waiting = Waiting(*self._rows.pop(ticket))
-        del self._ticket_of[waiting.request_id]
+    def _remove(self, waiting: Waiting, ticket: int) -> None:
+        del self._ticket_of[waiting.request_id], self._rows[ticket]
         self.work_tokens -= waiting.work_tokens
-        siblings = self._of_gateway[waiting.gateway]
-        del siblings[waiting.request_id]
-        if not siblings:
-            del self._of_gateway[waiting.gateway]
-        return waiting
+        self._numbers[waiting.priority] -= 1
+        if not self._numbers[waiting.priority]:
+            del self._numbers[waiting.priority]
+        self._classes.left(waiting)
 
-    def peek(self) -> Waiting | None:
-        """The request that leaves next."""
-        while self._heap:
-            row = self._rows.get(self._heap[0][1])
-            if row is not None:
-                return Waiting(*row)
-            heapq.heappop(self._heap)
-        return None
+    def peek(self, moment: float | None = None) -> Waiting | None:
+        """The request that leaves next at this moment. Without one: by class and key alone."""
+        ticket = self._classes.head(moment)
+        return None if ticket is None else Waiting._make(self._rows[ticket])
 
-    def pop(self) -> Waiting:
+    def pop(self, moment: float | None = None) -> Waiting:
         """Takes out what ``peek`` shows. Raises IndexError when nothing waits."""
-        if self.peek() is None:
+        head = self.peek(moment)
+        if head is None:
             raise IndexError("nothing waits")
-        return self._leave(heapq.heappop(self._heap)[1])
+        self.dispatch(head)
+        return head
+
+    def dispatch(self, waiting: Waiting) -> int:
+        """It leaves for a worker; how many that came later did so while it waited here. Who was
+        told before keeps an older place, and overtakes nobody."""
+        ticket = self._ticket_of[waiting.request_id]
+        overtaken = self._overtaking.count(ticket)
+        self._classes.serve(waiting)
+        self._remove(waiting, ticket)
+        if not waiting.accepted:
+            self._overtaking.leave(ticket)
+        if not ticket % _FORGET_EVERY:
+            self._overtaking.forget(next(iter(self._rows), ticket))
+        return overtaken
 
     def reorder(self, policy: Policy) -> Iterator[None]:
         """What waits leaves in this order when all of it has been gone through, part by part; until
         then in the one before. O(n)."""
-        heap: list[tuple[Key, int]] = []
+        classes = Classes(policy, self._rows, self._numbers, self._classes.floor)
         tickets, after = tuple(self._rows), next(self._tickets)
         for start in range(0, len(tickets), _AT_ONCE):
-            heap += self._keyed(policy, tickets[start : start + _AT_ONCE])
+            self._fill(classes, tickets[start : start + _AT_ONCE])
             yield
-        heap += self._keyed(policy, takewhile(lambda ticket: ticket > after, reversed(self._rows)))
-        heapq.heapify(heap)
-        self._policy, self._heap = policy, heap
+        self._fill(classes, takewhile(lambda ticket: ticket > after, reversed(self._rows)))
+        classes.clear()
+        self._classes = classes
 
-    def _keyed(self, policy: Policy, tickets: Iterable[int]) -> Iterator[tuple[Key, int]]:
+    def _fill(self, classes: Classes, tickets: Iterable[int]) -> None:
         for ticket in tickets:
             if (row := self._rows.get(ticket)) is not None:
-                yield policy.key(Waiting(*row)), ticket
-
-    def _close_holes(self) -> None:
-        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._rows):
-            self._heap = [item for item in self._heap if item[1] in self._rows]
-            heapq.heapify(self._heap)
+                classes.push(Waiting._make(row), ticket)

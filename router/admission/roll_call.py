@@ -70,6 +70,10 @@ class RollCall:
         """The queue has another order by now: nobody's mark says anything."""
         self._telling.clear()
 
+    def is_over(self, now: float) -> bool:
+        """Whether there is nobody to wait for."""
+        return not self._telling and not self.is_gathering(now)
+
     def allows(self, key: Key, now: float) -> bool:
         """Whether nothing that goes before ``key`` may still be told."""
         if self.is_gathering(now):

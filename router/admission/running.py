@@ -13,7 +13,7 @@ from math import inf
 from typing import Self, TypeAlias
 
 from everlift.v1 import session_pb2
-from router.admission.policy import Waiting
+from router.admission.waiting import Waiting
 
 #: Priority, known tokens, request id: of those on one worker the smallest gives up its place first.
 _Rank: TypeAlias = tuple[int, int, str]
@@ -37,6 +37,7 @@ class Running:
     is_preempted: bool = False
     #: as of what waits
     due: float = inf
+    predicted_total: int = 0
 
     @classmethod
     def dispatched(cls, waiting: Waiting, gateway: str, worker_id: str, epoch: int) -> Self:
@@ -51,6 +52,7 @@ class Running:
             waiting.moves_left,
             waiting.choices,
             due=waiting.due,
+            predicted_total=waiting.predicted_total,
         )
 
     @classmethod
@@ -67,6 +69,7 @@ class Running:
             message.choices,
             is_preempted=message.preempted,
             due=message.due or inf,
+            predicted_total=message.predicted_total,
         )
 
     @property

@@ -8,7 +8,7 @@ replica knows (``placement``).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everlift.v1 import session_pb2
 from router.admission.eviction import Evictions
@@ -16,10 +16,11 @@ from router.admission.generation import Generations
 from router.admission.growth import Growth
 from router.admission.moving import ROOM, Move, Moving
 from router.admission.placement import Placement
-from router.admission.policy import Rules, Waiting
+from router.admission.policy import Rules
 from router.admission.queue import AdmissionQueue
 from router.admission.roll_call import RollCall
 from router.admission.running import Running, RunningTable
+from router.admission.waiting import Waiting
 from router.config import RouterConfig
 
 #: A request that was told to leave its worker is not told again for so long.
@@ -40,12 +41,14 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A request, the worker that it goes to under this epoch, and who makes room for it there."""
+    """A request, the worker that it goes to under this epoch, and who makes room for it there.
+    ``overtaken`` times others left the queue before it that came later."""
 
     waiting: Waiting
     worker_id: str
     epoch: int
     victims: tuple[Running, ...] = ()
+    overtaken: int = 0
 
 
 class Tenure:
@@ -64,7 +67,7 @@ class Tenure:
         self._max_queued = rules.max_queued
         self._order = rules.order
         self._placement = placement
-        self._queue = AdmissionQueue(rules.order)
+        self._queue = AdmissionQueue(rules.order, config.class_floor)
         self._running = RunningTable()
         self._moving = Moving(rules.order, config.move_reserve)
         self._move_reserve = config.move_reserve
@@ -89,7 +92,7 @@ class Tenure:
 
     def waited_s(self, ledger_now: float) -> float:
         """How long the request that leaves next has waited; 0 when none waits."""
-        head = self._queue.peek()
+        head = self._queue.peek(ledger_now)
         return max(0.0, ledger_now - head.arrived) if head else 0.0
 
     @property
@@ -105,7 +108,7 @@ class Tenure:
         """Other rules. To go over to another order takes a while, which is gone through part by
         part; what is left off there changes no order."""
         self._max_queued = rules.max_queued
-        if rules.order is not self._order:
+        if rules.order != self._order:
             yield from self._queue.reorder(rules.order)
             self._order = rules.order
             self._moving = Moving(rules.order, self._move_reserve)
@@ -125,7 +128,7 @@ class Tenure:
 
     def hear(self, gateway: str, message: session_pb2.GatewayMessage, now: float) -> Heard:
         heard = Heard([], [])
-        if message.order not in ("", self._order.name):
+        if message.order not in ("", self._order.keys):
             # What it will still tell may go before what it told: there is nothing to wait for.
             self.roll_call.complete(gateway)
         for told in message.enqueue:
@@ -170,17 +173,20 @@ class Tenure:
         """Takes from the queue, in its order, what has a credit now, or gets room at the expense of
         a lower class."""
         placed: list[Placed] = []
-        while len(placed) < limit and (head := self._head(now)) is not None:
+        while len(placed) < limit and (head := self._head(now, ledger_now)) is not None:
             one = self._place(head, now, ledger_now, make_epoch)
             if one is None:
                 break
-            self._queue.pop()
+            overtaken = self._queue.dispatch(head)
             self._placement.reserve(one.worker_id, one.epoch, head, now)
-            placed.append(one)
+            placed.append(replace(one, overtaken=overtaken))
         return placed
 
-    def _head(self, now: float) -> Waiting | None:
-        """Who leaves next, if nothing that goes before it may still be told."""
+    def _head(self, now: float, ledger_now: float) -> Waiting | None:
+        """Who leaves next, if nothing that goes before it may still be told. Until all is told that
+        is by the keys, in whose order it is."""
+        if self.roll_call.is_over(now):
+            return self._queue.peek(ledger_now)
         head = self._queue.peek()
         allowed = head is not None and self.roll_call.allows(self._order.key(head), now)
         return head if allowed else None

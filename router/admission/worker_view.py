@@ -13,7 +13,7 @@ from typing import Self
 from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import session_pb2
 from router.admission.pace import Pace, Work
-from router.admission.policy import Waiting
+from router.admission.waiting import Waiting
 
 
 @dataclass(frozen=True, slots=True)

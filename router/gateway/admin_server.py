@@ -50,7 +50,7 @@ class AdminServer:
         order = message.order if message.HasField("order") else None
         max_queued = message.max_queued if message.HasField("max_queued") else None
         if order and order not in ORDERS:
-            raise InvalidRequest(f"order must be {' or '.join(ORDERS)}, not {order!r}")
+            raise InvalidRequest(f"order must be one of {', '.join(ORDERS)}, not {order!r}")
         rules = await self._rulebook.set(order, max_queued)
         return pb.SetPolicyResponse(order=rules.order.name, max_queued=rules.max_queued)
 

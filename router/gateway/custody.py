@@ -93,6 +93,9 @@ class Custody:
         return self._live.get(live.request_id) is live
 
     def take(self, live: LiveRequest) -> None:
+        request = live.request
+        output = request.n * self.lengths.predict(0, request.max_tokens)
+        live.predicted_total = len(request.prompt_ids) + output
         live.observe(self.observer.of_class(live.priority))
         if self.tracer.wants(live.request.trace):
             live.journal = Journal()

@@ -70,9 +70,13 @@ class LiveRequest:
         self.preemptions = entry.tally.preemptions
         self.migrations = entry.tally.migrations
         self.recomputed_tokens = entry.tally.recomputed_tokens
+        #: times that one that came later left the queue before it
+        self.overtaken = 0
         #: workers that it lost in a row, without a token in between
         self.losses_in_a_row = 0
         self._num_tokens_at_loss = -1
+        #: tokens of its prompt and all its outputs, as predicted when it came here
+        self.predicted_total = 0
         #: times that it was moved because it was preempted
         self.num_moved = 0
         #: the leader has had it before
@@ -201,6 +205,7 @@ class LiveRequest:
             moves=max(dispatched.moves, self.entry.moves + 1),
         )
         self.migrations += bool(self.num_tokens)
+        self.overtaken += dispatched.overtaken
         self.at_worker = {choice.index for choice in self.unfinished}
         for choice in self.unfinished:
             choice.begin(dispatched.epoch)
@@ -347,6 +352,7 @@ class LiveRequest:
             migrations=self.migrations,
             preemptions=self.preemptions,
             recomputed_tokens=self.recomputed_tokens,
+            overtaken=self.overtaken,
         )
 
     def _began_to_tell(self, ended: float) -> float:

@@ -67,6 +67,7 @@ def waiting(
         predicted_tokens=sum(
             lengths.predict(len(choice.output), request.max_tokens) for choice in unfinished
         ),
+        predicted_total=live.predicted_total,
     )
 
 
@@ -79,17 +80,20 @@ def arriving(
 ) -> session_pb2.Waiting:
     """Of a request that arrives at this moment in ledger time, as ``waiting`` will have it."""
     target_s = request.ttft_target_s
+    prompt_tokens = len(request.prompt_ids)
+    predicted_tokens = request.n * lengths.predict(0, request.max_tokens)
     return session_pb2.Waiting(
         request_id=request.request_id,
         arrived=arrived,
-        prompt_tokens=len(request.prompt_ids),
+        prompt_tokens=prompt_tokens,
         max_tokens=request.max_tokens * request.n,
         choices=request.n,
         priority=request.priority,
         deadline=0.0 if timeout_s is None else arrived + timeout_s,
         ttft_deadline=0.0 if target_s is None else arrived + target_s,
         moves_left=moves_left,
-        predicted_tokens=request.n * lengths.predict(0, request.max_tokens),
+        predicted_tokens=predicted_tokens,
+        predicted_total=prompt_tokens + predicted_tokens,
     )
 
 
@@ -105,6 +109,7 @@ def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
         arrived=live.arrived,
         choices=len(live.unfinished),
         due=_moment(live.due),
+        predicted_total=live.predicted_total,
     )
 
 

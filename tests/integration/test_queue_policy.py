@@ -48,7 +48,7 @@ async def test_what_is_set_holds_at_all_routers_and_at_the_next_leader() -> None
         await parts.kill_router(leader)
         await until(lambda: any(router._leader.is_leading for router in parts.routers))
         await until(lambda: all(router._line.is_open for router in parts.routers))
-        timeouts = {"without": None, "late": 500.0, "soon": 100.0}
+        timeouts = {"without": None, "late": 50.0, "soon": 30.0}
         tasks = [await submit(parts, name, timeout_s) for name, timeout_s in timeouts.items()]
         await until(lambda: all(router._line.queued == 3 for router in parts.routers))
         async with AsyncClient(parts.address, retry_s=0) as client:

@@ -174,7 +174,7 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
 
 
 async def test_an_order_that_there_is_not_is_told(router: Router, operator: AsyncClient) -> None:
-    with pytest.raises(InvalidRequest, match="fifo or deadline, not 'lifo'"):
+    with pytest.raises(InvalidRequest, match="fifo, deadline, shortest, hrrn, not 'lifo'"):
         await operator.set_policy(order="lifo")
     assert (await router.ledger.policy()).order == ""
 

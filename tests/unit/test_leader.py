@@ -13,7 +13,7 @@ from everlift.errors import LedgerUnavailable
 from everlift.messages import OnDisconnect, Request
 from everlift.sampling import SamplingParams
 from everlift.v1 import inference_pb2, session_pb2
-from router.admission.policy import ORDERS, Rules
+from router.admission.policy import Rules, policy_of
 from router.clock import now
 from router.config import RouterConfig
 from router.leader import Leader
@@ -577,7 +577,7 @@ async def test_a_frozen_gateway_inherits_nothing_and_has_no_place_in_the_queue(
 
 
 def rules(order: str, max_queued: int = CONFIG.max_queued) -> Rules:
-    return Rules(ORDERS[order], max_queued)
+    return Rules(policy_of(order, CONFIG), max_queued)
 
 
 async def test_a_leader_goes_by_what_is_set_while_it_leads(leader: Leader) -> None:
@@ -598,7 +598,7 @@ async def test_who_leads_next_goes_by_it_from_the_beginning(ledger: FlakyLedger)
     leader.obey(rules("deadline"))
     run = asyncio.create_task(leader.run())
     await until(lambda: leader.is_leading)
-    assert leader._tenure is not None and leader._tenure._order is ORDERS["deadline"]
+    assert leader._tenure is not None and leader._tenure._order == policy_of("deadline", CONFIG)
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
 
@@ -619,5 +619,5 @@ async def test_of_two_changes_in_a_row_the_last_one_holds(
     tenure = leader._tenure
     assert tenure is not None
     await until(lambda: tenure._max_queued == 999)
-    await until(lambda: tenure._order is ORDERS["fifo"])
+    await until(lambda: tenure._order == policy_of("fifo", CONFIG))
     assert tenure._queue.peek().request_id == "r0"

@@ -104,6 +104,7 @@ async def test_the_leader_hears_of_a_preemption_and_of_its_end_once(gateway: Gat
         preempted=True,
         arrived=gateway.line.enqueued[0].arrived,
         choices=1,
+        predicted_total=10,
     )
     gateway.make(epoch, 3, "", residence=RESUMED)
     gateway.make(epoch, 3, "d")
@@ -178,14 +179,15 @@ async def test_who_finished_needs_its_place_no_more(gateway: Gateway) -> None:
 
 async def test_what_a_request_went_through_is_counted_over_all_attempts(gateway: Gateway) -> None:
     live = await gateway.submit()
-    first = await gateway.dispatch()
+    first = await gateway.dispatch(overtaken=4)
     gateway.make(first, 0, "a", preemptions=2, recomputed_tokens=5, num_computed=2)
     gateway.requests.attempts.worker_lost("w")
     await until(lambda: len(gateway.line.enqueued) == 2)
     assert (await gateway.ledger.get("r")).tally == Tally(2, 0, 5)
-    second = await gateway.dispatch()
+    second = await gateway.dispatch(overtaken=1)
     gateway.make(second, 1, "b", EOS, recomputed_tokens=3)
     timing = (await gateway.read(live))[-1].timing
+    assert timing.overtaken == 5
     told = (timing.preemptions, timing.migrations, timing.recomputed_tokens)
     assert told == (2, 1, 8)
     assert (await gateway.ledger.get("r")).tally == Tally(*told)

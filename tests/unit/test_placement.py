@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from router.admission.placement import Placement
-from router.admission.policy import Waiting
+from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Load
 from router.config import RouterConfig
 
@@ -143,7 +143,7 @@ def test_room_that_is_kept_for_a_request_is_for_nobody_else() -> None:
     placement = placement_of(a=Load(1, num_running=1, blocks_used=90), b=Load(1, num_running=2))
     placement.hold("a", "coming", tokens=300, choices=1, now=0.0)
     assert placement.choose(waiting()) == "b"
-    coming = replace(waiting(prefill_tokens=50), request_id="coming")
+    coming = waiting(prefill_tokens=50)._replace(request_id="coming")
     assert placement.choose(coming) == "a"
     placement.reserve("a", 1, coming, now=0.1)
     placement.acknowledge("a", 1)
@@ -162,17 +162,17 @@ def test_room_is_not_kept_for_long() -> None:
 def test_a_request_with_room_somewhere_may_still_go_elsewhere() -> None:
     placement = placement_of(a=Load(1, num_running=2, num_waiting=2), b=Load(1))
     placement.hold("a", "coming", tokens=30, choices=1, now=0.0)
-    assert placement.choose(replace(waiting(), request_id="coming")) == "b"
+    assert placement.choose(waiting()._replace(request_id="coming")) == "b"
 
 
 def test_who_kept_room_may_leave_and_come_back() -> None:
     placement = placement_of(a=Load(1, num_running=1))
     placement.hold("a", "coming", tokens=30, choices=1, now=0.0)
     placement.leave("a")
-    assert placement.choose(replace(waiting(), request_id="coming")) is None
+    assert placement.choose(waiting()._replace(request_id="coming")) is None
     placement.join("a", CAPACITY)
     placement.report("a", Load(1), now=0.0)
-    assert placement.choose(replace(waiting(), request_id="coming")) == "a"
+    assert placement.choose(waiting()._replace(request_id="coming")) == "a"
     assert placement.workers["a"].held.tokens == 0
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from router.admission.placement import Placement
-from router.admission.policy import Waiting
+from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Load
 from router.config import RouterConfig
 
 SUSPECT = Waiting("suspect", "g", 0.0, prefill_tokens=10, max_tokens=10, is_suspect=True)
-OTHER = replace(SUSPECT, request_id="other", is_suspect=False)
+OTHER = SUSPECT._replace(request_id="other", is_suspect=False)
 
 
 def placement_of(**loads: Load) -> Placement:

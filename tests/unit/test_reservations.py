@@ -72,6 +72,7 @@ async def test_what_has_a_worker_begins_there_and_is_never_queued(gateway: Gatew
         deadline=1009.0,
         moves_left=3,
         predicted_tokens=8,
+        predicted_total=10,
     )
 
 

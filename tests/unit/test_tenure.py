@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.policy import ORDERS, Key, Rules, Waiting
+from router.admission.policy import Key, Rules, policy_of
 from router.admission.telling import Telling
 from router.admission.tenure import Placed
+from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Load
 from router.config import Order
 from tests.admission_support import CONFIG, Cluster, waiting
@@ -138,7 +139,7 @@ def test_nothing_leaves_before_its_turn_is_known() -> None:
 
 
 def key(order: Order, waiting: pb.Waiting) -> Key:
-    return ORDERS[order].key(Waiting.told("g", waiting))
+    return policy_of(order, CONFIG).key(Waiting.told("g", waiting))
 
 
 class Teller:
@@ -162,7 +163,7 @@ class Teller:
         self.late = [self.waiting[name] for name in list(self.waiting)[:late]]
         early = [it for it in self.waiting.values() if it not in self.late]
         early.sort(key=lambda it: key(order, it))
-        self.telling = Telling(name, early, (), "", ORDERS[order])
+        self.telling = Telling(name, early, (), "", policy_of(order, CONFIG))
 
     def parts(self) -> Iterator[pb.GatewayMessage]:
         while self.telling:
@@ -218,17 +219,17 @@ def _call_the_roll(
 
 
 def obey(cluster: Cluster, order: Order = "fifo", max_queued: int = 100) -> None:
-    for _ in cluster.tenure.obey(Rules(ORDERS[order], max_queued)):
+    for _ in cluster.tenure.obey(Rules(policy_of(order, CONFIG), max_queued)):
         pass
 
 
 def test_what_waits_already_leaves_in_the_order_that_was_set() -> None:
     cluster = Cluster()
     cluster.connect()
-    for name, arrived, deadline in (("a", 1.0, 0.0), ("b", 2.0, 90.0), ("c", 3.0, 80.0)):
+    for name, arrived, deadline in (("a", 1.0, 0.0), ("b", 2.0, 50.0), ("c", 3.0, 40.0)):
         cluster.enqueue(name, arrived=arrived, deadline=deadline)
     obey(cluster, "deadline")
-    cluster.enqueue("d", arrived=4.0, deadline=70.0)
+    cluster.enqueue("d", arrived=4.0, deadline=30.0)
     cluster.add_worker("w", Load(1), capacity=HUGE)
     assert names(cluster) == ["d", "c", "b", "a"]
 

@@ -60,8 +60,9 @@ class SetPolicyRequest(google.protobuf.message.Message):
     ORDER_FIELD_NUMBER: builtins.int
     MAX_QUEUED_FIELD_NUMBER: builtins.int
     order: builtins.str
-    """Which request leaves first, within a priority class: fifo, the one that came first, or deadline, the one
-    whose deadline or ttft_target_ms comes first. Empty: as the routers are configured.
+    """Which request leaves first, within a priority class: the one that came first (fifo), whose deadline or
+    ttft_target_ms comes first (deadline), that probably takes the fewest tokens (shortest), or that has
+    waited longest for what it takes (hrrn). Empty: as the routers are configured.
     """
     max_queued: builtins.int
     """requests that may wait; one more is refused. 0: as configured"""

@@ -552,6 +552,7 @@ class Timing(google.protobuf.message.Message):
     MIGRATIONS_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    OVERTAKEN_FIELD_NUMBER: builtins.int
     queued_s: builtins.float
     """waiting in the admission queue"""
     time_to_first_token_s: builtins.float
@@ -566,6 +567,8 @@ class Timing(google.protobuf.message.Message):
     """times that it gave up its KV blocks before its end"""
     recomputed_tokens: builtins.int
     """computed again after a preemption, a loss or a move"""
+    overtaken: builtins.int
+    """Times that a request which came later left the admission queue before it, as far as this router knows."""
     def __init__(
         self,
         *,
@@ -576,8 +579,9 @@ class Timing(google.protobuf.message.Message):
         migrations: builtins.int = ...,
         preemptions: builtins.int = ...,
         recomputed_tokens: builtins.int = ...,
+        overtaken: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "migrations", b"migrations", "preemptions", b"preemptions", "queued_s", b"queued_s", "recomputed_tokens", b"recomputed_tokens", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "migrations", b"migrations", "overtaken", b"overtaken", "preemptions", b"preemptions", "queued_s", b"queued_s", "recomputed_tokens", b"recomputed_tokens", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s"]) -> None: ...
 
 Global___Timing: typing_extensions.TypeAlias = Timing
 

@@ -665,6 +665,7 @@ class Waiting(google.protobuf.message.Message):
     MOVES_LEFT_FIELD_NUMBER: builtins.int
     SUSPECT_FIELD_NUMBER: builtins.int
     PREDICTED_TOKENS_FIELD_NUMBER: builtins.int
+    PREDICTED_TOTAL_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """ledger time in seconds; the key under which it queues, kept over requeues"""
@@ -691,6 +692,8 @@ class Waiting(google.protobuf.message.Message):
     """it lost its last workers before they made a token, and may lose no other one so"""
     predicted_tokens: builtins.int
     """that will still be generated, of all choices"""
+    predicted_total: builtins.int
+    """tokens of the prompt and all outputs, as predicted when it came"""
     def __init__(
         self,
         *,
@@ -708,8 +711,9 @@ class Waiting(google.protobuf.message.Message):
         moves_left: builtins.int = ...,
         suspect: builtins.bool = ...,
         predicted_tokens: builtins.int = ...,
+        predicted_total: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 
@@ -729,6 +733,7 @@ class Running(google.protobuf.message.Message):
     ARRIVED_FIELD_NUMBER: builtins.int
     CHOICES_FIELD_NUMBER: builtins.int
     DUE_FIELD_NUMBER: builtins.int
+    PREDICTED_TOTAL_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
@@ -743,6 +748,8 @@ class Running(google.protobuf.message.Message):
     """unfinished ones"""
     due: builtins.float
     """ledger time by which its end or its first token is wanted; 0: none"""
+    predicted_total: builtins.int
+    """as of what waits"""
     def __init__(
         self,
         *,
@@ -756,8 +763,9 @@ class Running(google.protobuf.message.Message):
         arrived: builtins.float = ...,
         choices: builtins.int = ...,
         due: builtins.float = ...,
+        predicted_total: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "predicted_total", b"predicted_total", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Running: typing_extensions.TypeAlias = Running
 
@@ -814,12 +822,15 @@ class Dispatched(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     MOVES_FIELD_NUMBER: builtins.int
+    OVERTAKEN_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
     attempt: builtins.int
     moves: builtins.int
     """of the request in the ledger, this one counted in"""
+    overtaken: builtins.int
+    """by requests that came later and left the queue before it"""
     def __init__(
         self,
         *,
@@ -828,8 +839,9 @@ class Dispatched(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         attempt: builtins.int = ...,
         moves: builtins.int = ...,
+        overtaken: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "moves", b"moves", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "moves", b"moves", "overtaken", b"overtaken", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Dispatched: typing_extensions.TypeAlias = Dispatched
 

@@ -1,0 +1,93 @@
+"""The lanes of all classes: a higher class goes first, and a lower one is not forgotten. Pure."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from router.admission.lanes import Lane
+from router.admission.policy import Policy
+from router.admission.waiting import Waiting
+
+
+class Classes:
+    """``rows`` are what waits, by ticket, and ``numbers`` how many of each class that has any.
+
+    For every token of work that leaves while a lower class waits, that one is owed ``floor``
+    tokens. Its next request leaves once its work is owed.
+
+    So of the work that higher classes got while a class waited, it got that part, less at most one
+    of its requests. What it is owed is forgotten when nothing of it waits.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        rows: Mapping[int, tuple[Any, ...]],
+        numbers: Mapping[int, int],
+        floor: float,
+    ) -> None:
+        self._policy = policy
+        self._rows = rows
+        self._numbers = numbers
+        self.floor = floor
+        self._lanes: dict[int, Lane] = {}
+        #: classes that have a lane, the lowest first
+        self._ascending: list[int] = []
+        #: tokens of work
+        self._owed: dict[int, float] = {}
+
+    def push(self, waiting: Waiting, ticket: int) -> None:
+        lane = self._lanes.get(waiting.priority)
+        if lane is None:
+            lane = self._lanes[waiting.priority] = self._policy.lane(self._rows)
+            insort(self._ascending, waiting.priority)
+        lane.push(waiting, self._policy.key(waiting), ticket)
+
+    def left(self, waiting: Waiting) -> None:
+        """It does not wait any more."""
+        if waiting.priority in self._numbers:
+            self._lanes[waiting.priority].left(waiting)
+        else:
+            self._remove(waiting.priority)
+
+    def clear(self) -> None:
+        """Of classes that nobody is of any more."""
+        for priority in self._lanes.keys() - self._numbers.keys():
+            self._remove(priority)
+
+    def _remove(self, priority: int) -> None:
+        del self._lanes[priority]
+        self._ascending.remove(priority)
+        self._owed.pop(priority, None)
+
+    def head(self, moment: float | None) -> int | None:
+        """Who leaves next, at this ledger time in seconds, or by class and key alone."""
+        heads = self._heads(moment)
+        _, highest = next(heads, (0, None))
+        if moment is None or not self._owed:
+            return highest
+        for priority, ticket in heads:
+            if self._owed.get(priority, 0.0) >= Waiting._make(self._rows[ticket]).work_tokens:
+                return ticket
+        return highest
+
+    def serve(self, waiting: Waiting) -> None:
+        """It leaves for a worker."""
+        if not self.floor or len(self._ascending) < 2:
+            return
+        work = waiting.work_tokens
+        if self._ascending[-1] > waiting.priority and waiting.priority in self._owed:
+            self._owed[waiting.priority] = max(0.0, self._owed[waiting.priority] - work)
+        for priority in self._ascending:
+            if priority >= waiting.priority:
+                break
+            self._owed[priority] = self._owed.get(priority, 0.0) + self.floor * work
+
+    def _heads(self, moment: float | None) -> Iterator[tuple[int, int]]:
+        """By class, the highest first."""
+        for priority in reversed(self._ascending):
+            ticket = self._lanes[priority].head(moment)
+            if ticket is not None:
+                yield priority, ticket

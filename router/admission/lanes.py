@@ -1,0 +1,147 @@
+"""Where those of one class wait, in the order of a policy. Pure.
+
+A lane is told who comes. Who is gone it finds out by ``present``, the tickets of those that still
+wait: what it has of others are holes, left out when they come up or when a part of them is swept.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container
+from math import log2
+from typing import Any, TypeAlias
+
+from router.admission.ladder import RUNG, Ladder
+from router.admission.waiting import Ordered
+
+#: A key's parts, and a ticket.
+_Place: TypeAlias = tuple[Any, ...]
+
+#: Departures after which one rung is swept: of what a lane has, about a half are holes at most.
+_SWEPT_AFTER = RUNG // 2
+
+
+class Lane(ABC):
+    def __init__(self, present: Container[int]) -> None:
+        self._present = present
+
+    @abstractmethod
+    def push(self, waiting: Ordered, key: tuple[float | str, ...], ticket: int) -> None:
+        """``key`` is the policy's."""
+
+    @abstractmethod
+    def head(self, moment: float | None) -> int | None:
+        """The ticket of who leaves next at this ledger time in seconds, or by the keys alone."""
+
+    @abstractmethod
+    def left(self, waiting: Ordered) -> None:
+        """It is not present any more."""
+
+
+class _Line:
+    """Places by their order, with the holes among them."""
+
+    def __init__(self, present: Container[int]) -> None:
+        self._present = present
+        self._places: Ladder[_Place] = Ladder()
+        self._until_sweep = _SWEPT_AFTER
+
+    def push(self, place: _Place) -> None:
+        self._places.push(place)
+
+    def first(self) -> _Place | None:
+        while (place := self._places.head()) is not None and place[-1] not in self._present:
+            self._places.pop()
+        return place
+
+    def left(self) -> None:
+        self._until_sweep -= 1
+        if not self._until_sweep:
+            self._until_sweep = _SWEPT_AFTER
+            self._places.sweep(lambda place: place[-1] in self._present)
+
+
+class KeyLane(Lane):
+    """By the key."""
+
+    def __init__(self, present: Container[int]) -> None:
+        super().__init__(present)
+        self._line = _Line(present)
+
+    def push(self, waiting: Ordered, key: tuple[float | str, ...], ticket: int) -> None:
+        self._line.push((*key, ticket))
+
+    def head(self, moment: float | None) -> int | None:
+        return _ticket(self._line.first())
+
+    def left(self, waiting: Ordered) -> None:
+        self._line.left()
+
+
+class RatioLane(Lane):
+    """By how long it has waited for each token that it takes, the highest first.
+
+    Those that take about as many tokens, up to a factor of sqrt(2), are one line, by arrival: of
+    each line only the first can be next, so that 40 lines do for a million tokens. A request's
+    tokens count as those of its line.
+    """
+
+    def __init__(self, present: Container[int]) -> None:
+        super().__init__(present)
+        #: by twice the binary logarithm of the tokens
+        self._lines: dict[int, _Line] = {}
+
+    def push(self, waiting: Ordered, key: tuple[float | str, ...], ticket: int) -> None:
+        line = self._lines.get(size := _size(waiting))
+        if line is None:
+            line = self._lines[size] = _Line(self._present)
+        line.push((waiting.arrived, key, ticket))
+
+    def head(self, moment: float | None) -> int | None:
+        firsts = [(size, it) for size, line in self._lines.items() if (it := line.first())]
+        if len(firsts) < len(self._lines):
+            self._lines = {size: self._lines[size] for size, _ in firsts}
+        if moment is None:
+            return _ticket(min((place for _, place in firsts), default=None))
+        ratios = (
+            ((place[0] - moment) / tokens, place)
+            for size, place in firsts
+            if (tokens := 2 ** (size / 2))
+        )
+        return _ticket(min(ratios, default=(0.0, None))[1])
+
+    def left(self, waiting: Ordered) -> None:
+        if (line := self._lines.get(_size(waiting))) is not None:
+            line.left()
+
+
+class StarvationLane(Lane):
+    """As another lane, but who has waited for ``limit_s`` leaves first, by arrival."""
+
+    def __init__(self, inner: Lane, limit_s: float, present: Container[int]) -> None:
+        super().__init__(present)
+        self._inner = inner
+        self._limit_s = limit_s
+        self._by_arrival = _Line(present)
+
+    def push(self, waiting: Ordered, key: tuple[float | str, ...], ticket: int) -> None:
+        self._inner.push(waiting, key, ticket)
+        self._by_arrival.push((waiting.arrived, ticket))
+
+    def head(self, moment: float | None) -> int | None:
+        oldest = self._by_arrival.first()
+        if oldest is not None and moment is not None and moment - oldest[0] >= self._limit_s:
+            return _ticket(oldest)
+        return self._inner.head(moment)
+
+    def left(self, waiting: Ordered) -> None:
+        self._inner.left(waiting)
+        self._by_arrival.left()
+
+
+def _size(waiting: Ordered) -> int:
+    return round(2 * log2(max(1, waiting.predicted_total)))
+
+
+def _ticket(place: _Place | None) -> int | None:
+    return None if place is None else place[-1]

@@ -1,0 +1,37 @@
+"""How many larger tickets left, against counting them."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission.overtaking import Overtaking
+from router.admission.policy import Fifo
+from router.admission.queue import AdmissionQueue
+from router.admission.waiting import Waiting
+
+
+@given(st.lists(st.integers(0, 200), unique=True), st.integers(0, 200))
+def test_larger_tickets_that_left_are_counted(left: list[int], oldest: int) -> None:
+    with patch.multiple("router.admission.overtaking", _BLOCK=4, _ROW=3):
+        overtaking = Overtaking()
+        for number, ticket in enumerate(left):
+            overtaking.leave(ticket)
+            for asked in range(0, 210, 7):
+                assert overtaking.count(asked) == sum(it > asked for it in left[: number + 1])
+        overtaking.forget(oldest)
+        for asked in range(oldest, 210):
+            assert overtaking.count(asked) == sum(it > asked for it in left)
+        overtaking.leave(300)
+        assert overtaking.count(oldest) == sum(it > oldest for it in left) + 1
+
+
+def test_a_queue_looks_back_no_further_than_it_has_to() -> None:
+    queue = AdmissionQueue(Fifo())
+    for number in range(200_000):
+        queue.push(Waiting(f"r{number}", "g", float(number), 1, 1))
+        if number >= 10:
+            queue.pop()
+    assert queue._overtaking.num_kept <= 3 * 32_768

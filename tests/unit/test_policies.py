@@ -1,0 +1,278 @@
+"""Who leaves next by each policy, and what is promised to those that others pass."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission.policy import (
+    ORDERS,
+    EarliestDeadline,
+    Fifo,
+    HighestResponseRatio,
+    NeverLonger,
+    Policy,
+    ShortestWork,
+    policy_of,
+)
+from router.admission.queue import AdmissionQueue
+from router.admission.waiting import Waiting
+from router.config import Order, RouterConfig
+
+POLICIES: tuple[Policy, ...] = (
+    Fifo(),
+    EarliestDeadline(5.0),
+    ShortestWork(0.1),
+    HighestResponseRatio(),
+    NeverLonger(ShortestWork(0.1), 7.0),
+)
+
+#: Seconds until it comes after the one before it, tokens, seconds until it is due, class.
+ARRIVALS = st.lists(
+    st.tuples(st.floats(0, 3), st.integers(1, 400), st.none() | st.floats(0, 20), st.just(0)),
+    min_size=1,
+    max_size=60,
+)
+
+
+def waiting(request_id: str, arrived: float = 0.0, tokens: int = 10, **fields: object) -> Waiting:
+    made = Waiting(request_id, "g", arrived, tokens, max_tokens=5, predicted_total=tokens)
+    return made._replace(**fields)  # type: ignore[arg-type]
+
+
+def drain(queue: AdmissionQueue, moment: float | None = None) -> list[str]:
+    return [queue.pop(moment).request_id for _ in range(len(queue))]
+
+
+def queue_of(policy: Policy, *requests: Waiting, class_floor: float = 0.0) -> AdmissionQueue:
+    queue = AdmissionQueue(policy, class_floor)
+    for each in requests:
+        queue.push(each)
+    return queue
+
+
+def test_an_order_is_known_by_its_name() -> None:
+    assert get_args(Order) == ORDERS
+    config = RouterConfig(undated_due=7.0, patience=0.2)
+    assert [policy_of(order, config) for order in ORDERS] == [
+        Fifo(),
+        EarliestDeadline(7.0),
+        ShortestWork(0.2),
+        HighestResponseRatio(),
+    ]
+    assert [policy_of(order, config).name for order in ORDERS] == list(ORDERS)
+    limited = policy_of("shortest", replace(config, starvation=3.0))
+    assert limited == NeverLonger(ShortestWork(0.2), 3.0)
+    assert limited.name == "shortest"
+
+
+def test_policies_with_the_same_name_for_their_keys_have_the_same_keys() -> None:
+    dice = random.Random(3)
+    requests = [
+        waiting(str(n), dice.random(), dice.randrange(999), deadline=dice.choice([inf, 2.0]))
+        for n in range(50)
+    ]
+    by_name: dict[str, list[object]] = {}
+    for policy in (*POLICIES, ShortestWork(0.3), EarliestDeadline(6.0)):
+        keys = [policy.key(each) for each in requests]
+        assert by_name.setdefault(policy.keys, list(keys)) == keys
+    assert len(by_name) == 5
+
+
+def test_what_is_due_first_leaves_first_and_the_undated_some_time_after_they_came() -> None:
+    queue = queue_of(
+        EarliestDeadline(60.0),
+        waiting("undated, later", 2.0),
+        waiting("undated", 1.0),
+        waiting("late", 3.0, deadline=90.0),
+        waiting("first token soon", 4.0, deadline=95.0, ttft_deadline=20.0),
+        waiting("soon", 5.0, deadline=30.0),
+        waiting("as soon, and later", 6.0, deadline=30.0),
+        waiting("lower class", 0.0, deadline=1.0, priority=-1),
+        waiting("higher class", 7.0, priority=1),
+    )
+    assert drain(queue) == [
+        *("higher class", "first token soon", "soon", "as soon, and later"),
+        *("undated", "undated, later", "late", "lower class"),
+    ]
+
+
+def test_the_shortest_leaves_first_unless_another_has_let_others_by_for_long_enough() -> None:
+    queue = queue_of(
+        ShortestWork(0.1),
+        waiting("long", 0.0, 100),
+        waiting("short", 1.0, 10),
+        waiting("in time", 8.9, 10),
+        waiting("too late", 9.1, 10),
+    )
+    assert drain(queue) == ["short", "in time", "long", "too late"]
+
+
+@given(ARRIVALS, st.randoms(use_true_random=False), st.sampled_from(POLICIES))
+def test_whom_nobody_may_pass_any_more_nobody_passes(
+    arrivals: list[tuple[float, int, float | None, int]], dice: random.Random, policy: Policy
+) -> None:
+    """A random life of a queue: who leaves before one that came earlier may do so."""
+    queue = queue_of(policy)
+    left: list[tuple[Waiting, float, list[Waiting]]] = []
+    here: dict[str, Waiting] = {}
+    moment = 0.0
+    for number, (pause, tokens, due, _) in enumerate(arrivals):
+        moment += pause
+        deadline = inf if due is None else moment + due
+        one = waiting(str(number), moment, tokens, deadline=deadline)
+        queue.push(one)
+        here[one.request_id] = one
+        while here and dice.random() < 0.4:
+            head = queue.peek(moment)
+            assert head is not None
+            overtaken = queue.dispatch(head)
+            assert overtaken == sum(int(it.request_id) > int(head.request_id) for it, *_ in left)
+            gone = here.pop(head.request_id)
+            left.append((gone, moment, [it for it in here.values() if it.arrived < gone.arrived]))
+    for gone, moment, overtaken in left:
+        for older in overtaken:
+            assert gone.arrived - older.arrived <= _window(policy, older, moment) + 1e-9
+
+
+def _window(policy: Policy, older: Waiting, moment: float) -> float:
+    """How much later one may come that passes it at this moment."""
+    match policy:
+        case EarliestDeadline(undated_s):
+            return older.deadline - older.arrived if older.deadline < inf else undated_s
+        case ShortestWork(patience_s):
+            return patience_s * older.predicted_total
+        case HighestResponseRatio():
+            # It takes less, and has waited for as many times less; up to the rounding of sizes.
+            return moment - older.arrived
+        case NeverLonger(inner, limit_s):
+            waited = moment - older.arrived
+            return 0.0 if waited >= limit_s else _window(inner, older, moment)
+    return 0.0
+
+
+@given(ARRIVALS, st.floats(0, 50))
+def test_who_has_waited_longest_for_what_it_takes_leaves_first(
+    arrivals: list[tuple[float, int, float | None, int]], pause: float
+) -> None:
+    """Of each two the one whose ratio is higher, if by more than the factor that sizes are off."""
+    queue, here, moment = queue_of(HighestResponseRatio()), [], 0.0
+    for number, (between, tokens, _, _) in enumerate(arrivals):
+        moment += between
+        here.append(waiting(str(number), moment, tokens))
+        queue.push(here[-1])
+    moment += pause
+    while here:
+        gone = queue.pop(moment)
+        here.remove(gone)
+        ratio = (moment - gone.arrived) / gone.predicted_total
+        for other in here:
+            assert (moment - other.arrived) / other.predicted_total <= ratio * 2**0.5 + 1e-9
+
+
+def test_by_the_keys_alone_a_ratio_is_fifo() -> None:
+    """So it is told, and so it leaves until all is told."""
+    queue = queue_of(
+        HighestResponseRatio(), waiting("a", 1.0, 1000), waiting("b", 2.0, 1), waiting("c", 3.0, 9)
+    )
+    assert drain(queue) == ["a", "b", "c"]
+
+
+def test_a_ratio_has_no_line_for_what_has_left() -> None:
+    queue = queue_of(HighestResponseRatio(), *(waiting(str(n), 0.0, 2**n) for n in range(20)))
+    drain(queue, 9.0)
+    queue.push(waiting("a", 10.0))
+    assert queue.peek(11.0) == waiting("a", 10.0)
+    assert len(queue._classes._lanes[0]._lines) == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_withdrawn_leaves_nothing_behind_for_long(policy: Policy) -> None:
+    queue = queue_of(policy, waiting("stays", -1.0, 1, deadline=1e9))
+    for number in range(20_000):
+        queue.push(waiting(str(number), float(number), number % 999, deadline=1e6 + number))
+        assert queue.withdraw(str(number), "g")
+    assert _places(queue) <= 6000
+    assert drain(queue, 30_000.0) == ["stays"]
+
+
+def _places(queue: AdmissionQueue) -> int:
+    """Of all lines of all lanes, holes too."""
+    lines = []
+    for lane in queue._classes._lanes.values():
+        for part in (lane, getattr(lane, "_inner", None)):
+            lines += [
+                getattr(part, name) for name in ("_line", "_by_arrival") if hasattr(part, name)
+            ]
+            lines += getattr(part, "_lines", {}).values()
+    return sum(len(line._places) for line in lines)
+
+
+def test_who_has_waited_too_long_leaves_first_by_arrival() -> None:
+    policy = NeverLonger(ShortestWork(10.0), 5.0)
+    requests = [waiting(str(n), float(n), 100 - n) for n in range(6)]
+    assert queue_of(policy, *requests).peek(4.9) == requests[5]
+    queue = queue_of(policy, *requests)
+    assert [queue.pop(6.0).request_id for _ in range(3)] == ["0", "1", "5"]
+
+
+def test_a_lower_class_gets_its_part_of_the_work_and_no_more() -> None:
+    queue, served = AdmissionQueue(Fifo(), 0.1), {0: 0, 1: 0}
+    for number in range(400):
+        queue.push(waiting(f"high{number}", float(number), 50, priority=1))
+        queue.push(waiting(f"low{number}", float(number), 20))
+    for _ in range(300):
+        gone = queue.pop(500.0)
+        served[gone.priority] += gone.work_tokens
+    assert 0.1 * served[1] - 20 <= served[0] <= 0.1 * served[1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(-2, 2), st.integers(1, 100)), min_size=1, max_size=150),
+    st.sampled_from([0.0, 0.05, 0.2]),
+    st.randoms(use_true_random=False),
+)
+def test_whatever_comes_a_waiting_class_is_not_owed_more_than_a_request(
+    arrivals: list[tuple[int, int]], floor: float, dice: random.Random
+) -> None:
+    queue = AdmissionQueue(Fifo(), floor)
+    owed: dict[int, float] = {}
+    here: list[Waiting] = []
+    for number, (priority, tokens) in enumerate(arrivals):
+        one = waiting(str(number), float(number), tokens, priority=priority)
+        queue.push(one)
+        here.append(one)
+        while here and dice.random() < 0.45:
+            gone = queue.pop(1e9)
+            here.remove(gone)
+            for each in {it.priority for it in (*here, gone)}:
+                if each < gone.priority:
+                    owed[each] = owed.get(each, 0.0) + floor * gone.work_tokens
+            if any(it.priority > gone.priority for it in here):
+                assert floor > 0
+                owed[gone.priority] -= gone.work_tokens
+                assert owed[gone.priority] > -1e-6
+            owed = {it.priority: owed.get(it.priority, 0.0) for it in here}
+            classes = len(owed)
+            assert all(each <= classes * 100 for each in owed.values())
+
+
+def test_without_a_moment_nothing_but_class_and_key_counts() -> None:
+    queue = AdmissionQueue(HighestResponseRatio(), 0.5)
+    for number in range(4):
+        queue.push(waiting(f"high{number}", float(number), 50, priority=1))
+    queue.push(waiting("low", 0.0, 1))
+    assert drain(queue) == ["high0", "high1", "high2", "high3", "low"]
+
+
+def test_who_keeps_an_older_place_overtakes_nobody() -> None:
+    queue = queue_of(Fifo(), waiting("a", 1.0))
+    queue.push(waiting("back", 0.0, accepted=True))
+    queue.push(waiting("higher", 2.0, priority=1))
+    assert [queue.dispatch(queue.peek() or waiting("")) for _ in range(3)] == [0, 1, 1]
