@@ -73,7 +73,8 @@ async def test_a_killed_workers_streams_go_on_elsewhere(tokens_before: int) -> N
         entries = [await parts.ledger.get(one.request_id) for one in received]
     check(received, asked, 120)
     assert status.failed == 0
-    assert sum(entry.attempts - 1 for entry in entries) == at_victim > 8
+    # A half of all, or fewer where another leader came meanwhile: it knows less of who is held.
+    assert sum(entry.attempts - 1 for entry in entries) == at_victim > 4
     assert sum(one.migrations for one in received) == status.migrated
     # Who had no token yet has not migrated: the first step had those that had come by then.
     least, most = [(0, 0), (1, at_victim), (at_victim, at_victim)][min(tokens_before, 2)]
