@@ -106,7 +106,7 @@ async def test_a_drained_worker_hands_everything_back() -> None:
         received = await asyncio.gather(*work)
         entries = [await parts.ledger.get(one.request_id) for one in received]
     check(received, asked, 150)
-    assert sum(one.migrations for one in received) == at_leaving > 8
+    assert sum(one.migrations for one in received) == at_leaving > 4
     assert sum(entry.losses for entry in entries) == 0
 
 
