@@ -92,4 +92,7 @@ class Ladder(Generic[T]):
         else:
             rung = self._rungs[self._swept]
             rung[:] = filter(wanted, rung)
-            self._swept += 1
+            if rung:
+                self._swept += 1
+            else:
+                del self._rungs[self._swept], self._bounds[self._swept]

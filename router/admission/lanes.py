@@ -12,7 +12,7 @@ from math import log2
 from typing import Any, TypeAlias
 
 from router.admission.ladder import RUNG, Ladder
-from router.admission.waiting import Ordered
+from router.admission.waiting import Key, Ordered
 
 #: A key's parts, and a ticket.
 _Place: TypeAlias = tuple[Any, ...]
@@ -26,7 +26,7 @@ class Lane(ABC):
         self._present = present
 
     @abstractmethod
-    def push(self, waiting: Ordered, key: tuple[float | str, ...], ticket: int) -> None:
+    def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
         """``key`` is the policy's."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class KeyLane(Lane):
         super().__init__(present)
         self._line = _Line(present)
 
-    def push(self, waiting: Ordered, key: tuple[float | str, ...], ticket: int) -> None:
+    def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
         self._line.push((*key, ticket))
 
     def head(self, moment: float | None) -> int | None:
@@ -91,7 +91,7 @@ class RatioLane(Lane):
         #: by twice the binary logarithm of the tokens
         self._lines: dict[int, _Line] = {}
 
-    def push(self, waiting: Ordered, key: tuple[float | str, ...], ticket: int) -> None:
+    def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
         line = self._lines.get(size := _size(waiting))
         if line is None:
             line = self._lines[size] = _Line(self._present)
@@ -124,7 +124,7 @@ class StarvationLane(Lane):
         self._limit_s = limit_s
         self._by_arrival = _Line(present)
 
-    def push(self, waiting: Ordered, key: tuple[float | str, ...], ticket: int) -> None:
+    def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
         self._inner.push(waiting, key, ticket)
         self._by_arrival.push((waiting.arrived, ticket))
 

@@ -19,8 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from router.admission.policy import Key, Policy
+from router.admission.policy import Policy
 from router.admission.running import Running
+from router.admission.waiting import Key
 from router.admission.worker_view import WorkerView, blocks_for
 
 #: It moves where so many times its blocks are free. In tests/perf/preemption.py the 99th percentile

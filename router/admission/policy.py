@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol, TypeAlias, get_args
+from typing import Protocol, get_args
 
 from router.admission.lanes import KeyLane, Lane, RatioLane, StarvationLane
-from router.admission.waiting import Ordered
+from router.admission.waiting import Key, Ordered
 from router.config import Order, RouterConfig
-
-#: Compared as a tuple; the smallest key leaves first.
-Key: TypeAlias = tuple[float | str, ...]
 
 
 class Policy(Protocol):
@@ -27,8 +24,8 @@ class Policy(Protocol):
         ...
 
     @property
-    def keys(self) -> str:
-        """A name for its keys: of two policies with the same one they are the same."""
+    def key_name(self) -> str:
+        """Two policies of the same one have the same keys."""
         ...
 
     def key(self, waiting: Ordered) -> Key: ...
@@ -47,7 +44,7 @@ class Fifo:
         return "fifo"
 
     @property
-    def keys(self) -> str:
+    def key_name(self) -> str:
         return "fifo"
 
     def key(self, waiting: Ordered) -> Key:
@@ -55,6 +52,9 @@ class Fifo:
 
     def lane(self, present: Container[int]) -> Lane:
         return KeyLane(present)
+
+
+_FIFO = Fifo()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class EarliestDeadline:
         return "deadline"
 
     @property
-    def keys(self) -> str:
+    def key_name(self) -> str:
         return f"deadline {self.undated_s:g}"
 
     def key(self, waiting: Ordered) -> Key:
@@ -101,7 +101,7 @@ class ShortestWork:
         return "shortest"
 
     @property
-    def keys(self) -> str:
+    def key_name(self) -> str:
         return f"shortest {self.patience_s:g}"
 
     def key(self, waiting: Ordered) -> Key:
@@ -126,11 +126,11 @@ class HighestResponseRatio:
         return "hrrn"
 
     @property
-    def keys(self) -> str:
+    def key_name(self) -> str:
         return "fifo"
 
     def key(self, waiting: Ordered) -> Key:
-        return Fifo().key(waiting)
+        return _FIFO.key(waiting)
 
     def lane(self, present: Container[int]) -> Lane:
         return RatioLane(present)
@@ -149,8 +149,8 @@ class NeverLonger:
         return self.policy.name
 
     @property
-    def keys(self) -> str:
-        return self.policy.keys
+    def key_name(self) -> str:
+        return self.policy.key_name
 
     def key(self, waiting: Ordered) -> Key:
         return self.policy.key(waiting)
@@ -166,7 +166,7 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 def policy_of(order: Order, config: RouterConfig) -> Policy:
     """The policy of this name, with the numbers that are configured."""
     policies: dict[Order, Policy] = {
-        "fifo": Fifo(),
+        "fifo": _FIFO,
         "deadline": EarliestDeadline(config.undated_due),
         "shortest": ShortestWork(config.patience),
         "hrrn": HighestResponseRatio(),

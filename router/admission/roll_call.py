@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from router.admission.policy import Key
+from router.admission.waiting import Key
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ from itertools import count, islice
 from typing import TypeAlias
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.policy import Key, Policy
-from router.admission.waiting import Waiting
+from router.admission.policy import Policy
+from router.admission.waiting import Key, Waiting
 
 #: Entries of a message: the first ones come soon, and none keeps either end for long.
 _FIRST, _MOST = 32, 256
@@ -38,7 +38,7 @@ class Telling:
         self._router_id = router_id
         self._policy = policy
         self._hello = pb.GatewayMessage(
-            router_id=router_id, generation=generation, order=policy.keys
+            router_id=router_id, generation=generation, order=policy.key_name
         )
         self._tickets = count()
         self._roll = ((self._key(it), next(self._tickets), it) for it in waiting)

@@ -128,7 +128,7 @@ class Tenure:
 
     def hear(self, gateway: str, message: session_pb2.GatewayMessage, now: float) -> Heard:
         heard = Heard([], [])
-        if message.order not in ("", self._order.keys):
+        if message.order not in ("", self._order.key_name):
             # What it will still tell may go before what it told: there is nothing to wait for.
             self.roll_call.complete(gateway)
         for told in message.enqueue:
@@ -177,8 +177,8 @@ class Tenure:
             one = self._place(head, now, ledger_now, make_epoch)
             if one is None:
                 break
-            overtaken = self._queue.dispatch(head)
-            self._placement.reserve(one.worker_id, one.epoch, head, now)
+            overtaken = self._queue.dispatch(one.waiting)
+            self._placement.reserve(one.worker_id, one.epoch, one.waiting, now)
             placed.append(replace(one, overtaken=overtaken))
         return placed
 
@@ -197,6 +197,9 @@ class Tenure:
         worker_id = self._placement.choose(head)
         if worker_id is not None:
             return Placed(head, worker_id, make_epoch())
+        # Who has its turn by its class's floor keeps nobody above from room that others make.
+        if (highest := self._queue.peek()) is not None and highest.priority > head.priority:
+            head = highest
         workers = self._placement.workers
         eviction = self._evictions.choose(head, workers, self._spared, ledger_now)
         if eviction is None:

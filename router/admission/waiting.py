@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 from everlift.v1 import session_pb2
+
+#: By which requests are ordered. Compared as a tuple; the smallest leaves first.
+Key: TypeAlias = tuple[float | str, ...]
 
 
 class Ordered(Protocol):

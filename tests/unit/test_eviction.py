@@ -6,14 +6,15 @@ from dataclasses import replace
 
 from router.admission.pace import Pace
 from router.admission.worker_view import Load
-from tests.admission_support import Cluster, paced
+from router.config import RouterConfig
+from tests.admission_support import CONFIG, Cluster, paced
 
 FULL = Load(1, num_running=4, num_waiting=2, blocks_used=60)
 
 
-def full(load: Load = FULL, pace: Pace | None = None) -> Cluster:
+def full(load: Load = FULL, pace: Pace | None = None, config: RouterConfig = CONFIG) -> Cluster:
     """Four requests run on the only worker; two more wait there."""
-    cluster = Cluster()
+    cluster = Cluster(config)
     cluster.add_worker("w", load, pace or paced())
     cluster.connect()
     for number, name in enumerate("abcd"):
@@ -170,3 +171,16 @@ def test_the_worker_is_chosen_where_the_least_has_to_be_computed_again() -> None
     (placed,) = cluster.place(ledger_now=9.9)
     assert placed.worker_id == "cheap"
     assert [victim.request_id for victim in placed.victims] == ["x"]
+
+
+def test_a_lower_class_whose_turn_it_is_keeps_nobody_above_from_making_room() -> None:
+    cluster = full(config=replace(CONFIG, class_floor=0.5))
+    cluster.enqueue("before", priority=1, ttft_deadline=10.0, prompt_tokens=1000)
+    cluster.enqueue("low", priority=-1)
+    (before,) = cluster.tenure.place(0.0, 9.0, 1, lambda: 77)
+    assert before.waiting.request_id == "before"
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0)
+    turn = cluster.tenure._queue.peek(9.6)
+    assert turn is not None and turn.request_id == "low"
+    assert victims(cluster, now=9.6)
+    assert cluster.tenure.queued == 1

@@ -60,6 +60,20 @@ def test_a_rung_is_swept_at_a_time_and_each_has_its_turn() -> None:
     assert max(map(len, looked_at)) <= 6
 
 
+def test_a_rung_of_which_nothing_is_left_goes() -> None:
+    ladder: Ladder[int] = Ladder()
+    for item in range(1000):
+        ladder.push(item)
+        ladder.sweep(lambda item: not item)
+    assert len(ladder._rungs) == len(ladder._bounds) <= 2
+    for item in (7, 3, 2000):
+        ladder.push(item)
+    assert ladder.pop() == 0
+    for _ in range(4):
+        ladder.sweep(lambda item: item in (7, 3, 2000))
+    assert [ladder.pop() for _ in range(len(ladder))] == [3, 7, 2000]
+
+
 class _Counted:
     comparisons = 0
 

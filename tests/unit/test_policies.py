@@ -81,7 +81,7 @@ def test_policies_with_the_same_name_for_their_keys_have_the_same_keys() -> None
     by_name: dict[str, list[object]] = {}
     for policy in (*POLICIES, ShortestWork(0.3), EarliestDeadline(6.0)):
         keys = [policy.key(each) for each in requests]
-        assert by_name.setdefault(policy.keys, list(keys)) == keys
+        assert by_name.setdefault(policy.key_name, list(keys)) == keys
     assert len(by_name) == 5
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.policy import Key, Rules, policy_of
+from router.admission.policy import Rules, policy_of
 from router.admission.telling import Telling
 from router.admission.tenure import Placed
-from router.admission.waiting import Waiting
+from router.admission.waiting import Key, Waiting
 from router.admission.worker_view import Capacity, Load
 from router.config import Order
 from tests.admission_support import CONFIG, Cluster, waiting
