@@ -61,11 +61,19 @@ class PlainStarter:
                 start_new_session=True,
             )
         assert process.stdin is not None
-        with suppress(ConnectionError):
-            process.stdin.write(told(os.getpid(), launch))
-            await process.stdin.drain()
-            process.stdin.close()
+        await _tell(process.stdin, told(os.getpid(), launch))
         return process
+
+
+async def _tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
+    """Nothing, to a process that has ended already: its status says what there is to say."""
+    # uvloop's writes to a pipe that it has closed raise RuntimeError, asyncio's nothing.
+    if stdin.is_closing():
+        return
+    with suppress(ConnectionError):
+        stdin.write(words)
+        await stdin.drain()
+        stdin.close()
 
 
 def told(parent: int, launch: Launch) -> bytes:
