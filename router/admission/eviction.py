@@ -36,6 +36,8 @@ class Eviction:
 def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: float) -> float:
     """Seconds until it must run to meet its deadlines; infinite where it has none to meet. One that
     is missed already is in no hurry any more."""
+    if not any(ledger_now < due < inf for due in (waiting.ttft_deadline, waiting.deadline)):
+        return inf
     prefill_s = min((_prefill_s(waiting, it) for it in workers.values()), default=0.0)
     step_s = min((it.pace.step_s for it in workers.values() if it.pace.step_s), default=0.0)
     decode_s = step_s * waiting.max_tokens / max(1, waiting.choices)
@@ -84,9 +86,11 @@ class Evictions:
         ledger_now: float,
     ) -> Eviction | None:
         """None if it would not miss a deadline by waiting for a credit, or nobody can help."""
-        slack, wait = _slack(waiting, workers, ledger_now), _wait(waiting, workers)
+        if (slack := _slack(waiting, workers, ledger_now)) == inf:
+            return None
+        wait = _wait(waiting, workers)
         most = max((_margin(it, it.pending_prefill) for it in workers.values()), default=0.0)
-        if slack == inf or slack > max(wait, most):
+        if slack > max(wait, most):
             return None
         eviction = self._cheapest(waiting, workers, spared)
         if eviction is None:

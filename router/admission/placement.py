@@ -2,26 +2,50 @@
 
 A request is dispatched only against a credit, room that the worker's view shows (late binding), so
 a worker holds little that another one could have begun sooner.
+
+Of many workers those that are full are not looked at. While the same request finds no room, only
+those are that have changed since it was looked for: in a full cluster that is the one whose state
+has come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from math import inf
+from typing import NamedTuple
 
 from router.admission.pace import slow
+from router.admission.roster import Roster
 from router.admission.waiting import Waiting
-from router.admission.worker_view import Capacity, Claim, Load, WorkerView, blocks_of
+from router.admission.worker_view import Capacity, Claim, Load, Need, WorkerView, blocks_of
 from router.config import RouterConfig
 
 #: Room that is kept for a request which comes back from another worker is kept for so long.
 _HOLD_S = 2.0
 
 
+class _Asked(NamedTuple):
+    """All that matters of a request for who has a credit for it."""
+
+    prefill_tokens: int
+    choices: int
+    avoid: str
+
+
+#: What every request needs at the least.
+_LEAST = _Asked(1, 1, "")
+
+
 class Placement:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._workers: dict[str, WorkerView] = {}
+        #: of those that have a credit for the least of requests
+        self._roster = Roster()
+        #: what nobody had a credit for, and who has changed since
+        self._unmet: _Asked | None = None
+        self._changed: set[str] = set()
         #: the worker that keeps room for a request
         self._holds: dict[str, str] = {}
 
@@ -33,9 +57,13 @@ class Placement:
 
     def join(self, worker_id: str, capacity: Capacity) -> None:
         self._workers.setdefault(worker_id, WorkerView(capacity))
+        self._unmet = None
+        self._note(worker_id)
 
     def leave(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id, None)
+        self._roster.remove(worker_id)
+        self._unmet = None
         for request_id in worker.held.expire(inf) if worker else ():
             self._holds.pop(str(request_id), None)
 
@@ -45,11 +73,13 @@ class Placement:
             worker.load = load
             worker.end_trial()
             worker.pace.measure(load.work, worker.is_full, now)
+            self._note(worker_id)
 
     def acknowledge(self, worker_id: str, epoch: int) -> None:
         """The worker counts this dispatch in its state from now on, or will never have it."""
         if (worker := self._workers.get(worker_id)) is not None:
             worker.unacknowledged.drop(epoch)
+            self._note(worker_id)
 
     def expire(self, now: float) -> None:
         """Releases what nobody acknowledged or used in time, and compares the workers' paces."""
@@ -61,6 +91,17 @@ class Placement:
         outliers = slow(paces, self._config.slow_factor, now)
         for worker_id, worker in self._workers.items():
             worker.is_slow = worker_id in outliers
+            self._note(worker_id)
+
+    def _note(self, worker_id: str) -> None:
+        """Something about it may have changed."""
+        worker = self._workers[worker_id]
+        self._changed.add(worker_id)
+        if self._has_credit(worker, _LEAST):
+            rank = worker.is_slow, worker.committed_tokens, worker.pending_prefill, worker_id
+            self._roster.put(rank)
+        else:
+            self._roster.remove(worker_id)
 
     # requests
 
@@ -72,6 +113,7 @@ class Placement:
         worker.unacknowledged.add(epoch, claim)
         if waiting.is_suspect:
             worker.trial = epoch
+        self._note(worker_id)
 
     def hold(self, worker_id: str, request_id: str, tokens: int, choices: int, now: float) -> None:
         """Keeps room for a request that will come back to the queue in a moment."""
@@ -81,51 +123,57 @@ class Placement:
     def _keep(self, worker_id: str, request_id: str, claim: Claim) -> None:
         self._holds[request_id] = worker_id
         self._workers[worker_id].held.add(request_id, claim)
+        self._note(worker_id)
 
     def _release(self, request_id: str) -> tuple[str, Claim] | None:
         """Where room was kept for it, and how much."""
         worker_id = self._holds.pop(request_id, "")
         worker = self._workers.get(worker_id)
         claim = worker.held.drop(request_id) if worker else None
-        return (worker_id, claim) if claim else None
+        if claim is None:
+            return None
+        self._note(worker_id)
+        return worker_id, claim
 
     def choose(self, waiting: Waiting) -> str | None:
         """The worker with a credit for it; None when no worker has one now. Of several it is the
         one that keeps room for it, or who is not slow and has the fewest committed tokens, then the
         least prefill pending. A suspect goes where everybody else makes tokens, if it can."""
+        asked = _Asked(waiting.prefill_tokens, waiting.choices, waiting.avoid)
         kept = self._release(waiting.request_id)
-        ready = [
-            (
-                waiting.is_suspect and not worker.is_calm,
-                kept is None or worker_id != kept[0],
-                worker.is_slow,
-                *_burden(worker),
-                worker_id,
-            )
-            for worker_id, worker in self._workers.items()
-            if self._has_credit(worker, waiting) and not self._avoids(waiting, worker_id)
-        ]
+        candidates = self._candidates(asked, kept[0] if kept else "")
+        if waiting.is_suspect:
+            candidates = sorted(candidates, key=lambda it: not self._workers[it].is_calm)
+        chosen = next((it for it in candidates if self._may_take(it, asked)), None)
+        if chosen is None:
+            self._unmet = asked
+            self._changed.clear()
         if kept is not None:
             self._keep(kept[0], waiting.request_id, kept[1])
-        return min(ready)[-1] if ready else None
+        return chosen
 
-    def _avoids(self, waiting: Waiting, worker_id: str) -> bool:
-        """Its gateway could not reach this worker, and there is another one."""
-        return worker_id == waiting.avoid and len(self._workers) > 1
+    def _candidates(self, asked: _Asked, kept: str) -> Iterable[str]:
+        """In the order in which they are preferred. ``kept`` keeps room for it."""
+        if asked == self._unmet:
+            others: Iterable[str] = self._roster.in_order(self._changed)
+        else:
+            others = self._roster
+        return chain((kept,), others) if kept in self._workers else others
 
-    def _has_credit(self, worker: WorkerView, waiting: Waiting) -> bool:
+    def _may_take(self, worker_id: str, asked: _Asked) -> bool:
+        # Its gateway could not reach that worker, and there is another one.
+        is_avoided = worker_id == asked.avoid and len(self._workers) > 1
+        return not is_avoided and self._has_credit(self._workers[worker_id], asked)
+
+    def _has_credit(self, worker: WorkerView, need: Need) -> bool:
         # Whoever is lost beside a suspect might be taken for one, and a suspect for another.
         if not worker.is_open or worker.trial:
             return False
         if worker.is_idle:
             return True
-        if not worker.has_slots(waiting.choices, self._config.local_depth):
+        if not worker.has_slots(need.choices, self._config.local_depth):
             return False
         pending = worker.pending_prefill
-        if pending and pending + waiting.prefill_tokens > self._config.max_pending_prefill:
+        if pending and pending + need.prefill_tokens > self._config.max_pending_prefill:
             return False
-        return worker.free_blocks > blocks_of(waiting)
-
-
-def _burden(worker: WorkerView) -> tuple[int, int]:
-    return (worker.committed_tokens, worker.pending_prefill)
+        return worker.free_blocks > blocks_of(need)

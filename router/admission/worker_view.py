@@ -8,12 +8,21 @@ back from another worker.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import session_pb2
 from router.admission.pace import Pace, Work
-from router.admission.waiting import Waiting
+
+
+class Need(Protocol):
+    """What a request needs of a worker."""
+
+    @property
+    def prefill_tokens(self) -> int: ...
+
+    @property
+    def choices(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +186,7 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE)
 
 
-def blocks_of(waiting: Waiting) -> int:
+def blocks_of(need: Need) -> int:
     """What is known of it takes so many, but for the last one; its choices share the prompt's, and
     each other one needs one of its own."""
-    return waiting.prefill_tokens // BLOCK_SIZE + waiting.choices - 1
+    return need.prefill_tokens // BLOCK_SIZE + need.choices - 1

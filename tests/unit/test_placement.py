@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission.pace import Work
 from router.admission.placement import Placement
 from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Load
@@ -133,7 +138,12 @@ def test_a_worker_that_the_gateway_could_not_reach_is_the_last_choice() -> None:
 
 def test_a_slow_worker_gets_nothing_while_another_one_has_room() -> None:
     placement = placement_of(slow=Load(1), busy=Load(1, num_running=1, committed_tokens=900))
-    placement.workers["slow"].is_slow = True
+    for worker_id, busy_s in (("slow", 0.9), ("busy", 0.09)):
+        load = placement.workers[worker_id].load
+        work = Work(step=3, computed_tokens=3, busy_s=busy_s)
+        placement.report(worker_id, replace(load, sequence_number=2, work=work), now=1.0)
+    placement.expire(now=1.0)
+    assert placement.workers["slow"].is_slow
     assert placement.choose(waiting()) == "busy"
     placement.leave("busy")
     assert placement.choose(waiting()) == "slow"
@@ -182,3 +192,63 @@ def test_a_lost_worker_keeps_no_room() -> None:
     placement.leave("a")
     assert not placement._holds
     assert placement.choose(waiting()) == "b"
+
+
+#: Something that happens to a worker: it is told of to a placement.
+Event = Callable[[Placement, str], None]
+
+
+@st.composite
+def events(draw: st.DrawFn, number: int) -> Event:
+    """``number`` is another one each time."""
+    tokens, few = st.integers(0, 120), st.integers(0, 3)
+
+    def report(placement: Placement, worker_id: str) -> None:
+        placement.report(worker_id, load, now=0.0)
+
+    def reserve(placement: Placement, worker_id: str) -> None:
+        placement.reserve(worker_id, number, dispatched, now=0.0)
+
+    def acknowledge(placement: Placement, worker_id: str) -> None:
+        for epoch in range(number):
+            placement.acknowledge(worker_id, epoch)
+
+    def hold(placement: Placement, worker_id: str) -> None:
+        placement.hold(worker_id, f"coming to {worker_id}", held, choices=1, now=0.0)
+
+    held = draw(tokens)
+    dispatched = waiting(draw(tokens) + 1)._replace(is_suspect=draw(few) == 0)
+    load = Load(
+        sequence_number=number,
+        num_running=draw(few),
+        num_waiting=draw(few) // 2,
+        blocks_used=draw(st.integers(0, 100)),
+        pending_prefill_tokens=draw(tokens),
+        committed_tokens=draw(tokens),
+        draining=draw(few) == 3,
+    )
+    return draw(st.sampled_from([report, report, reserve, acknowledge, hold]))
+
+
+@given(st.data())
+def test_who_is_chosen_is_the_best_of_those_that_would_be_alone(data: st.DataObject) -> None:
+    workers = ("a", "b", "c")
+    placement = placement_of(**{worker_id: Load() for worker_id in workers})
+    alone = {worker_id: placement_of(**{worker_id: Load()}) for worker_id in workers}
+    for number in range(1, data.draw(st.integers(2, 25))):
+        worker_id = data.draw(st.sampled_from(workers))
+        happens = data.draw(events(number))
+        happens(placement, worker_id)
+        happens(alone[worker_id], worker_id)
+        asked = waiting(
+            data.draw(st.integers(1, 1700)),
+            avoid=data.draw(st.sampled_from(["", "a"])),
+            choices=data.draw(st.integers(1, 3)),
+        )._replace(is_suspect=data.draw(st.booleans()))
+        ready = [
+            (asked.is_suspect and not view.is_calm, view.committed_tokens, view.pending_prefill, it)
+            for it in workers
+            if it != asked.avoid and alone[it].choose(asked) is not None
+            if (view := placement.workers[it])
+        ]
+        assert placement.choose(asked) == (min(ready)[-1] if ready else None)
