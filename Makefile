@@ -131,7 +131,7 @@ bench-swap: $(VENV)/.installed ## preemption: recompute against swap (build/benc
 bench-speculation: $(VENV)/.installed ## drafts from n-grams on the demo model (build/bench/speculation.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/speculation.py
 
-bench-scheduling: $(VENV)/.installed ## what the admission queue costs, by what waits (build/bench/scheduling.json)
+bench-scheduling: $(VENV)/.installed ## what the admission queue costs, and its orders under an overload; 40 minutes (build/bench/scheduling.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/scheduling.py
 
 bench-scheduler: $(VENV)/.installed ## what a step costs beside the model (build/bench/scheduler.json)

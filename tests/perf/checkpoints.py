@@ -32,6 +32,7 @@ VOCAB_SIZE = 32000
 #: Of weights, as transformers draws them.
 STD = 0.02
 _SPECIAL = ("<unk>", "<s>", "</s>")
+EOS_TOKEN = _SPECIAL.index("</s>")
 #: A space, as byte-level tokenizers write it.
 _SPACE = "Ġ"
 
@@ -59,7 +60,7 @@ def _shape(kind: str, hidden: int, layers: int, heads: int, kv_heads: int, **mor
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "bos_token_id": _SPECIAL.index("<s>"),
-        "eos_token_id": _SPECIAL.index("</s>"),
+        "eos_token_id": EOS_TOKEN,
         "dtype": "bfloat16",
         **more,
     }

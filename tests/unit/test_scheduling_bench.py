@@ -1,0 +1,65 @@
+"""What the benchmark of admission says of what it saw."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+
+from tests.perf.online_load import Answer
+from tests.perf.scheduling_live import figures, ratios, saturation
+from tests.perf.scheduling_mix import APPLICATIONS, MAX_TOKENS, Request, mix
+
+
+def request(due: float, tokens: int, *, is_high: bool = False) -> Request:
+    return Request(APPLICATIONS[0], "p", tokens, due, is_high)
+
+
+def answer(request: Request, ttft_s: float, e2e_s: float) -> Answer:
+    return Answer(request.due, request.due + ttft_s, request.due + e2e_s, request.tokens)
+
+
+def test_a_mix_is_the_same_each_time_and_has_its_shares() -> None:
+    requests = mix(4000, 8.0, seed=1)
+    assert mix(4000, 8.0, seed=1) == requests
+    for application in APPLICATIONS:
+        of_it = [it for it in requests if it.application is application]
+        assert len(of_it) / 4000 == pytest.approx(application.share, abs=0.03)
+    assert requests[-1].due == pytest.approx(500, rel=0.1)
+    assert fmean(it.tokens for it in requests) == pytest.approx(80, rel=0.1)
+    assert fmean(it.is_high for it in requests) == pytest.approx(0.1, abs=0.02)
+    assert len({it.prompt[:12] for it in requests}) == 4000
+
+
+def test_the_server_is_not_told_how_long_an_output_becomes() -> None:
+    ask = request(0.0, 7).ask(priority=5)
+    assert (ask.max_tokens, ask.tokens) == (MAX_TOKENS, 7)
+    assert ask.fields["min_tokens"] == 6
+    assert ask.fields["priority"] == 5
+
+
+def test_saturation_leaves_out_the_begin_and_the_end() -> None:
+    slow_begin = [answer(request(0.0, 10), 1.0, 50.0 + i) for i in range(20)]
+    middle = [answer(request(0.0, 10), 1.0, 70.0 + i / 2) for i in range(61)]
+    slow_end = [answer(request(0.0, 10), 1.0, 120.0 + 9 * i) for i in range(19)]
+    assert saturation([*slow_end, *middle, *slow_begin]) == pytest.approx(20.0)
+
+
+def test_figures_of_live_answers() -> None:
+    requests = [request(1.0, 10), request(2.0, 20, is_high=True)]
+    found = figures(requests, [answer(requests[0], 1.0, 2.0), answer(requests[1], 3.0, 8.0)])
+    assert found["tokens_per_s"] == pytest.approx(30 / 10)
+    assert found["normalised_latency_mean_ms"] == pytest.approx(300.0)
+    assert (found["ttft_p99_s"], found["high_ttft_p99_s"]) == (3.0, 3.0)
+    assert found["ttft_mean_s"] == 2.0
+
+
+def test_ratios_are_of_fifo() -> None:
+    fifo = {"normalised_latency_mean_ms": 10.0, "ttft_p99_s": 4.0, "high_ttft_p99_s": 4.0}
+    shortest = {"normalised_latency_mean_ms": 5.0, "ttft_p99_s": 6.0, "high_ttft_p99_s": 6.0}
+    classes = {"normalised_latency_mean_ms": 11.0, "ttft_p99_s": 5.0, "high_ttft_p99_s": 0.2}
+    assert ratios({"fifo": fifo, "shortest": shortest, "classes": classes}) == {
+        "sjf_mean_vs_fifo": 0.5,
+        "sjf_p99_ttft_vs_fifo": 1.5,
+        "high_class_p99_ttft_vs_fifo": 0.05,
+    }
