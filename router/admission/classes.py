@@ -6,8 +6,9 @@ from bisect import insort
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from router.admission.lanes import Lane
+from router.admission.lanes import FairLane, Lane
 from router.admission.policy import Policy
+from router.admission.services import Services
 from router.admission.waiting import Waiting
 
 
@@ -27,11 +28,13 @@ class Classes:
         rows: Mapping[int, tuple[Any, ...]],
         numbers: Mapping[int, int],
         floor: float,
+        services: Services | None,
     ) -> None:
         self._policy = policy
         self._rows = rows
         self._numbers = numbers
         self.floor = floor
+        self._services = services
         self._lanes: dict[int, Lane] = {}
         #: classes that have a lane, the lowest first
         self._ascending: list[int] = []
@@ -41,9 +44,14 @@ class Classes:
     def push(self, waiting: Waiting, ticket: int) -> None:
         lane = self._lanes.get(waiting.priority)
         if lane is None:
-            lane = self._lanes[waiting.priority] = self._policy.lane(self._rows)
+            lane = self._lanes[waiting.priority] = self._lane()
             insort(self._ascending, waiting.priority)
         lane.push(waiting, self._policy.key(waiting), ticket)
+
+    def _lane(self) -> Lane:
+        if self._services is None:
+            return self._policy.lane(self._rows)
+        return FairLane(lambda: self._policy.lane(self._rows), self._services, self._rows)
 
     def left(self, waiting: Waiting) -> None:
         """It does not wait any more."""

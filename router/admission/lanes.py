@@ -6,12 +6,15 @@ wait: what it has of others are holes, left out when they come up or when a part
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Callable, Container
 from math import log2
 from typing import Any, TypeAlias
 
+from everlift.request_id import tenant_of
 from router.admission.ladder import RUNG, Ladder
+from router.admission.services import Services
 from router.admission.waiting import Key, Ordered
 
 #: A key's parts, and a ticket.
@@ -137,6 +140,49 @@ class StarvationLane(Lane):
     def left(self, waiting: Ordered) -> None:
         self._inner.left(waiting)
         self._by_arrival.left()
+
+
+class FairLane(Lane):
+    """A lane for each tenant, and the turn is that of who was served least."""
+
+    def __init__(
+        self, make: Callable[[], Lane], services: Services, present: Container[int]
+    ) -> None:
+        super().__init__(present)
+        self._make = make
+        self._services = services
+        self._by_key = KeyLane(present)
+        self._lanes: dict[str, Lane] = {}
+        #: by what they were served, as it was: it only grows
+        self._tenants: list[tuple[float, str]] = []
+
+    def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
+        self._by_key.push(waiting, key, ticket)
+        tenant = tenant_of(waiting.request_id)
+        lane = self._lanes.get(tenant)
+        if lane is None:
+            lane = self._lanes[tenant] = self._make()
+            heapq.heappush(self._tenants, (self._services.of(tenant), tenant))
+        lane.push(waiting, key, ticket)
+
+    def head(self, moment: float | None) -> int | None:
+        if moment is None:
+            return self._by_key.head(None)
+        while self._tenants:
+            served, tenant = self._tenants[0]
+            if served < self._services.of(tenant):
+                heapq.heapreplace(self._tenants, (self._services.of(tenant), tenant))
+            elif (ticket := self._lanes[tenant].head(moment)) is not None:
+                return ticket
+            else:
+                heapq.heappop(self._tenants)
+                del self._lanes[tenant]
+        return None
+
+    def left(self, waiting: Ordered) -> None:
+        self._by_key.left(waiting)
+        if (lane := self._lanes.get(tenant_of(waiting.request_id))) is not None:
+            lane.left(waiting)
 
 
 def _size(waiting: Ordered) -> int:

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator
 from itertools import count, takewhile
 from typing import Any, TypeAlias
 
+from everlift.request_id import tenant_of
 from router.admission.classes import Classes
 from router.admission.overtaking import Overtaking
 from router.admission.policy import Policy
+from router.admission.services import INPUT, Services
 from router.admission.waiting import Waiting
 
 #: Requests whose place in another order is found at once, in some milliseconds.
@@ -31,9 +33,12 @@ _REQUEST_ID, _GATEWAY = map(Waiting._fields.index, ("request_id", "gateway"))
 
 class AdmissionQueue:
     """``class_floor``: of the work that higher classes get while a class waits, the part that it
-    gets as well. Times are ledger time in seconds."""
+    gets as well. Where there are ``services``, tenants of a class take turns by them. Times are
+    ledger time in seconds."""
 
-    def __init__(self, policy: Policy, class_floor: float = 0.0) -> None:
+    def __init__(
+        self, policy: Policy, class_floor: float = 0.0, services: Services | None = None
+    ) -> None:
         self._tickets = count()
         #: by ticket, which names one stay of a request
         self._rows: dict[int, _Row] = {}
@@ -42,8 +47,9 @@ class AdmissionQueue:
         self.work_tokens = 0
         #: by class, none of which nobody waits
         self._numbers: dict[int, int] = {}
-        self._classes = Classes(policy, self._rows, self._numbers, class_floor)
+        self._classes = Classes(policy, self._rows, self._numbers, class_floor, services)
         self._overtaking = Overtaking()
+        self._services = services
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -58,6 +64,8 @@ class AdmissionQueue:
         self._rows[ticket] = tuple(waiting)
         self.work_tokens += waiting.work_tokens
         self._numbers[waiting.priority] = self._numbers.get(waiting.priority, 0) + 1
+        if self._services is not None:
+            self._services.come(tenant_of(waiting.request_id))
         self._classes.push(waiting, ticket)
         return replaced
 
@@ -90,6 +98,8 @@ class AdmissionQueue:
         self._numbers[waiting.priority] -= 1
         if not self._numbers[waiting.priority]:
             del self._numbers[waiting.priority]
+        if self._services is not None:
+            self._services.go(tenant_of(waiting.request_id))
         self._classes.left(waiting)
 
     def peek(self, moment: float | None = None) -> Waiting | None:
@@ -111,6 +121,10 @@ class AdmissionQueue:
         ticket = self._ticket_of[waiting.request_id]
         overtaken = self._overtaking.count(ticket)
         self._classes.serve(waiting)
+        # What is computed again is not the tenant's to pay.
+        if self._services is not None and not waiting.accepted:
+            tenant = tenant_of(waiting.request_id)
+            self._services.charge(tenant, INPUT * waiting.prefill_tokens)
         self._remove(waiting, ticket)
         if not waiting.accepted:
             self._overtaking.leave(ticket)
@@ -121,7 +135,8 @@ class AdmissionQueue:
     def reorder(self, policy: Policy) -> Iterator[None]:
         """What waits leaves in this order when all of it has been gone through, part by part; until
         then in the one before. O(n)."""
-        classes = Classes(policy, self._rows, self._numbers, self._classes.floor)
+        floor, services = self._classes.floor, self._services
+        classes = Classes(policy, self._rows, self._numbers, floor, services)
         tickets, after = tuple(self._rows), next(self._tickets)
         for start in range(0, len(tickets), _AT_ONCE):
             self._fill(classes, tickets[start : start + _AT_ONCE])
