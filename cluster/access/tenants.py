@@ -46,6 +46,7 @@ def _limit(text: str) -> Any:
 - `everlift tenant set acme --requests-per-minute 600 --max-concurrent 50`
 - `everlift tenant set '*' --tokens-per-minute 100000` for every tenant that has no other limit
 - `everlift tenant set acme --tokens-per-minute none --max-priority default`
+- `everlift tenant set acme --weight 3` for three times the tokens of others, where they wait
 """,
 )
 def change(
@@ -63,17 +64,23 @@ def change(
         str | None, _limit("Output tokens of a request, of all its choices.")
     ] = None,
     max_priority: Annotated[str | None, _limit("The highest class of a request.")] = None,
+    weight: Annotated[
+        str | None,
+        typer.Option(metavar=f"N|{_DEFAULT}", help="Its shares of what tenants that wait get."),
+    ] = None,
     config: SettingsFile = None,
     assignments: Assignments = None,
 ) -> None:
     """Change a tenant's limits; those that are not named stay as they are."""
-    given = dict(
-        zip(
-            _NAMES,
-            (requests_per_minute, tokens_per_minute, max_concurrent, max_tokens, max_priority),
-            strict=True,
-        )
+    values = (
+        requests_per_minute,
+        tokens_per_minute,
+        max_concurrent,
+        max_tokens,
+        max_priority,
+        weight,
     )
+    given = dict(zip(_NAMES, values, strict=True))
     _check_tenant(tenant)
     wanted = {name: _value(name, text) for name, text in given.items() if text is not None}
 

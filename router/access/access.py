@@ -67,6 +67,9 @@ class Access:
     def limits_of(self, tenant: str) -> Limits:
         return self._table.limits_of(tenant)
 
+    def weight_of(self, tenant: str) -> float:
+        return self.limits_of(tenant).weight
+
     async def run(self) -> None:
         """Follows the store until cancelled."""
         while True:

@@ -10,6 +10,7 @@ from everlift.messages import MAX_PRIORITY, Submission
 
 #: More than any cluster does; the ledger's scripts count exactly up to there.
 _MOST = 10**9
+_RANGES = {"max_priority": (-MAX_PRIORITY, MAX_PRIORITY), "weight": (1, 1000)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,13 @@ class Limits:
     max_tokens: int | None = None
     #: the highest class that a request may be of
     max_priority: int | None = None
+    #: of what tenants that wait are served, this one gets so many shares
+    weight: int = 1
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
-            least, most = (-MAX_PRIORITY, MAX_PRIORITY) if name == "max_priority" else (1, _MOST)
+            least, most = _RANGES.get(name, (1, _MOST))
             if value is not None and not least <= value <= most:
                 raise ValueError(f"{name} must be from {least} to {most}, not {value}")
 

@@ -88,7 +88,7 @@ async def test_limits_are_set_one_by_one(command: Command, path: Path) -> None:
     await command("tenant", "set", "*", "--max-tokens", "5", "--max-priority", "-3")
     await command("tenant", "set", "acme", "--max-concurrent", "7", "--max-priority", "none")
     shown = json.loads(await command("tenant", "list", "--json"))
-    unset = dict.fromkeys(shown["*"])
+    unset = {**dict.fromkeys(shown["*"]), "weight": 1}
     assert shown == {
         "*": unset | {"max_tokens": 5, "max_priority": -3},
         "acme": unset | {"max_tokens": 5, "max_concurrent": 7},
