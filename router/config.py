@@ -77,6 +77,12 @@ class RouterConfig:
     starvation: float = 0.0
     #: of the work that higher classes get while a class waits, the part that it gets as well
     class_floor: float = 0.05
+    #: where tenants are told apart (access), those of a class take turns by the tokens that they
+    #: were served, whatever the order; within a tenant's turn the order holds
+    fair_share: bool = True
+    #: what a token of a prompt and one of an output count there
+    prompt_token_weight: float = 1.0
+    output_token_weight: float = 2.0
     #: dispatched to a worker beyond what it can run at once
     local_depth: int = 2
     #: prompt tokens that a worker may have waiting to be computed
@@ -139,6 +145,8 @@ class RouterConfig:
             raise ValueError("undated_due must be above 0, patience and starvation at least 0")
         if not 0 <= self.class_floor <= 0.5:
             raise ValueError("class_floor must be from 0 to 0.5")
+        if self.prompt_token_weight <= 0 or self.output_token_weight <= 0:
+            raise ValueError("prompt_token_weight and output_token_weight must be above 0")
         if (self.access == "file") != bool(self.access_file):
             raise ValueError("access_file must be set with access: file, and then only")
         if self.access_file:

@@ -146,6 +146,7 @@ class Fleet:
     async def _follow(self, membership: Membership) -> None:
         self.leader_id = membership.leader
         await self._line.follow(membership.leader, membership.leader_address)
+        self._line.tell_served()
 
     async def _forget_unreachable(self) -> None:
         for worker_id in self._sessions.unreachable():

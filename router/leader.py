@@ -23,9 +23,10 @@ from typing import TypeAlias
 from everlift import logs
 from everlift.errors import LedgerUnavailable
 from everlift.v1 import inference_pb2, session_pb2
+from router.admission.fair_share import FairShare
 from router.admission.load import cluster_load
 from router.admission.placement import Placement
-from router.admission.policy import Rules, policy_of
+from router.admission.policy import Rules
 from router.admission.tenure import Placed, Tenure
 from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Load, WorkerView
@@ -74,11 +75,21 @@ class Reservation:
 
 
 class Leader:
-    def __init__(self, config: RouterConfig, router_id: str, address: str, ledger: Ledger) -> None:
+    """``weight_of`` answers a tenant's; None: tenants are not told apart."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        router_id: str,
+        address: str,
+        ledger: Ledger,
+        weight_of: Callable[[str], float] | None = None,
+    ) -> None:
         self._config = config
+        self._weight_of = weight_of
         self._ledger = ledger
         self._lease = Lease(config, router_id, address, ledger, self._begin, self._step_down)
-        self.rules = Rules(policy_of(config.order, config), config.max_queued)
+        self.rules = Rules.of(config)
         self._placement = Placement(config)
         self._tenure: Tenure | None = None
         self._lines = Lines(self)
@@ -147,11 +158,23 @@ class Leader:
     def _begin(self) -> None:
         self.num_tenures += 1
         self._tenure = Tenure(
-            self._config, self.rules, self._placement, self._occupants, self._generation, now()
+            self._config,
+            self.rules,
+            self._placement,
+            self._occupants,
+            self._generation,
+            now(),
+            self._fair_share(),
         )
         self._sweep.hold_off()
         self._began.set()
         self.changed.set()
+
+    def _fair_share(self) -> FairShare | None:
+        if self._weight_of is None:
+            return None
+        config = self._config
+        return FairShare(config.prompt_token_weight, config.output_token_weight, self._weight_of)
 
     def _step_down(self) -> None:
         self._tenure = None
@@ -169,6 +192,7 @@ class Leader:
                 if not tenure.roll_call.is_gathering(now()):
                     break
                 try:
+                    await self._recall(tenure)
                     tenure.roll_call.living(await self._ledger.gateways())
                 except LedgerUnavailable:
                     log.info("living gateways not known")
@@ -245,7 +269,7 @@ class Leader:
         """What became of it; whether that is known by who leads."""
         tenure, placed = reservation.tenure, reservation.placed
         if has_begun:
-            tenure.begun(placed, placed.waiting.gateway)
+            tenure.came(placed, placed.waiting.gateway)
         else:
             tenure.give_back(placed)
             self._wake.set()
@@ -407,8 +431,16 @@ class Leader:
         workers, ledger_now = self._placement.workers.values(), now() + self._ledger_ahead
         return cluster_load(self._lease.term, tenure, workers, ledger_now)
 
+    async def _recall(self, tenure: Tenure) -> None:
+        """What tenants were served under the leader before. Raises LedgerUnavailable."""
+        if not tenure.has_recalled:
+            report = await self._ledger.load()
+            tenure.recall(report.load.services if report is not None else ())
+
     async def _report(self, tenure: Tenure) -> None:
         try:
+            # In its place is what the leader before knew.
+            await self._recall(tenure)
             await self._ledger.put_load(self._load(tenure))
         except LedgerUnavailable as error:
             log.info("load not reported", cause=str(error))

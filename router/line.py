@@ -14,9 +14,11 @@ from typing import Protocol
 import grpc
 
 from everlift import logs
+from everlift.request_id import tenant_of
 from everlift.transport import Transport
 from everlift.v1 import session_pb2, session_pb2_grpc
 from router.admission.policy import Policy
+from router.admission.served import ServedOutputs
 from router.admission.telling import Telling
 from router.clock import now
 from router.leader import Arriving, Leader, Reservation
@@ -62,6 +64,9 @@ class AdmissionLine:
         self._gateway: Gateway | None = None
         #: what this line's leader is still to be told; none while there is no line
         self._telling: Telling | None = None
+        #: also from before the line
+        self._served = ServedOutputs()
+        self._is_served_due = False
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._followed = ("", "")
@@ -111,6 +116,17 @@ class AdmissionLine:
         """Its worker preempted it, or goes on with it."""
         if self._telling is not None:
             self._telling.run(running)
+            self._changed.set()
+
+    def served(self, request_id: str, priority: int, tokens: int) -> None:
+        """So much more of its output came. It is told with the next message."""
+        if tenant := tenant_of(request_id):
+            self._served.add(tenant, priority, tokens)
+
+    def tell_served(self) -> None:
+        """What came is told now."""
+        if self._served:
+            self._is_served_due = True
             self._changed.set()
 
     def asserted(self, generation: str) -> None:
@@ -184,9 +200,15 @@ class AdmissionLine:
             if self._telling is not telling:
                 return
             self._changed.clear()
-            while telling and self._telling is telling:
-                yield telling.part()
+            while (telling or self._is_served_due) and self._telling is telling:
+                yield self._part(telling)
                 await asyncio.sleep(0)
+
+    def _part(self, telling: Telling) -> session_pb2.GatewayMessage:
+        message = telling.part()
+        message.served.extend(self._served.take())
+        self._is_served_due = False
+        return message
 
     # what the leader says
 

@@ -160,7 +160,8 @@ class Router:
         config, ledger = self.config, timed(self._ledger, self._instruments)
         hello = session_pb2.RouterHello(router_id=self.router_id, cluster_id=cluster_id)
         self._sessions = Sessions(config, hello, self, self._transport)
-        self._leader = Leader(config, self.router_id, self.internal_address, ledger)
+        weight_of = self._access.weight_of if self._access else None
+        self._leader = Leader(config, self.router_id, self.internal_address, ledger, weight_of)
         self._line = AdmissionLine(self.router_id, self._leader, self._transport)
         self._requests = Requests(
             config,

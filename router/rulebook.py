@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from everlift import logs
-from router.admission.policy import ORDERS, Rules, policy_of
+from router.admission.policy import ORDERS, Rules
 from router.config import RouterConfig
 from router.ledger.base import Ledger, QueuePolicy
 
@@ -30,9 +31,8 @@ class Rulebook:
     def rules(self) -> Rules:
         """Of an order that only a newer version knows, the configuration's."""
         order = next((it for it in ORDERS if it == self._policy.order), self._config.order)
-        return Rules(
-            policy_of(order, self._config), self._policy.max_queued or self._config.max_queued
-        )
+        max_queued = self._policy.max_queued or self._config.max_queued
+        return Rules.of(replace(self._config, order=order, max_queued=max_queued))
 
     async def keep_up(self, version: int) -> None:
         """With the policy that the ledger has under this version. One that its server forgot is put

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
 from everlift.v1 import session_pb2 as pb
+from router.admission.fair_share import FairShare
 from router.admission.pace import Pace, Work
 from router.admission.placement import Placement
-from router.admission.policy import Rules, policy_of
+from router.admission.policy import Rules
 from router.admission.running import Running
 from router.admission.tenure import Placed, Tenure
 from router.admission.waiting import Waiting
@@ -57,16 +59,19 @@ def paced(*, tokens_per_s: float = 1000.0, blocks_per_s: float = 0.0, step_s: fl
 class Cluster:
     """A leader's whole knowledge: its tenure, the workers' views, and who has their slots."""
 
-    def __init__(self, config: RouterConfig = CONFIG) -> None:
+    def __init__(
+        self, config: RouterConfig = CONFIG, weight_of: Callable[[str], float] | None = None
+    ) -> None:
         self.placement = Placement(config)
         self.slots: dict[str, list[str]] = {}
         self.tenure = Tenure(
             config,
-            Rules(policy_of(config.order, config), config.max_queued),
+            Rules.of(config),
             self.placement,
             lambda worker: self.slots.get(worker, []),
             "",
             now=0.0,
+            fair_share=None if weight_of is None else FairShare(1.0, 2.0, weight_of),
         )
         self.tenure.roll_call.living(())
         self._epochs = count(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
@@ -70,6 +71,8 @@ class RecordedLine:
         self.enqueued: list[session_pb2.Waiting] = []
         self.withdrawn: list[str] = []
         self.residences: list[session_pb2.Running] = []
+        #: output tokens, by request id and class
+        self.outputs: Counter[tuple[str, int]] = Counter()
         self.generations: list[str] = []
 
     def reserve(self, request: Callable[[float], session_pb2.Waiting]) -> Reservation | None:
@@ -84,6 +87,9 @@ class RecordedLine:
 
     def running(self, running: session_pb2.Running) -> None:
         self.residences.append(running)
+
+    def served(self, request_id: str, priority: int, tokens: int) -> None:
+        self.outputs[request_id, priority] += tokens
 
     def asserted(self, generation: str) -> None:
         self.generations.append(generation)

@@ -140,11 +140,13 @@ class SimCluster:
         options: GenerateOptions,
         manners: Manners = Manners(),  # noqa: B008 it is frozen
         router: int = 0,
+        api_key: str | None = None,
     ) -> Transcript:
         """A client comes, to one of the routers first."""
         transcript = self.transcripts[request_id] = Transcript(request_id)
         client = AsyncClient(
             addresses(self._addresses, router),
+            api_key=api_key,
             transport=SimTransport(self.network, self.desk),
         )
         self._reading[request_id] = self.desk.create_task(

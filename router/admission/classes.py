@@ -6,10 +6,12 @@ from bisect import insort
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from router.admission.fair_share import FairShare
 from router.admission.lanes import FairLane, Lane
 from router.admission.policy import Policy
-from router.admission.services import Services
 from router.admission.waiting import Waiting
+
+_NOBODY = (0, None)
 
 
 class Classes:
@@ -20,6 +22,8 @@ class Classes:
 
     So of the work that higher classes got while a class waited, it got that part, less at most one
     of its requests. What it is owed is forgotten when nothing of it waits.
+
+    With a ``fair_share`` tenants of a class take turns by it.
     """
 
     def __init__(
@@ -28,13 +32,13 @@ class Classes:
         rows: Mapping[int, tuple[Any, ...]],
         numbers: Mapping[int, int],
         floor: float,
-        services: Services | None,
+        fair_share: FairShare | None,
     ) -> None:
         self._policy = policy
         self._rows = rows
         self._numbers = numbers
         self.floor = floor
-        self._services = services
+        self._fair_share = fair_share
         self._lanes: dict[int, Lane] = {}
         #: classes that have a lane, the lowest first
         self._ascending: list[int] = []
@@ -44,14 +48,15 @@ class Classes:
     def push(self, waiting: Waiting, ticket: int) -> None:
         lane = self._lanes.get(waiting.priority)
         if lane is None:
-            lane = self._lanes[waiting.priority] = self._lane()
+            lane = self._lanes[waiting.priority] = self._lane(waiting.priority)
             insort(self._ascending, waiting.priority)
         lane.push(waiting, self._policy.key(waiting), ticket)
 
-    def _lane(self) -> Lane:
-        if self._services is None:
+    def _lane(self, priority: int) -> Lane:
+        if self._fair_share is None:
             return self._policy.lane(self._rows)
-        return FairLane(lambda: self._policy.lane(self._rows), self._services, self._rows)
+        counters = self._fair_share.counters(priority)
+        return FairLane(lambda: self._policy.lane(self._rows), counters, self._rows)
 
     def left(self, waiting: Waiting) -> None:
         """It does not wait any more."""
@@ -73,13 +78,17 @@ class Classes:
     def head(self, moment: float | None) -> int | None:
         """Who leaves next, at this ledger time in seconds, or by class and key alone."""
         heads = self._heads(moment)
-        _, highest = next(heads, (0, None))
+        _, highest = next(heads, _NOBODY)
         if moment is None or not self._owed:
             return highest
         for priority, ticket in heads:
             if self._owed.get(priority, 0.0) >= Waiting._make(self._rows[ticket]).work_tokens:
                 return ticket
         return highest
+
+    def highest(self, moment: float | None) -> int | None:
+        """The same, but for what lower classes are owed."""
+        return next(self._heads(moment), _NOBODY)[1]
 
     def serve(self, waiting: Waiting) -> None:
         """It leaves for a worker."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from everlift.request_id import tenant_of
 from router.admission.ladder import RUNG, Ladder
-from router.admission.services import Services
+from router.admission.token_counters import TokenCounters
 from router.admission.waiting import Key, Ordered
 
 #: A key's parts, and a ticket.
@@ -143,17 +143,18 @@ class StarvationLane(Lane):
 
 
 class FairLane(Lane):
-    """A lane for each tenant, and the turn is that of who was served least."""
+    """A lane for each tenant, and the turn is that of who was served least. By the keys alone
+    tenants are not told apart."""
 
     def __init__(
-        self, make: Callable[[], Lane], services: Services, present: Container[int]
+        self, make: Callable[[], Lane], counters: TokenCounters, present: Container[int]
     ) -> None:
         super().__init__(present)
         self._make = make
-        self._services = services
+        self._counters = counters
         self._by_key = KeyLane(present)
         self._lanes: dict[str, Lane] = {}
-        #: by what they were served, as it was: it only grows
+        #: by their counters, as they were: they only grow
         self._tenants: list[tuple[float, str]] = []
 
     def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
@@ -162,16 +163,16 @@ class FairLane(Lane):
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = self._make()
-            heapq.heappush(self._tenants, (self._services.of(tenant), tenant))
+            heapq.heappush(self._tenants, (self._counters.of(tenant), tenant))
         lane.push(waiting, key, ticket)
 
     def head(self, moment: float | None) -> int | None:
         if moment is None:
             return self._by_key.head(None)
         while self._tenants:
-            served, tenant = self._tenants[0]
-            if served < self._services.of(tenant):
-                heapq.heapreplace(self._tenants, (self._services.of(tenant), tenant))
+            counter, tenant = self._tenants[0]
+            if counter < self._counters.of(tenant):
+                heapq.heapreplace(self._tenants, (self._counters.of(tenant), tenant))
             elif (ticket := self._lanes[tenant].head(moment)) is not None:
                 return ticket
             else:

@@ -13,7 +13,7 @@ from router.admission.worker_view import WorkerView
 def cluster_load(
     term: int, tenure: Tenure, workers: Iterable[WorkerView], ledger_now: float
 ) -> session_pb2.ClusterLoad:
-    """``ledger_now`` in seconds. O(workers)."""
+    """``ledger_now`` in seconds. O(workers + tenants)."""
     staying = [worker for worker in workers if worker.is_open]
     rates = [worker.pace.full_rate for worker in staying if worker.pace.full_rate is not None]
     return session_pb2.ClusterLoad(
@@ -28,4 +28,6 @@ def cluster_load(
         blocks_total=sum(worker.capacity.num_blocks for worker in staying),
         offered_tokens=tenure.offered_tokens,
         worker_rate=fmean(rates) if rates else 0.0,
+        services=tenure.services(),
+        service_gap=tenure.service_gap,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol, get_args
+from typing import Protocol, Self, get_args
 
 from router.admission.lanes import KeyLane, Lane, RatioLane, StarvationLane
 from router.admission.waiting import Key, Ordered
@@ -182,3 +182,12 @@ class Rules:
     order: Policy
     #: requests that may wait; one more is refused
     max_queued: int
+    #: of the work that higher classes get while a class waits, the part that it gets as well
+    class_floor: float
+    #: tenants of a class take turns, and the order is that of a tenant's own requests
+    fair_share: bool
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> Self:
+        order = policy_of(config.order, config)
+        return cls(order, config.max_queued, config.class_floor, config.fair_share)

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator
 from itertools import count, takewhile
 from typing import Any, TypeAlias
 
-from everlift.request_id import tenant_of
 from router.admission.classes import Classes
+from router.admission.fair_share import FairShare
 from router.admission.overtaking import Overtaking
 from router.admission.policy import Policy
-from router.admission.services import INPUT, Services
 from router.admission.waiting import Waiting
 
 #: Requests whose place in another order is found at once, in some milliseconds.
@@ -33,11 +32,16 @@ _REQUEST_ID, _GATEWAY = map(Waiting._fields.index, ("request_id", "gateway"))
 
 class AdmissionQueue:
     """``class_floor``: of the work that higher classes get while a class waits, the part that it
-    gets as well. Where there are ``services``, tenants of a class take turns by them. Times are
-    ledger time in seconds."""
+    gets as well. ``fair_share`` is told what tenants are served; if ``in_turns``, those of a class
+    take turns by it. Times are ledger time in seconds."""
 
     def __init__(
-        self, policy: Policy, class_floor: float = 0.0, services: Services | None = None
+        self,
+        policy: Policy,
+        class_floor: float = 0.0,
+        fair_share: FairShare | None = None,
+        *,
+        in_turns: bool = False,
     ) -> None:
         self._tickets = count()
         #: by ticket, which names one stay of a request
@@ -47,9 +51,21 @@ class AdmissionQueue:
         self.work_tokens = 0
         #: by class, none of which nobody waits
         self._numbers: dict[int, int] = {}
-        self._classes = Classes(policy, self._rows, self._numbers, class_floor, services)
+        self._fair_share = fair_share
+        self._classes = self._make_classes(policy, class_floor, in_turns)
         self._overtaking = Overtaking()
-        self._services = services
+
+    def _make_classes(self, policy: Policy, floor: float, in_turns: bool) -> Classes:
+        fair_share = self._fair_share if in_turns else None
+        return Classes(policy, self._rows, self._numbers, floor, fair_share)
+
+    @property
+    def class_floor(self) -> float:
+        return self._classes.floor
+
+    @class_floor.setter
+    def class_floor(self, floor: float) -> None:
+        self._classes.floor = floor
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -59,13 +75,14 @@ class AdmissionQueue:
 
     def push(self, waiting: Waiting) -> Waiting | None:
         """Adds a request; the one that waited under this id before is replaced, and returned."""
+        # First: who is replaced by itself does not go meanwhile.
+        if self._fair_share is not None:
+            self._fair_share.come(waiting)
         replaced = self._take_out(waiting.request_id)
         ticket = self._ticket_of[waiting.request_id] = next(self._tickets)
         self._rows[ticket] = tuple(waiting)
         self.work_tokens += waiting.work_tokens
         self._numbers[waiting.priority] = self._numbers.get(waiting.priority, 0) + 1
-        if self._services is not None:
-            self._services.come(tenant_of(waiting.request_id))
         self._classes.push(waiting, ticket)
         return replaced
 
@@ -98,13 +115,20 @@ class AdmissionQueue:
         self._numbers[waiting.priority] -= 1
         if not self._numbers[waiting.priority]:
             del self._numbers[waiting.priority]
-        if self._services is not None:
-            self._services.go(tenant_of(waiting.request_id))
+        if self._fair_share is not None:
+            self._fair_share.go(waiting)
         self._classes.left(waiting)
 
     def peek(self, moment: float | None = None) -> Waiting | None:
         """The request that leaves next at this moment. Without one: by class and key alone."""
         ticket = self._classes.head(moment)
+        return self._waiting_of(ticket)
+
+    def peek_highest(self, moment: float) -> Waiting | None:
+        """The same, whatever lower classes are owed."""
+        return self._waiting_of(self._classes.highest(moment))
+
+    def _waiting_of(self, ticket: int | None) -> Waiting | None:
         return None if ticket is None else Waiting._make(self._rows[ticket])
 
     def pop(self, moment: float | None = None) -> Waiting:
@@ -121,10 +145,8 @@ class AdmissionQueue:
         ticket = self._ticket_of[waiting.request_id]
         overtaken = self._overtaking.count(ticket)
         self._classes.serve(waiting)
-        # What is computed again is not the tenant's to pay.
-        if self._services is not None and not waiting.accepted:
-            tenant = tenant_of(waiting.request_id)
-            self._services.charge(tenant, INPUT * waiting.prefill_tokens)
+        if self._fair_share is not None:
+            self._fair_share.dispatched(waiting)
         self._remove(waiting, ticket)
         if not waiting.accepted:
             self._overtaking.leave(ticket)
@@ -132,11 +154,17 @@ class AdmissionQueue:
             self._overtaking.forget(next(iter(self._rows), ticket))
         return overtaken
 
-    def reorder(self, policy: Policy) -> Iterator[None]:
+    def pass_by(self, waiting: Waiting) -> None:
+        """It leaves for a worker without having waited."""
+        if self._fair_share is not None:
+            self._fair_share.come(waiting)
+            self._fair_share.dispatched(waiting)
+            self._fair_share.go(waiting)
+
+    def reorder(self, policy: Policy, *, in_turns: bool = False) -> Iterator[None]:
         """What waits leaves in this order when all of it has been gone through, part by part; until
         then in the one before. O(n)."""
-        floor, services = self._classes.floor, self._services
-        classes = Classes(policy, self._rows, self._numbers, floor, services)
+        classes = self._make_classes(policy, self._classes.floor, in_turns)
         tickets, after = tuple(self._rows), next(self._tickets)
         for start in range(0, len(tickets), _AT_ONCE):
             self._fill(classes, tickets[start : start + _AT_ONCE])

@@ -7,11 +7,12 @@ replica knows (``placement``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from everlift.v1 import session_pb2
 from router.admission.eviction import Evictions
+from router.admission.fair_share import FairShare
 from router.admission.generation import Generations
 from router.admission.growth import Growth
 from router.admission.moving import ROOM, Move, Moving
@@ -53,7 +54,8 @@ class Placed:
 
 class Tenure:
     """``now`` is the router's clock, ``ledger_now`` the ledger's, in seconds. ``occupants`` answers
-    the ids of the requests that have a slot of a worker."""
+    the ids of the requests that have a slot of a worker. ``fair_share``: None where tenants are not
+    told apart."""
 
     def __init__(
         self,
@@ -63,11 +65,15 @@ class Tenure:
         occupants: Callable[[str], Collection[str]],
         generation: str,
         now: float,
+        fair_share: FairShare | None = None,
     ) -> None:
         self._max_queued = rules.max_queued
-        self._order = rules.order
+        self._order, self._in_turns = rules.order, rules.fair_share
         self._placement = placement
-        self._queue = AdmissionQueue(rules.order, config.class_floor)
+        self._fair_share = fair_share
+        self._queue = AdmissionQueue(
+            rules.order, rules.class_floor, fair_share, in_turns=rules.fair_share
+        )
         self._running = RunningTable()
         self._moving = Moving(rules.order, config.move_reserve)
         self._move_reserve = config.move_reserve
@@ -80,6 +86,8 @@ class Tenure:
         self.generations = Generations(generation, now, patience_s=config.lease)
         #: to be computed for all requests that came since this tenure began, as predicted
         self.offered_tokens = 0
+        #: what tenants were served before this tenure, or it does not matter
+        self.has_recalled = fair_share is None
 
     @property
     def queued(self) -> int:
@@ -107,12 +115,28 @@ class Tenure:
     def obey(self, rules: Rules) -> Iterator[None]:
         """Other rules. To go over to another order takes a while, which is gone through part by
         part; what is left off there changes no order."""
-        self._max_queued = rules.max_queued
-        if rules.order != self._order:
-            yield from self._queue.reorder(rules.order)
-            self._order = rules.order
+        self._max_queued, self._queue.class_floor = rules.max_queued, rules.class_floor
+        if (rules.order, rules.fair_share) != (self._order, self._in_turns):
+            yield from self._queue.reorder(rules.order, in_turns=rules.fair_share)
+            self._order, self._in_turns = rules.order, rules.fair_share
             self._moving = Moving(rules.order, self._move_reserve)
             self.roll_call.dismiss()
+
+    # what tenants were served
+
+    def recall(self, services: Iterable[session_pb2.TenantService]) -> None:
+        """What the leader before reported. Once."""
+        if self._fair_share is not None and not self.has_recalled:
+            self._fair_share.recall(services)
+        self.has_recalled = True
+
+    def services(self) -> list[session_pb2.TenantService]:
+        return self._fair_share.report() if self._fair_share is not None else []
+
+    @property
+    def service_gap(self) -> float:
+        """The largest difference between what tenants were served that wait in the same class."""
+        return self._fair_share.gap if self._fair_share is not None else 0.0
 
     # gateways
 
@@ -144,6 +168,8 @@ class Tenure:
             self.roll_call.complete(gateway)
         if message.generation:
             self.generations.said(gateway, message.generation, now)
+        if self._fair_share is not None:
+            self._fair_share.told(message.served)
         return heard
 
     def _enqueue(self, waiting: Waiting, accepted: bool, heard: Heard) -> None:
@@ -198,7 +224,8 @@ class Tenure:
         if worker_id is not None:
             return Placed(head, worker_id, make_epoch())
         # Who has its turn by its class's floor keeps nobody above from room that others make.
-        if (highest := self._queue.peek()) is not None and highest.priority > head.priority:
+        highest = self._queue.peek_highest(ledger_now)
+        if highest is not None and highest.priority > head.priority:
             head = highest
         workers = self._placement.workers
         eviction = self._evictions.choose(head, workers, self._spared, ledger_now)
@@ -230,6 +257,11 @@ class Tenure:
         """What was reserved and did not come."""
         self._placement.acknowledge(placed.worker_id, placed.epoch)
         self.offered_tokens -= placed.waiting.work_tokens
+
+    def came(self, placed: Placed, gateway: str) -> None:
+        """What was reserved did, and the ledger let it be dispatched."""
+        self._queue.pass_by(placed.waiting)
+        self.begun(placed, gateway)
 
     def begun(self, placed: Placed, gateway: str) -> None:
         """The ledger has let it be dispatched; it names the gateway."""
@@ -270,3 +302,5 @@ class Tenure:
         """What has been long ago."""
         self._spared = {r: until for r, until in self._spared.items() if until > now}
         self._growth.forget(self._placement.workers, now)
+        if self._fair_share is not None and self.roll_call.is_over(now):
+            self._fair_share.roll_called()

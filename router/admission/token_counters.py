@@ -1,32 +1,30 @@
-"""What tenants were served, and who of those that wait got least: virtual token counters (VTC,
-"Fairness in Serving Large Language Models", OSDI '24, arXiv 2401.00588). Pure.
+"""How much each tenant of a class was served, and who of those that wait got least. Pure.
 
-A tenant's counter grows with every token that is computed for it, divided by its weight: prompts
-when they are dispatched, outputs as they are told. Who begins to wait is lifted to the least
-counter of those that wait, so that nobody saves up by having asked for nothing.
+Virtual token counters (VTC, "Fairness in Serving Large Language Models", OSDI '24, arXiv
+2401.00588): a tenant's counter grows with every token that is computed for it. Who begins to wait
+is lifted to the least counter of those that wait, so that nobody saves up by having asked for
+nothing.
 
-Let M be the tokens of all that may run at once, prompts and outputs. While two tenants of weight 1
-both have requests that wait, their counters differ by no more than
+Let M be the tokens of all that may run at once, prompts and outputs, and each cost their own: while
+two tenants of weight 1 wait, their counters differ by no more than
 
-    U = max(INPUT * the longest prompt, OUTPUT * M)
+    U = max(cost of the longest prompt, cost of M outputs)
 
-and what they are served in any such time by no more than 2 U (there lemma 4.3 and theorem 4.4).
+and what they are served in any such time by no more than 2 U (there lemma 4.3 and theorem 4.4;
+the output costs no less than the prompt). Outputs that are told late add what they cost to U.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-#: What a token costs, of a prompt and of an output, as in the paper.
-INPUT, OUTPUT = 1, 2
+#: Tenants that are known before it is looked who may be forgotten.
+_FEW = 64
 
 
-class Services:
-    """``weight_of`` answers a tenant's weight, above 0."""
-
-    def __init__(self, weight_of: Callable[[str], float]) -> None:
-        self._weight_of = weight_of
+class TokenCounters:
+    def __init__(self) -> None:
         self._counters: dict[str, float] = {}
         #: requests that wait, of tenants that have any
         self._waiting: dict[str, int] = {}
@@ -35,23 +33,26 @@ class Services:
         self._in_least: set[str] = set()
         #: who was the last to wait for nothing any more
         self._last = ""
+        self._forget_beyond = _FEW
+
+    def __len__(self) -> int:
+        return len(self._counters)
 
     def of(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
 
-    def come(self, tenant: str) -> None:
+    def come(self, tenant: str, *, lift: bool) -> None:
         """A request of it waits."""
         if tenant in self._waiting:
             self._waiting[tenant] += 1
             return
-        least = self._counter_of_least()
-        if least is None:
-            least = self.of(self._last)
-        self._counters[tenant] = max(self.of(tenant), least)
+        self._counters[tenant] = max(self.of(tenant), self._level() if lift else 0.0)
         self._waiting[tenant] = 1
         if tenant not in self._in_least:
             self._in_least.add(tenant)
             heapq.heappush(self._least, (self._counters[tenant], tenant))
+        if len(self._counters) > self._forget_beyond:
+            self._forget()
 
     def go(self, tenant: str) -> None:
         """One of them does not wait any more."""
@@ -61,11 +62,11 @@ class Services:
             self._last = tenant
 
     def charge(self, tenant: str, cost: float) -> None:
-        """It was served tokens of so much."""
-        self._counters[tenant] = self.of(tenant) + cost / self._weight_of(tenant)
+        """It was served so much."""
+        self._counters[tenant] = self.of(tenant) + cost
 
-    def _counter_of_least(self) -> float | None:
-        """Of those that wait."""
+    def _level(self) -> float:
+        """Where who comes begins: the least counter of those that wait, or else of who did last."""
         least = self._least
         while least:
             counter, tenant = least[0]
@@ -76,19 +77,34 @@ class Services:
                 heapq.heapreplace(least, (self.of(tenant), tenant))
             else:
                 return counter
-        return None
+        return self.of(self._last)
+
+    def _forget(self) -> None:
+        """Whoever comes back no higher than all others come."""
+        level = self._level()
+        self._counters = {
+            tenant: counter
+            for tenant, counter in self._counters.items()
+            if counter > level or tenant in self._waiting or tenant == self._last
+        }
+        self._forget_beyond = _FEW + 2 * len(self._counters)
+
+    @property
+    def gap(self) -> float:
+        """Between the counters of those that wait."""
+        counters = [self._counters[tenant] for tenant in self._waiting]
+        return max(counters) - min(counters) if counters else 0.0
 
     # from one leader to the next
 
     def told(self, most: int) -> list[tuple[str, float]]:
-        """Counters of the tenants that wait and of others, as many as ``most``, less the least."""
-        known = heapq.nlargest(
-            most, self._counters.items(), key=lambda it: (it[0] in self._waiting, it[1])
-        )
-        least = min((counter for _, counter in known), default=0.0)
-        return [(tenant, counter - least) for tenant, counter in known]
+        """By how much tenants were served more than who comes now would begin with: of those with
+        the most, so many at most."""
+        level = self._level()
+        above = ((it[0], it[1] - level) for it in self._counters.items() if it[1] > level)
+        return heapq.nlargest(most, above, key=lambda it: it[1])
 
     def recall(self, told: Iterable[tuple[str, float]]) -> None:
-        """What the leader before knew. Before anybody waits."""
+        """What the leader before told; what was served since stays."""
         for tenant, counter in told:
-            self._counters[tenant] = max(self.of(tenant), counter)
+            self.charge(tenant, counter)

@@ -60,6 +60,8 @@ class Waiting(NamedTuple):
     predicted_total: int = 0
     #: it was told before, or has run
     accepted: bool = False
+    #: it was dispatched before
+    has_run: bool = False
 
     @property
     def due(self) -> float:
@@ -89,4 +91,5 @@ class Waiting(NamedTuple):
             message.predicted_tokens,
             message.predicted_total,
             message.accepted,
+            message.attempt > 0,
         )

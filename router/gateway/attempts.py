@@ -101,6 +101,10 @@ class Line(Protocol):
         """Its worker preempted it, or goes on with it."""
         ...
 
+    def served(self, request_id: str, priority: int, tokens: int) -> None:
+        """So much more of its output came."""
+        ...
+
     def asserted(self, generation: str) -> None:
         """The ledger of this generation has been told again what it may have lost."""
         ...
@@ -288,6 +292,8 @@ class Attempts:
     ) -> None:
         """What became of its KV blocks, beside so many new tokens."""
         note(live, choice, progress)
+        if num_new:
+            self._line.served(live.request_id, live.priority, num_new)
         if live.journal is not None:
             live.journal.progress(progress, num_new, now())
         self._custody.counters.preempted += progress.preemptions

@@ -53,3 +53,21 @@ def test_what_workers_have_and_can_do_is_summed_of_those_that_stay() -> None:
     assert (said.workers, said.running, said.slots) == (2, 8, 8)
     assert (said.blocks_used, said.blocks_total) == (30, 128)
     assert said.worker_rate == 100.0
+
+
+def test_what_tenants_were_served_is_told_where_they_are_told_apart() -> None:
+    cluster = Cluster(weight_of=lambda tenant: 2.0 if tenant == "b" else 1.0)
+    cluster.connect()
+    for name in ("a/1", "b/1"):
+        cluster.enqueue(name, accepted=True)
+    served = [
+        pb.ServedTokens(tenant="b", tokens=7),
+        pb.ServedTokens(tenant="gone", priority=1, tokens=4),
+    ]
+    cluster.hear(pb.GatewayMessage(served=served))
+    load = say(cluster)
+    assert [(it.tenant, it.priority, it.counter) for it in load.services] == [
+        ("b", 0, 7.0),
+        ("gone", 1, 8.0),
+    ]
+    assert load.service_gap == 7.0

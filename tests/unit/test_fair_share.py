@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import pytest
@@ -9,26 +10,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.request_id import qualified, tenant_of
-from router.admission.policy import Fifo, HighestResponseRatio, Policy, ShortestWork
+from everlift.v1 import session_pb2 as pb
+from router.admission.fair_share import FairShare
+from router.admission.policy import (
+    EarliestDeadline,
+    Fifo,
+    HighestResponseRatio,
+    Policy,
+    ShortestWork,
+)
 from router.admission.queue import AdmissionQueue
-from router.admission.services import INPUT, OUTPUT, Services
+from router.admission.token_counters import TokenCounters
 from router.admission.waiting import Waiting
 
+PROMPT, OUTPUT = 1.0, 2.0
 SLOTS, LONGEST_PROMPT, LONGEST_OUTPUT = 6, 40, 30
 WEIGHTS = {"half": 0.5, "double": 2.0}
 POLICIES: tuple[Policy, ...] = (Fifo(), ShortestWork(0.1), HighestResponseRatio())
 
 
 def waiting(
-    tenant: str, number: int, prompt: int = 10, output: int = 10, arrived: float = 0.0
+    tenant: str,
+    number: int,
+    prompt: int = 10,
+    output: int = 10,
+    arrived: float = 0.0,
+    **fields: object,
 ) -> Waiting:
-    total = prompt + output
     name = qualified(tenant, str(number))
-    return Waiting(name, "g", arrived, prompt, output, predicted_total=total)
+    made = Waiting(name, "g", arrived, prompt, output, predicted_total=prompt + output)
+    return made._replace(**fields)  # type: ignore[arg-type]
 
 
-def services() -> Services:
-    return Services(lambda tenant: WEIGHTS.get(tenant, 1.0))
+def fair_share() -> FairShare:
+    made = FairShare(PROMPT, OUTPUT, lambda tenant: WEIGHTS.get(tenant, 1.0))
+    made.roll_called()
+    return made
+
+
+def queue_in_turns(policy: Policy, share: FairShare | None = None) -> AdmissionQueue:
+    return AdmissionQueue(policy, 0.0, share or fair_share(), in_turns=True)
+
+
+def served(tenant: str, tokens: int, priority: int = 0) -> list[pb.ServedTokens]:
+    return [pb.ServedTokens(tenant=tenant, tokens=tokens, priority=priority)]
 
 
 @dataclass
@@ -38,16 +63,20 @@ class _Running:
 
 
 class Engine:
-    """Requests of tenants that always have some that wait, a token each at every step; what they
-    were served, beside what the counters say."""
+    """Requests of tenants that always have some that wait, a token each at every step, of which it
+    is told every ``telling`` steps. What they were served, beside what the counters say."""
 
-    def __init__(self, policy: Policy, tenants: dict[str, list[tuple[int, int]]]) -> None:
-        self.services = services()
-        self.queue = AdmissionQueue(policy, 0.0, self.services)
+    def __init__(
+        self, policy: Policy, tenants: dict[str, list[tuple[int, int]]], telling: int = 1
+    ) -> None:
+        self.share = fair_share()
+        self.queue = queue_in_turns(policy, self.share)
         self.served = dict.fromkeys(tenants, 0.0)
         self.lengths = tenants
-        self.number = 0
+        self.number = self.steps = 0
         self.running: list[_Running] = []
+        self._telling = telling
+        self._untold: dict[str, int] = defaultdict(int)
         for tenant in tenants:
             for _ in range(3):
                 self.submit(tenant)
@@ -62,13 +91,21 @@ class Engine:
             gone = self.queue.pop(self.number / 10 + 5)
             tenant = tenant_of(gone.request_id)
             self.running.append(_Running(tenant, gone.max_tokens))
-            self.served[tenant] += INPUT * gone.prefill_tokens
+            self.served[tenant] += PROMPT * gone.prefill_tokens
             self.submit(tenant)
         for each in self.running:
             each.left -= 1
             self.served[each.tenant] += OUTPUT
-            self.services.charge(each.tenant, OUTPUT)
+            self._untold[each.tenant] += 1
         self.running = [each for each in self.running if each.left]
+        self.steps += 1
+        if self.steps % self._telling == 0:
+            for tenant, tokens in self._untold.items():
+                self.share.told(served(tenant, tokens))
+            self._untold.clear()
+
+    def counter(self, tenant: str) -> float:
+        return self.share.counters(0).of(tenant)
 
 
 LENGTHS = st.lists(
@@ -78,13 +115,18 @@ LENGTHS = st.lists(
 )
 
 
-@given(st.lists(LENGTHS, min_size=2, max_size=4), st.sampled_from(POLICIES))
+@given(
+    st.lists(LENGTHS, min_size=2, max_size=4),
+    st.sampled_from(POLICIES),
+    st.sampled_from([1, 4]),
+)
 def test_tenants_that_always_wait_are_served_about_the_same(
-    lengths: list[list[tuple[int, int]]], policy: Policy
+    lengths: list[list[tuple[int, int]]], policy: Policy, telling: int
 ) -> None:
     """By the bound, whatever each of them asks for; from any moment to any other."""
-    engine = Engine(policy, {f"t{n}": each for n, each in enumerate(lengths)})
-    bound = max(INPUT * LONGEST_PROMPT, OUTPUT * SLOTS * (LONGEST_PROMPT + LONGEST_OUTPUT))
+    engine = Engine(policy, {f"t{n}": each for n, each in enumerate(lengths)}, telling)
+    late = OUTPUT * SLOTS * (telling - 1)
+    bound = late + max(PROMPT * LONGEST_PROMPT, OUTPUT * SLOTS * (LONGEST_PROMPT + LONGEST_OUTPUT))
     differences: dict[tuple[str, str], list[float]] = {}
     for _ in range(150):
         engine.step()
@@ -92,23 +134,59 @@ def test_tenants_that_always_wait_are_served_about_the_same(
             for other in engine.served:
                 gap = engine.served[one] - engine.served[other]
                 differences.setdefault((one, other), []).append(gap)
-                assert abs(engine.services.of(one) - engine.services.of(other)) <= bound
+                assert abs(engine.counter(one) - engine.counter(other)) <= bound
+        assert engine.share.gap <= bound
     for gaps in differences.values():
-        assert max(gaps) - min(gaps) <= 2 * bound
+        assert max(gaps) - min(gaps) <= 2 * (bound + late)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.floats(0, 3), st.integers(1, 400), st.booleans()),
+        min_size=1,
+        max_size=60,
+    ),
+    st.sampled_from([Fifo(), EarliestDeadline(5.0), ShortestWork(0.1)]),
+)
+def test_within_a_tenant_the_order_is_as_if_it_were_alone(
+    arrivals: list[tuple[str, float, int, bool]], policy: Policy
+) -> None:
+    queue, alone, now = queue_in_turns(policy), defaultdict(list), 0.0
+    left = defaultdict(list)
+    for number, (tenant, later, tokens, leaves) in enumerate(arrivals):
+        now += later
+        one = waiting(tenant, number, tokens, arrived=now)
+        queue.push(one)
+        alone[tenant].append(one)
+        if leaves:
+            gone = queue.pop(now)
+            tenant = tenant_of(gone.request_id)
+            assert gone == min(alone[tenant], key=policy.key)
+            alone[tenant].remove(gone)
+            left[tenant].append(gone)
 
 
 def test_without_turns_who_asks_for_more_gets_more() -> None:
     """What turns are for: by arrival, who asks for ten times as much gets it."""
-    queue = AdmissionQueue(Fifo())
-    for number in range(110):
-        queue.push(waiting("much" if number % 11 else "little", number, arrived=float(number)))
-    gone = [queue.pop(200.0).request_id for _ in range(55)]
-    assert sum("much" in each for each in gone) == 50
-    queue = AdmissionQueue(Fifo(), 0.0, services())
-    for number in range(110):
-        queue.push(waiting("much" if number % 11 else "little", number, arrived=float(number)))
-    gone = [queue.pop(200.0).request_id for _ in range(20)]
-    assert sum("much" in each for each in gone) == 10
+    for in_turns, expected in ((False, 50), (True, 27)):
+        queue = AdmissionQueue(Fifo(), 0.0, fair_share(), in_turns=in_turns)
+        for number in range(550):
+            tenant = "much" if number % 11 else "little"
+            queue.push(waiting(tenant, number, arrived=float(number)))
+        gone = [queue.pop(200.0).request_id for _ in range(55)]
+        assert sum("much" in each for each in gone) == expected
+
+
+def test_turns_begin_and_end_while_requests_wait() -> None:
+    queue = AdmissionQueue(Fifo(), 0.0, fair_share())
+    for number in range(20):
+        queue.push(waiting("much" if number < 15 else "little", number, arrived=float(number)))
+    first = [tenant_of(queue.pop(0.0).request_id) for _ in range(5)]
+    for in_turns in (True, False):
+        for _ in queue.reorder(Fifo(), in_turns=in_turns):
+            pass
+        first.append(tenant_of(queue.pop(0.0).request_id))
+    assert first == ["much"] * 5 + ["little", "much"]
 
 
 def test_a_weight_is_a_share() -> None:
@@ -120,43 +198,138 @@ def test_a_weight_is_a_share() -> None:
     assert shares == pytest.approx([1 / 7, 2 / 7, 4 / 7], abs=0.02)
 
 
+def test_a_class_has_counters_of_its_own() -> None:
+    """Who waits in a low class has nothing saved up for a high one, and pays nothing for it."""
+    share = fair_share()
+    queue = queue_in_turns(Fifo(), share)
+    queue.push(waiting("poor", 1))
+    queue.push(waiting("rich", 2, priority=1))
+    queue.push(waiting("rich", 3, priority=1, arrived=1.0))
+    share.told(served("rich", 500, priority=1))
+    queue.push(waiting("poor", 4, priority=1))
+    assert share.counters(1).of("poor") == share.counters(1).of("rich") == 1000
+    assert share.counters(0).of("rich") == share.counters(0).of("poor") == 0
+
+
+def test_a_prompt_is_paid_for_once_whoever_leads() -> None:
+    share = fair_share()
+    queue = queue_in_turns(Fifo(), share)
+    for told in (
+        pb.Waiting(request_id="t/new", prompt_tokens=10),
+        pb.Waiting(request_id="t/told", prompt_tokens=10, accepted=True),
+        pb.Waiting(request_id="t/back", prompt_tokens=15, accepted=True, attempt=1),
+    ):
+        queue.push(Waiting.told("g", told))
+        queue.pop(0.0)
+    queue.pass_by(waiting("t", 4))
+    assert share.counters(0).of("t") == 30 * PROMPT
+
+
+# counters
+
+
 def test_who_asked_for_nothing_has_nothing_saved_up() -> None:
-    counters = services()
-    counters.come("busy")
+    counters = TokenCounters()
+    counters.come("busy", lift=True)
     counters.charge("busy", 1000)
-    counters.come("new")
+    counters.come("new", lift=True)
     assert counters.of("new") == 1000
     counters.go("new")
     counters.go("busy")
     counters.charge("busy", 500)
-    counters.come("later")
+    counters.come("later", lift=True)
     assert counters.of("later") == 1500
     counters.charge("later", 9)
-    counters.come("busy")
+    counters.come("busy", lift=True)
     assert (counters.of("busy"), counters.of("later")) == (1509, 1509)
+    assert counters.gap == 0
+
+
+def test_who_is_replaced_by_itself_is_not_lifted() -> None:
+    share = fair_share()
+    queue = queue_in_turns(Fifo(), share)
+    for tenant, tokens in (("least", 0), ("most", 500)):
+        queue.push(waiting(tenant, 1))
+        share.told(served(tenant, tokens))
+    queue.push(waiting("least", 1, output=3))
+    assert share.counters(0).of("least") == 0
 
 
 def test_who_comes_and_goes_takes_no_more_memory() -> None:
-    counters = services()
-    counters.come("least")
+    counters = TokenCounters()
+    counters.come("least", lift=True)
     for _ in range(1000):
-        counters.come("other")
+        counters.come("other", lift=True)
         counters.charge("other", 5)
         counters.go("other")
     assert len(counters._least) <= 2
 
 
-def test_the_next_leader_goes_on_with_the_counters() -> None:
-    before = services()
-    for tenant, cost in (("a", 100), ("b", 400), ("c", 300), ("d", 50)):
-        before.come(tenant)
-        before.charge(tenant, cost)
-    before.go("b")
-    told = before.told(3)
-    assert sorted(told) == [("a", 0), ("c", 300), ("d", 50)]
-    after = services()
-    after.recall(told)
-    for tenant in "acd":
-        after.come(tenant)
-    assert [after.of(tenant) for tenant in "acd"] == [0, 300, 50]
-    assert after.of("b") == 0
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 30), st.booleans()), max_size=400))
+def test_to_forget_who_was_served_no_more_than_others_changes_nothing(
+    steps: list[tuple[int, int, bool]],
+) -> None:
+    forgetful, other = TokenCounters(), TokenCounters()
+    other._forget_beyond = 1 << 30
+    here: list[str] = []
+    for number, cost, comes in steps:
+        for counters in (forgetful, other):
+            if comes or not here:
+                counters.come(f"t{number}", lift=True)
+                counters.charge(f"t{number}", cost)
+            else:
+                counters.go(here[number % len(here)])
+        if comes or not here:
+            here.append(f"t{number}")
+        else:
+            del here[number % len(here)]
+        assert forgetful.gap == other.gap
+        assert all(forgetful.of(tenant) == other.of(tenant) for tenant in here)
+
+
+def test_tenants_that_are_done_are_forgotten() -> None:
+    counters = TokenCounters()
+    for number in range(2000):
+        counters.come(f"t{number}", lift=True)
+        counters.charge(f"t{number}", 5)
+        counters.go(f"t{number}")
+    assert len(counters) < 200
+
+
+# from one leader to the next
+
+
+def test_the_next_leader_goes_on_with_the_counters_whoever_is_told_first() -> None:
+    before = fair_share()
+    for tenant, tokens in (("a", 50), ("b", 250), ("c", 150), ("d", 25)):
+        before.come(waiting(tenant, 1))
+        before.told(served(tenant, tokens))
+    before.go(waiting("b", 1))
+    report = before.report()
+    assert {(it.tenant, it.counter) for it in report} == {("b", 500), ("c", 300), ("d", 50)}
+    for first, *others in ("acd", "dca"):
+        after = FairShare(PROMPT, OUTPUT, lambda tenant: 1.0)
+        after.come(waiting(first, 1))
+        after.told(served(first, 1))
+        after.recall(report)
+        for tenant in others:
+            after.come(waiting(tenant, 1))
+        after.roll_called()
+        counters = {tenant: after.counters(0).of(tenant) for tenant in "acd"}
+        assert counters.pop(first) == {"a": 0, "d": 50}[first] + OUTPUT
+        assert counters.items() <= {("a", 0), ("c", 300), ("d", 50)}
+        for tenant in ("new", "b"):
+            after.come(waiting(tenant, 1))
+        assert after.counters(0).of("new") == {"a": OUTPUT, "d": 0}[first]
+        assert after.counters(0).of("b") == 500
+
+
+def test_of_many_tenants_the_next_leader_is_told_those_that_were_served_most() -> None:
+    share = fair_share()
+    share.come(waiting("least", 1))
+    for number in range(3000):
+        share.come(waiting(f"t{number}", 1))
+        share.told(served(f"t{number}", number))
+    report = share.report()
+    assert len(report) == 512
+    assert {it.counter for it in report} == {OUTPUT * n for n in range(3000 - 512, 3000)}

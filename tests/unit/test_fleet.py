@@ -77,6 +77,8 @@ class Line:
     async def follow(self, leader: str, address: str) -> None:
         self.followed.append((leader, address))
 
+    def tell_served(self) -> None: ...
+
 
 class NoWorkers:
     links: tuple[()] = ()

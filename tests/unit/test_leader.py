@@ -17,7 +17,7 @@ from router.admission.policy import Rules, policy_of
 from router.clock import now
 from router.config import RouterConfig
 from router.leader import Leader
-from router.ledger.base import Membership
+from router.ledger.base import LoadReport, Membership
 from router.ledger.entry import Entry, State
 from router.ledger.memory import MemoryLedger
 from tests.admission_support import paced
@@ -34,7 +34,7 @@ class FlakyLedger(MemoryLedger):
     is_away = False
     ahead = 0.0
     paused = ""
-    loses_answers = loses_dispatches = 0
+    loses_answers = loses_dispatches = loses_loads = 0
     #: requests whose shard does not answer
     hangs: frozenset[str] = frozenset()
 
@@ -46,6 +46,12 @@ class FlakyLedger(MemoryLedger):
         if self.is_away:
             raise LedgerUnavailable("away")
         return await super().orphans(limit)
+
+    async def load(self) -> LoadReport | None:
+        if self.loses_loads:
+            self.loses_loads -= 1
+            raise LedgerUnavailable("away")
+        return await super().load()
 
     async def dispatch(self, request_id: str, worker: str, epoch: int, term: int) -> Entry:
         await until(lambda: request_id not in self.hangs, seconds=1000.0)
@@ -577,7 +583,7 @@ async def test_a_frozen_gateway_inherits_nothing_and_has_no_place_in_the_queue(
 
 
 def rules(order: str, max_queued: int = CONFIG.max_queued) -> Rules:
-    return Rules(policy_of(order, CONFIG), max_queued)
+    return Rules.of(replace(CONFIG, order=order, max_queued=max_queued))
 
 
 async def test_a_leader_goes_by_what_is_set_while_it_leads(leader: Leader) -> None:
@@ -621,3 +627,62 @@ async def test_of_two_changes_in_a_row_the_last_one_holds(
     await until(lambda: tenure._max_queued == 999)
     await until(lambda: tenure._order == policy_of("fifo", CONFIG))
     assert tenure._queue.peek().request_id == "r0"
+
+
+# turns of tenants
+
+
+@asynccontextmanager
+async def leading(ledger: FlakyLedger, name: str) -> AsyncIterator[Leader]:
+    """Where tenants are told apart."""
+    leader = Leader(CONFIG, name, "here:1", ledger, lambda tenant: 1.0)
+    run = asyncio.create_task(leader.run())
+    await until(lambda: leader.is_leading)
+    yield leader
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
+async def counters(ledger: FlakyLedger) -> dict[str, float]:
+    report = await ledger.load()
+    return {it.tenant: it.counter for it in report.load.services} if report else {}
+
+
+async def test_the_next_leader_knows_what_tenants_were_served(ledger: FlakyLedger) -> None:
+    served = [session_pb2.ServedTokens(tenant="much", tokens=500)]
+    async with leading(ledger, "one") as leader:
+        gateway = Gateway(leader, "g")
+        for name in ("much/1", "little/1"):
+            gateway.enqueue(name, accepted=True)
+        gateway.say(served=served)
+        told = {"much": 1000.0}
+        async with asyncio.timeout(20.0):
+            while await counters(ledger) != told:
+                await asyncio.sleep(0.01)
+    async with leading(ledger, "two") as leader:
+        gateway = Gateway(leader, "g", telling=True)
+        for number, name in enumerate(("much/1", "much/2", "little/1", "new/1")):
+            await ledger.open(make_request(name), "g")
+            gateway.enqueue(name, accepted=True, arrived=float(number))
+        gateway.say(is_complete=True)
+        assert leader._tenure is not None
+        await until(lambda: leader._tenure.has_recalled)
+        give_it_a_worker(leader)
+        await until(lambda: len(gateway.told("dispatched")) == 4)
+        assert gateway.told("dispatched") == ["little/1", "new/1", "much/1", "much/2"]
+
+
+async def test_what_a_leader_reports_takes_no_unread_report_s_place(ledger: FlakyLedger) -> None:
+    async with leading(ledger, "one") as leader:
+        Gateway(leader, "g").say(
+            served=[session_pb2.ServedTokens(tenant="much", tokens=500)],
+            enqueue=[session_pb2.Waiting(request_id="little/1", choices=1)],
+        )
+        async with asyncio.timeout(20.0):
+            while await counters(ledger) != {"much": 1000.0}:
+                await asyncio.sleep(0.01)
+    ledger.loses_loads = 3
+    async with leading(ledger, "two") as leader:
+        await until(lambda: leader._tenure and leader._tenure.has_recalled)
+        assert ledger.loses_loads == 0
+        assert await counters(ledger) == {"much": 1000.0}

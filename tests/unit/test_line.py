@@ -195,3 +195,33 @@ async def test_the_first_dispatch_does_not_wait_for_all_that_is_told(leader: Lea
     assert sum(gateway.made for gateway in gateways) < 40_000
     for gateway in gateways:
         await gateway.line.close()
+
+
+async def test_what_tenants_were_served_is_told_once_to_whoever_leads(
+    leader: Leader, gateway: Gateway
+) -> None:
+    told: list[tuple[str, int, int]] = []
+    receive = leader.receive
+
+    def heard(name: str, message: pb.GatewayMessage) -> None:
+        told.extend((it.tenant, it.priority, it.tokens) for it in message.served)
+        receive(name, message)
+
+    leader.receive = heard  # type: ignore[method-assign]
+    await until(lambda: tenure(leader) == (3, 1))
+    line = gateway.line
+    line.served("acme/r", 0, 3)
+    line.served("acme/s", 0, 4)
+    line.served("acme/t", 1, 5)
+    line.served("nobodys", 0, 6)
+    line.tell_served()
+    await until(lambda: sorted(told) == [("acme", 0, 7), ("acme", 1, 5)])
+    await line.close()
+    line.served("other/r", 0, 8)
+    line.tell_served()
+    await line.follow("g", "here:1")
+    await until(lambda: ("other", 0, 8) in told)
+    line.tell_served()
+    line.withdraw("g-runs")
+    await until(lambda: tenure(leader) == (3, 0))
+    assert len(told) == 3

@@ -105,6 +105,8 @@ async def test_a_lost_worker_costs_no_token_and_repeats_none(gateway: Gateway) -
     assert texts(pieces) == "abcde"
     assert [(p.offset, p.epoch) for p in pieces[1:]] == [(0, first), (3, second)]
     assert (pieces[-1].timing.attempts, pieces[-1].timing.migrations) == (2, 1)
+    # What a tenant was served counts once, too.
+    assert gateway.line.outputs == {("r", 0): 5}
 
 
 async def test_repeated_tokens_are_dropped_and_a_gap_costs_the_attempt(gateway: Gateway) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from router.admission.policy import Rules, policy_of
+from router.admission.policy import Rules
 from router.config import RouterConfig
 from router.ledger.base import QueuePolicy
 from router.ledger.memory import MemoryLedger
@@ -12,8 +14,8 @@ from router.rulebook import Rulebook
 from tests.ledgers import Clock
 
 CONFIG = RouterConfig(model="fake", order="fifo", max_queued=7)
-CONFIGURED = Rules(policy_of("fifo", CONFIG), 7)
-SET = Rules(policy_of("deadline", CONFIG), 500)
+CONFIGURED = Rules.of(CONFIG)
+SET = Rules.of(replace(CONFIG, order="deadline", max_queued=500))
 
 
 class Subject:
@@ -73,7 +75,7 @@ async def test_what_is_taken_back_is_as_configured_and_nothing_given_changes_not
 ) -> None:
     await replica.rulebook.set("deadline", 500)
     assert await replica.rulebook.set(None, None) == SET
-    assert await replica.rulebook.set("", None) == Rules(policy_of("fifo", CONFIG), 500)
+    assert await replica.rulebook.set("", None) == Rules.of(replace(CONFIG, max_queued=500))
     assert await replica.rulebook.set(None, 0) == CONFIGURED
     assert len(replica.subject.obeyed) == 3
 
@@ -90,4 +92,4 @@ async def test_a_ledger_that_forgot_what_was_set_is_told(replica: Replica) -> No
 async def test_an_order_that_is_not_known_here_is_the_configured_one(replica: Replica) -> None:
     await replica.ledger.set_policy(order="newer", max_queued=500)
     await replica.beat()
-    assert replica.rulebook.rules == Rules(policy_of("fifo", CONFIG), 500)
+    assert replica.rulebook.rules == Rules.of(replace(CONFIG, max_queued=500))

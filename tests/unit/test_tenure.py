@@ -219,8 +219,43 @@ def _call_the_roll(
 
 
 def obey(cluster: Cluster, order: Order = "fifo", max_queued: int = 100) -> None:
-    for _ in cluster.tenure.obey(Rules(policy_of(order, CONFIG), max_queued)):
+    for _ in cluster.tenure.obey(Rules.of(replace(CONFIG, order=order, max_queued=max_queued))):
         pass
+
+
+def test_turns_and_the_floor_of_classes_change_while_requests_wait() -> None:
+    cluster = Cluster(weight_of=lambda tenant: 1.0)
+    cluster.connect()
+    for number in range(12):
+        tenant = "a" if number < 8 else "b"
+        cluster.enqueue(f"{tenant}/{number}", arrived=float(number), accepted=True)
+    cluster.enqueue("a/low", priority=-1, accepted=True)
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+
+    def leave(rules: Rules) -> list[str]:
+        for _ in cluster.tenure.obey(rules):
+            pass
+        placed = cluster.tenure.place(1.0, 20.0, 4, lambda: 7)
+        return [it.waiting.request_id for it in placed]
+
+    by_turns = Rules.of(CONFIG)
+    assert leave(replace(by_turns, fair_share=False)) == ["a/0", "a/1", "a/2", "a/3"]
+    assert leave(by_turns) == ["b/8", "b/9", "b/10", "b/11"]
+    assert leave(replace(by_turns, class_floor=0.5)) == ["a/4", "a/5", "a/low", "a/6"]
+
+
+def test_what_does_not_wait_is_paid_for_when_it_came() -> None:
+    cluster = Cluster(weight_of=lambda tenant: 1.0)
+    cluster.connect()
+    cluster.add_worker("w", Load(1), capacity=HUGE)
+    kept, given_back = reserve(cluster, "a/1"), reserve(cluster, "b/1")
+    assert kept is not None and given_back is not None
+    cluster.tenure.came(kept, "g")
+    cluster.tenure.give_back(given_back)
+    assert cluster.tenure.running == 1
+    for name in ("a/2", "b/2"):
+        cluster.enqueue(name)
+    assert cluster.tenure.service_gap == kept.waiting.prefill_tokens
 
 
 def test_what_waits_already_leaves_in_the_order_that_was_set() -> None:

@@ -289,6 +289,8 @@ class ClusterLoad(google.protobuf.message.Message):
     BLOCKS_TOTAL_FIELD_NUMBER: builtins.int
     OFFERED_TOKENS_FIELD_NUMBER: builtins.int
     WORKER_RATE_FIELD_NUMBER: builtins.int
+    SERVICES_FIELD_NUMBER: builtins.int
+    SERVICE_GAP_FIELD_NUMBER: builtins.int
     term: builtins.int
     """of the leader"""
     workers: builtins.int
@@ -308,6 +310,15 @@ class ClusterLoad(google.protobuf.message.Message):
     """of all requests that came in this term"""
     worker_rate: builtins.float
     """tokens per second of a worker that has all it can take; 0: not known"""
+    service_gap: builtins.float
+    """the largest difference between counters of tenants that wait in the same class"""
+    @property
+    def services(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TenantService]:
+        """Where tenants are told apart. Counters are prompt and output tokens by what they cost, divided by the
+        tenant's weight.
+        of tenants that were served more than the least of those that wait
+        """
+
     def __init__(
         self,
         *,
@@ -322,10 +333,36 @@ class ClusterLoad(google.protobuf.message.Message):
         blocks_total: builtins.int = ...,
         offered_tokens: builtins.int = ...,
         worker_rate: builtins.float = ...,
+        services: collections.abc.Iterable[Global___TenantService] | None = ...,
+        service_gap: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "running", b"running", "slots", b"slots", "term", b"term", "waited_s", b"waited_s", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "term", b"term", "waited_s", b"waited_s", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
 
 Global___ClusterLoad: typing_extensions.TypeAlias = ClusterLoad
+
+@typing.final
+class TenantService(google.protobuf.message.Message):
+    """What a tenant was served in a class, for the next leader."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    COUNTER_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    priority: builtins.int
+    counter: builtins.float
+    """more than that of whoever comes now"""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        priority: builtins.int = ...,
+        counter: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counter", b"counter", "priority", b"priority", "tenant", b"tenant"]) -> None: ...
+
+Global___TenantService: typing_extensions.TypeAlias = TenantService
 
 @typing.final
 class WorkerState(google.protobuf.message.Message):
@@ -780,6 +817,7 @@ class GatewayMessage(google.protobuf.message.Message):
     IS_COMPLETE_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     ORDER_FIELD_NUMBER: builtins.int
+    SERVED_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     """on the first message"""
     is_complete: builtins.bool
@@ -798,6 +836,10 @@ class GatewayMessage(google.protobuf.message.Message):
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Running]:
         """on a new line all, then those that are preempted or resumed"""
 
+    @property
+    def served(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ServedTokens]:
+        """outputs that came since this was said last, to whichever leader"""
+
     def __init__(
         self,
         *,
@@ -808,10 +850,34 @@ class GatewayMessage(google.protobuf.message.Message):
         is_complete: builtins.bool = ...,
         generation: builtins.str = ...,
         order: builtins.str = ...,
+        served: collections.abc.Iterable[Global___ServedTokens] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "withdraw", b"withdraw"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "served", b"served", "withdraw", b"withdraw"]) -> None: ...
 
 Global___GatewayMessage: typing_extensions.TypeAlias = GatewayMessage
+
+@typing.final
+class ServedTokens(google.protobuf.message.Message):
+    """Output tokens that a tenant was served in a class."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    priority: builtins.int
+    tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        priority: builtins.int = ...,
+        tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["priority", b"priority", "tenant", b"tenant", "tokens", b"tokens"]) -> None: ...
+
+Global___ServedTokens: typing_extensions.TypeAlias = ServedTokens
 
 @typing.final
 class Dispatched(google.protobuf.message.Message):
