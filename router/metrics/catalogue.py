@@ -266,6 +266,13 @@ _CLUSTER = (
         "Leader: how long the request that leaves the queue next has waited.",
     ),
     Metric(
+        "everlift_service_gap_tokens",
+        "gauge",
+        "tokens",
+        "Leader: by how much one tenant that waits was served more than another one of its class, "
+        "in tokens as fair_share counts them; 0 where tenants are not told apart.",
+    ),
+    Metric(
         "everlift_offered_tokens_total",
         "counter",
         "tokens",

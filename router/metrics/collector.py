@@ -139,6 +139,7 @@ def _of_cluster(load: session_pb2.ClusterLoad) -> Mapping[str, float]:
         "everlift_queue_requests": load.queued,
         "everlift_queue_tokens": load.queued_tokens,
         "everlift_queue_head_wait_seconds": load.waited_s,
+        "everlift_service_gap_tokens": load.service_gap,
         "everlift_offered_tokens_total": load.offered_tokens,
         "everlift_sequences": load.running,
         "everlift_slots": load.slots,
