@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
+from contextlib import suppress
 
 import torch
 
@@ -31,6 +33,22 @@ def _cpu_has_bfloat16() -> bool:
     """Without these instructions bfloat16 is converted, and slower than float32."""
     features = torch.cpu.get_capabilities()
     return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+
+
+def name_of(device: torch.device) -> str:
+    """What it is, as its maker calls it; of a CPU with the threads that torch uses, since these
+    decide how fast it is."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def _cpu_name() -> str:
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def use_threads(wanted: int | None) -> None:

@@ -135,6 +135,20 @@ class Rows:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
+    @property
+    def kv_tokens(self) -> int:
+        """Whose keys and values the rows read, those that they write counted in."""
+        return int(self.starts.sum()) + self.num_tokens
+
+    @property
+    def num_pairs(self) -> int:
+        """Of a token and one that it attends to, itself counted in: the i-th of a row's tokens, from
+        1, attends to ``start + i`` of them."""
+        if len(self) == self.num_tokens:
+            return self.kv_tokens
+        triangles = (int(self.counts @ self.counts) + self.num_tokens) // 2
+        return int(self.counts @ self.starts) + triangles
+
     @cached_property
     def firsts(self) -> Ints:
         """[n] of each row, the index of its first token among the step's."""

@@ -297,6 +297,7 @@ class Rank:
             tensor_parallel=config.tensor_parallel,
             pid=os.getpid(),
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            device=_device(config),
         )
 
 
@@ -340,3 +341,12 @@ def _dtype(config: WorkerConfig) -> str:
     from worker.device import choose_device, choose_dtype
 
     return str(choose_dtype(config.dtype, choose_device(config.device)))
+
+
+def _device(config: WorkerConfig) -> str:
+    """As its maker calls it."""
+    if config.is_fake:
+        return "fake"
+    from worker.device import choose_device, name_of
+
+    return name_of(choose_device(config.device))

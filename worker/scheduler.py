@@ -51,6 +51,8 @@ class Scheduler:
         self._output_tokens = 0
         self._preemptions = 0
         self._computed_tokens = 0
+        self._kv_tokens = 0
+        self._num_pairs = 0
         self._released_blocks = 0
         self._counters = Counters()
         #: preempted since anything was told
@@ -123,6 +125,8 @@ class Scheduler:
         self._batch.executed()
         self._budget.recover()
         self._computed_tokens += plan.num_tokens
+        self._kv_tokens += plan.rows.kv_tokens
+        self._num_pairs += plan.rows.num_pairs
         self._counters.slot_steps += len(plan.rows)
         self._counters.blocks_swapped_out += len(plan.saves)
         self._counters.blocks_swapped_in += len(plan.loads)
@@ -403,6 +407,8 @@ class Scheduler:
             preemptions=self._preemptions,
             counters=replace(self._counters, unfilled_tokens=columns.num_unfilled),
             computed_tokens=self._computed_tokens,
+            kv_tokens=self._kv_tokens,
+            num_pairs=self._num_pairs,
             released_blocks=self._released_blocks,
             blocks_cached=running.num_blocks_cached,
         )

@@ -284,6 +284,8 @@ class Sessions:
             draining=self.is_draining,
             counters=load.counters.to_proto(),
             computed_tokens=load.computed_tokens,
+            kv_tokens=load.kv_tokens,
+            num_pairs=load.num_pairs,
             released_blocks=load.released_blocks,
             busy_s=self._busy_s,
             blocks_cached=load.blocks_cached,

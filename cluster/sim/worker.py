@@ -101,6 +101,7 @@ class SimWorker:
             vocab_size=limits.vocab_size,
             tensor_parallel=1,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            device="fake",
         )
 
     async def run(self, routers: list[str]) -> None:

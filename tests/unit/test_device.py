@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from worker.device import choose_device, choose_dtype, use_threads
+from worker.device import choose_device, choose_dtype, name_of, use_threads
 
 CPU = torch.device("cpu")
 
@@ -60,3 +60,14 @@ def test_threads_are_the_cores_it_may_run_on_unless_a_number_is_given() -> None:
     assert torch.get_num_threads() == len(os.sched_getaffinity(0))
     use_threads(1)
     assert torch.get_num_threads() == 1
+
+
+def test_a_cpu_is_named_with_its_threads() -> None:
+    use_threads(3)
+    name, _, threads = name_of(CPU).rpartition(", ")
+    assert name and threads == "3 threads"
+
+
+def test_a_gpu_is_named_by_its_maker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {device}")
+    assert name_of(torch.device("cuda:1")) == "NVIDIA cuda:1"

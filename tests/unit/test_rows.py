@@ -46,3 +46,12 @@ def test_rows_behind_others_are_all_of_them(cut: int) -> None:
 def test_rows_that_decode() -> None:
     rows = Rows.of([DECODE])
     assert Rows.decoding(rows.slots, rows.starts, rows.tokens, rows.tables) == rows
+
+
+def test_a_token_attends_to_all_up_to_itself() -> None:
+    rows = Rows.of(ROWS)
+    assert rows.kv_tokens == 71 + (31 + 3) + (62 + 3)
+    assert rows.num_pairs == 71 + (32 + 33 + 34) + (63 + 64 + 65)
+    decode = Rows.of([DECODE])
+    assert decode.kv_tokens == decode.num_pairs == 71
+    assert NO_ROWS.kv_tokens == NO_ROWS.num_pairs == 0

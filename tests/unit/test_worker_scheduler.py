@@ -34,6 +34,16 @@ def test_a_prompt_is_computed_in_chunks_and_then_token_by_token() -> None:
     ]
 
 
+def test_what_steps_have_read_and_computed_is_summed() -> None:
+    bench = Bench(limits(max_num_batched_tokens=40))
+    bench.add(1, 100)
+    bench.steps(4)
+    load = bench.scheduler.load()
+    assert (load.step, load.counters.slot_steps, load.computed_tokens) == (4, 4, 101)
+    assert load.kv_tokens == 40 + 80 + 100 + 101
+    assert load.num_pairs == sum(range(1, 102))
+
+
 def test_decodes_come_before_prefills_under_one_budget() -> None:
     bench = Bench(limits(max_num_batched_tokens=10))
     bench.add(1, 5)
@@ -300,6 +310,8 @@ def test_the_load_counts_what_is_known_and_what_is_to_compute() -> None:
         counters=Counters(prompt_tokens=60, slot_steps=3, unfilled_tokens=32 - 11 + 64 - 29),
         computed_tokens=10 + 1 + 29,
         released_blocks=0,
+        kv_tokens=10 + 11 + 29,
+        num_pairs=sum(range(1, 11)) + 11 + sum(range(1, 30)),
     )
 
 

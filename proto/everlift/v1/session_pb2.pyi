@@ -234,6 +234,7 @@ class WorkerInfo(google.protobuf.message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """id of this incarnation: a restarted worker has another"""
     address: builtins.str
@@ -250,6 +251,8 @@ class WorkerInfo(google.protobuf.message.Message):
     pid: builtins.int
     """of rank 0"""
     max_num_batched_tokens: builtins.int
+    device: builtins.str
+    """what a rank computes on, by its maker's name"""
     def __init__(
         self,
         *,
@@ -265,8 +268,9 @@ class WorkerInfo(google.protobuf.message.Message):
         tensor_parallel: builtins.int = ...,
         pid: builtins.int = ...,
         max_num_batched_tokens: builtins.int = ...,
+        device: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "block_size", b"block_size", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "block_size", b"block_size", "device", b"device", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerInfo: typing_extensions.TypeAlias = WorkerInfo
 
@@ -389,6 +393,8 @@ class WorkerState(google.protobuf.message.Message):
     BLOCKS_CACHED_FIELD_NUMBER: builtins.int
     STEP_TIMES_FIELD_NUMBER: builtins.int
     GPU_UTILIZATION_FIELD_NUMBER: builtins.int
+    KV_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_PAIRS_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
     """monotonic within an incarnation"""
     num_running: builtins.int
@@ -413,6 +419,12 @@ class WorkerState(google.protobuf.message.Message):
     """that nobody uses and that hold a known prefix"""
     gpu_utilization: builtins.float
     """of rank 0's GPU, from 0 to 1; unset where nobody can tell"""
+    kv_tokens: builtins.int
+    """Of all rows of all steps since the worker started; how many rows that were say the counters.
+    whose keys and values were read
+    """
+    num_pairs: builtins.int
+    """of a computed token and one that it attended to"""
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.RunningSequence]:
         """at most five times a second, else empty"""
@@ -443,9 +455,11 @@ class WorkerState(google.protobuf.message.Message):
         blocks_cached: builtins.int = ...,
         step_times: Global___StepTimes | None = ...,
         gpu_utilization: builtins.float | None = ...,
+        kv_tokens: builtins.int = ...,
+        num_pairs: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "counters", b"counters", "gpu_utilization", b"gpu_utilization", "step_times", b"step_times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "draining", b"draining", "gpu_utilization", b"gpu_utilization", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "draining", b"draining", "gpu_utilization", b"gpu_utilization", "kv_tokens", b"kv_tokens", "num_pairs", b"num_pairs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_gpu_utilization", b"_gpu_utilization"]) -> typing.Literal["gpu_utilization"] | None: ...
 
 Global___WorkerState: typing_extensions.TypeAlias = WorkerState
