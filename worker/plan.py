@@ -142,8 +142,8 @@ class Rows:
 
     @property
     def num_pairs(self) -> int:
-        """Of a token and one that it attends to, itself counted in: the i-th of a row's tokens, from
-        1, attends to ``start + i`` of them."""
+        """Of a token and one that it attends to, itself counted in: the i-th of a row's tokens,
+        from 1, attends to ``start + i`` of them."""
         if len(self) == self.num_tokens:
             return self.kv_tokens
         triangles = (int(self.counts @ self.counts) + self.num_tokens) // 2

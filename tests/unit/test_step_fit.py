@@ -1,0 +1,121 @@
+"""How long steps take, learned from samples."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission.step_fit import FittedStepTime
+from router.admission.step_time import Roofline, StepSize
+
+#: An 8B model on a large GPU, about.
+ROOFLINE = Roofline(
+    overhead_s=1e-3, weights_s=4.4e-3, token_s=2.4e-5, kv_token_s=3.6e-8, pair_s=1e-10
+)
+
+
+def decode(num_rows: int, known: float = 500.0) -> StepSize:
+    return StepSize(num_rows, num_rows, num_rows * known, num_rows * known)
+
+
+def prefill(num_rows: int, chunk: int, known: float = 500.0) -> StepSize:
+    """A prompt's chunk beside rows that decode."""
+    beside = decode(num_rows, known)
+    pairs = beside.num_pairs + chunk * (chunk + 1) / 2
+    return StepSize(num_rows + 1, num_rows + chunk, beside.kv_tokens + chunk, pairs)
+
+
+def linear(size: StepSize) -> float:
+    return 0.005 + 1e-5 * size.num_rows + 2e-5 * size.num_tokens + 3e-8 * size.kv_tokens
+
+
+def fitted(
+    sizes: Iterable[StepSize],
+    seconds: Callable[[StepSize], float] = linear,
+    fit: FittedStepTime | None = None,
+) -> FittedStepTime:
+    fit = fit or FittedStepTime()
+    for size in sizes:
+        fit.observe(size, seconds(size))
+        fit.refit()
+    return fit
+
+
+def mixed(count: int, seed: int = 0) -> list[StepSize]:
+    dice = random.Random(seed)
+    return [
+        prefill(dice.randrange(1, 128), dice.choice((0, 0, 64, 512, 1900)), dice.uniform(50, 3000))
+        for _ in range(count)
+    ]
+
+
+def relative_error(fit: FittedStepTime, sizes: Iterable[StepSize]) -> float:
+    errors = [abs(fit.seconds(size) / linear(size) - 1) for size in sizes]
+    return sum(errors) / len(errors)
+
+
+def test_nothing_is_known_of_few_samples() -> None:
+    fit = fitted(mixed(7))
+    assert not fit.is_known and fit.error is None
+    assert fitted(mixed(1), fit=fit).is_known
+
+
+def test_what_is_linear_is_found() -> None:
+    fit = fitted(mixed(200))
+    assert relative_error(fit, mixed(100, seed=1)) < 0.01
+    assert fit.error is not None and fit.error < 0.01
+
+
+def test_noise_and_outliers_hardly_change_it() -> None:
+    dice = random.Random(3)
+
+    def noisy(size: StepSize) -> float:
+        return linear(size) * dice.uniform(0.9, 1.1) * (50 if dice.random() < 0.05 else 1)
+
+    assert relative_error(fitted(mixed(1000), noisy), mixed(100, seed=1)) < 0.1
+
+
+def test_what_the_hardware_bounds_is_predicted_where_it_was_seen() -> None:
+    sizes = mixed(1000)
+    fit = fitted(sizes, ROOFLINE.seconds)
+    errors = [abs(fit.seconds(it) / ROOFLINE.seconds(it) - 1) for it in mixed(200, seed=1)]
+    assert sum(errors) / len(errors) < 0.1
+
+
+def test_what_prompts_take_is_not_forgotten_while_there_are_none() -> None:
+    fit = fitted(mixed(200))
+    fitted((decode(n % 60 + 1) for n in range(5000)), fit=fit)
+    assert fit.seconds(prefill(8, 1900)) == pytest.approx(linear(prefill(8, 1900)), rel=0.05)
+
+
+def test_another_speed_is_learned_however_large_the_step() -> None:
+    fit = fitted(mixed(300))
+    fitted(mixed(1000, seed=2), lambda size: 4 * linear(size), fit)
+    error = fit.seconds(decode(32)) / (4 * linear(decode(32))) - 1
+    assert abs(error) < 0.05
+
+
+def test_steps_that_are_all_the_same_are_predicted_as_they_are() -> None:
+    fit = fitted([decode(16)] * 100)
+    assert fit.seconds(decode(16)) == pytest.approx(linear(decode(16)), rel=0.01)
+
+
+_SIZES = st.builds(
+    prefill, st.integers(0, 512), st.integers(0, 8192), st.floats(0, 100_000, allow_nan=False)
+)
+
+
+@given(st.lists(st.tuples(_SIZES, st.floats(1e-4, 100.0)), max_size=40), _SIZES, _SIZES)
+def test_a_larger_step_never_takes_less(
+    samples: list[tuple[StepSize, float]], some: StepSize, more: StepSize
+) -> None:
+    fit = FittedStepTime()
+    for size, seconds in samples:
+        fit.observe(size, seconds)
+        fit.refit()
+    larger = StepSize(*map(sum, zip(some, more, strict=True)))
+    assert 0.0 <= fit.seconds(some) <= fit.seconds(larger) * (1 + 1e-9)
