@@ -87,6 +87,9 @@ class RouterConfig:
     local_depth: int = 2
     #: prompt tokens that a worker may have waiting to be computed
     max_pending_prefill: int = 4096
+    #: time per output token that is wanted: a worker runs as many sequences at once as its steps,
+    #: by what was learned of them, take no longer than this; 0: as many as it can
+    tpot_target: float = 0.0
     #: a dispatch that its worker has not acknowledged by then no longer counts as load
     dispatch_ack: float = 1.0
     #: workers that a request may lose in a row, without a token in between; then it fails
@@ -143,6 +146,8 @@ class RouterConfig:
             raise ValueError("max_queued and max_losses must be at least 1")
         if self.undated_due <= 0 or self.patience < 0 or self.starvation < 0:
             raise ValueError("undated_due must be above 0, patience and starvation at least 0")
+        if self.tpot_target < 0:
+            raise ValueError("tpot_target must be at least 0")
         if not 0 <= self.class_floor <= 0.5:
             raise ValueError("class_floor must be from 0 to 0.5")
         if self.prompt_token_weight <= 0 or self.output_token_weight <= 0:

@@ -282,7 +282,7 @@ class Leader:
     # workers speak
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None:
-        self._placement.join(info.worker_id, Capacity(info.max_num_seqs, info.num_blocks))
+        self._placement.join(info.worker_id, Capacity.told(info))
 
     def worker_lost(self, worker_id: str) -> None:
         view = self.view(worker_id)

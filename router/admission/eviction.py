@@ -160,7 +160,7 @@ class _Room:
 
 def _room_beside(worker: WorkerView) -> _Room:
     """What runs there does not use, nor what is on its way there."""
-    slots = worker.capacity.max_num_seqs - worker.load.num_running
+    slots = worker.slots - worker.load.num_running
     coming = worker.unacknowledged
     return _Room(slots - coming.choices, worker.unused_blocks - blocks_for(coming.tokens))
 

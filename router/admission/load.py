@@ -23,7 +23,7 @@ def cluster_load(
         queued_tokens=tenure.queued_tokens,
         waited_s=tenure.waited_s(ledger_now),
         running=sum(worker.load.num_running + worker.ahead for worker in staying),
-        slots=sum(worker.capacity.max_num_seqs for worker in staying),
+        slots=sum(worker.slots for worker in staying),
         blocks_used=sum(worker.load.blocks_used for worker in staying),
         blocks_total=sum(worker.capacity.num_blocks for worker in staying),
         offered_tokens=tenure.offered_tokens,

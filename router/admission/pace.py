@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp, inf
 from statistics import median
+from typing import NamedTuple
 
 from everlift.blockhash import BLOCK_SIZE
+from router.admission.step_time import StepSize
 
 #: Shorter than this nothing is measured.
 _SAMPLE_S = 0.2
@@ -39,6 +41,17 @@ class Work:
     output_tokens: int = 0
     released_blocks: int = 0
     busy_s: float = 0.0
+    #: of all steps' rows, as StepSize has them
+    num_rows: int = 0
+    kv_tokens: int = 0
+    num_pairs: int = 0
+
+
+class Sample(NamedTuple):
+    """Steps of a worker: what they computed, and how long they took; both are means."""
+
+    size: StepSize
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -55,7 +68,8 @@ class _Steps:
 
 class Pace:
     """``full_rate``: tokens that it computes in a second while it has all it can take, prompts' and
-    outputs' together; None as long as it never had."""
+    outputs' together; None as long as it never had. ``row`` is a row's mean share of its steps,
+    prompts' chunks and single tokens together; None as long as there was none."""
 
     def __init__(self) -> None:
         self._usual: dict[int, _Steps] = {}
@@ -66,6 +80,7 @@ class Pace:
         self._blocks_freed = 0.0
         self._was_full = False
         self.full_rate: float | None = None
+        self.row: StepSize | None = None
 
     @property
     def step_s(self) -> float:
@@ -90,24 +105,26 @@ class Pace:
             (it.seconds * max(1.0, tokens / it.tokens) for it in self._usual.values()), default=inf
         )
 
-    def measure(self, work: Work, is_full: bool, now: float) -> None:
-        """``now`` in seconds. ``is_full``: more sequences there would compute no more tokens."""
+    def measure(self, work: Work, is_full: bool, now: float) -> Sample | None:
+        """``now`` in seconds. ``is_full``: more sequences there would compute no more tokens.
+        Answers the steps of about the last fifth of a second, if there were any."""
         if self._sample is None:
             self._sample, self._was_full = (now, work), is_full
-            return
+            return None
         since, before = self._sample
         self._was_full &= is_full
         if (duration := now - since) < _SAMPLE_S:
-            return
+            return None
         if self._was_full:
             self._measure_full((work.computed_tokens - before.computed_tokens) / duration, duration)
         self._sample, self._was_full = (now, work), is_full
         self._measure_flow(before, work, duration)
-        steps, busy_s = work.step - before.step, work.busy_s - before.busy_s
-        tokens = work.computed_tokens - before.computed_tokens
-        if steps > 0 and busy_s > 0 and tokens > 0:
-            self._measure_steps(tokens / steps, busy_s / steps, duration)
+        sample = _steps_between(before, work)
+        if sample is not None:
+            self._measure_steps(sample.size.num_tokens, sample.seconds, duration)
+            self._measure_rows(sample.size, duration)
             self._stepped_at = now
+        return sample
 
     def _measure_full(self, rate: float, duration: float) -> None:
         known = rate if self.full_rate is None else self.full_rate
@@ -127,6 +144,14 @@ class Pace:
         self._last = self._last or _Steps(tokens, seconds)
         self._last.blend(tokens, seconds, weight)
 
+    def _measure_rows(self, size: StepSize, duration: float) -> None:
+        if not size.num_rows:
+            return
+        share = StepSize(*(sum_ / size.num_rows for sum_ in size))
+        weight = _weight(duration, _FULL_MEMORY_S) if self.row is not None else 1.0
+        known = self.row or share
+        self.row = StepSize(*(a + weight * (b - a) for a, b in zip(known, share, strict=True)))
+
     def is_slower(self, others: list[Pace], factor: float, now: float) -> bool:
         """Whether its steps take more than ``factor`` times as long as the others' of that size."""
         last = self._last
@@ -134,6 +159,19 @@ class Pace:
             return False
         known = [most for it in others if (most := it.most_step_s(last.tokens)) < inf]
         return bool(known) and last.seconds > factor * median(known)
+
+
+def _steps_between(before: Work, work: Work) -> Sample | None:
+    steps, busy_s = work.step - before.step, work.busy_s - before.busy_s
+    size = StepSize(
+        work.num_rows - before.num_rows,
+        work.computed_tokens - before.computed_tokens,
+        work.kv_tokens - before.kv_tokens,
+        work.num_pairs - before.num_pairs,
+    )
+    if steps <= 0 or busy_s <= 0 or size.num_tokens <= 0:
+        return None
+    return Sample(StepSize(*(sum_ / steps for sum_ in size)), busy_s / steps)
 
 
 def slow(paces: Mapping[str, Pace], factor: float, now: float) -> frozenset[str]:

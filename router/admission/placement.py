@@ -15,8 +15,10 @@ from itertools import chain
 from math import inf
 from typing import NamedTuple
 
+from router.admission.batch_size import largest_batch
 from router.admission.pace import slow
 from router.admission.roster import Roster
+from router.admission.step_fit import FittedStepTime
 from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Claim, Load, Need, WorkerView, blocks_of
 from router.config import RouterConfig
@@ -46,6 +48,8 @@ class Placement:
         #: what nobody had a credit for, and who has changed since
         self._unmet: _Asked | None = None
         self._changed: set[str] = set()
+        #: by kind of worker
+        self._step_times: dict[str, FittedStepTime] = {}
         #: the worker that keeps room for a request
         self._holds: dict[str, str] = {}
 
@@ -56,7 +60,8 @@ class Placement:
     # workers
 
     def join(self, worker_id: str, capacity: Capacity) -> None:
-        self._workers.setdefault(worker_id, WorkerView(capacity))
+        step_time = self._step_times.setdefault(capacity.kind, FittedStepTime())
+        self._workers.setdefault(worker_id, WorkerView(capacity, step_time=step_time))
         self._unmet = None
         self._note(worker_id)
 
@@ -72,7 +77,10 @@ class Placement:
         if worker is not None and load.sequence_number > worker.load.sequence_number:
             worker.load = load
             worker.end_trial()
-            worker.pace.measure(load.work, worker.is_full, now)
+            sample = worker.pace.measure(load.work, worker.is_full, now)
+            # What a slow one does says nothing of the others.
+            if sample is not None and not worker.is_slow:
+                worker.step_time.observe(*sample)
             self._note(worker_id)
 
     def acknowledge(self, worker_id: str, epoch: int) -> None:
@@ -82,7 +90,8 @@ class Placement:
             self._note(worker_id)
 
     def expire(self, now: float) -> None:
-        """Releases what nobody acknowledged or used in time, and compares the workers' paces."""
+        """Releases what nobody acknowledged or used in time, compares the workers, and learns from
+        their steps."""
         for worker in self._workers.values():
             worker.unacknowledged.expire(now - self._config.dispatch_ack)
             for request_id in worker.held.expire(now - _HOLD_S):
@@ -91,7 +100,18 @@ class Placement:
         outliers = slow(paces, self._config.slow_factor, now)
         for worker_id, worker in self._workers.items():
             worker.is_slow = worker_id in outliers
+        for step_time in self._step_times.values():
+            step_time.refit()
+        for worker_id, worker in self._workers.items():
+            worker.slots = self._slots(worker)
             self._note(worker_id)
+
+    def _slots(self, worker: WorkerView) -> int:
+        """Sequences that may run there at once."""
+        most, row = worker.capacity.max_num_seqs, worker.pace.row
+        if not self._config.tpot_target or row is None or not worker.step_time.is_known:
+            return most
+        return largest_batch(worker.step_time, row, self._config.tpot_target, most)
 
     def _note(self, worker_id: str) -> None:
         """Something about it may have changed."""

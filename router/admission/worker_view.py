@@ -12,7 +12,9 @@ from typing import Protocol, Self
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import session_pb2
+from router.admission.batch_size import batch_of
 from router.admission.pace import Pace, Work
+from router.admission.step_fit import FittedStepTime
 
 
 class Need(Protocol):
@@ -27,10 +29,22 @@ class Need(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a worker can hold at most, from its WorkerInfo."""
+    """What a worker can hold at most, and compute in one step, from its WorkerInfo. Workers of the
+    same ``kind`` take about as long for the same step."""
 
     max_num_seqs: int
     num_blocks: int
+    max_num_batched_tokens: int = 2048
+    kind: str = ""
+
+    @classmethod
+    def told(cls, info: session_pb2.WorkerInfo) -> Self:
+        return cls(
+            max_num_seqs=info.max_num_seqs,
+            num_blocks=info.num_blocks,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            kind=f"{info.tensor_parallel}x {info.device} {info.fingerprint}",
+        )
 
 
 NOTHING = Work()
@@ -65,6 +79,9 @@ class Load:
                 output_tokens=state.output_tokens,
                 released_blocks=state.released_blocks,
                 busy_s=state.busy_s,
+                num_rows=state.counters.slot_steps,
+                kv_tokens=state.kv_tokens,
+                num_pairs=state.num_pairs,
             ),
         )
 
@@ -115,14 +132,21 @@ class Claims:
 class WorkerView:
     capacity: Capacity
     load: Load = field(default_factory=Load)
+    #: of all workers of its kind
+    step_time: FittedStepTime = field(default_factory=FittedStepTime)
     pace: Pace = field(default_factory=Pace)
     is_slow: bool = False
+    #: sequences that may run there at once; fewer than it could where its steps would take too long
+    slots: int = 0
     #: the epoch of a suspect that has not shown yet that one survives it; 0 for none
     trial: int = 0
     #: dispatched, by epoch
     unacknowledged: Claims = field(default_factory=Claims)
     #: kept free, by request id
     held: Claims = field(default_factory=Claims)
+
+    def __post_init__(self) -> None:
+        self.slots = self.slots or self.capacity.max_num_seqs
 
     @property
     def is_open(self) -> bool:
@@ -136,12 +160,19 @@ class WorkerView:
 
     @property
     def free_slots(self) -> int:
-        return max(0, self.capacity.max_num_seqs - self.load.num_running - self.ahead)
+        return max(0, self.slots - self.load.num_running - self.ahead)
 
     @property
     def is_full(self) -> bool:
         """It has all that it can run: somebody waits there, or every slot is taken."""
-        return self.load.num_waiting > 0 or self.load.num_running >= self.capacity.max_num_seqs
+        return self.load.num_waiting > 0 or self.load.num_running >= self.slots
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token: of a step of what runs there, as predicted. None: not known."""
+        if self.pace.row is None or not self.step_time.is_known:
+            return None
+        return self.step_time.seconds(batch_of(self.load.num_running, self.pace.row))
 
     @property
     def is_calm(self) -> bool:
@@ -177,9 +208,11 @@ class WorkerView:
             self.trial = 0
 
     def has_slots(self, choices: int, local_depth: int) -> bool:
-        """Whether few enough of them have to wait for one there."""
+        """Whether few enough of them have to wait for one there. Where fewer may run than it could
+        run, nobody does: it would begin them at once."""
         without = choices - self.free_slots
-        return without <= 0 or self.ahead + without <= local_depth
+        may_wait = self.slots == self.capacity.max_num_seqs
+        return without <= 0 or (may_wait and self.ahead + without <= local_depth)
 
 
 def blocks_for(tokens: int) -> int:

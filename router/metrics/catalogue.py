@@ -328,6 +328,25 @@ _WORKERS = (
     _of_worker(
         "recent_step_seconds", "gauge", "seconds", "What a step took in its last second of work."
     ),
+    _of_worker(
+        "predicted_step_seconds",
+        "gauge",
+        "seconds",
+        "What a step of what it runs takes, by those of its kind; absent while that is not known.",
+    ),
+    _of_worker(
+        "step_prediction_error_ratio",
+        "gauge",
+        "ratio",
+        "Mean absolute error of the last predictions of its kind's steps, as a part of what they "
+        "took; absent while there was none.",
+    ),
+    _of_worker(
+        "allowed_sequences",
+        "gauge",
+        "sequences",
+        "Sequences that may run there at once: its slots, or fewer for router.tpot_target.",
+    ),
     _of_worker("computed_tokens_total", "counter", "tokens", "Tokens computed, drafts counted in."),
     _of_worker("output_tokens_total", "counter", "tokens", "Tokens drawn and kept."),
     _of_worker(

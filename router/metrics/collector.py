@@ -183,4 +183,14 @@ def _of_worker(link: Link, view: WorkerView | None) -> Mapping[tuple[str, ...], 
     }
     if state.HasField("gpu_utilization"):
         values["gpu_utilization_ratio",] = state.gpu_utilization
+    return values | (_of_view(view) if view is not None else {})
+
+
+def _of_view(view: WorkerView) -> dict[tuple[str, ...], float]:
+    """What is predicted of it."""
+    values: dict[tuple[str, ...], float] = {("allowed_sequences",): view.slots}
+    if (tpot_s := view.tpot_s) is not None:
+        values["predicted_step_seconds",] = tpot_s
+    if (error := view.step_time.error) is not None:
+        values["step_prediction_error_ratio",] = error
     return values

@@ -17,7 +17,11 @@ from tests.in_process import ROUTER, WORKER, Cluster, cluster, receive, until
 from tests.scrape import Samples, fetch, scraped
 
 #: Whose labels have no values in a cluster without this.
-WITHOUT = {"everlift_worker_gpu_utilization_ratio": "a GPU"}
+WITHOUT = {
+    "everlift_worker_gpu_utilization_ratio": "a GPU",
+    "everlift_worker_predicted_step_seconds": "enough steps",
+    "everlift_worker_step_prediction_error_ratio": "enough steps",
+}
 LABEL_VALUES = {
     "outcome": set(OUTCOMES),
     "operation": set(LEDGER_OPERATIONS),

@@ -1,0 +1,86 @@
+"""How many sequences may run at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission.batch_size import batch_of, largest_batch
+from router.admission.pace import Work
+from router.admission.placement import Placement
+from router.admission.step_time import Roofline, StepSize
+from router.admission.waiting import Waiting
+from router.admission.worker_view import Capacity, Load
+from router.config import RouterConfig
+
+ROOFLINE = Roofline(overhead_s=0.001, weights_s=0.004, token_s=2e-5, kv_token_s=1e-7)
+ROW = StepSize(num_rows=1, num_tokens=3, kv_tokens=1000, num_pairs=3000)
+WAITING = Waiting("r", "g", 0.0, 10, max_tokens=10)
+
+
+def test_as_many_as_are_there_where_they_are_fast_enough() -> None:
+    assert largest_batch(ROOFLINE, ROW, 1.0, at_most=64) == 64
+
+
+def test_one_at_the_least() -> None:
+    assert largest_batch(ROOFLINE, ROW, 0.001, at_most=64) == 1
+
+
+@given(st.floats(0.0, 0.1), st.integers(1, 1000))
+def test_one_more_would_take_too_long(tpot_s: float, at_most: int) -> None:
+    rows = largest_batch(ROOFLINE, ROW, tpot_s, at_most)
+    assert 1 <= rows <= at_most
+    assert rows == 1 or ROOFLINE.seconds(batch_of(rows, ROW)) <= tpot_s
+    assert rows == at_most or ROOFLINE.seconds(batch_of(rows + 1, ROW)) > tpot_s
+
+
+def placement_after(seconds: int, tpot_target: float, step_s: float = 0.01) -> Placement:
+    """Of a worker with 16 slots whose steps take ``step_s`` for each of their 1 to 8 rows."""
+    placement = Placement(RouterConfig(tpot_target=tpot_target, local_depth=2))
+    placement.join("w", Capacity(max_num_seqs=16, num_blocks=1000))
+    work = Work()
+    for beat in range(4 * seconds):
+        rows = beat % 8 + 1
+        work = Work(
+            step=work.step + 1,
+            computed_tokens=work.computed_tokens + rows,
+            busy_s=work.busy_s + rows * step_s,
+            num_rows=work.num_rows + rows,
+            kv_tokens=work.kv_tokens + 100 * rows,
+            num_pairs=work.num_pairs + 100 * rows,
+        )
+        load = Load(beat + 1, num_running=rows, work=work)
+        placement.report("w", load, now=beat / 4)
+        placement.expire(now=beat / 4)
+    return placement
+
+
+def test_a_worker_gets_what_it_can_run_fast_enough() -> None:
+    placement = placement_after(30, tpot_target=0.055)
+    worker = placement.workers["w"]
+    assert worker.slots == 5
+    placement.report("w", Load(1000, num_running=4), now=30.0)
+    assert placement.choose(WAITING) == "w"
+    placement.reserve("w", 1, WAITING, now=30.0)
+    assert placement.choose(WAITING) is None, "nobody waits for a slot that is there"
+
+
+def test_how_soon_tokens_come_is_predicted_of_what_runs() -> None:
+    worker = placement_after(30, tpot_target=0.0).workers["w"]
+    assert worker.tpot_s == pytest.approx(0.01 * worker.load.num_running, rel=0.05)
+    assert worker.step_time.error is not None and worker.step_time.error < 0.05
+    assert placement_after(1, tpot_target=0.0).workers["w"].tpot_s is None
+
+
+def test_without_a_target_or_before_anything_is_known_it_gets_what_it_can_run() -> None:
+    assert placement_after(30, tpot_target=0.0).workers["w"].slots == 16
+    assert placement_after(1, tpot_target=0.055).workers["w"].slots == 16
+
+
+def test_workers_of_a_kind_learn_from_each_other() -> None:
+    placement = placement_after(30, tpot_target=0.055)
+    placement.join("like it", Capacity(max_num_seqs=16, num_blocks=1000))
+    placement.join("another", Capacity(max_num_seqs=16, num_blocks=1000, kind="2x"))
+    assert placement.workers["like it"].step_time.is_known
+    assert not placement.workers["another"].step_time.is_known
