@@ -86,8 +86,8 @@ class Engine:
 
     def step(self, held: Collection[int] = (), now: float = 0.0) -> list[Outcome]:
         """One forward pass over some of what is known; the sequences in the slots ``held`` draw
-        nothing, unless nobody else has anything to do. ``now`` is only told. Raises
-        EngineBroken."""
+        nothing, unless nobody else has anything to do. ``now`` is when it begins, in seconds on
+        rank 0's clock. Raises EngineBroken."""
         self._stopwatch.start()
         self._plan = self._scheduler.schedule(held, now)
         self._stopwatch.end(Part.SCHEDULE)

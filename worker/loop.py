@@ -80,16 +80,15 @@ class LeadingLoop:
     def turn(self, orders: Orders) -> bool:
         """One turn; False after the stop order. Raises as ``run`` does."""
         returned = self._give_back(orders) if orders.drain else []
-        held = self._engine.unready_slots()
-        self._write(orders, held, self._fault(orders))
+        held, now = self._engine.unready_slots(), self._clock()
+        self._write(orders, held, self._fault(orders), now)
         if orders.stop:
             return False
         _apply(self._engine, orders.starts, orders.aborts)
-        self._tell(orders, [*returned, *self._step(held)])
+        self._tell(orders, [*returned, *self._step(held, now)])
         return True
 
-    def _step(self, held: Collection[int]) -> list[Outcome]:
-        began = self._clock()
+    def _step(self, held: Collection[int], began: float) -> list[Outcome]:
         outcomes = self._engine.step(held, began)
         now = self._clock()
         if extra_s := self._slowness.extra_s(now - began, now):
@@ -129,7 +128,13 @@ class LeadingLoop:
         orders.aborts.extend(Abort(epoch) for epoch in epochs)
         return [sequence.outcome(Stop.RETURNED) for sequence in leaving]
 
-    def _write(self, orders: Orders, held: Iterable[int], fault: chaos_pb2.Fault | None) -> None:
+    def _write(
+        self,
+        orders: Orders,
+        held: Iterable[int],
+        fault: chaos_pb2.Fault | None,
+        now: float,
+    ) -> None:
         if self._log is not None:
             self._log.write(
                 session_pb2.StepLog(
@@ -139,6 +144,7 @@ class LeadingLoop:
                     stop=orders.stop,
                     held_slots=held,
                     fault=fault,
+                    now=now,
                 )
             )
 
@@ -170,7 +176,7 @@ def follow(
             raise RanksDisagree(f"the plan of step {engine.load().step} is not rank 0's")
         starts = [Sequence.from_start(start, engine.limits) for start in entry.starts]
         _apply(engine, starts, map(Abort.from_proto, entry.aborts))
-        engine.step(frozenset(entry.held_slots))
+        engine.step(frozenset(entry.held_slots), entry.now)
 
 
 def _apply(engine: Engine, starts: Iterable[Sequence], aborts: Iterable[Abort]) -> None:

@@ -638,10 +638,13 @@ class StepLog(google.protobuf.message.Message):
     STOP_FIELD_NUMBER: builtins.int
     HELD_SLOTS_FIELD_NUMBER: builtins.int
     FAULT_FIELD_NUMBER: builtins.int
+    NOW_FIELD_NUMBER: builtins.int
     previous_digest: builtins.bytes
     """of the plan of the step before"""
     stop: builtins.bool
     """instead of a step: the end"""
+    now: builtins.float
+    """seconds, when the step begins, on rank 0's clock"""
     @property
     def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Start]: ...
     @property
@@ -663,9 +666,10 @@ class StepLog(google.protobuf.message.Message):
         stop: builtins.bool = ...,
         held_slots: collections.abc.Iterable[builtins.int] | None = ...,
         fault: everlift.v1.chaos_pb2.Fault | None = ...,
+        now: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fault", b"fault"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "fault", b"fault", "held_slots", b"held_slots", "previous_digest", b"previous_digest", "starts", b"starts", "stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "fault", b"fault", "held_slots", b"held_slots", "now", b"now", "previous_digest", b"previous_digest", "starts", b"starts", "stop", b"stop"]) -> None: ...
 
 Global___StepLog: typing_extensions.TypeAlias = StepLog
 
