@@ -41,8 +41,8 @@ class Bench:
         self.scheduler.add(this)
         return this
 
-    def plan(self) -> Plan:
-        return self.scheduler.schedule()
+    def plan(self, now: float = 0.0) -> Plan:
+        return self.scheduler.schedule(now=now)
 
     def commit(self, plan: Plan) -> list[Outcome]:
         outcomes = self.scheduler.commit(plan, [result(row) for row in plan.rows])

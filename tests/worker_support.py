@@ -6,14 +6,24 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.v1 import session_pb2
-from worker.config import FakeModel, Speculation, WorkerConfig
+from worker.config import FakeModel, Scheduling, Speculation, WorkerConfig
 from worker.engine import Engine
 from worker.fake_runner import FakeRunner
 from worker.limits import Limits
 from worker.outcome import Outcome, Residence, SequenceKey, Stop
 from worker.sequence import Sequence as EngineSequence
+
+#: One of each policy. Deadlines of slai are a few steps away where a step is a second.
+POLICIES = {
+    "continuous": Scheduling(),
+    "static": Scheduling("static"),
+    "slai": Scheduling("slai", tbt_target=4.0, ageing_tokens=8),
+}
+under_each_policy = pytest.mark.parametrize("scheduling", POLICIES.values(), ids=POLICIES)
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -27,6 +37,7 @@ def limits(
     num_host_blocks: int = 0,
     speculation: Speculation | None = None,
     model: FakeModel | None = None,
+    scheduling: Scheduling | None = None,
 ) -> Limits:
     return Limits(
         num_blocks=num_blocks,
@@ -37,6 +48,7 @@ def limits(
         watermark_blocks=watermark_blocks,
         num_host_blocks=num_host_blocks,
         speculation=speculation or Speculation(),
+        scheduling=scheduling or Scheduling(),
     )
 
 
@@ -136,12 +148,12 @@ class Collected:
 
 
 def run(engine: Engine, collected: Collected | None = None, max_steps: int = 10_000) -> Collected:
-    """Steps until nothing is left, checking the books after each."""
+    """Steps of a second until nothing is left, checking the books after each."""
     collected = collected or Collected()
     for _ in range(max_steps):
         if not engine.has_work:
             return collected
-        collected.take(engine.step())
+        collected.take(engine.step(now=float(engine.load().step)))
         engine.check_integrity()
     raise AssertionError(f"still at work after {max_steps} steps: {engine.load()}")
 

@@ -78,6 +78,11 @@ class Columns:
 
     # what a step makes of it
 
+    @property
+    def known_by_slot(self) -> Ints:
+        """Known tokens; 0 in an empty slot. Not a copy."""
+        return self._num_known
+
     def decoding(self) -> Ints:
         """Slots where one known token is not computed, by arrival."""
         return self._by_order(self._remaining == 1)

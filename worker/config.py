@@ -68,6 +68,25 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
+class Scheduling:
+    """Whom a step is for."""
+
+    #: continuous: whoever there is room for comes into the batch in any step. static: a batch is
+    #: closed, and nobody comes in until all of it are done. slai: decodes whose deadline is near go
+    #: before prefills, the others behind them, and short prompts before long ones
+    policy: Literal["continuous", "static", "slai"] = "continuous"
+    #: slai: how long after the one before it a token is due
+    tbt_target: float = 0.1
+    #: slai: so many tokens shorter does a prompt count for each sequence that comes after it
+    ageing_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if not self.tbt_target > 0:
+            raise ValueError(f"tbt_target must be above 0, not {self.tbt_target:g}")
+        _at_least("ageing_tokens", self.ageing_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Grammars:
     """What structured output may cost. Each grammar has a process of its own, which ends when it
     takes more."""
@@ -140,6 +159,8 @@ class WorkerConfig:
     preemption: Literal["recompute", "swap"] = "recompute"
     #: host memory for swap, over all ranks
     swap_mib: int = 1024
+    #: whom a step is for
+    scheduling: Scheduling = field(default_factory=Scheduling)
     #: drafts of several tokens a step
     speculation: Speculation = field(default_factory=Speculation)
     #: structured output

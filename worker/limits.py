@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from everlift.blockhash import BLOCK_SIZE
-from worker.config import Speculation, WorkerConfig
+from worker.config import Scheduling, Speculation, WorkerConfig
 
 if TYPE_CHECKING:
     from worker.plan import Runner
@@ -30,6 +30,7 @@ class Limits:
     watermark_blocks: int
     num_host_blocks: int
     speculation: Speculation
+    scheduling: Scheduling = field(default_factory=Scheduling)
 
     @classmethod
     def of(cls, config: WorkerConfig, runner: Runner) -> Self:
@@ -45,4 +46,5 @@ class Limits:
             watermark_blocks=max(1, int(config.watermark * runner.num_blocks)),
             num_host_blocks=runner.num_host_blocks,
             speculation=config.speculation,
+            scheduling=config.scheduling,
         )

@@ -9,7 +9,8 @@ in chunks, prefix hits, preemption, resumption, continuation and speculation are
     running  --commit-->   gone       stopped, or it outgrew the whole pool
     either   --remove-->   gone
 
-A step costs O(running), whatever waits.
+Who is admitted next, and whose rows come first, a policy says (`policies/`). A step costs
+O(running), whatever waits.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from worker.limits import Limits, blocks_for
 from worker.load import Load, Occupant
 from worker.outcome import Outcome, SequenceKey, Stop
 from worker.plan import Admission, Ints, Plan, Row, RowResult, Rows
+from worker.policies.choice import policy_of
 from worker.sequence import NO_SLOT, Sequence
 from worker.share import Share, num_tokens
-from worker.waiting import WaitingLine
 
 
 class Scheduler:
@@ -43,7 +44,8 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._batch = Batch(limits)
-        self._waiting = WaitingLine()
+        self._policy = policy_of(limits)
+        self._waiting = self._policy.waiting
         self._budget = TokenBudget(limits.max_num_batched_tokens)
         self._epochs: dict[int, list[Sequence]] = {}
         self._arrivals = 0
@@ -110,10 +112,10 @@ class Scheduler:
         """
         self._step += 1
         self._make_room()
-        decoding, prefills = self._running(held)
-        admitted = self._admitted_shares(self._budget_after(decoding, prefills), now)
+        self._policy.begin(self._batch.columns, now)
+        decoding, prefills, admitted = self._chosen(held, now)
         if held and not len(decoding) and not prefills and not admitted:
-            decoding, prefills = self._running(held=())
+            decoding, prefills, admitted = self._chosen((), now)
         shares = [*prefills, *admitted]
         drafts = self._drafts(decoding, self._budget_after(decoding, shares))
         rows = self._rows(decoding, drafts, shares)
@@ -199,32 +201,50 @@ class Scheduler:
 
     # shares
 
-    def _running(self, held: Collection[int]) -> tuple[Ints, list[Share]]:
-        """The slots that decode, one token each, then the shares of those that prefill."""
-        decoding = self._decoding(held)
-        budget = self._budget_after(decoding, ())
-        shares: list[Share] = []
-        for sequence in self._batch.at(self._batch.columns.prefilling()):
-            if not budget:
-                break
-            if sequence.slot not in held or sequence.remaining > budget:
-                shares.append(self._share(sequence, budget))
-                budget -= shares[-1].num_known
-        return decoding, shares
+    def _chosen(self, held: Collection[int], now: float) -> tuple[Ints, list[Share], list[Share]]:
+        """The slots that decode, one token each, then the shares of those that prefill, then those
+        of newcomers."""
+        decoding, patient = self._policy.decodes(self._may_decode(held))
+        decoding = self._decoding(decoding[: self._budget.tokens])
+        prefills, admitted = self._prefills(held, self._budget_after(decoding, ()), now)
+        if len(patient):
+            left = self._budget_after(decoding, [*prefills, *admitted])
+            decoding = np.concatenate([decoding, self._decoding(patient[:left])])
+        return decoding, prefills, admitted
 
-    def _decoding(self, held: Collection[int]) -> Ints:
-        columns = self._batch.columns
-        decoding = columns.decoding()
-        if held:
-            decoding = decoding[~np.isin(decoding, list(held))]
-        decoding = decoding[: self._budget.tokens]
-        for sequence in self._batch.at(columns.filling(decoding)):
+    def _may_decode(self, held: Collection[int]) -> Ints:
+        slots = self._batch.columns.decoding()
+        return slots[~np.isin(slots, list(held))] if held else slots
+
+    def _decoding(self, slots: Ints) -> Ints:
+        """These decode: from here on others find the blocks that they fill."""
+        for sequence in self._batch.at(self._batch.columns.filling(slots)):
             self._batch.register(sequence, sequence.num_computed, sequence.num_known)
-        return decoding
+        return slots
 
-    def _admitted_shares(self, budget: int, now: float) -> list[Share]:
+    def _prefills(
+        self, held: Collection[int], budget: int, now: float
+    ) -> tuple[list[Share], list[Share]]:
+        """Of those in the batch, and of newcomers."""
+        prefills: list[Share] = []
+        admitted: list[Share] = []
+        for sequence in self._policy.prefills(self._batch.at(self._batch.columns.prefilling())):
+            before = self._admitted_shares(budget, now, sequence)
+            admitted += before
+            budget -= num_tokens(before)
+            if not budget:
+                return prefills, admitted
+            if sequence.slot not in held or sequence.remaining > budget:
+                prefills.append(self._share(sequence, budget))
+                budget -= prefills[-1].num_known
+        return prefills, [*admitted, *self._admitted_shares(budget, now)]
+
+    def _admitted_shares(
+        self, budget: int, now: float, before: Sequence | None = None
+    ) -> list[Share]:
+        """Of those who are admitted ``before`` this one is served, or of all others."""
         shares = []
-        while budget and not self._batch.is_full and (head := self._waiting.head()) is not None:
+        while budget and (head := self._head(before)) is not None:
             hits = self._batch.prefix_hits(head)
             if not self._batch.has_room(head, hits):
                 break
@@ -236,6 +256,11 @@ class Scheduler:
             shares.append(self._share(head, _first_count(head, budget)))
             budget -= shares[-1].num_known
         return shares
+
+    def _head(self, before: Sequence | None) -> Sequence | None:
+        if self._batch.is_full or (head := self._policy.head(len(self._batch))) is None:
+            return None
+        return head if before is None or self._policy.precedes(head, before) else None
 
     def _share(self, sequence: Sequence, budget: int) -> Share:
         count = min(sequence.remaining, budget)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from everlift.errors import EngineFailed
 from everlift.sampling import SamplingParams
-from tests.worker_support import Collected, limits, prompt, run, start
+from tests.worker_support import POLICIES, Collected, limits, prompt, run, start
 from worker.config import FakeModel, Speculation
 from worker.engine import Engine
 from worker.fake_runner import FakeRunner, expected_logprobs, expected_tokens
@@ -134,6 +134,7 @@ bounds = st.builds(
     watermark_blocks=st.integers(0, 1),
     num_host_blocks=st.sampled_from([0, 1, 2, 3, 20]),
     speculation=st.builds(Speculation, st.sampled_from([0, 1, 4]), st.just(1), st.integers(1, 3)),
+    scheduling=st.sampled_from([*POLICIES.values()]),
 )
 
 
@@ -201,7 +202,7 @@ class Run:
     def step(self) -> None:
         before, had_work = self.engine.load(), self.engine.has_work
         told = len(self.collected.stops)
-        self.collected.take(self.engine.step())
+        self.collected.take(self.engine.step(now=float(before.step)))
         self.engine.check_integrity()
         self.digests.append(self.engine.digest())
         load = self.engine.load()

@@ -1,11 +1,12 @@
 """A worker's settings, what limits follow from them, and what names its model."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everlift.model_files import ModelUnavailable
-from worker.config import FakeModel, Speculation, WorkerConfig
+from worker.config import FakeModel, Scheduling, Speculation, WorkerConfig
 from worker.fake_runner import FakeRunner
 from worker.fingerprint import model_fingerprint
 from worker.limits import Limits
@@ -60,6 +61,18 @@ def test_fake_models_that_cannot_be_are_refused(fields: dict[str, object]) -> No
 def test_drafts_that_cannot_be_are_refused(fields: dict[str, int], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Speculation(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tbt_target": 0.0}, "tbt_target must be above 0, not 0"),
+        ({"ageing_tokens": 0}, "ageing_tokens must be at least 1, not 0"),
+    ],
+)
+def test_scheduling_that_cannot_be_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Scheduling(**fields)
 
 
 def test_the_model_is_called_by_its_directory_or_its_hub_id(tmp_path: Path) -> None:

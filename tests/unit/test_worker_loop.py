@@ -3,15 +3,24 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 import pytest
 
 from everlift.v1 import chaos_pb2, session_pb2
-from tests.worker_support import Collected, engine, limits, prompt, sequence
-from worker.config import FakeModel, Speculation
+from tests.worker_support import (
+    POLICIES,
+    Collected,
+    engine,
+    limits,
+    prompt,
+    sequence,
+)
+from worker.config import FakeModel, Scheduling, Speculation
 from worker.engine import Engine
 from worker.fake_runner import FakeRunner, expected_tokens
+from worker.limits import Limits
 from worker.loop import LeadingLoop, RanksDisagree, Report, follow
 from worker.orders import Inbox, Orders
 from worker.outcome import Abort, SequenceKey, Stop
@@ -35,9 +44,9 @@ class Log:
 class Lead:
     """Rank 0's loop in its thread; leaving the context stops it."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Limits = LIMITS) -> None:
         self.inbox, self.log = Inbox(), Log()
-        self.engine = engine(LIMITS, MODEL)
+        self.engine = engine(bounds, MODEL)
         self.reports: list[Report] = []
         self._reported = threading.Condition()
         loop = LeadingLoop(self.engine, self.inbox, self._report, self.log)
@@ -76,8 +85,14 @@ def work(lead: Lead) -> None:
     lead.inbox.abort(Abort(3))
 
 
-def test_orders_become_outcomes_and_the_log_makes_the_same_on_another_rank() -> None:
-    with Lead() as lead:
+@pytest.mark.parametrize(
+    "scheduling", [*POLICIES.values(), Scheduling("slai", tbt_target=0.002)], ids=str
+)
+def test_orders_become_outcomes_and_the_log_makes_the_same_on_another_rank(
+    scheduling: Scheduling,
+) -> None:
+    bounds = replace(LIMITS, scheduling=scheduling)
+    with Lead(bounds) as lead:
         work(lead)
         collected = lead.until_ended(1, 2, 4, 5, 6, 7)
     assert SequenceKey(3, 0) not in collected.stops
@@ -85,7 +100,7 @@ def test_orders_become_outcomes_and_the_log_makes_the_same_on_another_rank() -> 
         tokens = collected.tokens[SequenceKey(epoch, 0)]
         assert tokens == expected_tokens(prompt(30 + epoch, epoch), 60, MODEL)
 
-    other = engine(LIMITS, MODEL)
+    other = engine(bounds, MODEL)
     follow(other, lead.log.entries)
     assert other.digest() == lead.engine.digest()
     assert other.load() == lead.engine.load()

@@ -8,7 +8,8 @@ import pytest
 
 from everlift.errors import EngineFailed
 from tests.scheduler_bench import TOKEN, Bench, result
-from tests.worker_support import limits, prompt, sequence
+from tests.worker_support import limits, prompt, sequence, under_each_policy
+from worker.config import Scheduling
 from worker.counters import Counters
 from worker.load import Load, Occupant
 from worker.outcome import News, Outcome, SequenceKey, Stop
@@ -16,14 +17,16 @@ from worker.plan import NO_ROWS, Plan, RowResult
 from worker.sequence import NO_SLOT, Sequence
 
 
-def test_an_empty_scheduler_plans_nothing() -> None:
-    bench = Bench(limits())
+@under_each_policy
+def test_an_empty_scheduler_plans_nothing(scheduling: Scheduling) -> None:
+    bench = Bench(limits(scheduling=scheduling))
     assert bench.plan() == Plan(1, NO_ROWS)
     assert bench.plan() == Plan(2, NO_ROWS)
 
 
-def test_a_prompt_is_computed_in_chunks_and_then_token_by_token() -> None:
-    bench = Bench(limits(max_num_batched_tokens=40))
+@under_each_policy
+def test_a_prompt_is_computed_in_chunks_and_then_token_by_token(scheduling: Scheduling) -> None:
+    bench = Bench(limits(max_num_batched_tokens=40, scheduling=scheduling))
     bench.add(1, 100)
     assert [bench.step() for _ in range(5)] == [
         [(0, 0, 40)],
@@ -57,8 +60,9 @@ def test_decodes_come_before_prefills_under_one_budget() -> None:
     ]
 
 
-def test_a_step_admits_no_more_than_its_budget_and_its_slots() -> None:
-    bench = Bench(limits(max_num_seqs=2, max_num_batched_tokens=20))
+@under_each_policy
+def test_a_step_admits_no_more_than_its_budget_and_its_slots(scheduling: Scheduling) -> None:
+    bench = Bench(limits(max_num_seqs=2, max_num_batched_tokens=20, scheduling=scheduling))
     for epoch in (1, 2, 3):
         bench.add(epoch, 3)
     assert bench.step() == [(0, 0, 3), (1, 0, 3)]
@@ -133,8 +137,11 @@ def test_a_block_is_shared_in_the_very_step_that_computes_it() -> None:
     assert second.block_table[:3] == first.block_table[:3]
 
 
-def test_the_choices_of_a_request_compute_its_prompt_once() -> None:
-    bench = Bench(limits(num_blocks=16, max_num_seqs=8, max_num_batched_tokens=512))
+@under_each_policy
+def test_the_choices_of_a_request_compute_its_prompt_once(scheduling: Scheduling) -> None:
+    bench = Bench(
+        limits(num_blocks=16, max_num_seqs=8, max_num_batched_tokens=512, scheduling=scheduling)
+    )
     for choice in range(8):
         bench.add(1, 70, choice=choice)
     assert bench.step() == [(0, 0, 70), *((slot, 64, 6) for slot in range(1, 8))]
@@ -244,8 +251,11 @@ def test_a_victim_leaves_less_room_than_it_needs_to_come_back_at_once() -> None:
     assert rows == [(long.slot, long.num_computed - 1, 1)]
 
 
-def test_a_sequence_that_outgrows_the_pool_alone_fails_with_its_last_token() -> None:
-    bench = Bench(limits(num_blocks=2))
+@under_each_policy
+def test_a_sequence_that_outgrows_the_pool_alone_fails_with_its_last_token(
+    scheduling: Scheduling,
+) -> None:
+    bench = Bench(limits(num_blocks=2, scheduling=scheduling))
     bench.add(1, 60, max_tokens=1000)
     bench.steps(4)
     (outcome,) = bench.commit(bench.plan())
@@ -255,8 +265,9 @@ def test_a_sequence_that_outgrows_the_pool_alone_fails_with_its_last_token() -> 
     assert bench.scheduler.load().blocks_used == 0
 
 
-def test_an_outcome_has_the_offset_of_its_token() -> None:
-    bench = Bench(limits())
+@under_each_policy
+def test_an_outcome_has_the_offset_of_its_token(scheduling: Scheduling) -> None:
+    bench = Bench(limits(scheduling=scheduling))
     bench.scheduler.add(sequence(bench.limits, 1, [1], max_tokens=4, output=[2, 3]))
     first = Outcome(SequenceKey(1, 0), 2, (TOKEN,), num_computed=3, news=News(waited_s=0.0))
     assert bench.commit(bench.plan()) == [first]
@@ -266,8 +277,9 @@ def test_an_outcome_has_the_offset_of_its_token() -> None:
     assert len(bench.scheduler) == 0
 
 
-def test_a_failed_plan_ends_its_sequences_and_no_others() -> None:
-    bench = Bench(limits(max_num_seqs=1))
+@under_each_policy
+def test_a_failed_plan_ends_its_sequences_and_no_others(scheduling: Scheduling) -> None:
+    bench = Bench(limits(max_num_seqs=1, scheduling=scheduling))
     bench.add(1, 3)
     bench.add(2, 3)
     bench.step()
@@ -279,8 +291,9 @@ def test_a_failed_plan_ends_its_sequences_and_no_others() -> None:
     assert [s.key.epoch for s in bench.scheduler] == [2]
 
 
-def test_the_choices_of_an_epoch_are_found_wherever_they_are() -> None:
-    bench = Bench(limits(max_num_seqs=1))
+@under_each_policy
+def test_the_choices_of_an_epoch_are_found_wherever_they_are(scheduling: Scheduling) -> None:
+    bench = Bench(limits(max_num_seqs=1, scheduling=scheduling))
     for choice in (0, 1):
         bench.scheduler.add(sequence(bench.limits, 1, prompt(3), choice=choice))
     bench.step()
@@ -350,9 +363,10 @@ class Untouchable(dict[int, Sequence]):
     __iter__ = values = items = keys = _refuse
 
 
+@under_each_policy
 @pytest.mark.parametrize("damage", ["slot", "computed", "lost"])
-def test_damaged_books_are_noticed(damage: str) -> None:
-    bench = Bench(limits())
+def test_damaged_books_are_noticed(damage: str, scheduling: Scheduling) -> None:
+    bench = Bench(limits(scheduling=scheduling))
     this = bench.add(1, 40)
     bench.step()
     match damage:

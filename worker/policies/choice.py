@@ -1,0 +1,19 @@
+"""Which policy the operator has chosen. Pure."""
+
+from __future__ import annotations
+
+from worker.limits import Limits
+from worker.policies.continuous import Continuous
+from worker.policies.policy import Policy
+from worker.policies.slai import Slai
+from worker.policies.static import Static
+
+
+def policy_of(limits: Limits) -> Policy:
+    match limits.scheduling.policy:
+        case "continuous":
+            return Continuous()
+        case "static":
+            return Static(limits.max_num_seqs)
+        case "slai":
+            return Slai(limits.scheduling, limits.max_num_seqs)
