@@ -1,0 +1,115 @@
+"""A cluster whose future is asked for: its workers, its settings, and what happens to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from cluster.autoscale.config import AutoscaleConfig
+from router.admission.step_time import StepTime
+from router.config import RouterConfig
+from worker.config import WorkerConfig
+
+#: How a request finds its worker when it is not the product that decides.
+Choice: TypeAlias = Literal["random", "round_robin", "jsq", "p2c"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker. Its blocks are ``config.num_blocks``, its context ``config.max_model_len``; both
+    have to be set. Each of its steps takes ``slowness`` times what ``step_time`` says."""
+
+    config: WorkerConfig
+    step_time: StepTime
+    slowness: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.config.num_blocks is None or self.config.max_model_len is None:
+            raise ValueError("worker.num_blocks and worker.max_model_len must be set")
+        if self.config.speculation.num_draft_tokens:
+            raise ValueError("worker.speculation: nobody knows which drafts would be right")
+        if self.config.preemption != "recompute":
+            raise ValueError("worker.preemption: what a copy of a block takes is not modelled")
+        if not self.slowness > 0:
+            raise ValueError(f"slowness must be above 0, not {self.slowness:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoss:
+    """``worker`` (its number, from 0, in the order of their coming) is gone from one moment to the
+    next, and taken for lost ``detection_s`` later."""
+
+    at: float
+    worker: int
+    detection_s: float = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDrain:
+    """``worker`` hands back what it has, and leaves."""
+
+    at: float
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """Another one is started, and takes requests ``start_s`` later."""
+
+    at: float
+    spec: WorkerSpec
+    start_s: float = 0.0
+
+
+Event: TypeAlias = WorkerLoss | WorkerDrain | WorkerStart
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyBinding:
+    """In place of the global queue: each request goes to a worker as soon as it comes, and waits
+    there, first come, first served.
+
+    random, round_robin   whatever the workers have
+    jsq                   who has the fewest requests
+    p2c                   of two that are drawn, who has fewer (power of two choices)
+
+    What a worker has is known as of its last frame and the dispatches since, or, with ``age_s``, as
+    it was when all were asked last, which they are so often.
+    """
+
+    choice: Choice
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """``link_s`` is what a message takes between router and worker, one way; ``start_s`` what a
+    worker takes to start that the autoscaler asks for. Times are seconds from the workload's
+    begin."""
+
+    workers: tuple[WorkerSpec, ...]
+    router: RouterConfig = field(default_factory=RouterConfig)
+    #: with max_workers the product's autoscaler decides how many there are, all as the first
+    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
+    start_s: float = 30.0
+    #: not set: the product's queue
+    early: EarlyBinding | None = None
+    events: tuple[Event, ...] = ()
+    link_s: float = 0.001
+    #: between two samples of the time series
+    sample_s: float = 1.0
+    #: of what is drawn: workers, by an early binding
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.workers:
+            raise ValueError("a scenario needs a worker")
+        if not self.link_s >= 0 or not self.sample_s > 0:
+            raise ValueError("link_s must be at least 0 and sample_s above 0")
+        if self.early is not None and self.autoscale.is_on:
+            raise ValueError("autoscale: it follows the global queue, which early binding has not")
+
+    @classmethod
+    def uniform(cls, num_workers: int, spec: WorkerSpec, **others: object) -> Scenario:
+        """``num_workers`` of one kind."""
+        return replace(cls((spec,) * num_workers), **others)  # type: ignore[arg-type]
