@@ -7,6 +7,7 @@ share it; what was not computed after all is forgotten when the step has failed.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
 
@@ -15,6 +16,7 @@ from worker.blocks import BlockPool
 from worker.columns import Columns
 from worker.host_store import HostStore
 from worker.limits import Limits, blocks_for
+from worker.outcome import Outcome
 from worker.plan import BlockCopy, Ints, Plan, Row
 from worker.sequence import NO_SLOT, Sequence
 
@@ -169,6 +171,31 @@ class Batch:
         for index, block in enumerate(sequence.block_table):
             if index >= sequence.num_hits or not self._pool.is_shared(block):
                 self._pool.distrust(block)
+
+    # many steps that decode alike
+
+    def num_alike(self, most: int) -> int:
+        """Of the next ``most`` steps, those in which everybody draws a token, nobody ends by a
+        limit, and there are blocks for all."""
+        steps = min(most, self.columns.num_alike())
+        free = self._pool.num_free
+        if steps and self.columns.num_lacking(steps) > free:
+            steps = bisect_right(range(1, steps), free, key=self.columns.num_lacking)
+        return steps
+
+    def decode(self, token: int, times: int) -> list[Outcome]:
+        """So many of them, in each of which everybody draws ``token``."""
+        columns = self.columns
+        changes, slots = columns.changes(times), columns.decoding()
+        outcomes = [sequence.draw(token, times) for sequence in self.at(slots)]
+        for change in changes:
+            sequence = self._slots[change.slot]
+            if change.fills:
+                self.register(sequence, change.num_known - 1, change.num_known)
+            else:
+                self._extend(sequence, self._pool.allocate(1))
+        columns.draw(slots, token, times)
+        return outcomes
 
     # one step
 

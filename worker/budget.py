@@ -23,6 +23,7 @@ class TokenBudget:
         """A step of so many was too large."""
         self._tokens = max(1, num_tokens // 2)
 
-    def recover(self) -> None:
-        """A step went well."""
-        self._tokens = min(self._most, self._tokens + 1 + self._most // _STEPS_TO_RECOVER)
+    def recover(self, steps: int = 1) -> None:
+        """So many steps went well."""
+        more = steps * (1 + self._most // _STEPS_TO_RECOVER)
+        self._tokens = min(self._most, self._tokens + more)

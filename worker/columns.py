@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,17 @@ from everlift.blockhash import BLOCK_SIZE
 from worker.limits import Limits, blocks_for
 from worker.plan import Flags, Ints, Row, Rows
 from worker.sequence import Sequence
+
+
+class Change(NamedTuple):
+    """In step ``step``, from 0, the sequence in ``slot`` fills its last block, or takes another
+    one. ``place`` is its place among those that do so then, ``num_known`` what is known of it."""
+
+    step: int
+    fills: bool
+    place: int
+    slot: int
+    num_known: int
 
 
 class Columns:
@@ -76,6 +88,12 @@ class Columns:
         self._num_known[slots] += 1
         self._last_tokens[slots] = tokens
 
+    def draw(self, slots: Ints, token: int, times: int) -> None:
+        """The same, one after the other: ``token``, so many times."""
+        self._num_known[slots] += times
+        self._num_computed[slots] = self._num_known[slots] - 1
+        self._last_tokens[slots] = token
+
     # what a step makes of it
 
     @property
@@ -114,6 +132,48 @@ class Columns:
         goes_on: Flags = rows.starts + 2 < self._ends[rows.slots]
         is_single: Flags = rows.counts == 1
         return is_single & rows.samples & ~rows.scores_prompt & is_new & goes_on
+
+    # what many steps make of it, if each decodes all of them
+
+    def occupied(self) -> Ints:
+        """Slots that somebody has."""
+        return self._num_known.nonzero()[0]
+
+    def num_alike(self) -> int:
+        """Steps in which every slot draws one token that no limit makes the last. 0 where one
+        prefills, or computes something a second time."""
+        slots = self.occupied()
+        known, computed = self._num_known[slots], self._num_computed[slots]
+        if not len(slots) or (known - computed > 1).any():
+            return 0
+        if (computed < self._num_computed_before[slots]).any():
+            return 0
+        return max(0, int((self._ends[slots] - known).min()) - 1)
+
+    def num_lacking(self, steps: int) -> int:
+        """Blocks that so many steps need beyond the tables."""
+        slots = self.occupied()
+        most = self._num_known[slots] + steps - 1
+        return int((-(-most // BLOCK_SIZE) - self._num_blocks[slots]).clip(0).sum())
+
+    def changes(self, steps: int) -> list[Change]:
+        """What becomes of the blocks in so many steps, in the order in which these do it."""
+        changes: list[Change] = []
+        slots = self.occupied()
+        known, orders = self._num_known[slots], self._orders[slots]
+        fills = -known % BLOCK_SIZE
+        lacks = self._num_blocks[slots] * BLOCK_SIZE - known + 1
+        soon = (fills < steps) | (lacks < steps)
+        columns = (slots, orders, known, fills, lacks)
+        for slot, order, now, fill, lack in zip(
+            *(it[soon].tolist() for it in columns), strict=True
+        ):
+            for step in range(lack, steps, BLOCK_SIZE):
+                changes.append(Change(step, False, slot, slot, now + step))
+            for step in range(fill, steps, BLOCK_SIZE):
+                changes.append(Change(step, True, order, slot, now + step))
+        changes.sort()
+        return changes
 
     # sums
 

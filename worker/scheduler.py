@@ -154,6 +154,32 @@ class Scheduler:
             self.preempt(self._batch[row.slot])
         return self._notices()
 
+    # many steps at once
+
+    def num_alike(self, most: int) -> int:
+        """Of the next ``most`` steps, how many let everybody in the batch draw one token and change
+        nothing else, if nobody is added or removed before and no stop token is drawn: none comes
+        in, gives way, or reaches its end."""
+        batch, limits = self._batch, self._limits
+        may_admit = len(self._waiting) and not batch.is_full
+        is_plain = not limits.speculation.num_draft_tokens and not limits.num_host_blocks
+        if may_admit or not is_plain or self._doubtful or len(batch) > self._budget.tokens:
+            return 0
+        return batch.num_alike(most)
+
+    def decode(self, token: int, steps: int) -> list[Outcome]:
+        """So many of the steps that ``num_alike`` counts, in each of which everybody draws
+        ``token``: what as many calls of ``schedule`` and ``commit`` come to, with one outcome for
+        all tokens of a sequence. For whoever knows what is drawn, which a simulator does."""
+        num_tokens = len(self._batch) * steps
+        self._step += steps
+        self._newcomers = frozenset()
+        self._budget.recover(steps)
+        self._computed_tokens += num_tokens
+        self._output_tokens += num_tokens
+        self._counters.slot_steps += num_tokens
+        return [*self._notices(), *self._batch.decode(token, steps)]
+
     # room
 
     def _make_room(self) -> None:

@@ -1,0 +1,182 @@
+"""Many steps at once come to what as many steps one by one come to, in every trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.worker_support import limits, sequence
+from worker.limits import Limits
+from worker.outcome import News, Outcome
+from worker.plan import NOTHING_DRAWN, Plan, RowResult
+from worker.scheduler import Scheduler
+from worker.sequence import Sequence
+
+#: What everybody draws: an output fills blocks that other outputs, and prompts, have as well.
+DRAWN = 5
+
+
+@dataclass(frozen=True)
+class Come:
+    """A sequence: so many tokens of ``stem``, then of its own, of which ``done`` are output."""
+
+    stem: int
+    own: int
+    done: int
+    max_tokens: int
+    priority: int
+
+    def sequence(self, bounds: Limits, epoch: int) -> Sequence:
+        own = [100 + epoch] * self.own
+        prompt, output = [*[DRAWN] * self.stem, *own, DRAWN], [DRAWN] * self.done
+        computed = self.done and len(prompt) + self.done - 1
+        fields: dict[str, Any] = {"output": output, "num_computed": computed}
+        return sequence(
+            bounds,
+            epoch,
+            prompt,
+            max_tokens=self.done + self.max_tokens,
+            priority=self.priority,
+            **fields,
+        )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Some come, one of those that are there is taken away or preempted, and up to ``most`` steps
+    follow."""
+
+    come: list[Come]
+    leave: int | None
+    preempt: int | None
+    most: int
+
+
+comes = st.builds(
+    Come,
+    stem=st.sampled_from([0, 0, 31, 32, 64]),
+    own=st.integers(0, 40),
+    done=st.sampled_from([0, 0, 0, 1, 40]),
+    max_tokens=st.integers(1, 150),
+    priority=st.integers(0, 1),
+)
+turns = st.builds(
+    Turn,
+    come=st.lists(comes, max_size=2),
+    leave=st.none() | st.integers(0, 3),
+    preempt=st.none() | st.integers(0, 3),
+    most=st.integers(1, 120),
+)
+bounds = st.builds(
+    limits,
+    num_blocks=st.integers(8, 24),
+    max_num_seqs=st.integers(1, 5),
+    max_num_batched_tokens=st.sampled_from([8, 64]),
+    max_model_len=st.sampled_from([200, 4096]),
+)
+
+
+def results(plan: Plan) -> list[RowResult]:
+    drawn = RowResult((DRAWN,))
+    return [drawn if samples else NOTHING_DRAWN for samples in plan.rows.samples.tolist()]
+
+
+def step(scheduler: Scheduler) -> list[Outcome]:
+    plan = scheduler.schedule()
+    return scheduler.commit(plan, results(plan)) if plan.rows else []
+
+
+def merged(outcomes: list[Outcome]) -> dict[object, list[tuple[Any, ...]]]:
+    """By sequence, what was told in order; tokens that follow each other as one."""
+    told: dict[object, list[Outcome]] = {}
+    for outcome in outcomes:
+        of_one = told.setdefault(outcome.key, [])
+        last = of_one[-1] if of_one else None
+        plain = last is not None and last.tokens and last.stop is None and outcome.news == News()
+        if last is not None and plain and outcome.tokens and outcome.stop is None:
+            assert outcome.offset == last.offset + len(last.tokens)
+            tokens = last.tokens + outcome.tokens
+            of_one[-1] = last._replace(tokens=tokens, num_computed=outcome.num_computed)
+        else:
+            of_one.append(outcome)
+    return {key: list(map(tuple, of_one)) for key, of_one in told.items()}
+
+
+def state(scheduler: Scheduler) -> object:
+    """All of it."""
+    batch = scheduler._batch
+    pool, columns = batch._pool, batch.columns
+    sequences = [
+        (it.key, it.tokens, it.num_computed, it.slot, it.block_table, it.news, it.is_preempted)
+        for it in sorted(scheduler, key=lambda it: it.order)
+    ]
+    blocks = (pool._users, pool._hashes, pool._by_hash, list(pool._free), pool.num_cached)
+    return (
+        sequences,
+        blocks,
+        columns._numbers.tolist(),
+        scheduler.load(),
+        scheduler._budget.tokens,
+        sorted(batch._vacated),
+    )
+
+
+def disturb(scheduler: Scheduler, turn: Turn, come: list[Sequence]) -> None:
+    for each in come:
+        scheduler.add(each)
+    present = sorted(scheduler, key=lambda it: it.order)
+    if turn.leave is not None and turn.leave < len(present):
+        scheduler.remove(present[turn.leave])
+    running = [it for it in present if it.slot >= 0]
+    if turn.preempt is not None and turn.preempt < len(running):
+        scheduler.preempt(running[turn.preempt])
+
+
+@given(bounds, st.lists(turns, min_size=1, max_size=12))
+def test_many_steps_at_once_are_as_many_one_by_one(bounds: Limits, history: list[Turn]) -> None:
+    one_by_one, at_once = Scheduler(bounds), Scheduler(bounds)
+    epoch = 0
+    for turn in history:
+        fitting = []
+        for come in turn.come:
+            epoch += 1
+            if come.stem + come.own + come.done + 2 < 32 * bounds.num_blocks - 32:
+                small = replace(come, max_tokens=min(come.max_tokens, 100))
+                fitting.append((small, epoch))
+        for scheduler in (one_by_one, at_once):
+            new = [come.sequence(bounds, number) for come, number in fitting]
+            disturb(scheduler, turn, [it for it in new if it.stop(bounds) is None])
+        steps = 0
+        while steps < turn.most:
+            count = at_once.num_alike(turn.most - steps)
+            told = at_once.decode(DRAWN, count) if count else step(at_once)
+            expected = [it for _ in range(count or 1) for it in step(one_by_one)]
+            assert merged(told) == merged(expected)
+            assert state(at_once) == state(one_by_one)
+            steps += count or 1
+        at_once.check_integrity()
+    assert merged(step(at_once)) == merged(step(one_by_one))
+
+
+@given(bounds, st.lists(comes, min_size=1, max_size=4))
+def test_what_is_not_alike_is_not_counted(bounds: Limits, come: list[Come]) -> None:
+    """After the steps that were counted, a step changes who is there, or blocks are short."""
+    scheduler = Scheduler(bounds)
+    for epoch, each in enumerate(come, 1):
+        new = each.sequence(bounds, epoch)
+        if new.num_known < 32 * bounds.num_blocks - 32 and new.stop(bounds) is None:
+            scheduler.add(new)
+    jumped = 0
+    for _ in range(400):
+        if count := scheduler.num_alike(1000):
+            scheduler.decode(DRAWN, count)
+            jumped += 1
+            assert scheduler.num_alike(1000) == 0
+        elif not (plan := scheduler.schedule()).rows:
+            break
+        else:
+            scheduler.commit(plan, results(plan))
+    assert not len(scheduler)
