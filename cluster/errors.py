@@ -9,3 +9,7 @@ class ClusterFailed(Exception):
 
 class BatchFailed(Exception):
     """A batch cannot begin, or cannot go on. The message says why."""
+
+
+class ForecastFailed(Exception):
+    """A forecast cannot be made of what was given. The message says why, and of a file where."""

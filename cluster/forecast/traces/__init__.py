@@ -1,0 +1,1 @@
+"""Requests that were recorded, from files as their authors publish them."""
