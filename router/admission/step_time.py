@@ -28,7 +28,7 @@ class Roofline:
     longer of the two counts; keys and values are read after that.
 
         overhead_s + max(weights_s, num_tokens * token_s) + kv_tokens * kv_token_s
-                   + num_pairs * pair_s
+                   + num_pairs * pair_s + num_rows * row_s
     """
 
     overhead_s: float
@@ -40,8 +40,10 @@ class Roofline:
     kv_token_s: float
     #: to compute one token's attention to another one
     pair_s: float = 0.0
+    #: to find one row's next token
+    row_s: float = 0.0
 
     def seconds(self, size: StepSize) -> float:
         products_s = max(self.weights_s, size.num_tokens * self.token_s)
         attention_s = size.kv_tokens * self.kv_token_s + size.num_pairs * self.pair_s
-        return self.overhead_s + products_s + attention_s
+        return self.overhead_s + products_s + attention_s + size.num_rows * self.row_s

@@ -1,0 +1,120 @@
+"""How quick workers are said to be, against what is published of such hardware."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import ForecastFailed
+from cluster.forecast.hardware import kind_file
+from cluster.forecast.hardware.gpu import GPUS
+from cluster.forecast.hardware.kind import Kind, on_gpus, roofline
+from cluster.forecast.hardware.model_size import MODELS
+from everlift.blockhash import BLOCK_SIZE
+from router.admission.step_time import Roofline, StepSize
+
+LLAMA_8B = MODELS["llama-3.1-8b"]
+LLAMA_70B = MODELS["llama-3.3-70b"]
+STEP_TIME = {"overhead_s": 0.001, "weights_s": 0.004, "token_s": 1e-5, "kv_token_s": 1e-8}
+
+
+def decode(rows: int, context: int = 1024) -> StepSize:
+    return StepSize(rows, rows, rows * context, rows * context)
+
+
+def chunk(tokens: int) -> StepSize:
+    return StepSize(1, tokens, tokens, tokens * (tokens + 1) / 2)
+
+
+def test_what_llama_8b_costs() -> None:
+    assert LLAMA_8B.read_bytes == pytest.approx(15.0e9, rel=0.01)
+    assert LLAMA_8B.token_flops == pytest.approx(14.0e9, rel=0.01)
+    assert LLAMA_8B.pair_flops == 4 * 32 * 4096
+    assert LLAMA_8B.kv_token_bytes == 128 << 10
+
+
+@pytest.mark.parametrize("rows, milliseconds", [(1, 3.52), (8, 3.73), (64, 5.44)])
+def test_what_an_h200s_memory_allows_decoding(rows: int, milliseconds: float) -> None:
+    """At 4.3 TB/s and 790 TFLOP/s, which copies and products were measured to reach."""
+    bound = roofline(LLAMA_8B, bandwidth=4.3e12, flops=790e12)
+    seconds = bound.seconds(decode(rows)) - bound.overhead_s
+    assert seconds * 1e3 == pytest.approx(milliseconds, rel=0.04)
+
+
+def test_what_an_h200s_products_allow_prefilling() -> None:
+    bound = roofline(LLAMA_8B, bandwidth=4.3e12, flops=790e12)
+    seconds = bound.seconds(chunk(8192)) - bound.overhead_s
+    assert 8192 / seconds == pytest.approx(46_100, rel=0.1)
+
+
+def test_an_h100_decodes_one_sequence_about_as_quickly_as_engines_do() -> None:
+    """SGLang takes 7.2 ms, vLLM 7.3, TensorRT-LLM 7.7."""
+    h100 = on_gpus(GPUS["h100"], MODELS["qwen3-8b"])
+    assert h100.step_time.seconds(decode(1, 1000)) * 1e3 == pytest.approx(7.4, rel=0.12)
+
+
+def test_the_kv_cache_has_what_the_weights_leave() -> None:
+    tokens = {
+        name: int(str(on_gpus(gpu, LLAMA_8B).worker["num_blocks"])) * BLOCK_SIZE
+        for name, gpu in GPUS.items()
+    }
+    assert tokens["h200"] == pytest.approx(845_000, rel=0.01)
+    assert tokens["h100"] == tokens["a100"] == pytest.approx(427_000, rel=0.01)
+    assert tokens["l4"] == pytest.approx(42_000, rel=0.02)
+    assert on_gpus(GPUS["l4"], LLAMA_8B).worker["max_model_len"] == tokens["l4"]
+
+
+def test_what_has_no_room_is_refused() -> None:
+    with pytest.raises(ForecastFailed, match=r"h100: llama-3\.3-70b has 141 GB of weights"):
+        on_gpus(GPUS["h100"], LLAMA_70B)
+
+
+def test_ranks_share_the_work_and_pay_for_their_sums() -> None:
+    four, eight = (on_gpus(GPUS["h100"], LLAMA_70B, ranks) for ranks in (4, 8))
+    assert (four.name, eight.name) == ("h100x4", "h100x8")
+    assert eight.step_time.weights_s == four.step_time.weights_s / 2
+    quicker = four.step_time.seconds(decode(64)) / eight.step_time.seconds(decode(64))
+    assert 1.4 < quicker < 2.0
+    assert eight.step_time.overhead_s > on_gpus(GPUS["h100"], LLAMA_8B).step_time.overhead_s
+
+
+def write(directory: Path, content: object) -> Path:
+    path = directory / "here.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_a_kind_is_what_its_file_says(tmp_path: Path) -> None:
+    worker = {"num_blocks": 7, "max_model_len": 99}
+    path = write(tmp_path, {"step_time": STEP_TIME, "worker": worker, "machine": {"cores": 2}})
+    assert kind_file.read(path) == Kind("here", Roofline(**STEP_TIME), worker)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("{", "is no JSON"),
+        ([], "must have a section step_time"),
+        ({}, "must have a section step_time"),
+        ({"step_time": {"weights_s": 1}}, "_s: must be set"),
+        ({"step_time": STEP_TIME | {"wait_s": 1}}, "step_time.wait_s: unknown key"),
+        ({"step_time": STEP_TIME | {"row_s": "x"}}, "step_time.row_s: must be a number"),
+        ({"step_time": STEP_TIME | {"row_s": -1e-9}}, "no value is below 0"),
+        ({"step_time": dict.fromkeys(STEP_TIME, 0.0)}, "a step takes some time"),
+        ({"step_time": STEP_TIME, "worker": 3}, "must have a section step_time"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_cause(tmp_path: Path, content: object, said: str) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(ForecastFailed) as failure:
+        kind_file.read(path)
+    assert said in str(failure.value) and str(path) in str(failure.value)
+
+
+def test_a_preset_can_be_written_down(tmp_path: Path) -> None:
+    preset = on_gpus(GPUS["l4"], LLAMA_8B)
+    path = write(tmp_path, {"step_time": asdict(preset.step_time), "worker": preset.worker})
+    assert kind_file.read(path).step_time == preset.step_time
