@@ -1,0 +1,76 @@
+"""How many workers are enough. Pure: what a number of them attains is asked of a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What so many workers attain: seconds by target, in their order."""
+
+    workers: int
+    attained: tuple[float, ...]
+    is_enough: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``workers`` is None where not even the most that were allowed are enough."""
+
+    workers: int | None
+    #: by their number of workers
+    trials: tuple[Trial, ...]
+
+
+def fewest(attempt: Callable[[int], Trial], guess: int, most: int) -> Plan:
+    """Of 1 to ``most``. It looks around ``guess`` in steps that double, then halves what is
+    between; all of it on the assumption that more workers are never worse."""
+    search = _Search(attempt, most)
+    below, above = search.bracket(min(max(1, guess), most))
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (below, middle) if search.is_enough(middle) else (middle, above)
+    return Plan(above if above <= most else None, search.trials)
+
+
+class _Search:
+    def __init__(self, attempt: Callable[[int], Trial], most: int) -> None:
+        self._attempt = attempt
+        self._most = most
+        self._known: dict[int, Trial] = {}
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        return tuple(sorted(self._known.values(), key=attrgetter("workers")))
+
+    def is_enough(self, workers: int) -> bool:
+        if workers not in self._known:
+            self._known[workers] = self._attempt(workers)
+        return self._known[workers].is_enough
+
+    def bracket(self, guess: int) -> tuple[int, int]:
+        """One that is not enough (or 0), and one that is (or one beyond the most)."""
+        if self.is_enough(guess):
+            return self._down(guess)
+        return self._up(guess)
+
+    def _down(self, above: int) -> tuple[int, int]:
+        step = 1
+        while (below := max(0, above - step)) and self.is_enough(below):
+            above, step = below, 2 * step
+        return below, above
+
+    def _up(self, below: int) -> tuple[int, int]:
+        step = 1
+        while (above := min(self._most, below + step)) > below:
+            if self.is_enough(above):
+                return below, above
+            below, step = above, 2 * step
+        return below, self._most + 1
+
+
+def is_kept(attained: Sequence[float], wanted: Sequence[float]) -> bool:
+    return all(value <= most for value, most in zip(attained, wanted, strict=True))

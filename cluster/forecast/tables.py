@@ -1,0 +1,100 @@
+"""A forecast for people, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from cluster.forecast.forecast import Forecast
+from cluster.forecast.summary import Slo, Summary
+
+_COLUMNS = (
+    "requests",
+    "finished",
+    "TTFT p50",
+    "p99",
+    "TPOT p50",
+    "p99",
+    "latency p50",
+    "p99",
+    "ms/token",
+    "good",
+)
+
+
+def groups(forecast: Forecast, slo: Slo) -> Iterator[tuple[str, Summary]]:
+    """All requests, then those of each class, tenant and application of which there are several."""
+    yield "all", forecast.summary(slo)
+    for word, parts in (
+        ("class", forecast.by_class(slo)),
+        ("tenant", forecast.by_tenant(slo)),
+        ("application", forecast.by_application(slo)),
+    ):
+        if len(parts) > 1:
+            yield from ((f"{word} {name}", part) for name, part in parts.items())
+
+
+def requests_table(forecast: Forecast, slo: Slo) -> Table:
+    table = Table("", *_COLUMNS, box=SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, summary in groups(forecast, slo):
+        table.add_row(name, *cells(summary))
+    return table
+
+
+def cells(summary: Summary) -> tuple[str, ...]:
+    ttft, tpot, latency = summary.ttft_s, summary.tpot_s, summary.latency_s
+    return (
+        f"{summary.requests}",
+        share(summary.finished, summary.requests),
+        seconds(ttft.p50),
+        seconds(ttft.p99),
+        seconds(tpot.p50),
+        seconds(tpot.p99),
+        seconds(latency.p50),
+        seconds(latency.p99),
+        f"{summary.normalised_latency_s.mean * 1e3:.1f}",
+        f"{summary.good_share:.1%}",
+    )
+
+
+def cluster_table(forecast: Forecast) -> Table:
+    table = Table("", "", show_header=False, box=SIMPLE_HEAD)
+    for name, value in _cluster(forecast, forecast.summary()):
+        table.add_row(name, value)
+    return table
+
+
+def _cluster(forecast: Forecast, summary: Summary) -> Iterator[tuple[str, str]]:
+    samples = forecast.samples
+    yield "duration", f"{summary.duration_s:.1f} s"
+    yield "requests finished", f"{summary.requests_per_s:.2f} / s"
+    yield "output tokens", f"{summary.output_tokens_per_s:.0f} / s"
+    if samples:
+        workers = {sample.workers for sample in samples}
+        slots = sum(sample.slot_occupancy for sample in samples) / len(samples)
+        blocks = sum(sample.block_occupancy for sample in samples) / len(samples)
+        yield "workers", _range(min(workers), max(workers))
+        yield "batch slots in use", f"{slots:.1%}"
+        yield "KV blocks in use", f"{blocks:.1%}"
+        yield "longest queue", f"{max(sample.queued for sample in samples)} requests"
+    yield "worker time", f"{forecast.worker_s:.0f} s"
+    yield "preemptions, migrations", f"{summary.preemptions}, {summary.migrations}"
+    yield "overtaken by, p99", f"{summary.overtaken.p99:.0f} requests"
+    for cause, number in sorted(summary.refused.items()):
+        yield f"ended by {cause}", f"{number} requests"
+
+
+def _range(least: int, most: int) -> str:
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def seconds(value: float) -> str:
+    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"

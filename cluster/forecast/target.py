@@ -1,0 +1,79 @@
+"""What a cluster is to keep to: ``ttft_p99=1s,tpot_p99=50ms``. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from statistics import fmean
+
+from cluster.errors import ForecastFailed
+from cluster.forecast.record import Record
+
+MEASURES: Mapping[str, Callable[[Record], float]] = {
+    "ttft": lambda record: record.ttft_s,
+    "tpot": lambda record: record.tpot_s,
+    "latency": lambda record: record.latency_s,
+}
+_UNITS = {"s": 1.0, "ms": 1e-3}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
+_STATISTIC = re.compile(r"p(\d\d?(?:\.\d+)?)|mean")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """``statistic`` (p50, p99.9, mean) of a ``measure`` is ``most_s`` or less."""
+
+    measure: str
+    statistic: str
+    most_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.measure}_{self.statistic}"
+
+    def attained(self, records: Sequence[Record]) -> float:
+        """Seconds. What did not come to its end took for ever."""
+        value = MEASURES[self.measure]
+        ascending = sorted(value(each) if each.is_finished else inf for each in records)
+        if not ascending:
+            return inf
+        if self.statistic == "mean":
+            return fmean(ascending)
+        part = float(self.statistic[1:]) / 100
+        return ascending[max(0, ceil(part * len(ascending)) - 1)]
+
+
+def targets(text: str) -> tuple[Target, ...]:
+    """Raises ForecastFailed."""
+    return tuple(_target(each) for each in text.split(","))
+
+
+def durations(text: str, names: Sequence[str]) -> dict[str, float]:
+    """Of NAME=DURATION, comma-separated: seconds by name. Raises ForecastFailed."""
+    found = {}
+    for each in text.split(","):
+        name, _, duration = each.strip().partition("=")
+        if name not in names:
+            raise ForecastFailed(f"{each.strip()}: must be one of {', '.join(names)}, =1s or =50ms")
+        found[name] = _seconds(duration)
+    return found
+
+
+def _target(text: str) -> Target:
+    name, _, duration = text.strip().partition("=")
+    measure, _, statistic = name.partition("_")
+    if measure not in MEASURES or not _STATISTIC.fullmatch(statistic):
+        raise ForecastFailed(
+            f"{text.strip()}: must be ttft, tpot or latency with _p50, _p99 or _mean, as in "
+            "ttft_p99=1s"
+        )
+    return Target(measure, statistic, _seconds(duration))
+
+
+def _seconds(text: str) -> float:
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or not float(match[1]) > 0:
+        raise ForecastFailed(f"{text.strip()!r} must be a time, as 1.5s or 50ms")
+    return float(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,57 @@
+"""What is shown of a forecast."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+from matplotlib import image
+from rich.console import Console
+
+from cluster.forecast import pictures, tables
+from cluster.forecast.as_json import forecast_as_json
+from cluster.forecast.forecast import Forecast
+from cluster.forecast.summary import Slo
+from tests import forecasts
+
+
+def printed(*parts: object) -> str:
+    written = StringIO()
+    Console(width=160, file=written).print(*parts)
+    return written.getvalue()
+
+
+def test_the_tables_have_all_requests_and_each_group() -> None:
+    forecast = forecasts.some()
+    text = printed(tables.requests_table(forecast, Slo(ttft_s=0.5)), tables.cluster_table(forecast))
+    rows = {line[:12].strip(): line.split() for line in text.splitlines()}
+    assert rows["all"][1:5] == ["10", "90.0%", "500.0", "ms"]
+    assert rows["all"][-1] == "50.0%"
+    assert {"class 0", "class 1", "tenant t0", "tenant t1", "tenant t2"} <= rows.keys()
+    assert "application chat" not in text
+    assert "ended by queue_full" in text and "3 requests" in text
+
+
+def test_json_has_no_number_that_json_does_not_know() -> None:
+    content = forecast_as_json(forecasts.some(), Slo(ttft_s=0.5))
+    again = json.loads(json.dumps(content, allow_nan=False))
+    assert again["slo"] == {"ttft_s": 0.5, "tpot_s": None}
+    assert again["all"]["refused"] == {"queue_full": 1}
+    assert again["all"]["ttft_s"]["p50"] == 0.5
+    assert again["by_class"].keys() == {"0", "1"}
+    assert again["samples"][3]["queued"] == 3
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    drawn = pictures.draw(forecasts.some(), Slo(ttft_s=0.5), tmp_path / "new")
+    assert [path.name for path in drawn] == ["latency.png", "over_time.png", "occupancy.png"]
+    for path in drawn:
+        assert image.imread(path).std() > 0.05
+
+
+def test_a_forecast_in_which_nothing_happened_is_shown_too(tmp_path: Path) -> None:
+    nothing = Forecast((forecasts.refused(0, 0.0),), (), 0, 0, 0.0)
+    printed(tables.requests_table(nothing, Slo()), tables.cluster_table(nothing))
+    json.dumps(forecast_as_json(nothing, Slo()), allow_nan=False)
+    assert len(pictures.draw(nothing, Slo(), tmp_path)) == 3
