@@ -161,17 +161,22 @@ class Scheduler:
         nothing else, if nobody is added or removed before and no stop token is drawn: none comes
         in, gives way, or reaches its end."""
         batch, limits = self._batch, self._limits
-        may_admit = len(self._waiting) and not batch.is_full
         is_plain = not limits.speculation.num_draft_tokens and not limits.num_host_blocks
-        if may_admit or not is_plain or self._doubtful or len(batch) > self._budget.tokens:
+        is_plain &= not self._policy.follows_time
+        if not is_plain or self._doubtful or not 0 < len(batch) <= self._budget.tokens:
             return 0
-        return batch.num_alike(most)
+        may_admit = not batch.is_full and self._policy.head(len(batch)) is not None
+        return 0 if may_admit else batch.num_alike(most)
 
     def decode(self, token: int, steps: int) -> list[Outcome]:
         """So many of the steps that ``num_alike`` counts, in each of which everybody draws
         ``token``: what as many calls of ``schedule`` and ``commit`` come to, with one outcome for
         all tokens of a sequence. For whoever knows what is drawn, which a simulator does."""
         num_tokens = len(self._batch) * steps
+        # Each one reads all that is known, and one more in each step than in the one before.
+        num_read = steps * self._batch.columns.num_known + num_tokens * (steps - 1) // 2
+        self._kv_tokens += num_read
+        self._num_pairs += num_read
         self._step += steps
         self._newcomers = frozenset()
         self._budget.recover(steps)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.worker_support import limits, sequence
+from worker.config import Scheduling
 from worker.limits import Limits
 from worker.outcome import News, Outcome
 from worker.plan import NOTHING_DRAWN, Plan, RowResult
@@ -76,6 +77,7 @@ bounds = st.builds(
     max_num_seqs=st.integers(1, 5),
     max_num_batched_tokens=st.sampled_from([8, 64]),
     max_model_len=st.sampled_from([200, 4096]),
+    scheduling=st.builds(Scheduling, policy=st.sampled_from(["continuous", "static", "slai"])),
 )
 
 

@@ -47,6 +47,9 @@ class Policy(ABC):
     """What a policy does not decide is as in continuous batching: all that can decode do, and who
     is in the batch is served before newcomers, by arrival."""
 
+    #: whether what it says depends on ``now``, or on the steps before
+    follows_time = False
+
     @property
     @abstractmethod
     def waiting(self) -> Waiting: ...

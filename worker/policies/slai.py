@@ -32,6 +32,8 @@ class Slai(Policy):
     goes first, since somebody waits for its next token.
     """
 
+    follows_time = True
+
     def __init__(self, config: Scheduling, num_slots: int) -> None:
         self._waiting = WaitingLine(self._place)
         self._tbt_target = config.tbt_target
