@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from cluster import capacity_view, generate, requests_command, tokens_command
+from cluster import capacity_view, generate, policy_command, requests_command, tokens_command
 from cluster import config as configuration
 from cluster.access import keys, tenants
 from cluster.batch import command as batching
@@ -175,6 +175,7 @@ def ledger(
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=batching.EXAMPLES)(batching.batch)
 app.command(epilog=requests_command.EXAMPLES)(requests_command.requests)
+app.command(epilog=policy_command.EXAMPLES)(policy_command.policy)
 app.command(epilog=tokens_command.MODELS_EXAMPLES)(tokens_command.models)
 app.command(epilog=tokens_command.TOKENIZE_EXAMPLES)(tokens_command.tokenize)
 app.command(epilog=tokens_command.DETOKENIZE_EXAMPLES)(tokens_command.detokenize)
@@ -221,29 +222,6 @@ def capacity(
 ) -> None:
     """Show what the cluster can hold and do, and how long the queue will take."""
     asyncio.run(_capacity(address, as_json))
-
-
-@app.command(
-    epilog="""
-**Examples**
-
-- `everlift policy` shows what holds
-- `everlift policy --order deadline --max-queued 500`
-- `everlift policy --order "" --max-queued 0` goes back to the configuration
-"""
-)
-def policy(
-    order: Annotated[
-        str | None,
-        typer.Option(metavar="ORDER", help="Who leaves first: fifo, deadline, shortest or hrrn."),
-    ] = None,
-    max_queued: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Requests that may wait.")
-    ] = None,
-    address: Address = None,
-) -> None:
-    """Show or change how the admission queue works, in the whole cluster."""
-    asyncio.run(_policy(address, order, max_queued))
 
 
 @app.command(epilog="**Example:** `everlift drain 3f2a --wait`")
@@ -330,12 +308,6 @@ async def _capacity(address: str | None, as_json: bool) -> None:
         answer = await client.capacity()
     text = json.dumps(capacity_view.as_json(answer)) if as_json else capacity_view.show(answer)
     typer.echo(text)
-
-
-async def _policy(address: str | None, order: str | None, max_queued: int | None) -> None:
-    async with connected(address) as client:
-        answer = await client.set_policy(order=order, max_queued=max_queued)
-    typer.echo(f"order {answer.order}\nmax queued {answer.max_queued}")
 
 
 async def _has_work(client: AsyncClient, worker_id: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -60,13 +61,12 @@ class RouterConfig:
     trace_endpoint: str = ""
     #: part of the requests that is traced; those that come in a trace follow its sampled flag
     trace_sample: float = 1.0
-    #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED. everlift policy sets it
-    #: at run time
+    #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED. This and what follows up
+    #: to fair_share everlift policy sets at run time
     max_queued: int = 10_000
     #: which request leaves the queue first, within a class: the one that came first (fifo), whose
     #: deadline or ttft_target_ms comes first (deadline), that probably takes the fewest tokens
-    #: (shortest), or that has waited longest for what it takes (hrrn). everlift policy sets it at
-    #: run time
+    #: (shortest), or that has waited longest for what it takes (hrrn)
     order: Order = "fifo"
     #: deadline: a request without one is due so long after it came
     undated_due: float = 60.0
@@ -144,13 +144,15 @@ class RouterConfig:
             raise ValueError(f"lease ({self.lease:g}) must be twice beat or more")
         if self.max_queued < 1 or self.max_losses < 1:
             raise ValueError("max_queued and max_losses must be at least 1")
-        if self.undated_due <= 0 or self.patience < 0 or self.starvation < 0:
-            raise ValueError("undated_due must be above 0, patience and starvation at least 0")
+        if not 0 < self.undated_due < inf:
+            raise ValueError("undated_due must be above 0")
+        if not 0 <= self.patience < inf or not 0 <= self.starvation < inf:
+            raise ValueError("patience and starvation must be at least 0")
         if self.tpot_target < 0:
             raise ValueError("tpot_target must be at least 0")
         if not 0 <= self.class_floor <= 0.5:
             raise ValueError("class_floor must be from 0 to 0.5")
-        if self.prompt_token_weight <= 0 or self.output_token_weight <= 0:
+        if not 0 < self.prompt_token_weight < inf or not 0 < self.output_token_weight < inf:
             raise ValueError("prompt_token_weight and output_token_weight must be above 0")
         if (self.access == "file") != bool(self.access_file):
             raise ValueError("access_file must be set with access: file, and then only")

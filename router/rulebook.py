@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from everlift import logs
-from router.admission.policy import ORDERS, Rules
+from everlift import logs, settings
+from everlift.settings import SettingsError
+from router.admission.policy import Rules
 from router.config import RouterConfig
 from router.ledger.base import Ledger, QueuePolicy
 
 log = logs.get(__name__)
+
+#: Settings of a router that operators set at run time.
+SETTINGS = (
+    "order",
+    "max_queued",
+    "undated_due",
+    "patience",
+    "starvation",
+    "class_floor",
+    "fair_share",
+)
 
 
 class Subject(Protocol):
@@ -20,19 +32,31 @@ class Subject(Protocol):
     def obey(self, rules: Rules) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What holds. ``overridden`` are the names of those that are not as configured."""
+
+    values: Mapping[str, Any]
+    overridden: Collection[str]
+
+
 class Rulebook:
     def __init__(self, config: RouterConfig, ledger: Ledger, subjects: Sequence[Subject]) -> None:
-        self._config = config
+        self._configured = config
         self._ledger = ledger
         self._subjects = subjects
         self._policy = QueuePolicy()
+        self._config = config
+        self._overridden: tuple[str, ...] = ()
 
     @property
     def rules(self) -> Rules:
-        """Of an order that only a newer version knows, the configuration's."""
-        order = next((it for it in ORDERS if it == self._policy.order), self._config.order)
-        max_queued = self._policy.max_queued or self._config.max_queued
-        return Rules.of(replace(self._config, order=order, max_queued=max_queued))
+        return Rules.of(self._config)
+
+    @property
+    def holding(self) -> Holding:
+        values = {name: getattr(self._config, name) for name in SETTINGS}
+        return Holding(values, self._overridden)
 
     async def keep_up(self, version: int) -> None:
         """With the policy that the ledger has under this version. One that its server forgot is put
@@ -42,17 +66,52 @@ class Rulebook:
         elif version < self._policy.version:
             self._take(await self._ledger.restore_policy(self._policy))
 
-    async def set(self, order: str | None, max_queued: int | None) -> Rules:
-        """Changes what is given, and answers what holds then. An empty order or 0 goes back to the
-        configuration. Raises LedgerUnavailable."""
-        self._take(await self._ledger.set_policy(order=order, max_queued=max_queued))
-        return self.rules
+    async def set(self, changes: Mapping[str, Any]) -> Holding:
+        """Changes what is named, one of SETTINGS, and answers what holds then. None goes back to
+        the configuration. Raises SettingsError, LedgerUnavailable."""
+        texts = {name: _text(value) for name, value in changes.items()}
+        for name, text in texts.items():
+            if name not in SETTINGS:
+                raise SettingsError(f"{name}: must be one of {', '.join(SETTINGS)}")
+            if text:
+                _with(self._configured, name, text)
+        self._take(await self._ledger.set_policy(texts))
+        return self.holding
 
     def _take(self, policy: QueuePolicy) -> None:
         if policy == self._policy:
             return
         self._policy = policy
-        rules = self.rules
-        log.info("queue policy", order=rules.order.name, max_queued=rules.max_queued)
+        self._apply(policy)
+        holding = self.holding
+        log.info("queue policy", **holding.values, overridden=", ".join(holding.overridden))
         for subject in self._subjects:
-            subject.obey(rules)
+            subject.obey(self.rules)
+
+    def _apply(self, policy: QueuePolicy) -> None:
+        """But for what only a newer version knows."""
+        config, overridden = self._configured, []
+        for name, text in policy.values.items():
+            try:
+                config = _with(config, name, text)
+            except SettingsError as error:
+                log.warning("a queue's setting is not known here", cause=str(error))
+            else:
+                overridden.append(name)
+        self._config, self._overridden = config, tuple(sorted(overridden, key=SETTINGS.index))
+
+
+def _text(value: object) -> str:
+    """As the ledger has it, which is how flags are written; empty for None."""
+    return "" if value is None else str(value).lower()
+
+
+def _with(config: RouterConfig, name: str, text: str) -> RouterConfig:
+    """Raises SettingsError."""
+    if name not in SETTINGS:
+        raise SettingsError(f"{name}: unknown")
+    layer: Mapping[str, Any] = settings.from_flags(RouterConfig, [f"{name}={text}"])
+    try:
+        return replace(config, **layer)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None

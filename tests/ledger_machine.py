@@ -715,16 +715,16 @@ class LedgerMachine(RuleBasedStateMachine):
     # what operators set
 
     @rule(
-        order=st.sampled_from([None, "", "fifo", "deadline"]),
-        max_queued=st.sampled_from([None, 0, 1, 2]),
+        changes=st.dictionaries(
+            st.sampled_from(["order", "max_queued", "patience"]), st.sampled_from(["", "1", "2"])
+        )
     )
-    def set_policy(self, order: str | None, max_queued: int | None) -> None:
+    def set_policy(self, changes: dict[str, str]) -> None:
         before = self.policy
-        self.policy = self.run(self.ledger.set_policy(order=order, max_queued=max_queued))
-        assert self.policy.order == (before.order if order is None else order)
-        assert self.policy.max_queued == (before.max_queued if max_queued is None else max_queued)
-        is_same = replace(self.policy, version=0) == replace(before, version=0)
-        assert is_same == (self.policy.version == before.version)
+        self.policy = self.run(self.ledger.set_policy(changes))
+        values = {name: text for name, text in {**before.values, **changes}.items() if text}
+        assert self.policy.values == values
+        assert (values == before.values) == (self.policy.version == before.version)
         assert self.policy.version >= before.version
         self.policies.append(self.policy)
 

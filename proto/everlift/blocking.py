@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -179,11 +179,27 @@ class Client:
         *,
         order: str | None = None,
         max_queued: int | None = None,
+        undated_due: float | None = None,
+        patience: float | None = None,
+        starvation: float | None = None,
+        class_floor: float | None = None,
+        fair_share: bool | None = None,
+        reset: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> admin_pb2.SetPolicyResponse:
         """As AsyncClient.set_policy."""
         return self._run(
-            self._client.set_policy(order=order, max_queued=max_queued, timeout_s=timeout_s)
+            self._client.set_policy(
+                order=order,
+                max_queued=max_queued,
+                undated_due=undated_due,
+                patience=patience,
+                starvation=starvation,
+                class_floor=class_floor,
+                fair_share=fair_share,
+                reset=reset,
+                timeout_s=timeout_s,
+            )
         )
 
     def capacity(self, *, timeout_s: float | None = None) -> admin_pb2.CapacityResponse:

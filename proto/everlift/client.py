@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Self, TypeAlias, TypeVar, Unpack
 
@@ -275,17 +275,35 @@ class AsyncClient:
         *,
         order: str | None = None,
         max_queued: int | None = None,
+        undated_due: float | None = None,
+        patience: float | None = None,
+        starvation: float | None = None,
+        class_floor: float | None = None,
+        fair_share: bool | None = None,
+        reset: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> admin_pb2.SetPolicyResponse:
         """Changes how the admission queue works, in the whole cluster and until it is changed
-        again; what is None stays, and an empty order or 0 is as the routers are configured. Answers
-        with what holds from now on. Raises InvalidRequest, Forbidden.
+        again: settings of the routers by their names. What is None stays, and what ``reset`` names
+        is as the routers are configured. Answers with what holds from now on. Raises
+        InvalidRequest, Forbidden.
 
-        >>> policy = await client.set_policy(order="deadline")
-        >>> policy.order, policy.max_queued
-        ('deadline', 1000)
+        >>> policy = await client.set_policy(order="deadline", patience=0.1)
+        >>> policy.order, policy.max_queued, list(policy.overridden)
+        ('deadline', 1000, ['order', 'patience'])
+        >>> list((await client.set_policy(reset=["order"])).overridden)
+        ['patience']
         """
-        message = admin_pb2.SetPolicyRequest(order=order, max_queued=max_queued)
+        message = admin_pb2.SetPolicyRequest(
+            order=order,
+            max_queued=max_queued,
+            undated_due=undated_due,
+            patience=patience,
+            starvation=starvation,
+            class_floor=class_floor,
+            fair_share=fair_share,
+            reset=reset,
+        )
         return await self._ask(lambda: self._routers.admin().SetPolicy, message, timeout_s)
 
     async def capacity(self, *, timeout_s: float | None = None) -> admin_pb2.CapacityResponse:

@@ -6,11 +6,11 @@ import grpc
 
 from everlift import logs
 from everlift.errors import InvalidRequest, LedgerUnavailable, UnknownWorker
+from everlift.settings import SettingsError
 from everlift.v1 import admin_pb2 as pb
 from everlift.v1 import session_pb2
 from router import beginnings
 from router.admission.capacity import capacity
-from router.admission.policy import ORDERS
 from router.gateway.caller import Scope
 from router.gateway.door import Door
 from router.gateway.handlers import Call, Handlers, parse
@@ -47,12 +47,13 @@ class AdminServer:
 
     async def set_policy(self, data: bytes, call: Call) -> pb.SetPolicyResponse:
         message = parse(pb.SetPolicyRequest, data)
-        order = message.order if message.HasField("order") else None
-        max_queued = message.max_queued if message.HasField("max_queued") else None
-        if order and order not in ORDERS:
-            raise InvalidRequest(f"order must be one of {', '.join(ORDERS)}, not {order!r}")
-        rules = await self._rulebook.set(order, max_queued)
-        return pb.SetPolicyResponse(order=rules.order.name, max_queued=rules.max_queued)
+        changes = {field.name: value for field, value in message.ListFields()}
+        changes |= dict.fromkeys(changes.pop("reset", ()))
+        try:
+            holding = await self._rulebook.set(changes)
+        except SettingsError as error:
+            raise InvalidRequest(str(error)) from None
+        return pb.SetPolicyResponse(**holding.values, overridden=holding.overridden)
 
     async def capacity(self, data: bytes, call: Call) -> pb.CapacityResponse:
         parse(pb.CapacityRequest, data)

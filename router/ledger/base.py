@@ -12,7 +12,7 @@ where there is no memory for it; other moves that need some are LedgerUnavailabl
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from everlift.messages import Request
@@ -70,12 +70,11 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """What operators set of the admission queue, in place of the configuration: its order (empty:
-    nothing) and how many requests may wait (0: nothing). Of two ``version``s the larger one is the
-    newer one; 0: nothing was ever set."""
+    """What operators set of the admission queue, in place of the configuration: texts by the names
+    of settings, none of them empty. Of two ``version``s the larger one is the newer one; 0: nothing
+    was ever set."""
 
-    order: str = ""
-    max_queued: int = 0
+    values: Mapping[str, str] = field(default_factory=dict)
     version: int = 0
 
 
@@ -354,11 +353,9 @@ class Ledger(Protocol):
 
     # policy
 
-    async def set_policy(
-        self, *, order: str | None = None, max_queued: int | None = None
-    ) -> QueuePolicy:
-        """Changes what is given, and answers what is set then. An empty order or 0 takes back what
-        was set."""
+    async def set_policy(self, changes: Mapping[str, str]) -> QueuePolicy:
+        """Changes what is named, and answers what is set then. An empty text takes back what was
+        set."""
         ...
 
     async def restore_policy(self, policy: QueuePolicy) -> QueuePolicy:

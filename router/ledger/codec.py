@@ -244,5 +244,7 @@ def _row(request_id: bytes, arrived: bytes, fields: Sequence[Any]) -> Row:
 
 def policy(answer: Sequence[bytes]) -> QueuePolicy:
     """The answer of set_policy.lua."""
-    order, max_queued, version = answer
-    return QueuePolicy(order.decode(), int(max_queued), int(version))
+    texts = [text.decode() for text in answer]
+    values = dict(zip(texts[::2], texts[1::2], strict=True))
+    version = int(values.pop("version", "0"))
+    return QueuePolicy(values, version)

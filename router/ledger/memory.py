@@ -440,19 +440,13 @@ class MemoryLedger:
 
     # policy
 
-    async def set_policy(
-        self, *, order: str | None = None, max_queued: int | None = None
-    ) -> QueuePolicy:
+    async def set_policy(self, changes: Mapping[str, str]) -> QueuePolicy:
         known = self._policy
-        changed = QueuePolicy(
-            known.order if order is None else order,
-            known.max_queued if max_queued is None else max_queued,
-            known.version,
-        )
-        if changed != known:
+        values = {name: text for name, text in {**known.values, **changes}.items() if text}
+        if values != known.values:
             # A moment, as one that was lost must not come again.
             version = max(round(self._clock() * 1e6), known.version + 1)
-            self._policy = replace(changed, version=version)
+            self._policy = QueuePolicy(values, version)
         return self._policy
 
     async def restore_policy(self, policy: QueuePolicy) -> QueuePolicy:

@@ -471,24 +471,19 @@ class RedisLedger:
 
     # policy
 
-    async def set_policy(
-        self, *, order: str | None = None, max_queued: int | None = None
-    ) -> QueuePolicy:
-        return await self._set_policy("", order, max_queued)
+    async def set_policy(self, changes: Mapping[str, str]) -> QueuePolicy:
+        return await self._set_policy("", changes)
 
     async def restore_policy(self, policy: QueuePolicy) -> QueuePolicy:
-        return await self._set_policy(policy.version, policy.order, policy.max_queued)
+        return await self._set_policy(policy.version, policy.values)
 
-    async def _set_policy(
-        self, version: int | str, order: str | None, max_queued: int | None
-    ) -> QueuePolicy:
-        fields: list[Argument] = [] if order is None else ["order", order]
-        fields += [] if max_queued is None else ["max_queued", max_queued]
+    async def _set_policy(self, version: int | str, values: Mapping[str, str]) -> QueuePolicy:
+        fields = [text for pair in values.items() for text in pair]
         answer = await self._shards.run(scripts.SET_POLICY, _CONTROL, version, *fields)
         return codec.policy(answer)
 
     async def policy(self) -> QueuePolicy:
-        return await self.set_policy()
+        return await self.set_policy({})
 
     async def cluster_id(self) -> str:
         return self._cluster_id

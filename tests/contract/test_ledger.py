@@ -1741,28 +1741,33 @@ async def test_what_was_told_to_be_older_is_listed_there(ledger: Ledger, tick: T
 
 async def test_a_policy_is_set_part_by_part_and_taken_back(ledger: Ledger) -> None:
     assert await ledger.policy() == QueuePolicy()
-    first = await ledger.set_policy(order="deadline")
-    second = await ledger.set_policy(max_queued=500)
-    assert second == QueuePolicy("deadline", 500, second.version) == await ledger.policy()
-    third = await ledger.set_policy(order="", max_queued=0)
-    assert (third.order, third.max_queued) == ("", 0)
-    assert 0 < first.version < second.version < third.version
+    first = await ledger.set_policy({"order": "deadline", "patience": "0.25"})
+    second = await ledger.set_policy({"max_queued": "500", "starvation": "0.0"})
+    values = {"order": "deadline", "patience": "0.25", "max_queued": "500", "starvation": "0.0"}
+    assert second == QueuePolicy(values, second.version) == await ledger.policy()
+    third = await ledger.set_policy({"order": "", "patience": "", "max_queued": "", "other": ""})
+    assert third == QueuePolicy({"starvation": "0.0"}, third.version) == await ledger.policy()
+    last = await ledger.set_policy({"starvation": ""})
+    assert last == QueuePolicy({}, last.version) == await ledger.policy()
+    assert 0 < first.version < second.version < third.version < last.version
 
 
 async def test_each_beat_tells_whether_the_policy_was_changed(ledger: Ledger) -> None:
     assert (await ledger.beat("gateway", "here:1", LEASE_S)).policy_version == 0
-    policy = await ledger.set_policy(max_queued=500)
+    policy = await ledger.set_policy({"max_queued": "500"})
     assert (await ledger.beat("gateway", "here:1", LEASE_S)).policy_version == policy.version
-    assert await ledger.set_policy(max_queued=500) == await ledger.set_policy() == policy
+    assert await ledger.set_policy({"max_queued": "500", "order": ""}) == policy
+    assert await ledger.set_policy({}) == policy
 
 
 async def test_a_policy_that_was_lost_is_put_back_unless_another_was_set_since(
     ledger: Ledger,
 ) -> None:
-    lost = QueuePolicy("deadline", 500, version=2**40)
+    await ledger.set_policy({"patience": "0.5"})
+    lost = QueuePolicy({"order": "deadline", "max_queued": "500"}, version=2**52)
     assert await ledger.restore_policy(lost) == await ledger.policy() == lost
-    newer = await ledger.set_policy(order="fifo")
-    assert newer == QueuePolicy("fifo", 500, newer.version)
+    newer = await ledger.set_policy({"order": "fifo"})
+    assert newer == QueuePolicy({"order": "fifo", "max_queued": "500"}, newer.version)
     assert await ledger.restore_policy(lost) == await ledger.policy() == newer
 
 

@@ -106,7 +106,9 @@ CALLS: dict[str, tuple[Message, ...]] = {
         pb.ListRequestsRequest(page_size=5, states=[1, 2], page_token="MTcgcg==", tenant="acme"),
     ),
     f"{ADMIN}Drain": (admin_pb2.DrainRequest(worker_id="abc"),),
-    f"{ADMIN}SetPolicy": (admin_pb2.SetPolicyRequest(order="deadline", max_queued=100_000),),
+    f"{ADMIN}SetPolicy": (
+        admin_pb2.SetPolicyRequest(order="deadline", max_queued=100_000, reset=["patience"]),
+    ),
     f"{ADMIN}Capacity": (admin_pb2.CapacityRequest(),),
     f"{_KSERVE}ModelInfer": (_INFER, _INFER_IDS),
     f"{_KSERVE}ModelStreamInfer": (_INFER, _INFER_IDS),

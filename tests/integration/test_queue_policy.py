@@ -41,13 +41,17 @@ async def test_what_is_set_holds_at_all_routers_and_at_the_next_leader() -> None
     async with cluster(routers=3, workers=0) as parts:
         await until(lambda: any(router._leader.is_leading for router in parts.routers))
         async with AsyncClient(parts.routers[-1].address) as client:
-            answer = await client.set_policy(order="deadline", max_queued=3)
+            answer = await client.set_policy(order="deadline", max_queued=3, class_floor=0.2)
         assert (answer.order, answer.max_queued) == ("deadline", 3)
+        assert list(answer.overridden) == ["order", "max_queued", "class_floor"]
         await until(lambda: orders(parts) == [("deadline", 3)] * 3)
         leader = next(router for router in parts.routers if router._leader.is_leading)
         await parts.kill_router(leader)
         await until(lambda: any(router._leader.is_leading for router in parts.routers))
         await until(lambda: all(router._line.is_open for router in parts.routers))
+        (leader,) = (router for router in parts.routers if router._leader.is_leading)
+        assert leader._leader._tenure is not None
+        assert leader._leader._tenure._queue.class_floor == 0.2
         timeouts = {"without": None, "late": 50.0, "soon": 30.0}
         tasks = [await submit(parts, name, timeout_s) for name, timeout_s in timeouts.items()]
         await until(lambda: all(router._line.queued == 3 for router in parts.routers))

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -165,18 +166,55 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    assert await policy() == "order fifo\nmax queued 7\n"
-    assert await policy("--order", "deadline") == "order deadline\nmax queued 7\n"
-    assert await policy("--max-queued", "500") == "order deadline\nmax queued 500\n"
-    assert (await router.ledger.policy()).order == "deadline"
-    assert await policy() == "order deadline\nmax queued 500\n"
-    assert await policy("--order", "", "--max-queued", "0") == "order fifo\nmax queued 7\n"
+    configured = await policy()
+    assert configured == (
+        "order       fifo      configured\n"
+        "max queued  7         configured\n"
+        "undated due 60.0      configured\n"
+        "patience    0.05      configured\n"
+        "starvation  0.0       configured\n"
+        "class floor 0.05      configured\n"
+        "fair share  true      configured\n"
+    )
+    await policy("--order", "deadline", "--undated-due", "30")
+    changed = await policy("--max-queued", "500", "--fair-share", "off", "--class-floor", "0")
+    assert changed == (
+        "order       deadline  set\n"
+        "max queued  500       set\n"
+        "undated due 30.0      set\n"
+        "patience    0.05      configured\n"
+        "starvation  0.0       configured\n"
+        "class floor 0.0       set\n"
+        "fair share  false     set\n"
+    )
+    assert (await router.ledger.policy()).values["order"] == "deadline"
+    assert await policy() == changed
+    options = ("order", "undated-due", "max-queued", "fair-share", "class-floor")
+    taken_back = [text for name in options for text in (f"--{name}", "default")]
+    assert await policy(*taken_back) == configured
 
 
-async def test_an_order_that_there_is_not_is_told(router: Router, operator: AsyncClient) -> None:
-    with pytest.raises(InvalidRequest, match="fifo, deadline, shortest, hrrn, not 'lifo'"):
-        await operator.set_policy(order="lifo")
-    assert (await router.ledger.policy()).order == ""
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"order": "lifo"}, "fifo, deadline, shortest, hrrn, not 'lifo'"),
+        ({"patience": -1.0}, "patience and starvation must be at least 0"),
+        ({"max_queued": 5, "reset": ["beat"]}, "beat: must be one of order, max_queued"),
+    ],
+)
+async def test_what_cannot_be_set_is_told(
+    router: Router, operator: AsyncClient, changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        await operator.set_policy(**changes)
+    assert (await router.ledger.policy()).version == 0
+
+
+@pytest.mark.parametrize("option", ["--max-queued=-5", "--patience=long", "--order=lifo"])
+async def test_the_command_says_what_no_setting_can_be(router: Router, option: str) -> None:
+    result = await run("policy", option, "--address", router.address)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert len(result.stderr.splitlines()) == 1
 
 
 # capacity

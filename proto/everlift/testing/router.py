@@ -59,6 +59,14 @@ _Pieces: TypeAlias = AsyncGenerator[pb.GenerateResponse | None, None]
 _WORKER = "worker-0"
 _MODEL = pb.Model(name="fake", max_model_len=4096, vocab_size=0x110000)
 _PAGE = 100
+_CONFIGURED = admin_pb2.SetPolicyResponse(
+    order="fifo",
+    max_queued=1000,
+    undated_due=60.0,
+    patience=0.05,
+    class_floor=0.05,
+    fair_share=True,
+)
 
 
 class _Broken(Exception):
@@ -92,7 +100,8 @@ class FakeRouter(
     ) -> None:
         self.requests: dict[str, FakeRequest] = {}
         self.calls: list[str] = []
-        self.policy = admin_pb2.SetPolicyResponse(order="fifo", max_queued=1000)
+        self.policy = admin_pb2.SetPolicyResponse()
+        self.policy.CopyFrom(_CONFIGURED)
         self.drained: list[str] = []
         self._answer = answer
         self._script = Script(faults)
@@ -273,10 +282,14 @@ class FakeRouter(
         self, request: admin_pb2.SetPolicyRequest, context: Context
     ) -> admin_pb2.SetPolicyResponse:
         async with self._answering("SetPolicy", context):
-            if request.HasField("order"):
-                self.policy.order = request.order
-            if request.HasField("max_queued"):
-                self.policy.max_queued = request.max_queued
+            values = {name: getattr(self.policy, name) for name in self.policy.overridden}
+            values |= {field.name: value for field, value in request.ListFields()}
+            for name in values.pop("reset", ()):
+                values.pop(name, None)
+            self.policy.CopyFrom(_CONFIGURED)
+            for name, value in values.items():
+                setattr(self.policy, name, value)
+            self.policy.overridden.extend(values)
             return self.policy
 
     async def Capacity(

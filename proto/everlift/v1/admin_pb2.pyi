@@ -4,7 +4,9 @@ isort:skip_file
 What operators tell a cluster."""
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.message
 import sys
 import typing
@@ -53,31 +55,69 @@ Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
 
 @typing.final
 class SetPolicyRequest(google.protobuf.message.Message):
-    """What is unset stays as it is; where nothing is set, nothing changes, and the answer says what holds."""
+    """Settings of the routers (router in the configuration), by their names there. What is unset stays as it is;
+    where nothing is set, nothing changes, and the answer says what holds.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ORDER_FIELD_NUMBER: builtins.int
     MAX_QUEUED_FIELD_NUMBER: builtins.int
+    UNDATED_DUE_FIELD_NUMBER: builtins.int
+    PATIENCE_FIELD_NUMBER: builtins.int
+    STARVATION_FIELD_NUMBER: builtins.int
+    CLASS_FLOOR_FIELD_NUMBER: builtins.int
+    FAIR_SHARE_FIELD_NUMBER: builtins.int
+    RESET_FIELD_NUMBER: builtins.int
     order: builtins.str
     """Which request leaves first, within a priority class: the one that came first (fifo), whose deadline or
     ttft_target_ms comes first (deadline), that probably takes the fewest tokens (shortest), or that has
-    waited longest for what it takes (hrrn). Empty: as the routers are configured.
+    waited longest for what it takes (hrrn).
     """
     max_queued: builtins.int
-    """requests that may wait; one more is refused. 0: as configured"""
+    """requests that may wait; one more is refused"""
+    undated_due: builtins.float
+    """deadline: seconds after which a request without one is due"""
+    patience: builtins.float
+    """shortest: seconds for which it gives way for each of its tokens"""
+    starvation: builtins.float
+    """seconds after which a request leaves before all others of its class; 0: never"""
+    class_floor: builtins.float
+    """of the work of higher classes, the part that one that waits gets as well"""
+    fair_share: builtins.bool
+    """tenants take turns by the tokens that they were served"""
+    @property
+    def reset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """names of settings that shall be as the routers are configured"""
+
     def __init__(
         self,
         *,
         order: builtins.str | None = ...,
         max_queued: builtins.int | None = ...,
+        undated_due: builtins.float | None = ...,
+        patience: builtins.float | None = ...,
+        starvation: builtins.float | None = ...,
+        class_floor: builtins.float | None = ...,
+        fair_share: builtins.bool | None = ...,
+        reset: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_queued", b"_max_queued", "_order", b"_order", "max_queued", b"max_queued", "order", b"order"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_queued", b"_max_queued", "_order", b"_order", "max_queued", b"max_queued", "order", b"order"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_starvation", b"_starvation", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "starvation", b"starvation", "undated_due", b"undated_due"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_starvation", b"_starvation", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "reset", b"reset", "starvation", b"starvation", "undated_due", b"undated_due"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_class_floor", b"_class_floor"]) -> typing.Literal["class_floor"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_fair_share", b"_fair_share"]) -> typing.Literal["fair_share"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_queued", b"_max_queued"]) -> typing.Literal["max_queued"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_order", b"_order"]) -> typing.Literal["order"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_patience", b"_patience"]) -> typing.Literal["patience"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_starvation", b"_starvation"]) -> typing.Literal["starvation"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_undated_due", b"_undated_due"]) -> typing.Literal["undated_due"] | None: ...
 
 Global___SetPolicyRequest: typing_extensions.TypeAlias = SetPolicyRequest
 
@@ -89,15 +129,36 @@ class SetPolicyResponse(google.protobuf.message.Message):
 
     ORDER_FIELD_NUMBER: builtins.int
     MAX_QUEUED_FIELD_NUMBER: builtins.int
+    UNDATED_DUE_FIELD_NUMBER: builtins.int
+    PATIENCE_FIELD_NUMBER: builtins.int
+    STARVATION_FIELD_NUMBER: builtins.int
+    CLASS_FLOOR_FIELD_NUMBER: builtins.int
+    FAIR_SHARE_FIELD_NUMBER: builtins.int
+    OVERRIDDEN_FIELD_NUMBER: builtins.int
     order: builtins.str
     max_queued: builtins.int
+    undated_due: builtins.float
+    patience: builtins.float
+    starvation: builtins.float
+    class_floor: builtins.float
+    fair_share: builtins.bool
+    @property
+    def overridden(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """names of those that were set; the others are as the routers are configured"""
+
     def __init__(
         self,
         *,
         order: builtins.str = ...,
         max_queued: builtins.int = ...,
+        undated_due: builtins.float = ...,
+        patience: builtins.float = ...,
+        starvation: builtins.float = ...,
+        class_floor: builtins.float = ...,
+        fair_share: builtins.bool = ...,
+        overridden: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_queued", b"max_queued", "order", b"order"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "overridden", b"overridden", "patience", b"patience", "starvation", b"starvation", "undated_due", b"undated_due"]) -> None: ...
 
 Global___SetPolicyResponse: typing_extensions.TypeAlias = SetPolicyResponse
 

@@ -1,0 +1,88 @@
+"""``everlift policy``: how the admission queue works, and where each setting is from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+from cluster.connection import Address, connected
+from everlift import settings
+from everlift.v1 import admin_pb2 as pb
+from router.config import RouterConfig
+from router.rulebook import SETTINGS
+
+#: In place of a value: the one that the routers are configured with.
+_DEFAULT = "default"
+
+EXAMPLES = f"""
+**Examples**
+
+- `everlift policy` shows what holds
+- `everlift policy --order deadline --undated-due 30 --max-queued 500`
+- `everlift policy --order {_DEFAULT} --max-queued {_DEFAULT}` goes back to the configuration
+"""
+
+
+def _option(metavar: str, text: str) -> Any:
+    return typer.Option(metavar=f"{metavar}|{_DEFAULT}", help=text)
+
+
+_Text: TypeAlias = str | None
+
+
+def policy(
+    order: Annotated[
+        _Text, _option("ORDER", "Who leaves first: fifo, deadline, shortest or hrrn.")
+    ] = None,
+    max_queued: Annotated[_Text, _option("N", "Requests that may wait.")] = None,
+    undated_due: Annotated[
+        _Text, _option("SECONDS", "deadline: after these a request without one is due.")
+    ] = None,
+    patience: Annotated[
+        _Text, _option("SECONDS", "shortest: for so long it gives way for each of its tokens.")
+    ] = None,
+    starvation: Annotated[
+        _Text, _option("SECONDS", "Who has waited for these leaves first; 0: nobody.")
+    ] = None,
+    class_floor: Annotated[
+        _Text, _option("PART", "Of the work of higher classes, what one that waits gets as well.")
+    ] = None,
+    fair_share: Annotated[
+        _Text, _option("BOOL", "Tenants take turns by the tokens that they were served.")
+    ] = None,
+    address: Address = None,
+) -> None:
+    """Show or change how the admission queue works, in the whole cluster."""
+    given = {
+        "order": order,
+        "max_queued": max_queued,
+        "undated_due": undated_due,
+        "patience": patience,
+        "starvation": starvation,
+        "class_floor": class_floor,
+        "fair_share": fair_share,
+    }
+    texts = {name: text for name, text in given.items() if text is not None}
+    asyncio.run(_policy(address, texts))
+
+
+async def _policy(address: str | None, texts: Mapping[str, str]) -> None:
+    """Raises SettingsError for what no router could be configured with."""
+    reset = [name for name, text in texts.items() if text == _DEFAULT]
+    assignments = [f"{name}={text}" for name, text in texts.items() if text != _DEFAULT]
+    values: dict[str, Any] = settings.from_flags(RouterConfig, assignments)
+    settings.load(RouterConfig, values)
+    async with connected(address) as client:
+        answer = await client.set_policy(**values, reset=reset)
+    for name in SETTINGS:
+        typer.echo(_line(answer, name))
+
+
+def _line(answer: pb.SetPolicyResponse, name: str) -> str:
+    value = getattr(answer, name)
+    shown = str(value).lower() if isinstance(value, bool) else f"{value}"
+    source = "set" if name in answer.overridden else "configured"
+    return f"{name.replace('_', ' '):<12}{shown:<10}{source}"
