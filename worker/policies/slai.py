@@ -16,8 +16,8 @@ import numpy as np
 from worker.columns import Columns
 from worker.config import Scheduling
 from worker.plan import Ints
+from worker.policies.longest_step import LongestStep
 from worker.policies.policy import Policy
-from worker.policies.step_pace import StepPace
 from worker.sequence import Sequence
 from worker.waiting import WaitingLine
 
@@ -25,7 +25,7 @@ from worker.waiting import WaitingLine
 class Slai(Policy):
     """While the budget has room for all whose deadlines are near, nobody sits out a step that
     begins at its deadline or later. So a token is late by less than two steps, and in time if these
-    take no longer than steps do of late.
+    take no longer than the longest of those before them.
 
     Who waits for its prompt counts as ``ageing_tokens`` shorter for each that comes after it: with
     n tokens, fewer than n / ageing_tokens later ones of its class overtake it. One that has output
@@ -38,7 +38,7 @@ class Slai(Policy):
         self._waiting = WaitingLine(self._place)
         self._tbt_target = config.tbt_target
         self._ageing_tokens = config.ageing_tokens
-        self._pace = StepPace()
+        self._longest_step = LongestStep()
         self._now = 0.0
         #: by slot: known tokens when the last step began, and when the newest of them came
         self._num_known = np.zeros(num_slots, np.int64)
@@ -50,7 +50,7 @@ class Slai(Policy):
 
     def begin(self, columns: Columns, now: float) -> None:
         num_known = columns.known_by_slot
-        self._pace.begin(now, is_busy=bool(num_known.any()))
+        self._longest_step.begin(now, is_busy=bool(num_known.any()))
         self._came[num_known != self._num_known] = now
         self._num_known[:] = num_known
         self._now = now
@@ -64,7 +64,7 @@ class Slai(Policy):
     def decodes(self, slots: Ints) -> tuple[Ints, Ints]:
         slots = slots[self._came[slots].argsort(kind="stable")]
         deadlines = self._came[slots] + self._tbt_target
-        num_near = deadlines.searchsorted(self._now + 2 * self._pace.step_s, side="right")
+        num_near = deadlines.searchsorted(self._now + 2 * self._longest_step.seconds, side="right")
         return slots[:num_near], slots[num_near:]
 
     def prefills(self, sequences: Several[Sequence]) -> Several[Sequence]:

@@ -1,0 +1,293 @@
+"""What batching does on the real engine: static against continuous, prefill in chunks or whole,
+SLAI against the default.
+
+    python tests/perf/batching.py [--quick] [--rounds 2] [--model tiny] [--threads N] [--out FILE]
+
+Sweep: requests wait without end, each with a prompt of 32 tokens and an output that is drawn from a
+mix, until what two static batches make is drawn; so both policies make as many tokens, and neither
+has an end in which slots are free because nobody waits.
+
+    mixed    64, 256 or 1,024 tokens, equally often
+    uniform  1 to 512
+    equal    256 each
+    skewed   16, but one in 32 has 1,024
+
+Chunks: one prompt in ten is long; requests come at random at 0.7 of the rate at which the engine
+does as many when all wait. "off" has a budget that the longest prompt fits into whole.
+
+SLAI: prompts with a long tail come at several shares of that rate. A token is missed if it comes
+later than TBT_TARGET after the one before it. A policy's capacity is the largest of the loads up to
+which the median TTFT is at most TTFT_LIMIT and at most one token in a hundred is missed.
+
+All run in turns in one process. ``continuous_vs_static`` is of tokens a second at the mix "mixed"
+and the largest size, as are the others with their mix and size; ``..._slots`` compares the shares
+of slots that compute something: what the other would be where a step takes as long with one row as
+with all. A --quick run shows that it works, and no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from tests.perf import checkpoints, report
+from tests.perf.batching_picture import draw
+from tests.perf.batching_player import Played, Player, Request, quantile
+from worker.build import build_runner
+from worker.config import Scheduling, WorkerConfig
+from worker.limits import Limits
+from worker.parallel import Group
+from worker.runner import TorchRunner
+
+SIZES = (4, 8, 16, 32, 64, 128)
+STATIC, CONTINUOUS = Scheduling("static"), Scheduling("continuous")
+PROMPT = 32
+TBT_TARGET = 0.1
+TTFT_LIMIT = 0.5
+SLAI = Scheduling("slai", tbt_target=TBT_TARGET)
+LOADS = (0.7, 0.9, 1.0, 1.1, 1.3)
+MISSED = 0.01
+CHUNK_LOAD = 0.7
+CHUNKED, WHOLE = 64, 2048
+
+MIXES: dict[str, Callable[[Random], int]] = {
+    "mixed": lambda rng: rng.choice((64, 256, 1024)),
+    "uniform": lambda rng: rng.randint(1, 512),
+    "equal": lambda rng: 256,
+    "skewed": lambda rng: 1024 if rng.random() < 1 / 32 else 16,
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How long a run is; ``output`` divides the sweep's outputs."""
+
+    sizes: tuple[int, ...]
+    output: int
+    requests: int
+    loads: tuple[float, ...]
+
+
+FULL = Scale(SIZES, 1, 400, LOADS)
+QUICK = Scale((4, 32), 8, 60, (0.7, 1.1))
+
+
+class Bench:
+    """One model, and runners for it: one for each size of the batch and budget."""
+
+    def __init__(self, model: Path, threads: int) -> None:
+        self._config = WorkerConfig(
+            model=str(model), device="cpu", num_threads=threads, kv_cache_mib=512
+        )
+
+    def config(self, max_num_seqs: int, budget: int = 512) -> WorkerConfig:
+        return replace(self._config, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+
+    def runner(self, config: WorkerConfig) -> TorchRunner:
+        """It has computed something before."""
+        runner = build_runner(config, Group.single())
+        warm = [Request(PROMPT, 16)] * config.max_num_seqs
+        Player(runner, Limits.of(config, runner)).play(warm)
+        return runner
+
+
+def play(
+    runner: TorchRunner, config: WorkerConfig, requests: Sequence[Request], enough: int | None
+) -> Played:
+    return Player(runner, Limits.of(config, runner)).play(requests, enough)
+
+
+# static against continuous
+
+
+def sweep(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """By mix, then by size: medians over the rounds."""
+    found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in MIXES}
+    for size in scale.sizes:
+        config = bench.config(size)
+        runner = bench.runner(config)
+        for name, mix in MIXES.items():
+            runs = [compare(runner, config, mix, scale, round_) for round_ in range(rounds)]
+            found[name][str(size)] = medians(runs)
+            print(name, size, found[name][str(size)], flush=True)
+    return found
+
+
+def compare(
+    runner: TorchRunner, config: WorkerConfig, mix: Callable[[Random], int], scale: Scale, seed: int
+) -> dict[str, float]:
+    """Both policies, in an order that changes from round to round."""
+    rng, size = Random(seed), config.max_num_seqs
+    outputs = [max(1, mix(rng) // scale.output) for _ in range(12 * size)]
+    requests = [Request(PROMPT, output) for output in outputs]
+    policies = {"static": STATIC, "continuous": CONTINUOUS}
+    figures: dict[str, float] = {}
+    for name in sorted(policies, reverse=bool(seed % 2)):
+        under = replace(config, scheduling=policies[name])
+        played = play(runner, under, requests, enough=sum(outputs[: 2 * size]))
+        figures |= {
+            f"{name}_tokens_per_s": played.tokens_per_s,
+            f"{name}_useful_share": played.useful_share,
+        }
+    for ratio, unit in (("vs_static", "tokens_per_s"), ("vs_static_slots", "useful_share")):
+        figures[ratio] = figures[f"continuous_{unit}"] / figures[f"static_{unit}"]
+    return figures
+
+
+# prompts in chunks, or whole
+
+
+def chunks(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, float]]:
+    rng = Random(1)
+    shapes = [
+        (1500 if rng.random() < 0.1 else rng.randint(16, 128), rng.randint(32, 96))
+        for _ in range(scale.requests)
+    ]
+    configs = {"on": bench.config(32, CHUNKED), "off": bench.config(32, WHOLE)}
+    runners = {name: bench.runner(config) for name, config in configs.items()}
+    rate = CHUNK_LOAD * saturation(runners["off"], configs["off"], shapes)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in configs}
+    for round_ in range(rounds):
+        requests = at_random(shapes, rate, round_)
+        for name, config in configs.items():
+            runs[name].append(latencies(play(runners[name], config, requests, None)))
+    return {name: medians(several) for name, several in runs.items()}
+
+
+# SLAI against the default
+
+
+def deadlines(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """By load, then by policy."""
+    rng = Random(2)
+    shapes = [
+        (min(1500, max(16, round(rng.lognormvariate(5.5, 1.0)))), rng.randint(16, 96))
+        for _ in range(scale.requests)
+    ]
+    config = bench.config(64, 128)
+    runner = bench.runner(config)
+    rate = saturation(runner, config, shapes)
+    policies = {"continuous": CONTINUOUS, "slai": SLAI}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for load in scale.loads:
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in policies}
+        for round_ in range(rounds):
+            requests = at_random(shapes, load * rate, round_)
+            for name, scheduling in policies.items():
+                under = replace(config, scheduling=scheduling)
+                runs[name].append(latencies(play(runner, under, requests, None)))
+        found[str(load)] = {name: medians(several) for name, several in runs.items()}
+        print("load", load, found[str(load)], flush=True)
+    return found
+
+
+def capacity(found: dict[str, dict[str, dict[str, float]]], policy: str) -> float:
+    """0 where not even the smallest load is served as it should be."""
+    capacity = 0.0
+    for load, policies in found.items():
+        served = policies[policy]
+        if served["ttft_p50_s"] > TTFT_LIMIT or served["missed_share"] > MISSED:
+            return capacity
+        capacity = float(load)
+    return capacity
+
+
+# what they share
+
+
+def saturation(
+    runner: TorchRunner, config: WorkerConfig, shapes: Sequence[tuple[int, int]]
+) -> float:
+    """Requests a second where all are there from the begin."""
+    requests = [Request(*shape) for shape in shapes]
+    return len(shapes) / play(runner, config, requests, None).seconds
+
+
+def at_random(shapes: Sequence[tuple[int, int]], rate: float, seed: int) -> list[Request]:
+    """A Poisson process."""
+    rng, at = Random(seed), 0.0
+    requests = []
+    for prompt, output in shapes:
+        requests.append(Request(prompt, output, at))
+        at += rng.expovariate(rate)
+    return requests
+
+
+def latencies(played: Played) -> dict[str, float]:
+    ttfts, gaps = played.ttfts(), played.gaps()
+    return {
+        "ttft_p50_s": quantile(ttfts, 0.5),
+        "ttft_p99_s": quantile(ttfts, 0.99),
+        "tbt_p50_s": quantile(gaps, 0.5),
+        "tbt_p99_s": quantile(gaps, 0.99),
+        "tbt_p999_s": quantile(gaps, 0.999),
+        "missed_share": sum(gap > TBT_TARGET for gap in gaps) / len(gaps),
+        "tokens_per_s": played.tokens_per_s,
+    }
+
+
+def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: round(median(run[name] for run in runs), 5) for name in runs[0]}
+
+
+def ratios(raw: dict[str, Any]) -> dict[str, float]:
+    deadlines = raw["slai"]
+    *_, largest = raw["sweep"]["mixed"].values()
+    compared = {
+        "continuous_vs_static": largest["vs_static"],
+        "continuous_vs_static_slots": largest["vs_static_slots"],
+        "chunks_tbt_p999_off_over_on": raw["chunks"]["off"]["tbt_p999_s"]
+        / raw["chunks"]["on"]["tbt_p999_s"],
+    }
+    for name, sizes in raw["sweep"].items():
+        for size, figures in sizes.items():
+            compared[f"continuous_vs_static_{name}_{size}"] = figures["vs_static"]
+            compared[f"continuous_vs_static_slots_{name}_{size}"] = figures["vs_static_slots"]
+    for load, policies in deadlines.items():
+        ours, default = policies["slai"], policies["continuous"]
+        compared[f"slai_ttft_p50_vs_default_{load}"] = ours["ttft_p50_s"] / default["ttft_p50_s"]
+    if default_capacity := capacity(deadlines, "continuous"):
+        compared["slai_capacity_vs_default"] = capacity(deadlines, "slai") / default_capacity
+    return {name: round(ratio, 3) for name, ratio in compared.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--model", choices=checkpoints.CHECKPOINTS, default="tiny")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--out", type=Path, default=Path("build/bench/batching.json"))
+    options = parser.parse_args()
+    scale, rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
+    bench = Bench(checkpoints.ensure(options.model), options.threads)
+    raw: dict[str, Any] = {
+        "sweep": sweep(bench, scale, rounds),
+        "chunks": chunks(bench, scale, rounds),
+        "slai": deadlines(bench, scale, rounds),
+    }
+    report.write(
+        options.out,
+        packages=["torch", "numpy"],
+        settings={
+            "model": options.model,
+            "threads": options.threads,
+            "rounds": rounds,
+            "scale": asdict(scale),
+            "tbt_target_s": TBT_TARGET,
+            "ttft_limit_s": TTFT_LIMIT,
+        },
+        raw=raw,
+        ratios=ratios(raw),
+    )
+    draw(raw, options.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
