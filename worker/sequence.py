@@ -50,6 +50,8 @@ class Sequence:
     stop_token_ids: frozenset[int]
     salt: bytes
     priority: int = 0
+    #: of the whole output, as it was predicted; 0: nobody knows
+    predicted_tokens: int = 0
     order: int = 0
     num_computed: int = 0
     slot: int = NO_SLOT
@@ -86,6 +88,7 @@ class Sequence:
             stop_token_ids=frozenset(start.stop_token_ids),
             salt=start.salt,
             priority=start.priority,
+            predicted_tokens=start.predicted_tokens,
         )
         sequence.num_computed_before = min(start.num_computed, sequence.num_known)
         sequence._check(limits)
@@ -105,6 +108,7 @@ class Sequence:
             salt=self.salt,
             num_computed=self.most_computed,
             priority=self.priority,
+            predicted_tokens=self.predicted_tokens,
         )
 
     def _check(self, limits: Limits) -> None:
@@ -138,6 +142,13 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def expected_output(self) -> int:
+        """Tokens of the whole output: as predicted, at most what it may have, at least one more
+        than it has."""
+        predicted = self.predicted_tokens or self.max_tokens
+        return max(self.num_output + 1, min(predicted, self.max_tokens))
 
     @property
     def remaining(self) -> int:

@@ -28,7 +28,14 @@ def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
         salt=request.salt,
         num_computed=_num_computed(live, choice),
         priority=request.priority,
+        predicted_tokens=_predicted_output(live),
     )
+
+
+def _predicted_output(live: LiveRequest) -> int:
+    """Of each choice; 0 where nothing was predicted."""
+    request = live.request
+    return max(0, live.predicted_total - len(request.prompt_ids)) // request.n
 
 
 def _num_computed(live: LiveRequest, choice: Choice) -> int:

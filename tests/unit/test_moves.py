@@ -112,6 +112,17 @@ async def test_the_leader_hears_of_a_preemption_and_of_its_end_once(gateway: Gat
     assert residences(gateway) == [True, False]
 
 
+async def test_a_worker_is_told_how_long_each_output_is_predicted_to_become(
+    gateway: Gateway,
+) -> None:
+    await gateway.submit(n=3)
+    await gateway.dispatch()
+    starts, [running] = gateway.workers.started, gateway.requests.running()
+    outputs = [start.predicted_tokens for start in starts]
+    assert outputs == [outputs[0]] * 3 and outputs[0] > 0
+    assert len(starts[0].prompt_ids) + sum(outputs) == running.predicted_total
+
+
 async def test_a_new_leader_is_told_how_many_choices_are_unfinished(gateway: Gateway) -> None:
     await gateway.submit(n=3)
     epoch = await gateway.dispatch()

@@ -150,6 +150,7 @@ class Start(google.protobuf.message.Message):
     SALT_FIELD_NUMBER: builtins.int
     NUM_COMPUTED_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    PREDICTED_TOKENS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """with choice the name of the sequence on this session"""
     choice: builtins.int
@@ -163,6 +164,8 @@ class Start(google.protobuf.message.Message):
     """known tokens that earlier attempts had computed"""
     priority: builtins.int
     """of a smaller one the blocks are taken first"""
+    predicted_tokens: builtins.int
+    """of the whole output, as it was predicted; 0: nobody knows"""
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -191,9 +194,10 @@ class Start(google.protobuf.message.Message):
         salt: builtins.bytes = ...,
         num_computed: builtins.int = ...,
         priority: builtins.int = ...,
+        predicted_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "output_ids", b"output_ids", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]) -> None: ...
 
 Global___Start: typing_extensions.TypeAlias = Start
 
