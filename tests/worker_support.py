@@ -21,6 +21,7 @@ from worker.sequence import Sequence as EngineSequence
 POLICIES = {
     "continuous": Scheduling(),
     "static": Scheduling("static"),
+    "magnus": Scheduling("magnus"),
     "slai": Scheduling("slai", tbt_target=4.0, ageing_tokens=8),
 }
 under_each_policy = pytest.mark.parametrize("scheduling", POLICIES.values(), ids=POLICIES)
@@ -72,6 +73,7 @@ def start(
     salt: bytes = b"",
     num_computed: int = 0,
     priority: int = 0,
+    predicted_tokens: int = 0,
 ) -> session_pb2.Start:
     return session_pb2.Start(
         epoch=epoch,
@@ -85,6 +87,7 @@ def start(
         salt=salt,
         num_computed=num_computed,
         priority=priority,
+        predicted_tokens=predicted_tokens,
     )
 
 

@@ -71,16 +71,21 @@ class Speculation:
 class Scheduling:
     """Whom a step is for."""
 
-    #: continuous: whoever there is room for comes into the batch in any step. static: a batch is
-    #: closed, and nobody comes in until all of it are done. slai: decodes whose deadline is near go
-    #: before prefills, the others behind them, and short prompts before long ones
-    policy: Literal["continuous", "static", "slai"] = "continuous"
+    #: continuous: whoever there is room for comes into the batch in any step. slai: decodes whose
+    #: deadline is near go before prefills, the others behind them, and short prompts before long
+    #: ones. static: a batch is closed, and nobody comes in until all of it are done. magnus: the
+    #: same with batches of outputs that are predicted to be similarly long
+    policy: Literal["continuous", "slai", "static", "magnus"] = "continuous"
     #: slai: how long after the one before it a token is due
     tbt_target: float = 0.1
     #: slai: so many tokens shorter does a prompt count for each sequence that comes after it
     ageing_tokens: int = 16
+    #: magnus: part of a batch's slot steps that may be wasted, as outputs are predicted
+    batch_waste: float = 0.25
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.batch_waste < 1.0:
+            raise ValueError(f"batch_waste must be from 0 to below 1, not {self.batch_waste:g}")
         if not self.tbt_target > 0:
             raise ValueError(f"tbt_target must be above 0, not {self.tbt_target:g}")
         _at_least("ageing_tokens", self.ageing_tokens, 1)

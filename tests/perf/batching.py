@@ -1,14 +1,15 @@
-"""What batching does on the real engine: static against continuous, prefill in chunks or whole,
-SLAI against the default.
+"""What batching does on the real engine: static, by predicted lengths (Magnus) and continuous;
+prefill in chunks or whole; SLAI against the default.
 
-    python tests/perf/batching.py [--quick] [--rounds 2] [--model tiny] [--threads N] [--out FILE]
+    python tests/perf/batching.py [--quick] [--rounds 1] [--model tiny] [--threads N] [--out FILE]
 
-Sweep: requests wait without end, each with a prompt of 32 tokens and an output that is drawn from a
-mix, until what two static batches make is drawn; so both policies make as many tokens, and neither
-has an end in which slots are free because nobody waits.
+Sweep: requests wait without end, each with a prompt of 32 tokens and an output out of a mix, until
+what two static batches make is drawn, or more of them where they are small; so all policies make
+as many tokens, and none has an end in which slots are free because nobody waits. Magnus is told the
+true lengths of outputs.
 
     mixed    64, 256 or 1,024 tokens, equally often
-    uniform  1 to 512
+    uniform  16 to 512
     equal    256 each
     skewed   16, but one in 32 has 1,024
 
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
@@ -47,7 +48,10 @@ from worker.runner import TorchRunner
 
 SIZES = (4, 8, 16, 32, 64, 128)
 STATIC, CONTINUOUS = Scheduling("static"), Scheduling("continuous")
+POLICIES = {"static": STATIC, "magnus": Scheduling("magnus"), "continuous": CONTINUOUS}
 PROMPT = 32
+#: Most outputs of a mix.
+PACK = 32
 TBT_TARGET = 0.1
 TTFT_LIMIT = 0.5
 SLAI = Scheduling("slai", tbt_target=TBT_TARGET)
@@ -56,11 +60,12 @@ MISSED = 0.01
 CHUNK_LOAD = 0.7
 CHUNKED, WHOLE = 64, 2048
 
-MIXES: dict[str, Callable[[Random], int]] = {
-    "mixed": lambda rng: rng.choice((64, 256, 1024)),
-    "uniform": lambda rng: rng.randint(1, 512),
-    "equal": lambda rng: 256,
-    "skewed": lambda rng: 1024 if rng.random() < 1 / 32 else 16,
+#: Outputs are dealt from a pack of these, shuffled each time.
+MIXES = {
+    "mixed": (64, 256, 1024),
+    "uniform": tuple(range(16, 513, 16)),
+    "equal": (256,),
+    "skewed": (*[16] * 31, 1024),
 }
 
 
@@ -120,24 +125,34 @@ def sweep(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, dict[s
 
 
 def compare(
-    runner: TorchRunner, config: WorkerConfig, mix: Callable[[Random], int], scale: Scale, seed: int
+    runner: TorchRunner, config: WorkerConfig, mix: Sequence[int], scale: Scale, seed: int
 ) -> dict[str, float]:
-    """Both policies, in an order that changes from round to round."""
+    """All policies, in an order that changes from round to round."""
     rng, size = Random(seed), config.max_num_seqs
-    outputs = [max(1, mix(rng) // scale.output) for _ in range(12 * size)]
+    num_measured = max(2 * size, PACK)
+    outputs = [max(1, output // scale.output) for output in dealt(mix, 6 * num_measured, rng)]
     requests = [Request(PROMPT, output) for output in outputs]
-    policies = {"static": STATIC, "continuous": CONTINUOUS}
     figures: dict[str, float] = {}
-    for name in sorted(policies, reverse=bool(seed % 2)):
-        under = replace(config, scheduling=policies[name])
-        played = play(runner, under, requests, enough=sum(outputs[: 2 * size]))
+    for name in sorted(POLICIES, reverse=bool(seed % 2)):
+        under = replace(config, scheduling=POLICIES[name])
+        played = play(runner, under, requests, enough=sum(outputs[:num_measured]))
         figures |= {
             f"{name}_tokens_per_s": played.tokens_per_s,
             f"{name}_useful_share": played.useful_share,
         }
-    for ratio, unit in (("vs_static", "tokens_per_s"), ("vs_static_slots", "useful_share")):
-        figures[ratio] = figures[f"continuous_{unit}"] / figures[f"static_{unit}"]
+    for unit in ("tokens_per_s", "useful_share"):
+        for name in ("continuous", "magnus"):
+            figures[f"{name}_vs_static_{unit}"] = (
+                figures[f"{name}_{unit}"] / figures[f"static_{unit}"]
+            )
     return figures
+
+
+def dealt(pack: Sequence[int], count: int, rng: Random) -> list[int]:
+    outputs: list[int] = []
+    while len(outputs) < count:
+        outputs += rng.sample(pack, len(pack))
+    return outputs[:count]
 
 
 # prompts in chunks, or whole
@@ -240,15 +255,17 @@ def ratios(raw: dict[str, Any]) -> dict[str, float]:
     deadlines = raw["slai"]
     *_, largest = raw["sweep"]["mixed"].values()
     compared = {
-        "continuous_vs_static": largest["vs_static"],
-        "continuous_vs_static_slots": largest["vs_static_slots"],
+        "continuous_vs_static": largest["continuous_vs_static_tokens_per_s"],
+        "continuous_vs_static_slots": largest["continuous_vs_static_useful_share"],
         "chunks_tbt_p999_off_over_on": raw["chunks"]["off"]["tbt_p999_s"]
         / raw["chunks"]["on"]["tbt_p999_s"],
     }
     for name, sizes in raw["sweep"].items():
         for size, figures in sizes.items():
-            compared[f"continuous_vs_static_{name}_{size}"] = figures["vs_static"]
-            compared[f"continuous_vs_static_slots_{name}_{size}"] = figures["vs_static_slots"]
+            for policy in ("continuous", "magnus"):
+                ratio = f"{policy}_vs_static"
+                compared[f"{ratio}_{name}_{size}"] = figures[f"{ratio}_tokens_per_s"]
+                compared[f"{ratio}_slots_{name}_{size}"] = figures[f"{ratio}_useful_share"]
     for load, policies in deadlines.items():
         ours, default = policies["slai"], policies["continuous"]
         compared[f"slai_ttft_p50_vs_default_{load}"] = ours["ttft_p50_s"] / default["ttft_p50_s"]
@@ -260,7 +277,7 @@ def ratios(raw: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--model", choices=checkpoints.CHECKPOINTS, default="tiny")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, default=Path("build/bench/batching.json"))

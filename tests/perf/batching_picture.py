@@ -11,7 +11,12 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-POLICIES = {"continuous": "tab:blue", "static": "tab:orange", "slai": "tab:green"}
+POLICIES = {
+    "continuous": "tab:blue",
+    "static": "tab:orange",
+    "magnus": "tab:purple",
+    "slai": "tab:green",
+}
 
 
 def draw(raw: dict[str, Any], path: Path) -> None:
@@ -31,7 +36,7 @@ def draw(raw: dict[str, Any], path: Path) -> None:
 
 
 def _sizes(panel: Axes, sizes: dict[str, dict[str, float]], unit: str) -> None:
-    for policy in ("continuous", "static"):
+    for policy in ("continuous", "magnus", "static"):
         values = [figures[f"{policy}_{unit}"] for figures in sizes.values()]
         panel.plot([*map(int, sizes)], values, "o-", color=POLICIES[policy], label=policy)
     panel.set_xscale("log", base=2)

@@ -122,13 +122,14 @@ class Player:
         self._engine.add(EngineSequence.from_start(self._message(epoch, request), self._limits))
 
     def _message(self, epoch: int, request: Request) -> session_pb2.Start:
-        """Its prompt is no other's."""
+        """Its prompt is no other's; the length of its output is known."""
         numbers = _numbers(epoch, self._limits.vocab_size)
         return session_pb2.Start(
             epoch=epoch,
             request_id=f"request-{epoch}",
             prompt_ids=[next(numbers) for _ in range(request.prompt_tokens)],
             max_tokens=request.output_tokens,
+            predicted_tokens=request.output_tokens,
             sampling=_GREEDY,
             salt=epoch.to_bytes(8, "big"),
         )

@@ -54,6 +54,7 @@ class Job:
             salt=self.salt,
             num_computed=self.done and len(self.prompt) + self.done - 1,
             priority=self.priority,
+            predicted_tokens=self.max_tokens // 3,
         )
         return Sequence.from_start(message, bounds)
 

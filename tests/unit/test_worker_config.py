@@ -68,6 +68,7 @@ def test_drafts_that_cannot_be_are_refused(fields: dict[str, int], reason: str) 
     [
         ({"tbt_target": 0.0}, "tbt_target must be above 0, not 0"),
         ({"ageing_tokens": 0}, "ageing_tokens must be at least 1, not 0"),
+        ({"batch_waste": 1.0}, "batch_waste must be from 0 to below 1, not 1"),
     ],
 )
 def test_scheduling_that_cannot_be_is_refused(fields: dict[str, Any], reason: str) -> None:

@@ -27,7 +27,11 @@ from worker.outcome import Abort, SequenceKey, Stop
 
 MODEL = FakeModel(surprise_one_in=5)
 LIMITS = limits(
-    num_blocks=6, max_num_seqs=3, num_host_blocks=4, speculation=Speculation(num_draft_tokens=3)
+    num_blocks=6,
+    max_num_seqs=3,
+    watermark_blocks=0,
+    num_host_blocks=4,
+    speculation=Speculation(num_draft_tokens=3),
 )
 
 
@@ -81,7 +85,8 @@ class Lead:
 
 def work(lead: Lead) -> None:
     for epoch in range(1, 8):
-        lead.inbox.start(sequence(LIMITS, epoch, prompt(30 + epoch, epoch), max_tokens=60))
+        tokens = prompt(30 + epoch, epoch)
+        lead.inbox.start(sequence(LIMITS, epoch, tokens, max_tokens=60, predicted_tokens=9))
     lead.inbox.abort(Abort(3))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,13 @@ from tests.scheduler_bench import Bench, result
 from tests.worker_support import limits, prompt, sequence, under_each_policy
 from worker.config import Scheduling
 from worker.limits import Limits
+from worker.policies.serving_time import BatchSize, ServingTime
+from worker.policies.similar_batches import band_begins
 from worker.sequence import NO_SLOT, Sequence
 from worker.waiting import WaitingLine
 
 STATIC = Scheduling("static")
+MAGNUS = Scheduling("magnus")
 #: Without ageing to speak of: by length alone.
 SLAI = Scheduling("slai", tbt_target=4.0, ageing_tokens=1)
 
@@ -80,6 +84,98 @@ def test_a_member_that_was_preempted_comes_back_before_the_next_batch() -> None:
         bench.scheduler.remove(member)
     bench.step()
     assert present(bench) == {3}
+
+
+# magnus
+
+
+def predicted(bench: Bench, epoch: int, tokens: int, length: int = 3) -> Sequence:
+    """It comes, and gets as many tokens as are predicted."""
+    return bench.add(epoch, length, max_tokens=tokens, first=100 * epoch, predicted_tokens=tokens)
+
+
+def batches(bench: Bench, seconds: float = 1.0) -> list[set[int]]:
+    """Epochs of those that run together, until all are done; each step takes so long."""
+    found: list[set[int]] = []
+    now = 0.0
+    while len(bench.scheduler):
+        plan = bench.plan(now)
+        now += seconds
+        there = present(bench)
+        bench.commit(plan)
+        if not found or not there <= found[-1]:
+            found.append(there)
+    return found
+
+
+@pytest.mark.parametrize("waste", [0.0, 0.1, 0.25, 0.7])
+def test_the_shortest_of_a_band_is_not_much_shorter_than_the_longest(waste: float) -> None:
+    begins = band_begins(waste, 1000)
+    assert begins[0] == 1 and begins[-1] > 1000
+    for begin, after in pairwise(begins):
+        assert begin < after
+        assert begin >= (1 - waste) * (after - 1)
+        assert begin < (1 - waste) * after, "no more bands than it takes"
+
+
+def test_those_run_together_whose_outputs_are_predicted_to_be_similarly_long() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_seqs=3, scheduling=MAGNUS))
+    for epoch, tokens in enumerate((8, 30, 9, 31, 32, 8, 9), 1):
+        predicted(bench, epoch, tokens)
+    assert batches(bench) == [{1, 3, 6}, {7}, {2, 4, 5}]
+
+
+def test_a_batch_is_no_larger_than_the_cache_that_it_is_predicted_to_fill() -> None:
+    bench = Bench(limits(num_blocks=7, max_num_seqs=4, watermark_blocks=1, scheduling=MAGNUS))
+    for epoch in (1, 2, 3, 4):
+        predicted(bench, epoch, 50, length=10)
+    assert batches(bench) == [{1, 2, 3}, {4}]
+    assert bench.scheduler.load().preemptions == 0
+
+
+def test_nobody_is_left_out_for_being_predicted_to_take_more_than_there_is() -> None:
+    bench = Bench(limits(num_blocks=2, scheduling=MAGNUS))
+    bench.add(1, 3, max_tokens=9, predicted_tokens=90)
+    assert batches(bench) == [{1}]
+
+
+def test_a_long_batch_runs_once_it_has_waited_longer_for_what_it_takes() -> None:
+    """A step takes a second, and so does a token: the long one takes 40 s."""
+    bench = Bench(limits(num_blocks=32, max_num_seqs=1, scheduling=MAGNUS))
+    predicted(bench, 1, 40)
+    for epoch in range(2, 12):
+        predicted(bench, epoch, 4)
+    served = batches(bench)
+    assert served[0] == {2}, "all came at once, and the shorter one does not wait for the longer"
+    assert served == [*({epoch} for epoch in range(2, 12)), {1}]
+
+    waiting = Bench(limits(num_blocks=32, max_num_seqs=1, scheduling=MAGNUS))
+    predicted(waiting, 1, 10)
+    waiting.commit(waiting.plan(0.0))
+    predicted(waiting, 2, 40)
+    waiting.commit(waiting.plan(1.0))
+    now = 1000.0
+    predicted(waiting, 3, 4)
+    while waiting.scheduler.load().num_waiting == 2:
+        waiting.commit(waiting.plan(now))
+        now += 1.0
+    assert present(waiting) == {2}, "1,000 s for 40 s are more than 10 s for 4 s"
+
+
+def test_a_higher_class_goes_before_all_others() -> None:
+    bench = Bench(limits(max_num_seqs=1, scheduling=MAGNUS))
+    predicted(bench, 1, 2)
+    bench.add(2, 3, max_tokens=40, priority=1)
+    assert batches(bench) == [{2}, {1}]
+
+
+def test_serving_times_are_those_of_the_batches_that_are_most_alike() -> None:
+    estimator = ServingTime()
+    assert estimator.estimate(BatchSize(8, 100, 50)) == 50.0, "nothing is known"
+    for size, token_s in ((8, 0.01), (9, 0.02), (7, 0.03), (64, 0.5), (60, 0.5), (70, 0.5)):
+        estimator.learn(BatchSize(size, 100, 200), 200 * token_s)
+    assert estimator.estimate(BatchSize(8, 100, 50)) == pytest.approx(50 * 0.02)
+    assert estimator.estimate(BatchSize(66, 100, 50)) == pytest.approx(50 * 0.5)
 
 
 # slai

@@ -140,7 +140,7 @@ def test_a_block_is_shared_in_the_very_step_that_computes_it() -> None:
 @under_each_policy
 def test_the_choices_of_a_request_compute_its_prompt_once(scheduling: Scheduling) -> None:
     bench = Bench(
-        limits(num_blocks=16, max_num_seqs=8, max_num_batched_tokens=512, scheduling=scheduling)
+        limits(num_blocks=40, max_num_seqs=8, max_num_batched_tokens=512, scheduling=scheduling)
     )
     for choice in range(8):
         bench.add(1, 70, choice=choice)

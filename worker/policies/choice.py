@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from worker.limits import Limits
 from worker.policies.continuous import Continuous
+from worker.policies.magnus import Magnus
 from worker.policies.policy import Policy
 from worker.policies.slai import Slai
 from worker.policies.static import Static
@@ -17,3 +18,5 @@ def policy_of(limits: Limits) -> Policy:
             return Static(limits.max_num_seqs)
         case "slai":
             return Slai(limits.scheduling, limits.max_num_seqs)
+        case "magnus":
+            return Magnus(limits)
