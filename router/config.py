@@ -72,6 +72,11 @@ class RouterConfig:
     undated_due: float = 60.0
     #: shortest: for each of its own tokens a request gives way to shorter ones for so long
     patience: float = 0.05
+    #: file that everlift train-predictor makes, by which outputs' lengths are predicted; a new one
+    #: is taken at once. Empty: each is expected to be as long as those before it
+    predictor: str = ""
+    #: predictions whose order is less like that of what came (Kendall's tau) are not used
+    predictor_min_tau: float = 0.1
     #: who has waited for so long leaves before all others of its class, whatever the order; 0:
     #: nobody
     starvation: float = 0.0
@@ -150,16 +155,18 @@ class RouterConfig:
             raise ValueError("patience and starvation must be at least 0")
         if self.tpot_target < 0:
             raise ValueError("tpot_target must be at least 0")
+        if not -1 <= self.predictor_min_tau <= 1:
+            raise ValueError("predictor_min_tau must be from -1 to 1")
         if not 0 <= self.class_floor <= 0.5:
             raise ValueError("class_floor must be from 0 to 0.5")
         if not 0 < self.prompt_token_weight < inf or not 0 < self.output_token_weight < inf:
             raise ValueError("prompt_token_weight and output_token_weight must be above 0")
         if (self.access == "file") != bool(self.access_file):
             raise ValueError("access_file must be set with access: file, and then only")
-        if self.access_file:
-            # A relative path is taken from the working directory, once.
-            path = str(Path(self.access_file).expanduser().absolute())
-            object.__setattr__(self, "access_file", path)
+        for name in ("access_file", "predictor"):
+            if path := getattr(self, name):
+                # A relative path is taken from the working directory, once.
+                object.__setattr__(self, name, str(Path(path).expanduser().absolute()))
         if not 1 << 10 <= self.max_message_bytes < 1 << 31:
             raise ValueError("max_message_bytes must be from 1 KiB to below 2 GiB")
         if self.max_body_bytes < 1 << 10:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, Self
 
 from starlette.types import ASGIApp
@@ -50,6 +51,7 @@ from router.metrics.http_server import MetricsServer
 from router.metrics.instruments import Instruments
 from router.metrics.timed_ledger import timed
 from router.metrics.vllm import VllmCollector
+from router.prediction.file import PredictorFile
 from router.rpc.limits import Limits
 from router.rpc.server import Server
 from router.rulebook import Rulebook
@@ -94,6 +96,7 @@ class Router:
         limits = Limits(max_message_bytes=config.max_message_bytes)
         self._public = Server(limits) if transport is None else transport.server(SERVER_OPTIONS)
         self._internal = self._transport.server(SERVER_OPTIONS)
+        self._predictor_file: PredictorFile | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
 
@@ -176,6 +179,9 @@ class Router:
             self._access.limits_of if self._access else unlimited,
         )
         self._line.serve(self._requests)
+        if config.predictor:
+            load = self._requests.predictor.load
+            self._predictor_file = PredictorFile(Path(config.predictor), load)
         self._rulebook = Rulebook(config, ledger, (self._leader, self._requests))
         self._fleet = Fleet(
             config,
@@ -192,6 +198,8 @@ class Router:
         self._serve(cluster_id)
         self._collect()
         following = [self._access.run()] if self._access else []
+        if self._predictor_file is not None:
+            following.append(self._predictor_file.run())
         for work in (
             self._leader.run(),
             self._fleet.run(),

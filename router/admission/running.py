@@ -38,6 +38,7 @@ class Running:
     #: as of what waits
     due: float = inf
     predicted_total: int = 0
+    predicted_rank: float = 0.0
 
     @classmethod
     def dispatched(cls, waiting: Waiting, gateway: str, worker_id: str, epoch: int) -> Self:
@@ -53,6 +54,7 @@ class Running:
             waiting.choices,
             due=waiting.due,
             predicted_total=waiting.predicted_total,
+            predicted_rank=waiting.predicted_rank,
         )
 
     @classmethod
@@ -70,6 +72,7 @@ class Running:
             is_preempted=message.preempted,
             due=message.due or inf,
             predicted_total=message.predicted_total,
+            predicted_rank=message.predicted_rank,
         )
 
     @property

@@ -29,6 +29,9 @@ class Ordered(Protocol):
     @property
     def predicted_total(self) -> int: ...
 
+    @property
+    def predicted_rank(self) -> float: ...
+
 
 class Waiting(NamedTuple):
     """What order and placement may look at.
@@ -58,6 +61,8 @@ class Waiting(NamedTuple):
     predicted_tokens: int = 0
     #: its prompt and all its output, as predicted when it came: it stays when it comes back
     predicted_total: int = 0
+    #: the part of the requests lately whose outputs were predicted to be shorter; it stays too
+    predicted_rank: float = 0.0
     #: it was told before, or has run
     accepted: bool = False
     #: it was dispatched before
@@ -90,6 +95,7 @@ class Waiting(NamedTuple):
             message.suspect,
             message.predicted_tokens,
             message.predicted_total,
+            message.predicted_rank,
             message.accepted,
             message.attempt > 0,
         )

@@ -31,6 +31,7 @@ from router.gateway.keeping import Keeping
 from router.gateway.live import LiveRequest, Phase
 from router.gateway.worker_wait import WorkerWait
 from router.ledger.entry import Dispatch, Entry, State
+from router.prediction.predictor import Prediction
 
 log = logs.get(__name__)
 
@@ -138,11 +139,13 @@ class Attempts:
 
     # the leader is told
 
-    def reserve(self, request: Request, timeout_s: float | None) -> Reservation | None:
+    def reserve(
+        self, request: Request, timeout_s: float | None, prediction: Prediction
+    ) -> Reservation | None:
         """A worker for a request that the ledger does not have yet, if it need not wait for one."""
-        lengths, moves_left = self._custody.lengths, self._config.max_moves
+        moves_left = self._config.max_moves
         return self._line.reserve(
-            lambda arrived: told.arriving(request, arrived, timeout_s, lengths, moves_left)
+            lambda arrived: told.arriving(request, arrived, timeout_s, prediction, moves_left)
         )
 
     def begin(self, live: LiveRequest, entry: Entry, reservation: Reservation) -> bool:
@@ -160,9 +163,7 @@ class Attempts:
         self._line.enqueue(self.waiting(live))
 
     def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
-        return told.waiting(
-            live, self._custody.lengths, self._moves_left(live), self._is_suspect(live)
-        )
+        return told.waiting(live, self._moves_left(live), self._is_suspect(live))
 
     def running(self) -> list[session_pb2.Running]:
         """All that workers have."""

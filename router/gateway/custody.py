@@ -21,7 +21,6 @@ from everlift.errors import (
     UnknownRequest,
     from_slug,
 )
-from router.admission.predictor import OutputLengths
 from router.clock import now
 from router.gateway.journal import Journal
 from router.gateway.keyed_lock import KeyedLock
@@ -33,6 +32,7 @@ from router.gateway.recent import Recent
 from router.gateway.tracer import NO_TRACES, Tracer
 from router.ledger.base import Ledger
 from router.ledger.entry import Entry, Reasserted, State
+from router.prediction.predictor import Prediction, Predictor
 
 log = logs.get(__name__)
 
@@ -60,6 +60,7 @@ class Custody:
         health: LedgerHealth,
         recent: Recent,
         quotas: Quotas,
+        predictor: Predictor,
         observer: Observer = NOBODY,
         tracer: Tracer = NO_TRACES,
     ) -> None:
@@ -68,10 +69,10 @@ class Custody:
         self.health = health
         self.recent = recent
         self.quotas = quotas
+        self.predictor = predictor
         self.observer = observer
         self.tracer = tracer
         self.counters = Counters()
-        self.lengths = OutputLengths()
         #: the router stops: nothing more is taken, and no client that goes is missed
         self.is_closing = False
         #: held by whoever moves a request in or out of here
@@ -92,10 +93,9 @@ class Custody:
     def has(self, live: LiveRequest) -> bool:
         return self._live.get(live.request_id) is live
 
-    def take(self, live: LiveRequest) -> None:
-        request = live.request
-        output = request.n * self.lengths.predict(0, request.max_tokens)
-        live.predicted_total = len(request.prompt_ids) + output
+    def take(self, live: LiveRequest, prediction: Prediction | None = None) -> None:
+        """Where nothing is predicted of it yet, that is done here."""
+        live.prediction = prediction or self.predictor.predict(live.request, live.arrived)
         live.observe(self.observer.of_class(live.priority))
         if self.tracer.wants(live.request.trace):
             live.journal = Journal()
@@ -123,12 +123,19 @@ class Custody:
         if entry.state is State.FINISHED:
             self.counters.completed += 1
             for choice in live.choices:
-                self.lengths.note(len(choice.output))
+                self._note_length(live, len(choice.output))
         self.counters.failed += entry.state is State.FAILED
         self.close_as(live, entry)
         if entry.state.is_final and entry.gateway == self.router_id:
             self.recent.end(live)
             self._trace(live)
+
+    def _note_length(self, live: LiveRequest, num_tokens: int) -> None:
+        """An output ended."""
+        if self.predictor.note(live.prediction, num_tokens) and self.predictor.trust is not None:
+            trust = self.predictor.trust
+            event = "predictions trusted" if trust.is_trusted else "predictions not trusted"
+            log.warning(event, tau=round(trust.tau, 3))
 
     def _trace(self, live: LiveRequest) -> None:
         if live.journal is not None:

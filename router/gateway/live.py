@@ -19,6 +19,7 @@ from router.gateway.journal import Journal
 from router.gateway.observer import NOBODY, ClassObserver
 from router.gateway.output import Output
 from router.ledger.entry import Append, Entry, State, Stored, StoredChoice, Tally
+from router.prediction.predictor import NOTHING
 
 
 class Phase(Enum):
@@ -75,8 +76,8 @@ class LiveRequest:
         #: workers that it lost in a row, without a token in between
         self.losses_in_a_row = 0
         self._num_tokens_at_loss = -1
-        #: tokens of its prompt and all its outputs, as predicted when it came here
-        self.predicted_total = 0
+        #: of its outputs, made when it came here
+        self.prediction = NOTHING
         #: times that it was moved because it was preempted
         self.num_moved = 0
         #: the leader has had it before
@@ -128,6 +129,16 @@ class LiveRequest:
         """Ledger time by which its end or its first token is wanted; infinite: none."""
         deadline = self.request.deadline
         return min(inf if deadline is None else deadline, self.ttft_deadline)
+
+    @property
+    def predicted_total(self) -> int:
+        """Tokens of its prompt and all its outputs, as predicted when it came here."""
+        return self.prediction.total_tokens(self.request)
+
+    @property
+    def predicted_rank(self) -> float:
+        """Of its outputs among those predicted lately."""
+        return self.prediction.rank
 
     @property
     def attempts(self) -> int:

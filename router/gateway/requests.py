@@ -54,6 +54,7 @@ from router.gateway.tracer import NO_TRACES, Tracer
 from router.ledger.base import Ledger, Membership, Opened, Page, Position
 from router.ledger.config import DEFAULTS
 from router.ledger.entry import Dispatch, Entry, Event, State, Stored
+from router.prediction.predictor import Prediction, Predictor
 
 log = logs.get(__name__)
 
@@ -80,10 +81,20 @@ class Requests:
         self._line = line
         self._max_queued = config.max_queued
         self._ledger_health = LedgerHealth(memory_limit)
+        #: ledger time less that of our clock
+        self._ledger_ahead_s = 0.0
+        self.predictor = Predictor(model.tokenizer, model.name, config.predictor_min_tau)
         self._recent = Recent(config.reassert)
         self.quotas = Quotas(ledger, limits_of)
         self._custody = Custody(
-            router_id, ledger, self._ledger_health, self._recent, self.quotas, observer, tracer
+            router_id,
+            ledger,
+            self._ledger_health,
+            self._recent,
+            self.quotas,
+            self.predictor,
+            observer,
+            tracer,
         )
         self.attempts = Attempts(config, self._custody, workers, line, self.adopt_soon)
         self._patience = Patience(config.grace, self.attempts)
@@ -137,13 +148,14 @@ class Requests:
     ) -> LiveRequest | None:
         """None of one that the ledger has already."""
         is_charged = await self._charge(request)
-        reservation, has_begun = self.attempts.reserve(request, timeout_s), False
+        prediction = self.predictor.predict(request, now() + self._ledger_ahead_s)
+        reservation, has_begun = self.attempts.reserve(request, timeout_s, prediction), False
         try:
             dispatch = None if reservation is None else reservation.dispatch
             opened = await self._open_in_ledger(request, timeout_s, is_charged, dispatch)
             if not opened.created:
                 return None
-            live = self._begin(request, opened.entry, timeout_s, began)
+            live = self._begin(request, opened.entry, timeout_s, began, prediction)
             if reservation is not None:
                 has_begun = self.attempts.begin(live, opened.entry, reservation)
         finally:
@@ -193,12 +205,17 @@ class Requests:
         return True
 
     def _begin(
-        self, request: Request, entry: Entry, timeout_s: float | None, began: float
+        self,
+        request: Request,
+        entry: Entry,
+        timeout_s: float | None,
+        began: float,
+        prediction: Prediction,
     ) -> LiveRequest:
         if timeout_s is not None:
             request = replace(request, deadline=entry.arrived + timeout_s)
         live = begun(request, entry, self._model.tokenizer)
-        self._custody.take(live)
+        self._custody.take(live, prediction)
         if live.journal is not None:
             live.journal.accepted(now() - began)
         self._custody.observer.of_class(live.priority).accepted(len(request.prompt_ids))
@@ -319,6 +336,7 @@ class Requests:
     def ledger_answered(self, membership: Membership) -> None:
         """To this router's beat."""
         self._ledger_health.answered(membership)
+        self._ledger_ahead_s = membership.now - now()
 
     def ledger_failed(self) -> None:
         """It did not answer a beat."""

@@ -8,9 +8,9 @@ from math import inf
 from everlift.messages import Request
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
-from router.admission.predictor import OutputLengths
 from router.gateway.choice import Choice
 from router.gateway.live import LiveRequest
+from router.prediction.predictor import Prediction
 
 
 def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
@@ -53,10 +53,9 @@ def _sampling(live: LiveRequest, choice: Choice) -> SamplingParams:
     return replace(sampling, prompt_logprobs=None)
 
 
-def waiting(
-    live: LiveRequest, lengths: OutputLengths, moves_left: int, is_suspect: bool
-) -> session_pb2.Waiting:
+def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:
     request, unfinished = live.request, live.unfinished
+    forecast = live.prediction.forecast
     return session_pb2.Waiting(
         request_id=request.request_id,
         arrived=live.arrived,
@@ -72,9 +71,10 @@ def waiting(
         moves_left=moves_left,
         suspect=is_suspect,
         predicted_tokens=sum(
-            lengths.predict(len(choice.output), request.max_tokens) for choice in unfinished
+            forecast.to_come(len(choice.output), request.max_tokens) for choice in unfinished
         ),
         predicted_total=live.predicted_total,
+        predicted_rank=live.predicted_rank,
     )
 
 
@@ -82,25 +82,24 @@ def arriving(
     request: Request,
     arrived: float,
     timeout_s: float | None,
-    lengths: OutputLengths,
+    prediction: Prediction,
     moves_left: int,
 ) -> session_pb2.Waiting:
     """Of a request that arrives at this moment in ledger time, as ``waiting`` will have it."""
     target_s = request.ttft_target_s
-    prompt_tokens = len(request.prompt_ids)
-    predicted_tokens = request.n * lengths.predict(0, request.max_tokens)
     return session_pb2.Waiting(
         request_id=request.request_id,
         arrived=arrived,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=len(request.prompt_ids),
         max_tokens=request.max_tokens * request.n,
         choices=request.n,
         priority=request.priority,
         deadline=0.0 if timeout_s is None else arrived + timeout_s,
         ttft_deadline=0.0 if target_s is None else arrived + target_s,
         moves_left=moves_left,
-        predicted_tokens=predicted_tokens,
-        predicted_total=prompt_tokens + predicted_tokens,
+        predicted_tokens=prediction.output_tokens(request),
+        predicted_total=prediction.total_tokens(request),
+        predicted_rank=prediction.rank,
     )
 
 
@@ -117,6 +116,7 @@ def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
         choices=len(live.unfinished),
         due=_moment(live.due),
         predicted_total=live.predicted_total,
+        predicted_rank=live.predicted_rank,
     )
 
 

@@ -166,6 +166,30 @@ _REQUESTS = (
     ),
 )
 
+#: Of what a router predicts.
+_PREDICTIONS = (
+    Metric(
+        "everlift_predictor_trusted",
+        "gauge",
+        "",
+        "1 while outputs' lengths are predicted by a model whose tau is high enough.",
+    ),
+    Metric(
+        "everlift_predictor_tau",
+        "gauge",
+        "",
+        "Kendall's tau between the predicted and the actual lengths of the last 500 outputs that "
+        "ended at this router, as training found it until 100 did; absent without a model.",
+    ),
+    Metric(
+        "everlift_predictor_coverage_ratio",
+        "gauge",
+        "ratio",
+        "Part of these outputs that stayed within a predicted quantile; absent until one ended.",
+        ("quantile",),
+    ),
+)
+
 #: Of the ledger, as a router sees it.
 _LEDGER = (
     Metric(
@@ -402,5 +426,6 @@ _WORKERS = (
 )
 
 CATALOGUE: dict[str, Metric] = {
-    metric.name: metric for metric in (*_REQUESTS, *_LEDGER, *_ROUTER, *_CLUSTER, *_WORKERS)
+    metric.name: metric
+    for metric in (*_REQUESTS, *_PREDICTIONS, *_LEDGER, *_ROUTER, *_CLUSTER, *_WORKERS)
 }

@@ -12,12 +12,15 @@ from everlift.v1 import inference_pb2, session_pb2
 from router.admission.worker_view import WorkerView
 from router.gateway.custody import Counters
 from router.metrics.catalogue import CATALOGUE
+from router.prediction.model import QUANTILES
+from router.prediction.predictor import Predictor
 
 
 class Requests(Protocol):
     """This router's requests, as far as metrics need them."""
 
     counters: Counters
+    predictor: Predictor
 
     def __len__(self) -> int: ...
 
@@ -68,6 +71,7 @@ class StateCollector:
     def collect(self) -> Iterator[Family]:
         for values in (self._of_requests(), self._of_ledger(), self._of_router()):
             yield from map(_single, values, values.values())
+        yield from self._of_predictor()
         load = self._leader.load()
         for name, value in _of_cluster(load or session_pb2.ClusterLoad()).items():
             yield _single(name, value) if load is not None else family(name)
@@ -83,6 +87,23 @@ class StateCollector:
             "everlift_preemptions_total": counters.preempted,
             "everlift_recomputed_tokens_total": counters.recomputed_tokens,
         }
+
+    def _of_predictor(self) -> Iterable[Family]:
+        trust = self._requests.predictor.trust
+        trusted, tau, coverage = map(
+            family,
+            (
+                "everlift_predictor_trusted",
+                "everlift_predictor_tau",
+                "everlift_predictor_coverage_ratio",
+            ),
+        )
+        add(trusted, (), trust is not None and trust.is_trusted)
+        if trust is not None:
+            add(tau, (), trust.tau)
+            for quantile, part in zip(QUANTILES, trust.coverage, strict=False):
+                add(coverage, (f"{quantile:g}",), part)
+        return trusted, tau, coverage
 
     def _of_ledger(self) -> Mapping[str, float]:
         status = self._requests.ledger_status()

@@ -21,6 +21,8 @@ WITHOUT = {
     "everlift_worker_gpu_utilization_ratio": "a GPU",
     "everlift_worker_predicted_step_seconds": "enough steps",
     "everlift_worker_step_prediction_error_ratio": "enough steps",
+    "everlift_predictor_tau": "a predictor",
+    "everlift_predictor_coverage_ratio": "a predictor",
 }
 LABEL_VALUES = {
     "outcome": set(OUTCOMES),

@@ -725,6 +725,7 @@ class Waiting(google.protobuf.message.Message):
     SUSPECT_FIELD_NUMBER: builtins.int
     PREDICTED_TOKENS_FIELD_NUMBER: builtins.int
     PREDICTED_TOTAL_FIELD_NUMBER: builtins.int
+    PREDICTED_RANK_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """ledger time in seconds; the key under which it queues, kept over requeues"""
@@ -753,6 +754,8 @@ class Waiting(google.protobuf.message.Message):
     """that will still be generated, of all choices"""
     predicted_total: builtins.int
     """tokens of the prompt and all outputs, as predicted when it came"""
+    predicted_rank: builtins.float
+    """of all its outputs among those predicted lately, from 0 to 1, when it came"""
     def __init__(
         self,
         *,
@@ -771,8 +774,9 @@ class Waiting(google.protobuf.message.Message):
         suspect: builtins.bool = ...,
         predicted_tokens: builtins.int = ...,
         predicted_total: builtins.int = ...,
+        predicted_rank: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 
@@ -793,6 +797,7 @@ class Running(google.protobuf.message.Message):
     CHOICES_FIELD_NUMBER: builtins.int
     DUE_FIELD_NUMBER: builtins.int
     PREDICTED_TOTAL_FIELD_NUMBER: builtins.int
+    PREDICTED_RANK_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
@@ -809,6 +814,8 @@ class Running(google.protobuf.message.Message):
     """ledger time by which its end or its first token is wanted; 0: none"""
     predicted_total: builtins.int
     """as of what waits"""
+    predicted_rank: builtins.float
+    """as of what waits"""
     def __init__(
         self,
         *,
@@ -823,8 +830,9 @@ class Running(google.protobuf.message.Message):
         choices: builtins.int = ...,
         due: builtins.float = ...,
         predicted_total: builtins.int = ...,
+        predicted_rank: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "predicted_total", b"predicted_total", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_total", b"predicted_total", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Running: typing_extensions.TypeAlias = Running
 

@@ -1,0 +1,64 @@
+"""``everlift train-predictor``: how long outputs become, learnt from those that ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster import config as configuration
+
+EXAMPLES = """
+**Examples**
+
+- `everlift train-predictor lengths.json`, then
+  `everlift up --set router.predictor=lengths.json`
+- `everlift train-predictor lengths.json --keep monday.jsonl` keeps what it learnt from, without
+  prompts, for longer than the ledger does
+- `everlift train-predictor lengths.json --examples monday.jsonl --examples tuesday.jsonl`
+"""
+
+
+def train_predictor(
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="Where routers find it.")],
+    examples: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="JSONL", help="Outputs that ended. Default: those of the ledger."),
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="JSONL", help="Write down what is learnt from.")
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Requests of the ledger, the newest ones.")
+    ] = 50_000,
+    ledger: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Default: the configuration's, or the one that runs here."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="Settings in YAML.")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. model=org/name."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The report, for programs.")] = False,
+) -> None:
+    """Learn how long outputs become, and say how well it is learnt. Routers take a new file within
+    a second or two."""
+    from cluster.prediction.run import train
+    from cluster.prediction.view import table
+
+    loaded = configuration.load(config, os.environ, assignments or ())
+    report = asyncio.run(train(loaded, out, keep, examples or (), ledger, limit))
+    if as_json:
+        typer.echo(json.dumps(report.plain()))
+    else:
+        Console(highlight=False).print(table(report))

@@ -1,0 +1,154 @@
+"""Outputs that ended, and what was asked of them: of the ledger, or of a file.
+
+A file has an example a line, as JSON, in one of two forms:
+
+    {"prompt": "...", "output_tokens": 57}         and what else is known of the request
+    {"static": [...], "groups": [...], ...}        what is made of it: no prompt, no names
+
+``arrived`` is ledger time in seconds. ``expected_tokens`` is the length that who made the example
+knew to expect, which nobody can predict better; ``application`` is for the report alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from everlift.errors import EverliftError, UnknownRequest
+from everlift.settings import SettingsError
+from router.gateway.model import ServedModel
+from router.ledger.base import MOST_LISTED, Page, Position
+from router.ledger.entry import State, Stored
+from router.prediction.asked import GROUPS, STATIC, Asked, asked, asked_of
+
+#: Requests whose records are asked for at once.
+_AT_ONCE = 64
+#: What may be said beside a prompt.
+_DEFAULTS: dict[str, Any] = {
+    "max_tokens": 1 << 20,
+    "choices": 1,
+    "temperature": 1.0,
+    "stops": 0,
+    "has_grammar": False,
+    "min_tokens": 0,
+    "tenant": "",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One output of a request."""
+
+    asked: Asked
+    output_tokens: int
+    application: str = ""
+    expected_tokens: float | None = None
+
+    @property
+    def prompt_tokens(self) -> float:
+        """Their logarithm: it has the same order."""
+        return self.asked.static[0]
+
+    def line(self) -> str:
+        """Of a file, without a prompt."""
+        plain = {**self.asked._asdict(), "output_tokens": self.output_tokens}
+        plain["arrived"] = plain.pop("moment")
+        optional = {"application": self.application, "expected_tokens": self.expected_tokens}
+        return json.dumps(plain | {name: it for name, it in optional.items() if it})
+
+
+def from_lines(lines: Iterable[str], model: ServedModel) -> list[Example]:
+    """Raises SettingsError, which names the line and quotes nothing of it."""
+    examples = []
+    for number, line in enumerate(lines, 1):
+        try:
+            examples.append(_from_line(json.loads(line), model))
+        except (ValueError, TypeError, KeyError, OverflowError, EverliftError) as error:
+            kind = f"{error} is missing" if isinstance(error, KeyError) else type(error).__name__
+            raise SettingsError(f"line {number} is no example: {kind}") from None
+    return examples
+
+
+def _from_line(plain: Any, model: ServedModel) -> Example:
+    if not isinstance(plain, dict):
+        raise TypeError("no object")
+    expected = plain.get("expected_tokens")
+    return Example(
+        _asked(plain) if "static" in plain else _asked_by_prompt(plain, model),
+        max(1, int(plain["output_tokens"])),
+        str(plain.get("application", "")),
+        None if expected is None else float(expected),
+    )
+
+
+def _asked(plain: dict[str, Any]) -> Asked:
+    static = tuple(float(each) for each in plain["static"])
+    groups = tuple(str(each) for each in plain["groups"])
+    if (len(static), len(groups)) != (len(STATIC), len(GROUPS)) or not any(groups):
+        raise ValueError("written by another version")
+    max_tokens, choices = int(plain["max_tokens"]), int(plain["choices"])
+    return Asked(static, groups, max_tokens, choices, float(plain["arrived"]))
+
+
+def _asked_by_prompt(plain: dict[str, Any], model: ServedModel) -> Asked:
+    said = {name: type(it)(plain.get(name, it)) for name, it in _DEFAULTS.items()}
+    prompt_ids, arrived = model.encode(str(plain["prompt"])), float(plain["arrived"])
+    return asked_of(prompt_ids, model.tokenizer, moment=arrived, **said)
+
+
+class Requests(Protocol):
+    """A ledger, as far as it is read here."""
+
+    async def list_requests(
+        self,
+        tenant: str,
+        *,
+        states: Sequence[State] = (),
+        limit: int = MOST_LISTED,
+        before: Position | None = None,
+    ) -> Page: ...
+
+    async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored: ...
+
+
+async def from_ledger(ledger: Requests, model: ServedModel, limit: int) -> list[Example]:
+    """Of up to ``limit`` requests that finished, the newest ones, less those that nothing but their
+    max_tokens could end. Raises LedgerUnavailable."""
+    examples = []
+    async for page in _pages(ledger, limit):
+        for start in range(0, len(page), _AT_ONCE):
+            part = page[start : start + _AT_ONCE]
+            for found in await asyncio.gather(*(_read(ledger, *each) for each in part)):
+                examples += _of_request(found, model) if found is not None else []
+    return examples
+
+
+async def _pages(ledger: Requests, limit: int) -> AsyncIterator[list[tuple[str, tuple[int, ...]]]]:
+    last: Position | None = None
+    while limit > 0:
+        page = await ledger.list_requests(
+            "", states=[State.FINISHED], limit=min(limit, MOST_LISTED), before=last
+        )
+        yield [(entry.request_id, entry.num_tokens) for entry in page.entries]
+        limit, last = limit - len(page.entries), page.last
+        if last is None:
+            return
+
+
+async def _read(ledger: Requests, request_id: str, num_tokens: tuple[int, ...]) -> Stored | None:
+    """None of one that expired meanwhile. Of outputs no token is read."""
+    try:
+        return await ledger.read(request_id, num_tokens)
+    except UnknownRequest:
+        return None
+
+
+def _of_request(stored: Stored, model: ServedModel) -> list[Example]:
+    request = stored.request
+    if request.model != model.name or not (request.stop or request.stop_token_ids):
+        return []
+    what = asked(request, model.tokenizer, stored.entry.arrived)
+    return [Example(what, max(1, count), what.narrowest) for count in stored.entry.num_tokens]

@@ -1,0 +1,92 @@
+"""From outputs that ended, in files or in a ledger, to a file that routers read."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.config import Config
+from cluster.errors import ClusterFailed
+from cluster.prediction.examples import Example, from_ledger, from_lines
+from cluster.prediction.report import Report
+from cluster.prediction.training import trained
+from everlift import model_files
+from everlift.settings import SettingsError
+from router.gateway.model import ServedModel
+from router.ledger.config import EMBEDDED
+from router.ledger.embedded import running_url
+from router.ledger.redis_ledger import connect
+
+
+async def train(
+    config: Config,
+    out: Path,
+    keep: Path | None,
+    files: Sequence[Path],
+    ledger_url: str | None,
+    limit: int,
+) -> Report:
+    """What is learnt from is written to ``keep`` too. Raises SettingsError, ClusterFailed,
+    ModelUnavailable, UnknownModel, LedgerSetupError, LedgerUnavailable, OSError."""
+    model, found = await _found(config, files, ledger_url, limit)
+    if keep is not None:
+        _write(keep, "".join(f"{each.line()}\n" for each in found))
+    text, report = trained(model.name, found)
+    _write(out, text)
+    return report
+
+
+async def _found(
+    config: Config, files: Sequence[Path], ledger_url: str | None, limit: int
+) -> tuple[ServedModel, list[Example]]:
+    """By arrival."""
+    await model_files.fetch(config.model, config.model_revision, weights=False)
+    model = ServedModel.load(config.model, config.model_revision)
+    if files:
+        found = [each for file in files for each in _of_file(file, model)]
+    else:
+        found = await _of_ledger(config, ledger_url, model, limit)
+    return model, sorted(found, key=lambda each: each.asked.moment)
+
+
+def _of_file(file: Path, model: ServedModel) -> list[Example]:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            return from_lines(lines, model)
+    except UnicodeDecodeError:
+        raise SettingsError(f"{file} is not UTF-8") from None
+    except SettingsError as error:
+        raise SettingsError(f"{file}: {error}") from None
+
+
+async def _of_ledger(
+    config: Config, url: str | None, model: ServedModel, limit: int
+) -> list[Example]:
+    url = url or config.ledger.url
+    if url == EMBEDDED:
+        url = running_url(config.state_dir)
+    if url is None:
+        raise ClusterFailed(f"no ledger has ever run on {config.state_dir}: name one by --ledger")
+    ledger = await connect(replace(config.ledger, url=url))
+    try:
+        return await from_ledger(ledger, model, limit)
+    finally:
+        await ledger.close()
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole, or not at all: routers may be reading it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        # As a file that is made without care: routers may be somebody else's processes.
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,46 @@
+"""What became of predictions, taken into account in the next ones. Pure.
+
+Each quantile of each group has a shift of its logarithm. After every output it goes up by
+rate * q where the output was longer, and down by rate * (1 - q) where it was not: so the part of
+outputs within it tends to q whatever the model says and the outputs do (Gibbs and Candes, adaptive
+conformal inference, arXiv 2106.00170). Over n outputs in a row of a group it is off by at most
+
+    (r + rate) / (rate * n)
+
+where r is how far the shift has to go: the range of ln(output / predicted).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+#: Of a shift, natural logarithm: an output that is longer than the median moves it by 2.5 %.
+RATE = 0.05
+#: Groups that have shifts of their own; then those that were not heard of for longest lose them.
+_MOST = 4096
+
+
+class Corrections:
+    def __init__(self, quantiles: Sequence[float]) -> None:
+        self._quantiles = tuple(quantiles)
+        self._all = [0.0] * len(self._quantiles)
+        self._shifts: OrderedDict[str, list[float]] = OrderedDict()
+
+    def apply(self, group: str, logs: Sequence[float]) -> list[float]:
+        """Of the quantiles' logarithms. A group of which nothing ended yet is shifted as the others
+        are by and large."""
+        shifts = self._shifts.get(group, self._all)
+        return [each + shift for each, shift in zip(logs, shifts, strict=True)]
+
+    def note(self, group: str, corrected: Sequence[float], log_length: float) -> None:
+        """An output ended of which ``corrected`` was predicted."""
+        if group not in self._shifts:
+            self._shifts[group] = list(self._all)
+            if len(self._shifts) > _MOST:
+                self._shifts.popitem(last=False)
+        self._shifts.move_to_end(group)
+        shifts = self._shifts[group]
+        for place, quantile in enumerate(self._quantiles):
+            shifts[place] += RATE * ((log_length > corrected[place]) - (1 - quantile))
+            self._all[place] += RATE * (shifts[place] - self._all[place])

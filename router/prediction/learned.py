@@ -1,0 +1,64 @@
+"""A trained model at work: asked, and told what came. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, log
+from statistics import NormalDist
+
+from router.prediction.asked import Asked
+from router.prediction.corrections import Corrections
+from router.prediction.forecast import Forecast
+from router.prediction.histories import Histories
+from router.prediction.model import QUANTILES, Model
+from router.prediction.trust import Trust
+
+#: Standard deviations between the two quantiles of a normal distribution.
+_APART = NormalDist().inv_cdf(QUANTILES[1]) - NormalDist().inv_cdf(QUANTILES[0])
+#: Of a length in tokens, natural logarithms.
+_SHORTEST, _LONGEST = 0.0, log(1 << 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What was predicted of a request's outputs, believed or not: ``logs``, the
+    corrected quantiles' natural logarithms, and the ``forecast`` that follows from them."""
+
+    asked: Asked
+    logs: tuple[float, ...]
+    forecast: Forecast
+
+    @property
+    def tokens(self) -> int:
+        """That are expected of an output."""
+        return self.forecast.to_come(0, self.asked.max_tokens)
+
+
+class Learned:
+    def __init__(self, model: Model, histories: Histories, min_tau: float) -> None:
+        """``histories`` are what ended until now."""
+        self._forest = model.forest
+        self._histories = histories
+        self._corrections = Corrections(QUANTILES)
+        self.trust = Trust(min_tau, model.tau)
+
+    def guess(self, asked: Asked) -> Guess:
+        logs = self._forest.sums(self._histories.features(asked))
+        corrected = tuple(self._corrections.apply(asked.narrowest, logs))
+        return Guess(asked, corrected, _forecast(corrected))
+
+    def note(self, guess: Guess, num_tokens: int) -> None:
+        """An output ended."""
+        log_length = log(max(1, num_tokens))
+        group = guess.asked.narrowest
+        self._histories.note(guess.asked, log_length)
+        self._corrections.note(group, guess.logs, log_length)
+        within = [log_length <= each for each in guess.logs]
+        self.trust.note(guess.tokens, within, num_tokens)
+
+
+def _forecast(logs: Sequence[float]) -> Forecast:
+    """With these quantiles."""
+    low, high = sorted(min(max(_SHORTEST, each), _LONGEST) for each in logs)
+    return Forecast(exp(low), (high - low) / _APART)

@@ -1,0 +1,106 @@
+"""How long the outputs of a router's requests become. Pure.
+
+    a request  --predict-->  Prediction  ...  its outputs end  --note-->  what the next ones learn
+
+Without a model, and while tau says that its order is worth nothing, every output that may end by
+itself is expected to be as long as the last ones were by and large.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everlift.messages import Request
+from everlift.text import Tokenizer
+from router.prediction.asked import asked
+from router.prediction.forecast import Forecast
+from router.prediction.histories import Histories
+from router.prediction.learned import Guess, Learned
+from router.prediction.model import Model
+from router.prediction.output_lengths import OutputLengths
+from router.prediction.recent_ranks import RecentRanks
+from router.prediction.trust import Trust
+
+#: Where nothing tells requests apart: the middle.
+_NO_RANK = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of each output of a request the ``forecast``, which knows nothing of its ``max_tokens``;
+    ``rank`` is the part of the requests lately whose outputs together are shorter."""
+
+    forecast: Forecast
+    rank: float = _NO_RANK
+    guess: Guess | None = None
+    #: who made the guess
+    learned: Learned | None = None
+    #: nothing but its ``max_tokens`` ends it
+    is_certain: bool = False
+
+    def output_tokens(self, request: Request) -> int:
+        """Of all its outputs."""
+        return request.n * self.forecast.to_come(0, request.max_tokens)
+
+    def total_tokens(self, request: Request) -> int:
+        """Of its prompt and all its outputs."""
+        return len(request.prompt_ids) + self.output_tokens(request)
+
+
+#: Before anything is predicted.
+NOTHING = Prediction(Forecast(0.0), is_certain=True)
+
+
+class Predictor:
+    def __init__(self, tokenizer: Tokenizer, served: str, min_tau: float) -> None:
+        """``served`` is the served model's name. Below ``min_tau`` predictions are not trusted."""
+        self._tokenizer = tokenizer
+        self._served = served
+        self._min_tau = min_tau
+        self._lengths = OutputLengths()
+        self._histories = Histories()
+        self._ranks = RecentRanks()
+        self._learned: Learned | None = None
+
+    @property
+    def trust(self) -> Trust | None:
+        """None while there is no model."""
+        return None if self._learned is None else self._learned.trust
+
+    def load(self, model: Model) -> None:
+        """It predicts from now on. Raises ValueError where it is of another model's outputs."""
+        if model.served != self._served:
+            raise ValueError(f"is of {model.served!r}, and {self._served!r} is served")
+        self._histories.learn(model.histories)
+        self._learned = Learned(model, self._histories, self._min_tau)
+
+    def predict(self, request: Request, moment: float) -> Prediction:
+        """``moment`` is ledger time in seconds."""
+        if not request.stop and not request.stop_token_ids:
+            forecast = Forecast(request.max_tokens)
+            return Prediction(forecast, self._rank(request, forecast), is_certain=True)
+        if self._learned is None:
+            return Prediction(Forecast(self._lengths.mean))
+        guess = self._learned.guess(asked(request, self._tokenizer, moment))
+        if not self._learned.trust.is_trusted:
+            return Prediction(Forecast(self._lengths.mean), guess=guess, learned=self._learned)
+        rank = self._rank(request, guess.forecast)
+        return Prediction(guess.forecast, rank, guess, self._learned)
+
+    def _rank(self, request: Request, forecast: Forecast) -> float:
+        if self._learned is None or not self._learned.trust.is_trusted:
+            return _NO_RANK
+        return self._ranks.rank(request.n * forecast.to_come(0, request.max_tokens))
+
+    def note(self, prediction: Prediction, num_tokens: int) -> bool:
+        """An output ended, by itself or by its ``max_tokens``. Whether others are trusted from now
+        on, or are not any more."""
+        if prediction.is_certain:
+            return False
+        self._lengths.note(num_tokens)
+        learned, guess = prediction.learned, prediction.guess
+        if guess is None or learned is None or learned is not self._learned:
+            return False
+        was_trusted = learned.trust.is_trusted
+        learned.note(guess, num_tokens)
+        return learned.trust.is_trusted is not was_trusted

@@ -1,0 +1,59 @@
+"""What was predicted wrongly is predicted less wrongly next time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.prediction.corrections import _MOST, RATE, Corrections
+
+QUANTILES = (0.5, 0.9)
+#: Of lengths and of what is predicted, natural logarithms.
+LOW, HIGH = 0.0, 8.0
+LOGS = st.floats(LOW, HIGH)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(LOGS, LOGS, LOGS), min_size=1, max_size=300))
+def test_whatever_is_predicted_and_comes_coverage_is_off_by_no_more_than_is_promised(
+    outputs: list[tuple[float, float, float]],
+) -> None:
+    corrections = Corrections(QUANTILES)
+    within = [0, 0]
+    for low, high, actual in outputs:
+        corrected = corrections.apply("g", (low, high))
+        corrections.note("g", corrected, actual)
+        within = [count + (actual <= it) for count, it in zip(within, corrected, strict=True)]
+    bound = (HIGH - LOW + RATE) / (RATE * len(outputs))
+    for count, quantile in zip(within, QUANTILES, strict=True):
+        assert abs(count / len(outputs) - quantile) <= bound + 1e-9
+
+
+def test_a_template_that_became_longer_is_followed_and_others_are_not_disturbed() -> None:
+    corrections, dice = Corrections(QUANTILES), random.Random(3)
+    for _ in range(400):
+        for group, mean in (("longer", 6.0), ("as before", 3.0)):
+            corrected = corrections.apply(group, (3.0, 3.9))
+            corrections.note(group, corrected, dice.gauss(mean, 0.5))
+    assert corrections.apply("longer", (3.0, 3.9))[0] == pytest.approx(6.0, abs=0.3)
+    assert corrections.apply("as before", (3.0, 3.9))[0] == pytest.approx(3.0, abs=0.3)
+
+
+def test_a_group_of_which_nothing_ended_is_shifted_as_others_are() -> None:
+    corrections = Corrections(QUANTILES)
+    assert corrections.apply("new", (3.0, 4.0)) == [3.0, 4.0]
+    for number in range(4000):
+        group = f"g{number % 5}"
+        corrections.note(group, corrections.apply(group, (3.0, 4.0)), 5.0 + number % 2)
+    assert 1.5 < corrections.apply("new", (3.0, 4.0))[0] - 3.0 < 3.5
+
+
+def test_so_many_groups_are_remembered_and_no_more() -> None:
+    corrections = Corrections(QUANTILES)
+    for number in range(_MOST + 10):
+        corrections.note(str(number), (3.0, 4.0), 5.0)
+    assert len(corrections._shifts) == _MOST
+    assert "9" not in corrections._shifts and "10" in corrections._shifts

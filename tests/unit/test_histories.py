@@ -1,0 +1,71 @@
+"""What ended before, of those like a request."""
+
+from __future__ import annotations
+
+import random
+from statistics import fmean, pvariance
+
+import pytest
+
+from router.prediction.asked import Asked
+from router.prediction.histories import _MOST, FEATURES, Histories, History
+
+
+def asked(*groups: str) -> Asked:
+    return Asked((), groups, max_tokens=100, choices=1, moment=0.0)
+
+
+def told(histories: Histories, *groups: str) -> dict[str, float]:
+    names = FEATURES[-3 * len(groups) :]
+    return dict(zip(names, histories.features(asked(*groups)), strict=True))
+
+
+def test_a_history_has_mean_and_variance_of_what_came() -> None:
+    dice, history = random.Random(1), History()
+    values = [dice.gauss(5, 2) for _ in range(50)]
+    for value in values:
+        history = history.with_one(value)
+    assert history.mean == pytest.approx(fmean(values))
+    assert history.variance == pytest.approx(pvariance(values) + 1 / 50)
+
+
+def test_a_history_follows() -> None:
+    history = History()
+    for value in [1.0] * 500 + [9.0] * 500:
+        history = history.with_one(value)
+    assert history.mean == pytest.approx(9.0, abs=0.01)
+
+
+def test_a_group_of_which_nothing_ended_is_as_the_one_around_it() -> None:
+    histories = Histories()
+    for _ in range(10):
+        histories.note(asked("acme", "", ""), 3.0)
+        histories.note(asked("acme", "o", "t"), 7.0)
+        histories.note(asked("shop", "", ""), 1.0)
+    known = told(histories, "acme", "o", "t")
+    assert known["template_log_mean"] == known["opening_log_mean"] == 7.0
+    assert known["tenant_log_mean"] == 5.0
+    new = told(histories, "acme", "new", "new")
+    assert new["template_log_mean"] == 5.0 and new["template_log_count"] == 0
+    assert told(histories, "new", "", "")["tenant_log_mean"] == pytest.approx(11 / 3, abs=0.01)
+
+
+def test_so_many_groups_are_remembered_and_no_more() -> None:
+    histories = Histories()
+    for number in range(_MOST + 5):
+        histories.note(asked(str(number)), 1.0)
+    groups = histories.told()
+    assert len(groups) == _MOST + 1
+    assert "4" not in groups and "5" in groups
+
+
+def test_what_is_learnt_from_a_file_takes_nothing_from_what_is_known() -> None:
+    histories = Histories()
+    histories.note(asked("acme"), 2.0)
+    histories.learn({"all": History(9, 4.0, 1.0), "acme": History(9, 8.0, 1.0), "new": History(3)})
+    assert histories.told()["acme"].mean == 2.0
+    assert histories.told()["all"].mean == 2.0
+    assert histories.told()["new"] == History(3)
+    fresh = Histories()
+    fresh.learn(histories.told())
+    assert fresh.told() == histories.told()

@@ -1,0 +1,139 @@
+"""A router's predictor: what it says of a request, and what it learns when its outputs end."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+
+import pytest
+
+from router.prediction.model import Model
+from router.prediction.predictor import Predictor
+from router.prediction.rank_correlation import kendall_tau
+from tests import mixes
+from tests.mixes import Drawn
+from tests.prediction_support import learnt, mixed, predictor, request, served
+
+
+def told(predictor: Predictor, requests: list[Drawn], factor: float = 1.0) -> list[int]:
+    """What is predicted of each, all before it having ended, ``factor`` times as long."""
+    tokens = []
+    for it in requests:
+        prediction = predictor.predict(request(it), it.arrived)
+        tokens.append(prediction.output_tokens(request(it)))
+        predictor.note(prediction, max(1, round(factor * it.output_tokens)))
+    return tokens
+
+
+def by_chance(predictor: Predictor, requests: list[Drawn], seed: int = 0) -> None:
+    """Outputs end that are as long as those of other requests."""
+    dice = random.Random(seed)
+    for it in requests:
+        predictor.note(
+            predictor.predict(request(it), it.arrived), dice.choice(requests).output_tokens
+        )
+
+
+def test_without_a_model_outputs_are_as_long_as_those_before_them() -> None:
+    bare = predictor(is_loaded=False)
+    long, short = mixed(3, 2)
+    for tokens in (10, 20, 60):
+        bare.note(bare.predict(request(long), 0.0), tokens)
+    predictions = [bare.predict(request(it), 0.0) for it in (long, short)]
+    assert [it.output_tokens(request(long)) for it in predictions] == [30, 30]
+    assert [it.rank for it in predictions] == [0.5, 0.5]
+    assert bare.trust is None
+
+
+def test_of_all_choices_and_the_prompt() -> None:
+    bare, (it,) = predictor(is_loaded=False), mixed(3, 1)
+    three = request(it, n=3, max_tokens=7)
+    prediction = bare.predict(three, 0.0)
+    assert prediction.output_tokens(three) == 21
+    assert prediction.total_tokens(three) == 21 + len(three.prompt_ids)
+
+
+def test_what_nothing_but_its_max_tokens_ends_is_certain_and_teaches_nothing() -> None:
+    bare, (it,) = predictor(is_loaded=False), mixed(3, 1)
+    endless = request(it, stop_token_ids=(), max_tokens=5000)
+    prediction = bare.predict(endless, 0.0)
+    assert prediction.output_tokens(endless) == 5000
+    bare.note(prediction, 5000)
+    assert bare.predict(request(it), 0.0).output_tokens(request(it)) == 128
+
+
+def test_a_model_predicts_in_an_order_like_that_of_what_comes() -> None:
+    requests = mixed(5, 600)
+    tau = kendall_tau([*zip(told(predictor(), requests), lengths(requests), strict=True)])
+    oracle = kendall_tau([(it.mean_tokens, it.output_tokens) for it in requests])
+    assert tau >= 0.85 * oracle > 0.6
+
+
+def lengths(requests: list[Drawn]) -> list[int]:
+    return [it.output_tokens for it in requests]
+
+
+def test_a_rank_is_of_all_outputs_together() -> None:
+    made, requests = predictor(), mixed(6, 300)
+    told(made, requests)
+    proofs = next(it for it in requests if it.application == "proofs")
+    sentiment = next(it for it in requests if it.application == "sentiment")
+    assert made.predict(request(sentiment), 0.0).rank < 0.3
+    assert made.predict(request(proofs), 0.0).rank > 0.8
+    assert made.predict(request(sentiment, n=128), 0.0).rank > 0.5
+
+
+def test_when_all_outputs_get_longer_predictions_do() -> None:
+    made, requests = predictor(), mixed(7, 900)
+    tokens = told(made, requests, factor=3.0)
+    late = slice(600, None)
+    assert sum(tokens[late]) == pytest.approx(3 * sum(lengths(requests)[late]), rel=0.35)
+    assert made.trust is not None
+    assert made.trust.coverage == pytest.approx([0.5, 0.9], abs=0.12)
+
+
+def test_a_template_that_no_training_saw_is_known_soon() -> None:
+    new = mixes.Application("new", "acme", "Be terse. " * 20, (mixes.Kind(("{text}",), 700, 0.2),))
+    drawn = mixes.drawn(random.Random(1), [new])
+    made, requests = predictor(), [*islice(drawn, 60)]
+    tokens = told(made, requests)
+    assert tokens[-1] == pytest.approx(700, rel=0.5)
+
+
+def test_predictions_that_are_worth_nothing_become_constant_and_come_back() -> None:
+    made, requests = predictor(), mixed(8, 700)
+    by_chance(made, requests)
+    assert made.trust is not None and not made.trust.is_trusted
+    assert abs(made.trust.tau) < 0.1
+    predictions = [made.predict(request(it), it.arrived) for it in requests[:50]]
+    assert len({it.forecast for it in predictions}) == 1
+    assert {it.rank for it in predictions} == {0.5}
+    told(made, requests)
+    assert made.trust.is_trusted and made.trust.tau > 0.5
+
+
+def test_that_trust_changed_is_said_once() -> None:
+    made, changes = predictor(), 0
+    dice, requests = random.Random(0), mixed(8, 700)
+    for it in requests:
+        prediction = made.predict(request(it), it.arrived)
+        changes += made.note(prediction, dice.choice(requests).output_tokens)
+    assert changes == 1
+
+
+def test_a_new_model_begins_with_what_its_training_found() -> None:
+    made, requests = predictor(), mixed(8, 600)
+    by_chance(made, requests)
+    old = made.predict(request(requests[0]), 0.0)
+    model = Model.parse(learnt()[0])
+    made.load(model)
+    assert made.trust is not None and made.trust.is_trusted and made.trust.tau == model.tau
+    made.note(old, 10)
+    assert made.trust.coverage == []
+
+
+def test_a_model_of_other_outputs_is_refused() -> None:
+    made = Predictor(served().tokenizer, "another", 0.1)
+    with pytest.raises(ValueError, match=r"is of '.+', and 'another' is served"):
+        made.load(Model.parse(learnt()[0]))
+    assert made.trust is None

@@ -1,0 +1,32 @@
+"""Kendall's tau-b, against its definition."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import sqrt
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.prediction.rank_correlation import kendall_tau
+
+
+def by_definition(pairs: list[tuple[float, float]]) -> float:
+    balance = x_told = y_told = 0
+    for (ax, ay), (bx, by) in combinations(pairs, 2):
+        x, y = (ax > bx) - (ax < bx), (ay > by) - (ay < by)
+        balance, x_told, y_told = balance + x * y, x_told + abs(x), y_told + abs(y)
+    return balance / sqrt(x_told * y_told) if x_told and y_told else 0.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=40))
+def test_it_is_what_the_definition_says(pairs: list[tuple[float, float]]) -> None:
+    assert kendall_tau(pairs) == pytest.approx(by_definition(pairs))
+
+
+def test_the_same_order_the_reverse_and_none() -> None:
+    assert kendall_tau([(n, n * n) for n in range(9)]) == 1
+    assert kendall_tau([(n, -n) for n in range(9)]) == -1
+    assert kendall_tau([(1, n) for n in range(9)]) == 0
+    assert kendall_tau([]) == 0
