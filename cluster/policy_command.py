@@ -35,7 +35,7 @@ _Text: TypeAlias = str | None
 
 def policy(
     order: Annotated[
-        _Text, _option("ORDER", "Who leaves first: fifo, deadline, shortest or hrrn.")
+        _Text, _option("ORDER", "Who leaves first: fifo, deadline, shortest, ranked or hrrn.")
     ] = None,
     max_queued: Annotated[_Text, _option("N", "Requests that may wait.")] = None,
     undated_due: Annotated[
@@ -43,6 +43,9 @@ def policy(
     ] = None,
     patience: Annotated[
         _Text, _option("SECONDS", "shortest: for so long it gives way for each of its tokens.")
+    ] = None,
+    rank_patience: Annotated[
+        _Text, _option("SECONDS", "ranked: for so long times its rank it gives way.")
     ] = None,
     starvation: Annotated[
         _Text, _option("SECONDS", "Who has waited for these leaves first; 0: nobody.")
@@ -61,6 +64,7 @@ def policy(
         "max_queued": max_queued,
         "undated_due": undated_due,
         "patience": patience,
+        "rank_patience": rank_patience,
         "starvation": starvation,
         "class_floor": class_floor,
         "fair_share": fair_share,
@@ -85,4 +89,4 @@ def _line(answer: pb.SetPolicyResponse, name: str) -> str:
     value = getattr(answer, name)
     shown = str(value).lower() if isinstance(value, bool) else f"{value}"
     source = "set" if name in answer.overridden else "configured"
-    return f"{name.replace('_', ' '):<12}{shown:<10}{source}"
+    return f"{name.replace('_', ' '):<14}{shown:<10}{source}"

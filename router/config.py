@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from everlift.tls import InternalTls, Tls, check_pair, make_absolute
 
 #: Names of the admission queue's orders.
-Order: TypeAlias = Literal["fifo", "deadline", "shortest", "hrrn"]
+Order: TypeAlias = Literal["fifo", "deadline", "shortest", "ranked", "hrrn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,16 @@ class RouterConfig:
     max_queued: int = 10_000
     #: which request leaves the queue first, within a class: the one that came first (fifo), whose
     #: deadline or ttft_target_ms comes first (deadline), that probably takes the fewest tokens
-    #: (shortest), or that has waited longest for what it takes (hrrn)
+    #: (shortest), whose outputs are predicted to be shorter than others' (ranked), or that has
+    #: waited longest for what it takes (hrrn)
     order: Order = "fifo"
     #: deadline: a request without one is due so long after it came
     undated_due: float = 60.0
     #: shortest: for each of its own tokens a request gives way to shorter ones for so long
     patience: float = 0.05
+    #: ranked: the request with the longest outputs of all gives way to others for so long, one in
+    #: the middle for half of it
+    rank_patience: float = 20.0
     #: file that everlift train-predictor makes, by which outputs' lengths are predicted; a new one
     #: is taken at once. Empty: each is expected to be as long as those before it
     predictor: str = ""
@@ -151,8 +155,8 @@ class RouterConfig:
             raise ValueError("max_queued and max_losses must be at least 1")
         if not 0 < self.undated_due < inf:
             raise ValueError("undated_due must be above 0")
-        if not 0 <= self.patience < inf or not 0 <= self.starvation < inf:
-            raise ValueError("patience and starvation must be at least 0")
+        if not all(0 <= it < inf for it in (self.patience, self.rank_patience, self.starvation)):
+            raise ValueError("patience, rank_patience and starvation must be at least 0")
         if self.tpot_target < 0:
             raise ValueError("tpot_target must be at least 0")
         if not -1 <= self.predictor_min_tau <= 1:

@@ -113,6 +113,37 @@ class ShortestWork:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedRank:
+    """By where a request's outputs stand among those predicted lately (learning to rank, arXiv
+    2408.15792), and by arrival: a request gives way to others for ``patience_s`` seconds times its
+    rank, which is from 0 to 1. So nobody goes before it who came later than
+
+        patience_s * its rank
+
+    after it, whatever the load. Of lengths nothing but their order counts here: neither how far
+    apart they are nor how long the prompt is. Where nothing is predicted all have the same rank,
+    and this is fifo.
+    """
+
+    patience_s: float
+
+    @property
+    def name(self) -> Order:
+        return "ranked"
+
+    @property
+    def key_name(self) -> str:
+        return f"ranked {self.patience_s:g}"
+
+    def key(self, waiting: Ordered) -> Key:
+        let_by_until = waiting.arrived + self.patience_s * waiting.predicted_rank
+        return (-waiting.priority, let_by_until, waiting.arrived, waiting.request_id)
+
+    def lane(self, present: Container[int]) -> Lane:
+        return KeyLane(present)
+
+
+@dataclass(frozen=True, slots=True)
 class HighestResponseRatio:
     """By how long it has waited for what it takes: the highest ratio of the two leaves first
     (highest response ratio next; for serving models in Magnus, arXiv 2406.04785).
@@ -169,6 +200,7 @@ def policy_of(order: Order, config: RouterConfig) -> Policy:
         "fifo": _FIFO,
         "deadline": EarliestDeadline(config.undated_due),
         "shortest": ShortestWork(config.patience),
+        "ranked": PredictedRank(config.rank_patience),
         "hrrn": HighestResponseRatio(),
     }
     policy = policies[order]

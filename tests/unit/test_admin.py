@@ -168,24 +168,26 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
 
     configured = await policy()
     assert configured == (
-        "order       fifo      configured\n"
-        "max queued  7         configured\n"
-        "undated due 60.0      configured\n"
-        "patience    0.05      configured\n"
-        "starvation  0.0       configured\n"
-        "class floor 0.05      configured\n"
-        "fair share  true      configured\n"
+        "order         fifo      configured\n"
+        "max queued    7         configured\n"
+        "undated due   60.0      configured\n"
+        "patience      0.05      configured\n"
+        "rank patience 20.0      configured\n"
+        "starvation    0.0       configured\n"
+        "class floor   0.05      configured\n"
+        "fair share    true      configured\n"
     )
     await policy("--order", "deadline", "--undated-due", "30")
     changed = await policy("--max-queued", "500", "--fair-share", "off", "--class-floor", "0")
     assert changed == (
-        "order       deadline  set\n"
-        "max queued  500       set\n"
-        "undated due 30.0      set\n"
-        "patience    0.05      configured\n"
-        "starvation  0.0       configured\n"
-        "class floor 0.0       set\n"
-        "fair share  false     set\n"
+        "order         deadline  set\n"
+        "max queued    500       set\n"
+        "undated due   30.0      set\n"
+        "patience      0.05      configured\n"
+        "rank patience 20.0      configured\n"
+        "starvation    0.0       configured\n"
+        "class floor   0.0       set\n"
+        "fair share    false     set\n"
     )
     assert (await router.ledger.policy()).values["order"] == "deadline"
     assert await policy() == changed
@@ -197,8 +199,8 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"order": "lifo"}, "fifo, deadline, shortest, hrrn, not 'lifo'"),
-        ({"patience": -1.0}, "patience and starvation must be at least 0"),
+        ({"order": "lifo"}, "fifo, deadline, shortest, ranked, hrrn, not 'lifo'"),
+        ({"patience": -1.0}, "patience, rank_patience and starvation must be at least 0"),
         ({"max_queued": 5, "reset": ["beat"]}, "beat: must be one of order, max_queued"),
     ],
 )

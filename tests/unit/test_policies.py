@@ -18,6 +18,7 @@ from router.admission.policy import (
     HighestResponseRatio,
     NeverLonger,
     Policy,
+    PredictedRank,
     ShortestWork,
     policy_of,
 )
@@ -29,6 +30,7 @@ POLICIES: tuple[Policy, ...] = (
     Fifo(),
     EarliestDeadline(5.0),
     ShortestWork(0.1),
+    PredictedRank(8.0),
     HighestResponseRatio(),
     NeverLonger(ShortestWork(0.1), 7.0),
 )
@@ -42,7 +44,15 @@ ARRIVALS = st.lists(
 
 
 def waiting(request_id: str, arrived: float = 0.0, tokens: int = 10, **fields: object) -> Waiting:
-    made = Waiting(request_id, "g", arrived, tokens, max_tokens=5, predicted_total=tokens)
+    made = Waiting(
+        request_id,
+        "g",
+        arrived,
+        tokens,
+        max_tokens=5,
+        predicted_total=tokens,
+        predicted_rank=min(tokens, 400) / 401,
+    )
     return made._replace(**fields)  # type: ignore[arg-type]
 
 
@@ -59,11 +69,12 @@ def queue_of(policy: Policy, *requests: Waiting, class_floor: float = 0.0) -> Ad
 
 def test_an_order_is_known_by_its_name() -> None:
     assert get_args(Order) == ORDERS
-    config = RouterConfig(undated_due=7.0, patience=0.2)
+    config = RouterConfig(undated_due=7.0, patience=0.2, rank_patience=9.0)
     assert [policy_of(order, config) for order in ORDERS] == [
         Fifo(),
         EarliestDeadline(7.0),
         ShortestWork(0.2),
+        PredictedRank(9.0),
         HighestResponseRatio(),
     ]
     assert [policy_of(order, config).name for order in ORDERS] == list(ORDERS)
@@ -82,7 +93,7 @@ def test_policies_with_the_same_name_for_their_keys_have_the_same_keys() -> None
     for policy in (*POLICIES, ShortestWork(0.3), EarliestDeadline(6.0)):
         keys = [policy.key(each) for each in requests]
         assert by_name.setdefault(policy.key_name, list(keys)) == keys
-    assert len(by_name) == 5
+    assert len(by_name) == 6
 
 
 def test_what_is_due_first_leaves_first_and_the_undated_some_time_after_they_came() -> None:
@@ -112,6 +123,29 @@ def test_the_shortest_leaves_first_unless_another_has_let_others_by_for_long_eno
         waiting("too late", 9.1, 10),
     )
     assert drain(queue) == ["short", "in time", "long", "too late"]
+
+
+def test_the_predicted_shortest_leaves_first_unless_another_has_let_others_by() -> None:
+    queue = queue_of(
+        PredictedRank(10.0),
+        waiting("long", 0.0, predicted_rank=0.9),
+        waiting("short", 1.0, predicted_rank=0.1),
+        waiting("in time", 7.9, predicted_rank=0.1),
+        waiting("too late", 8.1, predicted_rank=0.1),
+    )
+    assert drain(queue) == ["short", "in time", "long", "too late"]
+
+
+@given(ARRIVALS)
+def test_where_nothing_is_predicted_an_order_by_rank_is_fifo(
+    arrivals: list[tuple[float, int, float | None, int]],
+) -> None:
+    moment, requests = 0.0, []
+    for number, (pause, tokens, _, _) in enumerate(arrivals):
+        moment += pause
+        requests.append(waiting(str(number), moment, tokens, predicted_rank=0.5))
+    by_rank = sorted(requests, key=PredictedRank(20.0).key)
+    assert by_rank == sorted(requests, key=Fifo().key)
 
 
 @given(ARRIVALS, st.randoms(use_true_random=False), st.sampled_from(POLICIES))
@@ -148,6 +182,8 @@ def _window(policy: Policy, older: Waiting, moment: float) -> float:
             return older.deadline - older.arrived if older.deadline < inf else undated_s
         case ShortestWork(patience_s):
             return patience_s * older.predicted_total
+        case PredictedRank(patience_s):
+            return patience_s * older.predicted_rank
         case HighestResponseRatio():
             # It takes less, and has waited for as many times less; up to the rounding of sizes.
             return moment - older.arrived

@@ -64,6 +64,7 @@ _CONFIGURED = admin_pb2.SetPolicyResponse(
     max_queued=1000,
     undated_due=60.0,
     patience=0.05,
+    rank_patience=20.0,
     class_floor=0.05,
     fair_share=True,
 )

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65verlift/v1/admin.proto\x12\x0b\x65verlift.v1\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"7\n\rDrainResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\"\xaf\x02\n\x10SetPolicyRequest\x12\x12\n\x05order\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x17\n\nmax_queued\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0bundated_due\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x15\n\x08patience\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x17\n\nstarvation\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x18\n\x0b\x63lass_floor\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x17\n\nfair_share\x18\x07 \x01(\x08H\x06\x88\x01\x01\x12\r\n\x05reset\x18\x08 \x03(\tB\x08\n\x06_orderB\r\n\x0b_max_queuedB\x0e\n\x0c_undated_dueB\x0b\n\t_patienceB\r\n\x0b_starvationB\x0e\n\x0c_class_floorB\r\n\x0b_fair_share\"\xae\x01\n\x11SetPolicyResponse\x12\r\n\x05order\x18\x01 \x01(\t\x12\x12\n\nmax_queued\x18\x02 \x01(\r\x12\x13\n\x0bundated_due\x18\x03 \x01(\x01\x12\x10\n\x08patience\x18\x04 \x01(\x01\x12\x12\n\nstarvation\x18\x05 \x01(\x01\x12\x13\n\x0b\x63lass_floor\x18\x06 \x01(\x01\x12\x12\n\nfair_share\x18\x07 \x01(\x08\x12\x12\n\noverridden\x18\x08 \x03(\t\"\x11\n\x0f\x43\x61pacityRequest\"\xc8\x01\n\x10\x43\x61pacityResponse\x12\x0f\n\x07workers\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x12\n\nslots_used\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x13\n\x0b\x62locks_used\x18\x05 \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\x06 \x01(\x01\x12\x0e\n\x06queued\x18\x07 \x01(\x04\x12\x15\n\rqueued_tokens\x18\x08 \x01(\x04\x12\x13\n\x06wait_s\x18\t \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_wait_s2\xdc\x01\n\x05\x41\x64min\x12>\n\x05\x44rain\x12\x19.everlift.v1.DrainRequest\x1a\x1a.everlift.v1.DrainResponse\x12J\n\tSetPolicy\x12\x1d.everlift.v1.SetPolicyRequest\x1a\x1e.everlift.v1.SetPolicyResponse\x12G\n\x08\x43\x61pacity\x12\x1c.everlift.v1.CapacityRequest\x1a\x1d.everlift.v1.CapacityResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65verlift/v1/admin.proto\x12\x0b\x65verlift.v1\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"7\n\rDrainResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\"\xdd\x02\n\x10SetPolicyRequest\x12\x12\n\x05order\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x17\n\nmax_queued\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0bundated_due\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x15\n\x08patience\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x17\n\nstarvation\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x18\n\x0b\x63lass_floor\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x17\n\nfair_share\x18\x07 \x01(\x08H\x06\x88\x01\x01\x12\x1a\n\rrank_patience\x18\t \x01(\x01H\x07\x88\x01\x01\x12\r\n\x05reset\x18\x08 \x03(\tB\x08\n\x06_orderB\r\n\x0b_max_queuedB\x0e\n\x0c_undated_dueB\x0b\n\t_patienceB\r\n\x0b_starvationB\x0e\n\x0c_class_floorB\r\n\x0b_fair_shareB\x10\n\x0e_rank_patience\"\xc5\x01\n\x11SetPolicyResponse\x12\r\n\x05order\x18\x01 \x01(\t\x12\x12\n\nmax_queued\x18\x02 \x01(\r\x12\x13\n\x0bundated_due\x18\x03 \x01(\x01\x12\x10\n\x08patience\x18\x04 \x01(\x01\x12\x12\n\nstarvation\x18\x05 \x01(\x01\x12\x13\n\x0b\x63lass_floor\x18\x06 \x01(\x01\x12\x12\n\nfair_share\x18\x07 \x01(\x08\x12\x15\n\rrank_patience\x18\t \x01(\x01\x12\x12\n\noverridden\x18\x08 \x03(\t\"\x11\n\x0f\x43\x61pacityRequest\"\xc8\x01\n\x10\x43\x61pacityResponse\x12\x0f\n\x07workers\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x12\n\nslots_used\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x13\n\x0b\x62locks_used\x18\x05 \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\x06 \x01(\x01\x12\x0e\n\x06queued\x18\x07 \x01(\x04\x12\x15\n\rqueued_tokens\x18\x08 \x01(\x04\x12\x13\n\x06wait_s\x18\t \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_wait_s2\xdc\x01\n\x05\x41\x64min\x12>\n\x05\x44rain\x12\x19.everlift.v1.DrainRequest\x1a\x1a.everlift.v1.DrainResponse\x12J\n\tSetPolicy\x12\x1d.everlift.v1.SetPolicyRequest\x1a\x1e.everlift.v1.SetPolicyResponse\x12G\n\x08\x43\x61pacity\x12\x1c.everlift.v1.CapacityRequest\x1a\x1d.everlift.v1.CapacityResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINRESPONSE']._serialized_start=75
   _globals['_DRAINRESPONSE']._serialized_end=130
   _globals['_SETPOLICYREQUEST']._serialized_start=133
-  _globals['_SETPOLICYREQUEST']._serialized_end=436
-  _globals['_SETPOLICYRESPONSE']._serialized_start=439
-  _globals['_SETPOLICYRESPONSE']._serialized_end=613
-  _globals['_CAPACITYREQUEST']._serialized_start=615
-  _globals['_CAPACITYREQUEST']._serialized_end=632
-  _globals['_CAPACITYRESPONSE']._serialized_start=635
-  _globals['_CAPACITYRESPONSE']._serialized_end=835
-  _globals['_ADMIN']._serialized_start=838
-  _globals['_ADMIN']._serialized_end=1058
+  _globals['_SETPOLICYREQUEST']._serialized_end=482
+  _globals['_SETPOLICYRESPONSE']._serialized_start=485
+  _globals['_SETPOLICYRESPONSE']._serialized_end=682
+  _globals['_CAPACITYREQUEST']._serialized_start=684
+  _globals['_CAPACITYREQUEST']._serialized_end=701
+  _globals['_CAPACITYRESPONSE']._serialized_start=704
+  _globals['_CAPACITYRESPONSE']._serialized_end=904
+  _globals['_ADMIN']._serialized_start=907
+  _globals['_ADMIN']._serialized_end=1127
 # @@protoc_insertion_point(module_scope)

@@ -68,11 +68,13 @@ class SetPolicyRequest(google.protobuf.message.Message):
     STARVATION_FIELD_NUMBER: builtins.int
     CLASS_FLOOR_FIELD_NUMBER: builtins.int
     FAIR_SHARE_FIELD_NUMBER: builtins.int
+    RANK_PATIENCE_FIELD_NUMBER: builtins.int
     RESET_FIELD_NUMBER: builtins.int
     order: builtins.str
     """Which request leaves first, within a priority class: the one that came first (fifo), whose deadline or
-    ttft_target_ms comes first (deadline), that probably takes the fewest tokens (shortest), or that has
-    waited longest for what it takes (hrrn).
+    ttft_target_ms comes first (deadline), that probably takes the fewest tokens (shortest), whose
+    outputs are predicted to be shorter than others' (ranked), or that has waited longest for what it takes
+    (hrrn).
     """
     max_queued: builtins.int
     """requests that may wait; one more is refused"""
@@ -86,6 +88,8 @@ class SetPolicyRequest(google.protobuf.message.Message):
     """of the work of higher classes, the part that one that waits gets as well"""
     fair_share: builtins.bool
     """tenants take turns by the tokens that they were served"""
+    rank_patience: builtins.float
+    """ranked: seconds for which it gives way, times its rank from 0 to 1"""
     @property
     def reset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of settings that shall be as the routers are configured"""
@@ -100,10 +104,11 @@ class SetPolicyRequest(google.protobuf.message.Message):
         starvation: builtins.float | None = ...,
         class_floor: builtins.float | None = ...,
         fair_share: builtins.bool | None = ...,
+        rank_patience: builtins.float | None = ...,
         reset: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_starvation", b"_starvation", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "starvation", b"starvation", "undated_due", b"undated_due"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_starvation", b"_starvation", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "reset", b"reset", "starvation", b"starvation", "undated_due", b"undated_due"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_rank_patience", b"_rank_patience", "_starvation", b"_starvation", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "rank_patience", b"rank_patience", "starvation", b"starvation", "undated_due", b"undated_due"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_rank_patience", b"_rank_patience", "_starvation", b"_starvation", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "rank_patience", b"rank_patience", "reset", b"reset", "starvation", b"starvation", "undated_due", b"undated_due"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_class_floor", b"_class_floor"]) -> typing.Literal["class_floor"] | None: ...
     @typing.overload
@@ -114,6 +119,8 @@ class SetPolicyRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_order", b"_order"]) -> typing.Literal["order"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_patience", b"_patience"]) -> typing.Literal["patience"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_rank_patience", b"_rank_patience"]) -> typing.Literal["rank_patience"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_starvation", b"_starvation"]) -> typing.Literal["starvation"] | None: ...
     @typing.overload
@@ -134,6 +141,7 @@ class SetPolicyResponse(google.protobuf.message.Message):
     STARVATION_FIELD_NUMBER: builtins.int
     CLASS_FLOOR_FIELD_NUMBER: builtins.int
     FAIR_SHARE_FIELD_NUMBER: builtins.int
+    RANK_PATIENCE_FIELD_NUMBER: builtins.int
     OVERRIDDEN_FIELD_NUMBER: builtins.int
     order: builtins.str
     max_queued: builtins.int
@@ -142,6 +150,7 @@ class SetPolicyResponse(google.protobuf.message.Message):
     starvation: builtins.float
     class_floor: builtins.float
     fair_share: builtins.bool
+    rank_patience: builtins.float
     @property
     def overridden(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of those that were set; the others are as the routers are configured"""
@@ -156,9 +165,10 @@ class SetPolicyResponse(google.protobuf.message.Message):
         starvation: builtins.float = ...,
         class_floor: builtins.float = ...,
         fair_share: builtins.bool = ...,
+        rank_patience: builtins.float = ...,
         overridden: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "overridden", b"overridden", "patience", b"patience", "starvation", b"starvation", "undated_due", b"undated_due"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "overridden", b"overridden", "patience", b"patience", "rank_patience", b"rank_patience", "starvation", b"starvation", "undated_due", b"undated_due"]) -> None: ...
 
 Global___SetPolicyResponse: typing_extensions.TypeAlias = SetPolicyResponse
 
