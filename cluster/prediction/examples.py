@@ -22,7 +22,7 @@ from everlift.settings import SettingsError
 from router.gateway.model import ServedModel
 from router.ledger.base import MOST_LISTED, Page, Position
 from router.ledger.entry import State, Stored
-from router.prediction.asked import GROUPS, STATIC, Asked, asked, asked_of
+from router.prediction.asked import GROUPS, STATIC, Asked, asked, asked_of, narrowest
 
 #: Requests whose records are asked for at once.
 _AT_ONCE = 64
@@ -151,4 +151,6 @@ def _of_request(stored: Stored, model: ServedModel) -> list[Example]:
     if request.model != model.name or not (request.stop or request.stop_token_ids):
         return []
     what = asked(request, model.tokenizer, stored.entry.arrived)
-    return [Example(what, max(1, count), what.narrowest) for count in stored.entry.num_tokens]
+    return [
+        Example(what, max(1, count), narrowest(what.groups)) for count in stored.entry.num_tokens
+    ]

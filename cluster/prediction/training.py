@@ -84,7 +84,7 @@ def _nodes(examples: Sequence[Example], histories: Histories) -> Nodes:
     rows = []
     for example in examples:
         rows.append(histories.features(example.asked))
-        histories.note(example.asked, log(example.output_tokens))
+        histories.note(example.asked.groups, log(example.output_tokens))
     lengths = np.log([example.output_tokens for example in examples])
     nodes = Nodes()
     for quantile in QUANTILES:

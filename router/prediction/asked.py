@@ -64,11 +64,6 @@ class Asked(NamedTuple):
     choices: int
     moment: float
 
-    @property
-    def narrowest(self) -> str:
-        """The group of those most like it."""
-        return next(group for group in reversed(self.groups) if group)
-
 
 def asked(request: Request, tokenizer: Tokenizer, moment: float) -> Asked:
     sampling = request.sampling
@@ -116,6 +111,11 @@ def asked_of(
     template = _digest(prompt_ids[:_TEMPLATE]) if count >= _TEMPLATE else ""
     groups = (blake2b(tenant.encode(), digest_size=8).hexdigest(), opening, template)
     return Asked(static, groups, max_tokens, choices, moment)
+
+
+def narrowest(groups: Sequence[str]) -> str:
+    """The one of those most alike."""
+    return next(group for group in reversed(groups) if group)
 
 
 def _ends(ids: Sequence[int], tokenizer: Tokenizer) -> str:

@@ -10,7 +10,7 @@ request's features are taken.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import log1p, sqrt
 from typing import NamedTuple
 
@@ -61,10 +61,10 @@ class Histories:
             values += (around.mean, sqrt(around.variance), log1p(found.outputs if found else 0))
         return values
 
-    def note(self, asked: Asked, log_length: float) -> None:
-        """An output ended. ``log_length`` is its length's natural logarithm."""
+    def note(self, groups: Sequence[str], log_length: float) -> None:
+        """An output of these groups ended. ``log_length`` is its length's natural logarithm."""
         self._all = self._all.with_one(log_length)
-        for group in filter(None, asked.groups):
+        for group in filter(None, groups):
             self._known[group] = self._known.get(group, History()).with_one(log_length)
             self._known.move_to_end(group)
         while len(self._known) > _MOST:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import exp, log
 from statistics import NormalDist
 
-from router.prediction.asked import Asked
+from router.prediction.asked import Asked, narrowest
 from router.prediction.corrections import Corrections
 from router.prediction.forecast import Forecast
 from router.prediction.histories import Histories
@@ -23,16 +23,14 @@ _SHORTEST, _LONGEST = 0.0, log(1 << 30)
 @dataclass(frozen=True, slots=True)
 class Guess:
     """What was predicted of a request's outputs, believed or not: ``logs``, the
-    corrected quantiles' natural logarithms, and the ``forecast`` that follows from them."""
+    corrected quantiles' natural logarithms, and the ``forecast`` that follows from them. Of the
+    request it keeps its ``groups`` alone: a million may wait."""
 
-    asked: Asked
+    groups: tuple[str, ...]
     logs: tuple[float, ...]
     forecast: Forecast
-
-    @property
-    def tokens(self) -> int:
-        """That are expected of an output."""
-        return self.forecast.to_come(0, self.asked.max_tokens)
+    #: expected of an output
+    tokens: int
 
 
 class Learned:
@@ -45,15 +43,15 @@ class Learned:
 
     def guess(self, asked: Asked) -> Guess:
         logs = self._forest.sums(self._histories.features(asked))
-        corrected = tuple(self._corrections.apply(asked.narrowest, logs))
-        return Guess(asked, corrected, _forecast(corrected))
+        corrected = tuple(self._corrections.apply(narrowest(asked.groups), logs))
+        forecast = _forecast(corrected)
+        return Guess(asked.groups, corrected, forecast, forecast.to_come(0, asked.max_tokens))
 
     def note(self, guess: Guess, num_tokens: int) -> None:
         """An output ended."""
         log_length = log(max(1, num_tokens))
-        group = guess.asked.narrowest
-        self._histories.note(guess.asked, log_length)
-        self._corrections.note(group, guess.logs, log_length)
+        self._histories.note(guess.groups, log_length)
+        self._corrections.note(narrowest(guess.groups), guess.logs, log_length)
         within = [log_length <= each for each in guess.logs]
         self.trust.note(guess.tokens, within, num_tokens)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.prediction.asked import STATIC, WORDS, Asked, asked_of
+from router.prediction.asked import STATIC, WORDS, Asked, asked_of, narrowest
 from tests.prediction_support import served
 
 SYSTEM = (
@@ -52,14 +52,14 @@ def test_a_prompt_of_any_length_is_read_as_far_as_another() -> None:
 def test_groups_are_of_equal_beginnings() -> None:
     one, other = asked(f"{SYSTEM} What is tea?", "acme"), asked(f"{SYSTEM} And milk?", "acme")
     assert one.groups == other.groups and all(one.groups)
-    assert one.narrowest == one.groups[2]
+    assert narrowest(one.groups) == one.groups[2]
     elsewhere = asked(f"{SYSTEM} What is tea?", "shop")
     assert elsewhere.groups[0] != one.groups[0] and elsewhere.groups[1:] == one.groups[1:]
 
 
 def test_a_short_prompt_is_its_tenants_alone() -> None:
     short = asked("Hi")
-    assert short.groups[1:] == ("", "") and short.narrowest == short.groups[0]
+    assert short.groups[1:] == ("", "") and narrowest(short.groups) == short.groups[0]
 
 
 def test_no_word_is_in_two_lines() -> None:

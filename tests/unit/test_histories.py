@@ -39,9 +39,9 @@ def test_a_history_follows() -> None:
 def test_a_group_of_which_nothing_ended_is_as_the_one_around_it() -> None:
     histories = Histories()
     for _ in range(10):
-        histories.note(asked("acme", "", ""), 3.0)
-        histories.note(asked("acme", "o", "t"), 7.0)
-        histories.note(asked("shop", "", ""), 1.0)
+        histories.note(("acme", "", ""), 3.0)
+        histories.note(("acme", "o", "t"), 7.0)
+        histories.note(("shop", "", ""), 1.0)
     known = told(histories, "acme", "o", "t")
     assert known["template_log_mean"] == known["opening_log_mean"] == 7.0
     assert known["tenant_log_mean"] == 5.0
@@ -53,7 +53,7 @@ def test_a_group_of_which_nothing_ended_is_as_the_one_around_it() -> None:
 def test_so_many_groups_are_remembered_and_no_more() -> None:
     histories = Histories()
     for number in range(_MOST + 5):
-        histories.note(asked(str(number)), 1.0)
+        histories.note((str(number),), 1.0)
     groups = histories.told()
     assert len(groups) == _MOST + 1
     assert "4" not in groups and "5" in groups
@@ -61,7 +61,7 @@ def test_so_many_groups_are_remembered_and_no_more() -> None:
 
 def test_what_is_learnt_from_a_file_takes_nothing_from_what_is_known() -> None:
     histories = Histories()
-    histories.note(asked("acme"), 2.0)
+    histories.note(("acme",), 2.0)
     histories.learn({"all": History(9, 4.0, 1.0), "acme": History(9, 8.0, 1.0), "new": History(3)})
     assert histories.told()["acme"].mean == 2.0
     assert histories.told()["all"].mean == 2.0
