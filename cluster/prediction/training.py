@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import log
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from cluster.errors import ClusterFailed
 from cluster.prediction.examples import Example
@@ -16,16 +17,17 @@ from router.prediction.histories import FEATURES, Histories
 from router.prediction.learned import Learned
 from router.prediction.model import QUANTILES, Model, text
 
+Array: TypeAlias = npt.NDArray[np.float64]
+
 #: Fewer examples say nothing.
 _LEAST = 200
 #: The first ones by arrival are learnt from, the others are what it is examined by.
 _LEARNT = 0.8
 #: Trees of each quantile.
-_ROUNDS = 60
+ROUNDS = 60
 #: Quantiles keep their order under a logarithm, and trees have it easier with what is less skewed.
 #: Nothing is ever missing; the same examples make the same trees.
-_PARAMETERS: Mapping[str, Any] = {
-    "objective": "quantile",
+PARAMETERS: Mapping[str, Any] = {
     "learning_rate": 0.1,
     "num_leaves": 15,
     "max_depth": 6,
@@ -79,26 +81,32 @@ def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
     return text(served, nodes, histories.told(), report.plain()), report
 
 
-def _nodes(examples: Sequence[Example], histories: Histories) -> Nodes:
-    """Each is learnt from with what ended before it; after it ``histories`` know of all."""
+def table(examples: Sequence[Example], histories: Histories) -> tuple[Array, Array]:
+    """Features, a row for each example, and logarithms of lengths. Each is asked with what ended
+    before it; after it ``histories`` know of all."""
     rows = []
     for example in examples:
         rows.append(histories.features(example.asked))
         histories.note(example.asked.groups, log(example.output_tokens))
-    lengths = np.log([example.output_tokens for example in examples])
+    return np.array(rows), np.log([example.output_tokens for example in examples])
+
+
+def _nodes(examples: Sequence[Example], histories: Histories) -> Nodes:
+    rows, lengths = table(examples, histories)
     nodes = Nodes()
     for quantile in QUANTILES:
-        trees = _grown(np.array(rows), lengths, quantile)
+        trees = _grown(rows, lengths, quantile)
         nodes.roots.append([nodes.add(tree["tree_structure"]) for tree in trees])
     return nodes
 
 
-def _grown(rows: Any, lengths: Any, quantile: float) -> list[Mapping[str, Any]]:
+def _grown(rows: Array, lengths: Array, quantile: float) -> list[Mapping[str, Any]]:
     try:
         import lightgbm
     except ImportError:
         raise ClusterFailed("LightGBM is missing: pip install 'everlift[predict]'") from None
-    data = lightgbm.Dataset(rows, lengths, feature_name=list(FEATURES), params=dict(_PARAMETERS))
-    booster = lightgbm.train({**_PARAMETERS, "alpha": quantile}, data, _ROUNDS)
+    data = lightgbm.Dataset(rows, lengths, feature_name=list(FEATURES), params=dict(PARAMETERS))
+    asked = {**PARAMETERS, "objective": "quantile", "alpha": quantile}
+    booster = lightgbm.train(asked, data, ROUNDS)
     trees: list[Mapping[str, Any]] = booster.dump_model()["tree_info"]
     return trees

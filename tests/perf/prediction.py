@@ -21,14 +21,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import lightgbm
+
+from cluster.prediction.training import PARAMETERS, ROUNDS, table
 from everlift.messages import Request
+from router.prediction.histories import Histories
 from router.prediction.model import Model
 from router.prediction.predictor import Predictor
+from router.prediction.rank_correlation import kendall_tau
 from tests.mixes import APPLICATIONS, Application, Kind
 from tests.perf import report
-from tests.prediction_support import learnt, mixed, request, served
+from tests.prediction_support import examples, learnt, mixed, request, served
 
 AT_ONCE = 500
+#: Requests that are ranked among each other, and grades of lengths that they may have.
+LIST, MOST_GRADE = 100, 30
 PROMPT_TOKENS = (20, 200, 2_000, 100_000)
 #: Of each application one kind, so that the template tells all.
 ONE_KIND = tuple(replace(it, kinds=it.kinds[:1]) for it in APPLICATIONS)
@@ -88,6 +95,29 @@ def quality(outputs: int) -> dict[str, Any]:
     return {name: asdict(learnt(1, outputs, mix)[1].all) for name, mix in MIXES.items()}
 
 
+def by_objective(outputs: int) -> dict[str, float]:
+    """Tau of trees that are grown to rank, as learning to rank does, and of those that are grown
+    for a median: of the same features, without corrections. Lists to be ranked are of requests
+    that came one after the other."""
+    found = examples(1, outputs, APPLICATIONS)
+    rows, lengths = table(found, Histories())
+    cut = outputs * 8 // (10 * LIST) * LIST
+    grades = (lengths / lengths.max() * MOST_GRADE).astype(int)
+    ranking = {"label_gain": [*range(MOST_GRADE + 1)], "lambdarank_truncation_level": LIST}
+    return {
+        "quantile": _tau({"objective": "quantile", "alpha": 0.5}, rows, lengths, cut, lengths),
+        "lambdarank": _tau({"objective": "lambdarank"} | ranking, rows, grades, cut, lengths),
+        "rank_xendcg": _tau({"objective": "rank_xendcg"} | ranking, rows, grades, cut, lengths),
+    }
+
+
+def _tau(objective: dict[str, Any], rows: Any, targets: Any, cut: int, lengths: Any) -> float:
+    group = [LIST] * (cut // LIST) if "label_gain" in objective else None
+    data = lightgbm.Dataset(rows[:cut], targets[:cut], group=group)
+    booster = lightgbm.train({**PARAMETERS, **objective}, data, ROUNDS)
+    return kendall_tau([*zip(booster.predict(rows[cut:]), lengths[cut:], strict=True)])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--outputs", type=int, default=10_000)
@@ -106,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings={"outputs": args.outputs, "rounds": args.rounds, "at_once": AT_ONCE},
         raw={
             "mixes": quality(args.outputs),
+            "tau_by_objective": by_objective(args.outputs),
             "report": found.plain(),
             "us": us,
             "rounds": raw,
