@@ -19,14 +19,15 @@ from router.prediction.rank_correlation import kendall_tau
 class Figures:
     """Of ``outputs``: Kendall's tau between their lengths and what was predicted, by the model, by
     the prompts' lengths alone, and by who knew what to expect (None where nobody did); the part
-    that stayed within each quantile; the mean absolute error in tokens, and that of a mean of the
-    outputs before."""
+    that stayed within each quantile; all predictions together over all lengths together; the mean
+    absolute error in tokens, and that of a mean of the outputs before."""
 
     outputs: int
     tau: float
     tau_prompt_length: float
     tau_oracle: float | None
     coverage: tuple[float, ...]
+    total_ratio: float
     mean_absolute_error: float
     mean_absolute_error_of_mean: float
 
@@ -91,6 +92,7 @@ def _figures(seen: Sequence[_Seen]) -> Figures:
             _mean(log(each.example.output_tokens) <= each.guess.logs[place] for each in seen)
             for place in range(len(QUANTILES))
         ),
+        total_ratio=sum(tokens) / sum(lengths),
         mean_absolute_error=_mean(abs(a - b) for a, b in zip(tokens, lengths, strict=True)),
         mean_absolute_error_of_mean=_mean(
             abs(each.mean - each.example.output_tokens) for each in seen

@@ -10,21 +10,25 @@ from router.prediction.model import QUANTILES
 
 #: Applications that are shown, those with the most outputs.
 _ROWS = 20
+#: Of a digest that names one.
+_CHARACTERS = 12
 
 
 def table(report: Report) -> Table:
     shown = Table(
-        "application",
-        *("outputs", "tau", "by prompt length", "oracle"),
-        *(f"within p{quantile * 100:g}" for quantile in QUANTILES),
-        *("error", "of a mean"),
+        *("application", "outputs", "tau", "length", "oracle"),
+        *(f"p{quantile * 100:g}" for quantile in QUANTILES),
+        *("total", "error", "mean"),
         box=SIMPLE_HEAD,
-        caption=f"learnt from {report.learnt_from} outputs; these came later. Errors in tokens.",
+        padding=0,
+        caption=f"Learnt from {report.learnt_from} outputs; these came later. tau: Kendall's, "
+        "beside that of the prompt's length alone and of who knew what to expect. p50, p90: part "
+        "within. total: predicted over actual tokens. error: in tokens, beside that of a mean.",
     )
     shown.add_row("all", *_cells(report.all), end_section=True)
     most = sorted(report.by_application.items(), key=lambda item: -item[1].outputs)
     for name, figures in most[:_ROWS]:
-        shown.add_row(name or "-", *_cells(figures))
+        shown.add_row(name[:_CHARACTERS] or "-", *_cells(figures))
     return shown
 
 
@@ -32,7 +36,8 @@ def _cells(figures: Figures) -> list[str]:
     oracle = "-" if figures.tau_oracle is None else f"{figures.tau_oracle:.2f}"
     return [
         *(str(figures.outputs), f"{figures.tau:.2f}", f"{figures.tau_prompt_length:.2f}", oracle),
-        *(f"{100 * part:.0f} %" for part in figures.coverage),
+        *(f"{100 * part:.0f}%" for part in figures.coverage),
+        f"{figures.total_ratio:.2f}",
         f"{figures.mean_absolute_error:.0f}",
         f"{figures.mean_absolute_error_of_mean:.0f}",
     ]

@@ -1,0 +1,62 @@
+"""What the leader is told of outputs' lengths, as a model predicts them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from functools import cache
+
+import pytest
+
+from cluster.prediction.examples import from_lines
+from cluster.prediction.training import trained
+from everlift.v1 import session_pb2
+from router.gateway.model import ServedModel
+from router.prediction.model import Model
+from tests.gateway_support import Gateway, started_gateway
+from tests.prediction_support import lines, mixed
+
+
+@cache
+def model() -> Model:
+    made = trained("fake", from_lines(lines(mixed(1, 400)), ServedModel.load("fake")))
+    return Model.parse(made[0])
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    async with started_gateway() as started:
+        yield started
+
+
+async def test_a_request_is_predicted_once_and_told_so_each_time(gateway: Gateway) -> None:
+    gateway.requests.predictor.load(model())
+    for number in range(20):
+        text = "Write an essay about tea, thorough and complete." if number % 2 else "Yes or no?"
+        await gateway.submit(text=text, request_id=str(number), stop=["\x00"], max_tokens=3000)
+    told = gateway.line.enqueued
+    assert told[-1].predicted_rank > 0.5 > told[-2].predicted_rank > 0
+    assert told[-1].predicted_tokens > told[-2].predicted_tokens
+    for reserved, queued in zip(gateway.line.arriving, told, strict=True):
+        assert reserved.predicted_rank == queued.predicted_rank
+        assert reserved.predicted_total == queued.predicted_total
+        assert queued.predicted_total == queued.prompt_tokens + queued.predicted_tokens
+
+
+async def test_what_nothing_predicts_is_in_the_middle(gateway: Gateway) -> None:
+    await gateway.submit(text="Yes or no?", stop=["\x00"])
+    assert gateway.line.enqueued[0].predicted_rank == 0.5
+
+
+async def test_an_output_that_ended_is_learnt_from_and_one_that_was_cancelled_is_not(
+    gateway: Gateway,
+) -> None:
+    gateway.requests.predictor.load(model())
+    trust = gateway.requests.predictor.trust
+    assert trust is not None
+    await gateway.submit(request_id="cancelled", stop=["\x00"])
+    await gateway.requests.cancel("cancelled")
+    assert trust.coverage == []
+    live = await gateway.submit(stop=["\x00"], max_tokens=8)
+    gateway.make(await gateway.dispatch(), 0, "12345678", session_pb2.STOP_CAUSE_LENGTH)
+    await gateway.read(live)
+    assert len(trust.coverage) == 2
