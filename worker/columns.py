@@ -156,6 +156,15 @@ class Columns:
         most = self._num_known[slots] + steps - 1
         return int((-(-most // BLOCK_SIZE) - self._num_blocks[slots]).clip(0).sum())
 
+    def taken(self, steps: int) -> list[int]:
+        """Of each of so many steps, the blocks that are taken until it is over."""
+        slots = self.occupied()
+        lacks = self._num_blocks[slots] * BLOCK_SIZE - self._num_known[slots] + 1
+        first = np.bincount(lacks[lacks < steps], minlength=steps)
+        in_step = sum(np.pad(first, (later, 0))[:steps] for later in range(0, steps, BLOCK_SIZE))
+        taken: list[int] = np.cumsum(in_step).tolist()
+        return taken
+
     def changes(self, steps: int) -> list[Change]:
         """What becomes of the blocks in so many steps, in the order in which these do it."""
         changes: list[Change] = []

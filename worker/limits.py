@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from everlift.blockhash import BLOCK_SIZE
 from worker.config import Scheduling, Speculation, WorkerConfig
-
-if TYPE_CHECKING:
-    from worker.plan import Runner
 
 
 def blocks_for(num_tokens: int) -> int:
     """Blocks that hold the KV of so many tokens."""
     return -(-num_tokens // BLOCK_SIZE)
+
+
+class Device(Protocol):
+    """What bounds whoever computes, as ``worker.plan.Runner`` has it."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_host_blocks(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +46,7 @@ class Limits:
     scheduling: Scheduling = field(default_factory=Scheduling)
 
     @classmethod
-    def of(cls, config: WorkerConfig, runner: Runner) -> Self:
+    def of(cls, config: WorkerConfig, runner: Device) -> Self:
         """A pool smaller than the model's context makes the context smaller: routers are told so,
         and no sequence outgrows the pool."""
         wanted = config.max_model_len or runner.max_model_len

@@ -168,6 +168,10 @@ class Scheduler:
         may_admit = not batch.is_full and self._policy.head(len(batch)) is not None
         return 0 if may_admit else batch.num_alike(most)
 
+    def blocks_taken(self, steps: int) -> list[int]:
+        """Of each of so many of these steps, the blocks that are taken until it is over."""
+        return self._batch.columns.taken(steps)
+
     def decode(self, token: int, steps: int) -> list[Outcome]:
         """So many of the steps that ``num_alike`` counts, in each of which everybody draws
         ``token``: what as many calls of ``schedule`` and ``commit`` come to, with one outcome for

@@ -9,6 +9,7 @@ from cluster.autoscale.config import AutoscaleConfig
 from router.admission.step_time import StepTime
 from router.config import RouterConfig
 from worker.config import WorkerConfig
+from worker.limits import Limits
 
 #: How a request finds its worker when it is not the product that decides.
 Choice: TypeAlias = Literal["random", "round_robin", "jsq", "p2c"]
@@ -32,6 +33,20 @@ class WorkerSpec:
             raise ValueError("worker.preemption: what a copy of a block takes is not modelled")
         if not self.slowness > 0:
             raise ValueError(f"slowness must be above 0, not {self.slowness:g}")
+
+    @property
+    def limits(self) -> Limits:
+        assert self.config.num_blocks is not None and self.config.max_model_len is not None
+        return Limits.of(self.config, _Device(self.config.num_blocks, self.config.max_model_len))
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    num_blocks: int
+    max_model_len: int
+    #: nobody looks at tokens, and nothing is copied to the host's memory
+    vocab_size: int = 2
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +107,15 @@ class Scenario:
     #: with max_workers the product's autoscaler decides how many there are, all as the first
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     start_s: float = 30.0
+    #: how sharply outputs' lengths are foreseen: 0, exactly; not set: not at all (foresight.py)
+    foresight_sigma: float | None = None
     #: not set: the product's queue
     early: EarlyBinding | None = None
     events: tuple[Event, ...] = ()
     link_s: float = 0.001
     #: between two samples of the time series
     sample_s: float = 1.0
-    #: of what is drawn: workers, by an early binding
+    #: of what is drawn: workers, by an early binding, and what is foreseen
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,104 @@
+"""What others do: a worker for each request as soon as it comes. For comparison only. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import count
+from random import Random
+
+from cluster.forecast.dispatcher import GATEWAY
+from cluster.forecast.frame import Frame
+from cluster.forecast.scenario import Choice, EarlyBinding
+from everlift.v1 import session_pb2
+from router.admission.moving import Move
+from router.admission.placement import Placement
+from router.admission.tenure import Placed
+from router.admission.waiting import Waiting
+from router.admission.worker_view import Capacity
+from router.config import RouterConfig
+
+
+class EarlyQueue:
+    """Requests wait here only as long as there is no worker at all."""
+
+    def __init__(self, binding: EarlyBinding, config: RouterConfig, seed: int) -> None:
+        self._age_s = binding.age_s
+        self._placement = Placement(config)
+        self._dice = Random(seed)
+        self._epochs = count(1)
+        self._turn = -1
+        self._waiting: dict[str, Waiting] = {}
+        #: of each worker, as it is known
+        self._numbers: dict[str, int] = {}
+        self._ask_again = 0.0
+        choices: Mapping[Choice, Callable[[list[str]], str]] = {
+            "random": self._dice.choice,
+            "round_robin": self._next,
+            "jsq": self._shortest,
+            "p2c": self._shorter_of_two,
+        }
+        self._choose = choices[binding.choice]
+
+    @property
+    def queued(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def worker_up(self, worker_id: str, capacity: Capacity) -> None:
+        self._placement.join(worker_id, capacity)
+
+    def worker_lost(self, worker_id: str) -> None:
+        self._placement.leave(worker_id)
+        self._numbers.pop(worker_id, None)
+
+    def hear(self, frame: Frame, now: float) -> None:
+        for epoch in frame.accepted:
+            self._placement.acknowledge(frame.worker_id, epoch)
+        self._placement.report(frame.worker_id, frame.load, now)
+
+    def enqueue(self, waiting: session_pb2.Waiting, now: float) -> bool:
+        told = Waiting.told(GATEWAY, waiting)
+        self._waiting[told.request_id] = told
+        return True
+
+    def withdraw(self, request_id: str, now: float) -> None:
+        self._waiting.pop(request_id, None)
+
+    def running(self, running: session_pb2.Running, now: float) -> None:
+        """It waits where it is."""
+
+    def moves(self, now: float) -> list[Move]:
+        return []
+
+    def place(self, now: float) -> list[Placed]:
+        workers = [name for name, view in self._placement.workers.items() if view.is_open]
+        if not workers:
+            return []
+        placed = [self._place(waiting, workers, now) for waiting in self._waiting.values()]
+        self._waiting.clear()
+        return placed
+
+    def _place(self, waiting: Waiting, workers: list[str], now: float) -> Placed:
+        if now >= self._ask_again:
+            self._ask_again = now + self._age_s
+            views = self._placement.workers.items()
+            self._numbers = {name: it.load.num_running + it.ahead for name, it in views}
+        placed = Placed(waiting, self._choose(workers), next(self._epochs))
+        self._placement.reserve(placed.worker_id, placed.epoch, waiting, now)
+        return placed
+
+    def _next(self, workers: list[str]) -> str:
+        self._turn += 1
+        return workers[self._turn % len(workers)]
+
+    def _shortest(self, workers: list[str]) -> str:
+        return min(workers, key=lambda name: (self._numbers.get(name, 0), self._dice.random()))
+
+    def _shorter_of_two(self, workers: list[str]) -> str:
+        return self._shortest(self._dice.sample(workers, min(2, len(workers))))
+
+    def tick(self, now: float) -> None:
+        self._placement.expire(now)

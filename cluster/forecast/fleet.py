@@ -1,0 +1,119 @@
+"""The simulated workers, their coming and going, and the links to them. Pure."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cluster.forecast.frame import Frame
+from cluster.forecast.scenario import Event, Scenario, WorkerLoss, WorkerSpec, WorkerStart
+from cluster.forecast.sequence import NamedSequence
+from cluster.forecast.timeline import Timeline
+from cluster.forecast.worker import SimulatedWorker
+
+
+class Router(Protocol):
+    """Who hears of the workers."""
+
+    def worker_up(self, worker: SimulatedWorker) -> None: ...
+
+    def worker_lost(self, worker_id: str) -> None: ...
+
+    def hear(self, frame: Frame) -> None: ...
+
+
+class Fleet:
+    """A message to a worker or from it takes ``scenario.link_s``. Workers are numbered in the order
+    of their coming."""
+
+    def __init__(
+        self, scenario: Scenario, router: Router, timeline: Timeline, one_by_one: bool
+    ) -> None:
+        self._link_s = scenario.link_s
+        self._router = router
+        self._timeline = timeline
+        self._one_by_one = one_by_one
+        #: all that ever were
+        self._workers: list[SimulatedWorker] = []
+        #: those that the router takes to be there, with the moment of their coming
+        self._up: dict[str, tuple[SimulatedWorker, float]] = {}
+        self._worker_s = 0.0
+        self.num_starting = 0
+
+    def __len__(self) -> int:
+        return len(self._up)
+
+    @property
+    def staying(self) -> list[SimulatedWorker]:
+        """The last one that came is the last one."""
+        return [it for it, _ in self._up.values() if not it.is_draining and not it.is_gone]
+
+    @property
+    def num_steps(self) -> int:
+        return sum(worker.num_steps for worker in self._workers)
+
+    @property
+    def num_jumped(self) -> int:
+        return sum(worker.num_jumped for worker in self._workers)
+
+    @property
+    def worker_s(self) -> float:
+        """Seconds that workers were there."""
+        now = self._timeline.now
+        return self._worker_s + sum(now - came for _, came in self._up.values())
+
+    def occupants(self, worker_id: str) -> set[str]:
+        """Ids of the requests that have a slot there."""
+        return self._up[worker_id][0].occupants() if worker_id in self._up else set()
+
+    # links
+
+    def start(self, worker_id: str, sequence: NamedSequence) -> None:
+        self._timeline.after(self._link_s, self._up[worker_id][0].start, sequence)
+
+    def abort(self, worker_id: str, epoch: int) -> None:
+        if worker_id in self._up:
+            self._timeline.after(self._link_s, self._up[worker_id][0].abort, epoch)
+
+    def _tell(self, frame: Frame) -> None:
+        self._timeline.after(self._link_s, self._router.hear, frame)
+
+    # coming and going
+
+    def come(self, spec: WorkerSpec) -> None:
+        name = f"worker-{len(self._workers)}"
+        worker = SimulatedWorker(name, spec, self._timeline, self._tell, self._one_by_one)
+        self._workers.append(worker)
+        self._up[name] = worker, self._timeline.now
+        self._router.worker_up(worker)
+
+    def start_worker(self, spec: WorkerSpec, start_s: float) -> None:
+        self.num_starting += 1
+        self._timeline.after(start_s, self._has_started, spec)
+
+    def _has_started(self, spec: WorkerSpec) -> None:
+        self.num_starting -= 1
+        self.come(spec)
+
+    def gone(self, worker: SimulatedWorker) -> None:
+        """The router takes it for gone."""
+        if worker.worker_id in self._up:
+            _, came = self._up.pop(worker.worker_id)
+            self._worker_s += self._timeline.now - came
+            self._router.worker_lost(worker.worker_id)
+
+    def drained(self, worker_id: str) -> None:
+        """It has handed back all it had."""
+        if worker_id in self._up:
+            self.gone(self._up[worker_id][0])
+
+    def happen(self, event: Event) -> None:
+        if isinstance(event, WorkerStart):
+            self.start_worker(event.spec, event.start_s)
+        elif event.worker >= len(self._workers):
+            return
+        elif isinstance(event, WorkerLoss):
+            worker = self._workers[event.worker]
+            worker.lose()
+            self._timeline.after(event.detection_s, self.gone, worker)
+        else:
+            self._workers[event.worker].drain()

@@ -1,0 +1,49 @@
+"""How long outputs become, as it is foretold in a forecast. Pure.
+
+A workload has no texts, so there is no model to ask. Outputs are predicted by the mean of those
+that ended before, which is what a router without a model does, or as somebody would who sees how
+long each becomes, but not sharply.
+"""
+
+from __future__ import annotations
+
+from math import exp
+from random import Random
+from typing import NamedTuple
+
+from cluster.forecast.arrival import Arrival
+from router.prediction.forecast import Forecast
+from router.prediction.output_lengths import OutputLengths
+from router.prediction.recent_ranks import RecentRanks
+
+#: Where nothing tells requests apart: the middle.
+_NO_RANK = 0.5
+
+
+class Foretold(NamedTuple):
+    """``rank`` is the part of the requests lately whose outputs are foretold to be shorter."""
+
+    length: Forecast
+    rank: float
+
+
+class Foresight:
+    """``sigma`` is the standard deviation of the logarithm of what is foretold about what comes;
+    None: nothing is seen of it."""
+
+    def __init__(self, sigma: float | None, seed: int) -> None:
+        self._sigma = sigma
+        self._dice = Random(seed)
+        self._lengths = OutputLengths()
+        self._ranks = RecentRanks()
+
+    def foretell(self, arrival: Arrival) -> Foretold:
+        if self._sigma is None:
+            return Foretold(Forecast(self._lengths.mean), _NO_RANK)
+        error = exp(self._dice.gauss(0.0, self._sigma))
+        length = Forecast(max(1.0, arrival.output_tokens * error))
+        return Foretold(length, self._ranks.rank(length.to_come(0, arrival.max_tokens)))
+
+    def note(self, num_tokens: int) -> None:
+        """An output came to its end."""
+        self._lengths.note(num_tokens)

@@ -1,0 +1,236 @@
+"""All requests that are not at their end: what ``router.gateway.attempts`` does with them, without
+clients and ledger. Pure.
+
+    queued   --dispatched-->  running  --last token-->  finished
+      ^                         |
+      +- lost, given back, -----+        either  --end-->  failed, expired
+         moved or evicted
+
+An attempt is known by its epoch: what is said of one that is over changes nothing.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Protocol
+
+from cluster.forecast.arrival import Arrival
+from cluster.forecast.dispatcher import Dispatcher
+from cluster.forecast.foresight import Foresight
+from cluster.forecast.frame import Frame
+from cluster.forecast.life import Life
+from cluster.forecast.record import Record
+from cluster.forecast.sequence import BlockNames, NamedSequence
+from cluster.forecast.stretch import Stretch
+from cluster.forecast.timeline import Timeline
+from everlift.errors import (
+    AttemptsExhausted,
+    DeadlineExceeded,
+    EverliftError,
+    NoWorker,
+    PromptTooLong,
+    QueueFull,
+)
+from router.admission.tenure import Placed
+from router.config import RouterConfig
+from router.ledger.entry import Move, State
+from worker.outcome import NO_NEWS, News, Outcome, Residence, Stop
+
+
+class Workers(Protocol):
+    """The streams to the workers."""
+
+    def start(self, worker_id: str, sequence: NamedSequence) -> None: ...
+
+    def abort(self, worker_id: str, epoch: int) -> None: ...
+
+
+class Gateway:
+    def __init__(
+        self,
+        config: RouterConfig,
+        max_model_len: int,
+        dispatcher: Dispatcher,
+        workers: Workers,
+        timeline: Timeline,
+        foresight: Foresight,
+    ) -> None:
+        self._config = config
+        self._max_model_len = max_model_len
+        self._dispatcher = dispatcher
+        self._workers = workers
+        self._timeline = timeline
+        self._foresight = foresight
+        self._lives: dict[str, Life] = {}
+        self._by_epoch: dict[int, Life] = {}
+        #: by worker, the stretch that is not over and how many of its steps are
+        self._stretches: dict[str, tuple[Stretch, int]] = {}
+        self.records: list[Record] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Every request that came is at its end."""
+        return not self._lives
+
+    # clients
+
+    def arrive(self, arrival: Arrival) -> None:
+        index = len(self.records)
+        record = Record(index, arrival)
+        self.records.append(record)
+        if arrival.prompt_tokens >= self._max_model_len:
+            record.refused = PromptTooLong.slug
+            return
+        foretold = self._foresight.foretell(arrival)
+        life = Life(record, f"r{index}", BlockNames(index, arrival), foretold)
+        self._lives[life.request_id] = life
+        self._enqueue(life)
+        if not life.state.is_final and life.deadline < inf:
+            self._timeline.at(life.deadline, self._expire, life)
+
+    def _expire(self, life: Life) -> None:
+        if not life.state.is_final:
+            self._end(life, State.EXPIRED, DeadlineExceeded())
+
+    def _end(self, life: Life, state: State, error: EverliftError) -> None:
+        if life.state is State.RUNNING:
+            self._workers.abort(life.worker_id, life.epoch)
+            self._leave(life)
+        self._dispatcher.withdraw(life.request_id, self._timeline.now)
+        life.move(Move.END, state)
+        life.record.refused = error.slug
+        self._over(life)
+
+    def _over(self, life: Life) -> None:
+        life.record.output_tokens = life.num_tokens
+        del self._lives[life.request_id]
+
+    # the leader
+
+    def _enqueue(self, life: Life) -> None:
+        moves_left = max(0, self._config.max_moves - life.num_moved)
+        waiting = life.waiting(moves_left, self._is_suspect(life))
+        if not self._dispatcher.enqueue(waiting, self._timeline.now):
+            life.move(Move.END, State.FAILED)
+            life.record.refused = QueueFull.slug
+            self._over(life)
+
+    def _is_suspect(self, life: Life) -> bool:
+        """One more such loss ends it."""
+        in_a_row = life.losses_in_a_row
+        return in_a_row > 0 and in_a_row + 1 >= self._config.max_losses
+
+    def decide(self) -> None:
+        """Whatever can be decided by now."""
+        for move in self._dispatcher.moves(self._timeline.now):
+            if (life := self._take_off(move.running.epoch)) is not None:
+                life.num_moved += 1
+        while placed := self._dispatcher.place(self._timeline.now):
+            for each in placed:
+                self._dispatched(each)
+
+    def _dispatched(self, placed: Placed) -> None:
+        life = self._lives[placed.waiting.request_id]
+        life.record.overtaken += placed.overtaken
+        sequence = life.begin(placed.worker_id, placed.epoch, self._timeline.now)
+        self._by_epoch[placed.epoch] = life
+        self._workers.start(placed.worker_id, sequence)
+        for victim in placed.victims:
+            self._take_off(victim.epoch)
+
+    def _take_off(self, epoch: int) -> Life | None:
+        """It has to leave its worker."""
+        life = self._by_epoch.get(epoch)
+        if life is not None:
+            self._workers.abort(life.worker_id, epoch)
+            self._return(life)
+        return life
+
+    def _return(self, life: Life) -> None:
+        """Back into the queue, with its tokens."""
+        self._leave(life)
+        life.release()
+        self._enqueue(life)
+
+    def _leave(self, life: Life) -> None:
+        """Its attempt is over. Of a stretch that is not, what has come of it stays."""
+        del self._by_epoch[life.epoch]
+        stretch, steps = self._stretches.get(life.worker_id, (None, 0))
+        if stretch and any(it.key.epoch == life.epoch for it in stretch.sequences):
+            life.num_tokens += steps
+
+    # workers
+
+    def hear(self, frame: Frame) -> None:
+        if frame.stretch is not None:
+            _, steps = self._stretches.get(frame.worker_id, (None, 0))
+            self._stretches[frame.worker_id] = (frame.stretch, steps + 1)
+            return
+        if frame.outcomes:
+            self._stretches.pop(frame.worker_id, None)
+        for outcome in frame.outcomes:
+            life = self._by_epoch.get(outcome.key.epoch)
+            if life is not None:
+                self._progress(life, outcome)
+
+    def _progress(self, life: Life, outcome: Outcome) -> None:
+        if outcome.tokens:
+            assert outcome.offset == life.num_tokens, "tokens missing or repeated"
+            if not life.num_tokens:
+                life.record.first_token = self._timeline.now
+            life.num_tokens += len(outcome.tokens)
+        news, stop = outcome.news, outcome.stop
+        life.num_computed = max(life.num_computed, outcome.num_computed)
+        if news is not NO_NEWS:
+            self._note(life, news)
+        if stop is not None:
+            self._stopped(life, stop, outcome.error)
+
+    def _note(self, life: Life, news: News) -> None:
+        """What became of its KV blocks."""
+        record = life.record
+        record.preemptions += news.preemptions
+        record.recomputed_tokens += news.recomputed_tokens
+        if record.attempts == 1:
+            record.cached_tokens += news.cached_tokens
+        if news.residence is None:
+            return
+        life.is_preempted = news.residence is Residence.PREEMPTED
+        moves_left = max(0, self._config.max_moves - life.num_moved)
+        self._dispatcher.running(life.running(moves_left), self._timeline.now)
+
+    def _stopped(self, life: Life, stop: Stop, error: EverliftError | None) -> None:
+        if stop is Stop.RETURNED:
+            self._return(life)
+        elif error is not None:
+            self._end(life, State.FAILED, error)
+        else:
+            self._finish(life)
+
+    def _finish(self, life: Life) -> None:
+        del self._by_epoch[life.epoch]
+        self._dispatcher.withdraw(life.request_id, self._timeline.now)
+        life.move(Move.APPEND, State.FINISHED)
+        life.record.finished = self._timeline.now
+        self._foresight.note(life.num_tokens)
+        self._over(life)
+
+    def worker_lost(self, worker_id: str) -> None:
+        """Everything that ran there goes back into the queue, with its tokens."""
+        for life in [it for it in self._by_epoch.values() if it.worker_id == worker_id]:
+            self._leave(life)
+            self._lose(life)
+        self._stretches.pop(worker_id, None)
+
+    def _lose(self, life: Life) -> None:
+        life.lose()
+        life.release()
+        if life.losses_in_a_row >= self._config.max_losses:
+            self._end(life, State.FAILED, AttemptsExhausted())
+        else:
+            self._enqueue(life)
+
+    def give_up(self) -> None:
+        """There has been no worker for too long."""
+        for life in [it for it in self._lives.values() if it.state is State.QUEUED]:
+            self._end(life, State.FAILED, NoWorker())

@@ -1,0 +1,86 @@
+"""The product's queue, with what ``router.leader`` has around it but for ledger and lines. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import count
+
+from cluster.forecast.dispatcher import GATEWAY
+from cluster.forecast.frame import Frame
+from everlift.v1 import session_pb2
+from router.admission.load import cluster_load
+from router.admission.moving import Move
+from router.admission.placement import Placement
+from router.admission.policy import Rules
+from router.admission.tenure import Placed, Tenure
+from router.admission.worker_view import Capacity
+from router.config import RouterConfig
+
+#: Between two looks at who could move, as the leader has it.
+_MOVES_S = 0.05
+_AT_ONCE = 64
+_TERM = 1
+
+
+class GlobalQueue:
+    def __init__(
+        self, config: RouterConfig, occupants: Callable[[str], Collection[str]], now: float = 0.0
+    ) -> None:
+        self._placement = Placement(config)
+        self._tenure = Tenure(config, Rules.of(config), self._placement, occupants, "", now)
+        self._tenure.roll_call.living([GATEWAY])
+        self._tenure.connect(GATEWAY, now)
+        self._hear(session_pb2.GatewayMessage(is_complete=True), now)
+        self._epochs = count(1)
+        self._move_after = 0.0
+
+    @property
+    def queued(self) -> int:
+        return self._tenure.queued
+
+    @property
+    def has_work(self) -> bool:
+        return self._tenure.has_work
+
+    def load(self, now: float) -> session_pb2.ClusterLoad:
+        """What the autoscaler is told."""
+        return cluster_load(_TERM, self._tenure, self._placement.workers.values(), now)
+
+    def worker_up(self, worker_id: str, capacity: Capacity) -> None:
+        self._placement.join(worker_id, capacity)
+
+    def worker_lost(self, worker_id: str) -> None:
+        self._placement.leave(worker_id)
+
+    def hear(self, frame: Frame, now: float) -> None:
+        for epoch in frame.accepted:
+            self._placement.acknowledge(frame.worker_id, epoch)
+        self._placement.report(frame.worker_id, frame.load, now)
+
+    def enqueue(self, waiting: session_pb2.Waiting, now: float) -> bool:
+        return not self._hear(session_pb2.GatewayMessage(enqueue=[waiting]), now)
+
+    def withdraw(self, request_id: str, now: float) -> None:
+        self._hear(session_pb2.GatewayMessage(withdraw=[request_id]), now)
+
+    def running(self, running: session_pb2.Running, now: float) -> None:
+        self._hear(session_pb2.GatewayMessage(running=[running]), now)
+
+    def _hear(self, message: session_pb2.GatewayMessage, now: float) -> list[str]:
+        return self._tenure.hear(GATEWAY, message, now).refused
+
+    def moves(self, now: float) -> list[Move]:
+        if now < self._move_after:
+            return []
+        self._move_after = now + _MOVES_S
+        return self._tenure.moves(now)
+
+    def place(self, now: float) -> list[Placed]:
+        placed = self._tenure.place(now, now, _AT_ONCE, lambda: next(self._epochs))
+        for each in placed:
+            self._tenure.begun(each, GATEWAY)
+        return placed
+
+    def tick(self, now: float) -> None:
+        self._placement.expire(now)
+        self._tenure.forget(now)

@@ -1,0 +1,129 @@
+"""One request, from its arrival to its end, as its gateway knows it. Pure.
+
+Its states and moves are the ledger's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from cluster.forecast.foresight import Foretold
+from cluster.forecast.record import Record
+from cluster.forecast.sequence import BlockNames, NamedSequence
+from everlift.v1 import session_pb2
+from router.ledger.entry import Move, State
+
+
+@dataclass(slots=True)
+class Life:
+    record: Record
+    request_id: str
+    names: BlockNames
+    foretold: Foretold
+    state: State = State.QUEUED
+    worker_id: str = ""
+    epoch: int = 0
+    #: output tokens that have come
+    num_tokens: int = 0
+    #: known tokens that were ever computed
+    num_computed: int = 0
+    #: the leader has had it before
+    accepted: bool = False
+    is_preempted: bool = False
+    num_moved: int = 0
+    losses_in_a_row: int = 0
+    num_tokens_at_loss: int = -1
+
+    def move(self, move: Move, state: State) -> None:
+        assert self.state in move.sources and state in move.targets, f"{self.state} {move}"
+        self.state = state
+
+    @property
+    def known_tokens(self) -> int:
+        return self.record.arrival.prompt_tokens + self.num_tokens
+
+    @property
+    def deadline(self) -> float:
+        return self.record.arrival.at + self.record.arrival.deadline_s
+
+    @property
+    def ttft_deadline(self) -> float:
+        arrival = self.record.arrival
+        return inf if self.num_tokens else arrival.at + arrival.ttft_target_s
+
+    def begin(self, worker_id: str, epoch: int, now: float) -> NamedSequence:
+        """A worker is ours: what it starts."""
+        self.move(Move.DISPATCH, State.RUNNING)
+        self.worker_id, self.epoch = worker_id, epoch
+        self.accepted, self.is_preempted = True, False
+        record = self.record
+        record.dispatched = min(record.dispatched, now)
+        record.worker = worker_id
+        record.attempts += 1
+        record.migrations += bool(self.num_tokens)
+        computed = max(self.num_computed, self.known_tokens - 1 if self.num_tokens else 0)
+        return NamedSequence.begin(
+            epoch, self.request_id, record.arrival, self.names, self.num_tokens, computed
+        )
+
+    def release(self) -> None:
+        """Its worker is gone, or gave it back."""
+        self.move(Move.RELEASE, State.QUEUED)
+        self.worker_id, self.epoch = "", 0
+
+    def lose(self) -> None:
+        """Its worker is lost."""
+        has_gone_on = self.num_tokens > self.num_tokens_at_loss
+        self.losses_in_a_row = 1 if has_gone_on else self.losses_in_a_row + 1
+        self.num_tokens_at_loss = self.num_tokens
+
+    # what the leader is told
+
+    @property
+    def predicted_total(self) -> int:
+        """Its prompt and its output, as foretold when it came."""
+        arrival = self.record.arrival
+        return arrival.prompt_tokens + self.foretold.length.to_come(0, arrival.max_tokens)
+
+    def waiting(self, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:
+        arrival = self.record.arrival
+        return session_pb2.Waiting(
+            request_id=self.request_id,
+            arrived=arrival.at,
+            prompt_tokens=self.known_tokens,
+            max_tokens=max(1, arrival.max_tokens - self.num_tokens),
+            attempt=self.record.attempts,
+            accepted=self.accepted,
+            choices=1,
+            priority=arrival.priority,
+            deadline=_moment(self.deadline),
+            ttft_deadline=_moment(self.ttft_deadline),
+            moves_left=moves_left,
+            suspect=is_suspect,
+            predicted_tokens=self.foretold.length.to_come(self.num_tokens, arrival.max_tokens),
+            predicted_total=self.predicted_total,
+            predicted_rank=self.foretold.rank,
+        )
+
+    def running(self, moves_left: int) -> session_pb2.Running:
+        arrival = self.record.arrival
+        return session_pb2.Running(
+            request_id=self.request_id,
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            priority=arrival.priority,
+            known_tokens=self.known_tokens,
+            moves_left=moves_left,
+            preempted=self.is_preempted,
+            arrived=arrival.at,
+            choices=1,
+            due=_moment(min(self.deadline, self.ttft_deadline)),
+            predicted_total=self.predicted_total,
+            predicted_rank=self.foretold.rank,
+        )
+
+
+def _moment(moment: float) -> float:
+    """As it is said on the wire: 0 if there is none."""
+    return 0.0 if moment == inf else moment

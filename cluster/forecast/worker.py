@@ -1,0 +1,255 @@
+"""A simulated worker: the product's scheduler over its block pool, with a step time in place of a
+model. Pure.
+
+    start, abort  -->  inbox  --turn-->  schedule, commit  --step is over-->  frame
+
+as in ``worker.loop`` and ``worker.sessions``: what comes during a step waits for the next one, and
+what a step made is there when its time is over. Steps that do nothing but decode the same sequences
+are not planned one by one: they are counted as their time goes by, each with its frame, and
+computed at once before anything else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from cluster.forecast.frame import Frame
+from cluster.forecast.scenario import WorkerSpec
+from cluster.forecast.sequence import TOKEN, NamedSequence
+from cluster.forecast.stretch import Stretch
+from cluster.forecast.timeline import Timeline
+from everlift.blockhash import BLOCK_SIZE
+from everlift.errors import PromptTooLong
+from router.admission.pace import Work
+from router.admission.step_time import StepSize
+from router.admission.worker_view import Capacity, Load
+from worker.outcome import Outcome, SequenceKey, Stop
+from worker.pending import Pending
+from worker.plan import NOTHING_DRAWN, RowResult, Rows
+from worker.scheduler import Scheduler
+from worker.sequence import NO_SLOT
+
+#: Of the steps that might be computed at once, as many are looked at: in these nobody takes more
+#: than two blocks.
+_MOST_AT_ONCE = BLOCK_SIZE
+_DRAWN = RowResult((TOKEN,))
+
+
+class SimulatedWorker:
+    """``tell`` gets its frames. ``one_by_one``: every step is planned."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        spec: WorkerSpec,
+        timeline: Timeline,
+        tell: Callable[[Frame], None],
+        one_by_one: bool = False,
+    ) -> None:
+        self.worker_id = worker_id
+        self.limits = spec.limits
+        self.num_steps = self.num_jumped = 0
+        self.is_draining = self.is_gone = False
+        self._spec = spec
+        self._timeline = timeline
+        self._tell_router = tell
+        self._most_at_once = 0 if one_by_one else _MOST_AT_ONCE
+        self._scheduler = Scheduler(self.limits)
+        self._starts: list[NamedSequence] = []
+        self._aborts: list[int] = []
+        self._accepted: list[int] = []
+        self._pending = Pending()
+        self._is_stepping = False
+        self._load = self._scheduler.load()
+        self._frames = 0
+        self._told_at = timeline.now
+        self._busy_s = 0.0
+        # of the step in progress
+        self._step_s = 0.0
+        self._started: list[SequenceKey] = []
+        self._outcomes: list[Outcome] = []
+        self._stretch: Stretch | None = None
+        self._tell()
+        timeline.after(spec.config.beat, self._beat)
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(self.limits.max_num_seqs, self.limits.num_blocks)
+
+    def occupants(self) -> set[str]:
+        """Ids of the requests that have a slot."""
+        return {it.request_id for it in self._scheduler if it.slot != NO_SLOT}
+
+    # the router speaks
+
+    def start(self, sequence: NamedSequence) -> None:
+        if self.is_gone:
+            return
+        self._accepted.append(sequence.key.epoch)
+        end = self._end_at_start(sequence)
+        if end is None:
+            sequence.came = self._timeline.now
+            self._pending.add(sequence.key, sequence.num_known)
+            self._starts.append(sequence)
+        self._tell([end] if end else [])
+        self._wake()
+
+    def _end_at_start(self, sequence: NamedSequence) -> Outcome | None:
+        key, offset, most = sequence.key, sequence.num_output, self.limits.max_model_len
+        if self.is_draining:
+            return Outcome(key, offset, (), Stop.RETURNED)
+        if sequence.num_prompt >= most or sequence.num_known > most:
+            return Outcome(key, offset, (), Stop.REFUSED, PromptTooLong())
+        if (stop := sequence.stop(self.limits)) is not None:
+            return Outcome(key, offset, (), stop)
+        return None
+
+    def abort(self, epoch: int) -> None:
+        if not self.is_gone:
+            self._aborts.append(epoch)
+            self._wake()
+
+    def drain(self) -> None:
+        """It takes nothing more, and hands back what it has after its step."""
+        if not self.is_gone:
+            self.is_draining = True
+            self._wake()
+
+    def lose(self) -> None:
+        """It is gone, with all it has."""
+        self.is_gone = True
+
+    # its loop
+
+    def _wake(self) -> None:
+        if not self._is_stepping:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Takes what has come, and begins a step if there is anything to do."""
+        returned = self._take_orders()
+        steps = self._scheduler.num_alike(self._most_at_once) if self._most_at_once else 0
+        if steps:
+            self._begin_stretch(steps)
+        else:
+            self._begin_step()
+        self._outcomes = [*returned, *self._outcomes]
+        self._is_stepping = self._step_s > 0
+        if self._is_stepping:
+            self._timeline.after(self._step_s, self._step_is_over)
+        else:
+            self._report()
+
+    def _take_orders(self) -> list[Outcome]:
+        """What is handed back."""
+        self._started = [sequence.key for sequence in self._starts]
+        for sequence in self._starts:
+            self._scheduler.add(sequence)
+        returned = []
+        if self.is_draining:
+            returned = [sequence.outcome(Stop.RETURNED) for sequence in self._scheduler]
+        for epoch in (*self._aborts, *(outcome.key.epoch for outcome in returned)):
+            for leaving in self._scheduler.of_epoch(epoch):
+                self._scheduler.remove(leaving)
+        self._starts, self._aborts = [], []
+        return returned
+
+    def _begin_step(self) -> None:
+        plan = self._scheduler.schedule(now=self._timeline.now)
+        if not plan.rows:
+            self._outcomes, self._step_s = [], 0.0
+            return
+        self._step_s = self._seconds(step_size(plan.rows))
+        samples = plan.rows.samples.tolist()
+        drawn = [_DRAWN if each else NOTHING_DRAWN for each in samples]
+        self._outcomes = self._scheduler.commit(plan, drawn)
+
+    def _begin_stretch(self, steps: int) -> None:
+        running = tuple(it for it in self._scheduler if it.slot != NO_SLOT)
+        taken = self._scheduler.blocks_taken(steps)
+        self._stretch = Stretch(running, self._scheduler.load(), taken)
+        self._outcomes, self._step_s = [], self._seconds(self._stretch.step_size())
+
+    def _seconds(self, size: StepSize) -> float:
+        return self._spec.step_time.seconds(size) * self._spec.slowness
+
+    def _step_is_over(self) -> None:
+        if self.is_gone:
+            return
+        self._busy_s += self._step_s
+        self.num_steps += 1
+        stretch = self._stretch
+        if stretch is None:
+            self._report()
+            self._turn()
+            return
+        stretch.num_done += 1
+        if self._starts or self._aborts or self.is_draining or stretch.is_over:
+            self._end_stretch(stretch)
+            self._report()
+            self._turn()
+            return
+        self._load = stretch.load()
+        self._count_started()
+        self._tell(stretch=stretch)
+        self._step_s = self._seconds(stretch.step_size())
+        self._timeline.after(self._step_s, self._step_is_over)
+
+    def _end_stretch(self, stretch: Stretch) -> None:
+        self.num_jumped += stretch.num_done - 1
+        self._outcomes += self._scheduler.decode(TOKEN, stretch.num_done)
+        self._stretch = None
+
+    # what it says
+
+    def _report(self) -> None:
+        self._load = self._scheduler.load()
+        self._count_started()
+        outcomes, self._outcomes = self._outcomes, []
+        self._tell(outcomes)
+
+    def _count_started(self) -> None:
+        for key in self._started:
+            self._pending.discard(key)
+        self._started = []
+
+    def _tell(self, outcomes: Iterable[Outcome] = (), stretch: Stretch | None = None) -> None:
+        self._told_at = self._timeline.now
+        accepted, self._accepted = tuple(self._accepted), []
+        self._tell_router(Frame(self.worker_id, self._state(), accepted, tuple(outcomes), stretch))
+
+    def _state(self) -> Load:
+        load, pending = self._load, self._pending.num_tokens
+        self._frames += 1
+        return Load(
+            self._frames,
+            load.num_running,
+            load.num_waiting + len(self._pending),
+            load.blocks_used,
+            load.pending_prefill_tokens + pending,
+            load.committed_tokens + pending,
+            self.is_draining,
+            Work(
+                load.step,
+                load.computed_tokens,
+                load.output_tokens,
+                load.released_blocks,
+                self._busy_s,
+            ),
+        )
+
+    def _beat(self) -> None:
+        """Whoever has nothing to say says so now and then."""
+        beat_s = self._spec.config.beat
+        if self.is_gone or (self.is_draining and not self._is_stepping):
+            return
+        if self._timeline.now >= self._told_at + beat_s:
+            self._tell()
+        self._timeline.at(self._told_at + beat_s, self._beat)
+
+
+def step_size(rows: Rows) -> StepSize:
+    counts, ends = rows.counts, rows.known_ends
+    # Each of a row's tokens attends to all before it and to itself.
+    pairs = (counts * (2 * ends - counts + 1)).sum() / 2
+    return StepSize(len(rows), rows.num_tokens, float(ends.sum()), float(pairs))

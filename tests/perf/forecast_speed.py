@@ -1,0 +1,80 @@
+"""How fast a forecast is: a hundred workers with the product's own scheduler, on one core.
+
+    python tests/perf/forecast_speed.py [--workers 100] [--load 0.8] [--seconds 10] [--out FILE]
+
+A model of 8 billion parameters on an H200, conversations (1,155 prompt tokens and 211 output tokens
+on the average) that come as by chance, at this part of what the workers can do. ``simulator_speed``
+is virtual seconds by seconds; what comes before the cluster has as many requests as it will have in
+the long run does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from cluster.forecast.arrival import Arrival
+from cluster.forecast.scenario import Scenario, WorkerSpec
+from cluster.forecast.simulate import simulate
+from router.admission.step_time import Roofline
+from tests.perf import report
+from worker.config import WorkerConfig
+
+#: 15 GB of weights at 3.66 TB/s, 14 GFLOP a token at 592 TFLOP/s, 128 KiB of KV a token.
+H200_8B = Roofline(0.7e-3, 4.1e-3, 23.6e-6, 35.8e-9)
+ENGINE = WorkerConfig(
+    model="fake",
+    num_blocks=25_000,
+    max_model_len=32_768,
+    max_num_seqs=256,
+    max_num_batched_tokens=2048,
+)
+#: Requests a second that one worker can do, as a long run without end shows.
+SATURATION = 23.7
+
+
+def conversations(rate: float, seconds: float, seed: int = 0) -> Iterator[Arrival]:
+    """Lengths as in Azure's trace of 2023."""
+    dice, at = Random(seed), 0.0
+    while (at := at + dice.expovariate(rate)) < seconds:
+        prompt = min(14_000, max(1, round(dice.lognormvariate(6.63, 0.99))))
+        is_short = dice.random() < 0.6
+        output = dice.lognormvariate(4.419, 0.45) if is_short else dice.gauss(404, 29)
+        yield Arrival(at, prompt, min(1000, max(1, round(output))), 1000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--workers", type=int, default=100)
+    parser.add_argument("--load", type=float, default=0.8)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--out", type=Path, default=Path("build/bench/forecast_speed.json"))
+    args = parser.parse_args()
+    rate = args.load * SATURATION * args.workers
+    scenario = Scenario.uniform(args.workers, WorkerSpec(ENGINE, H200_8B))
+    began = time.process_time()
+    forecast = simulate(conversations(rate, args.seconds), scenario)
+    cpu_s = time.process_time() - began
+    summary, speed = forecast.summary(), args.seconds / cpu_s
+    report.write(
+        args.out,
+        packages=("numpy",),
+        settings={name: getattr(args, name) for name in ("workers", "load", "seconds")},
+        raw={
+            "cpu_s": cpu_s,
+            "requests": summary.requests,
+            "steps": forecast.num_steps,
+            "jumped": forecast.num_jumped,
+            "ms_per_request": 1e3 * cpu_s / summary.requests,
+            "ttft_p99_s": summary.ttft_s.p99,
+            "tpot_mean_s": summary.tpot_s.mean,
+        },
+        ratios={f"simulator_speed_{args.workers}_workers": speed},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""A forecast: what it promises of every request, and what it takes into account."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.autoscale.config import AutoscaleConfig
+from cluster.forecast.arrival import Arrival
+from cluster.forecast.forecast import Forecast
+from cluster.forecast.scenario import (
+    Choice,
+    EarlyBinding,
+    Event,
+    WorkerDrain,
+    WorkerLoss,
+    WorkerStart,
+)
+from cluster.forecast.simulate import simulate
+from cluster.forecast.summary import Quantiles, Slo
+from router.config import RouterConfig
+from tests.small_clusters import ENGINE, STEP_TIME, arrivals, scenario, spec
+
+LINK_S = 0.001
+
+
+def test_a_lone_request_takes_its_links_and_steps() -> None:
+    (record,) = simulate([Arrival(1.0, 100, 5, 200)], scenario()).records
+    assert record.dispatched == 1.0
+    assert record.ttft_s == pytest.approx(2 * LINK_S + 0.01, abs=1e-4)
+    assert record.tpot_s == pytest.approx(0.01, abs=1e-4)
+    assert (record.output_tokens, record.worker, record.attempts) == (5, "worker-0", 1)
+
+
+def test_a_prompt_is_computed_in_chunks() -> None:
+    (record,) = simulate([Arrival(0.0, 300, 1, 200)], scenario()).records
+    # It comes before the worker has said that it is there; 128, 128 and 44 tokens.
+    assert record.dispatched == LINK_S
+    assert record.ttft_s == pytest.approx(3 * LINK_S + 2 * 0.0128 + 0.01, abs=2e-4)
+
+
+def test_an_output_ends_by_max_tokens_and_by_the_context() -> None:
+    forecast = simulate([Arrival(0, 10, 50, 20), Arrival(0, 1000, 50, 200)], scenario())
+    assert [record.output_tokens for record in forecast.records] == [20, 24]
+
+
+def test_the_same_is_forecast_again() -> None:
+    load, cluster = arrivals(60, 40.0), scenario(spec(), spec(), early=EarlyBinding("p2c"))
+    assert simulate(load, cluster) == simulate(load, cluster)
+    assert simulate(load, cluster) != simulate(load, replace(cluster, seed=1))
+
+
+EVENTS: dict[str, tuple[Event, ...]] = {
+    "none": (),
+    "loss": (WorkerLoss(0.5, 0), WorkerStart(1.0, spec(), 0.3)),
+    "late detection": (WorkerLoss(0.5, 1, detection_s=3.0),),
+    "detected before its last frames come": (WorkerLoss(0.5, 1, detection_s=0.0),),
+    "drain": (WorkerDrain(0.5, 0), WorkerDrain(0.9, 7)),
+    "all lost": (WorkerLoss(0.4, 0), WorkerLoss(0.5, 1), WorkerStart(2.0, spec())),
+}
+
+
+def check_conserved(forecast: Forecast) -> None:
+    """Every request has come to one end, with all its tokens or with a cause."""
+    for index, record in enumerate(forecast.records):
+        arrival = record.arrival
+        assert record.index == index
+        assert record.is_finished is not bool(record.refused)
+        if record.is_finished:
+            assert record.output_tokens == min(arrival.output_tokens, arrival.max_tokens)
+            assert arrival.at <= record.dispatched < record.first_token <= record.finished
+
+
+@pytest.mark.parametrize("events", EVENTS.values(), ids=EVENTS)
+def test_no_token_is_lost_or_repeated(events: tuple[Event, ...]) -> None:
+    load = arrivals(60, 60.0)
+    forecast = simulate(load, scenario(spec(), spec(), events=events))
+    assert [record.arrival for record in forecast.records] == load
+    check_conserved(forecast)
+    assert not any(record.refused for record in forecast.records)
+
+
+def test_who_was_on_a_lost_worker_goes_on_elsewhere_with_its_tokens() -> None:
+    lost = scenario(spec(), spec(), events=(WorkerLoss(0.5, 0, detection_s=0.2),))
+    load = [Arrival(0.01, 64, 90, 200), Arrival(0.01, 64, 90, 200)]
+    first, second = simulate(load, lost).records
+    undisturbed = second.latency_s
+    assert (first.worker, first.attempts, first.migrations) == ("worker-1", 2, 1)
+    assert first.recomputed_tokens > 64
+    # The detection, and a little to compute it again.
+    assert undisturbed + 0.2 < first.latency_s < undisturbed + 0.3
+
+
+def test_a_request_fails_that_loses_too_many_workers() -> None:
+    events = tuple(WorkerLoss(0.001, worker, 0.001) for worker in range(3))
+    cluster = scenario(*[spec(slowness=100)] * 3, events=events, router=RouterConfig(max_losses=1))
+    (record,) = simulate([Arrival(0.0, 100, 5, 200)], cluster).records
+    assert record.refused in ("attempts_exhausted", "no_worker")
+
+
+def test_without_a_worker_requests_wait_so_long() -> None:
+    cluster = scenario(events=(WorkerLoss(0.0, 0, 0.0),), router=RouterConfig(worker_wait=3.0))
+    forecast = simulate([Arrival(0.1, 100, 5, 200)], cluster)
+    assert forecast.summary().refused == {"no_worker": 1}
+
+
+def test_a_full_queue_and_a_deadline_refuse() -> None:
+    load = arrivals(40, 1000.0)
+    router = RouterConfig(max_queued=5, local_depth=0)
+    full = simulate(load, scenario(spec(max_num_seqs=2), router=router))
+    assert full.summary().refused.keys() == {"queue_full"}
+    late = simulate([replace(it, deadline_s=0.4) for it in load], scenario(spec(max_num_seqs=2)))
+    assert late.summary().refused.keys() == {"deadline_exceeded"}
+    for forecast in (full, late):
+        check_conserved(forecast)
+    assert all(record.latency_s <= 0.4 for record in late.records if record.is_finished)
+
+
+def test_a_prompt_that_fits_nowhere_is_refused() -> None:
+    forecast = simulate([Arrival(0.0, 2000, 5, 200)], scenario())
+    assert forecast.summary().refused == {"prompt_too_long": 1}
+
+
+def test_prompts_that_begin_alike_share_blocks() -> None:
+    one, other = Arrival(0.0, 200, 5, 200, prefix=(7, 8), prefix_part_tokens=64), (7, 9)
+    load = [replace(one, at=at) for at in (0.0, 1.0)]
+    load += [replace(one, at=2.0, prefix=other), replace(one, at=3.0, tenant="another")]
+    cached = [record.cached_tokens for record in simulate(load, scenario()).records]
+    assert cached == [0, 128, 64, 0]
+
+
+def test_a_slow_worker_gets_less() -> None:
+    load = arrivals(120, 40.0)
+    forecast = simulate(load, scenario(spec(), spec(slowness=4)))
+    workers = [record.worker for record in forecast.records]
+    assert workers.count("worker-1") < 0.5 * workers.count("worker-0")
+
+
+def test_a_higher_class_goes_first() -> None:
+    load = [replace(it, priority=i % 2) for i, it in enumerate(arrivals(100, 200.0))]
+    by_class = simulate(load, scenario(spec(max_num_seqs=4))).by_class()
+    assert by_class[1].ttft_s.mean < 0.5 * by_class[0].ttft_s.mean
+
+
+def test_the_orders_of_the_product_are_its_own() -> None:
+    load = arrivals(100, 200.0)
+    means = {
+        order: simulate(
+            load, scenario(spec(max_num_seqs=4), router=RouterConfig(order=order))
+        ).summary()
+        for order in ("fifo", "shortest")
+    }
+    assert means["fifo"].overtaken.mean == 0 < means["shortest"].overtaken.mean
+
+
+@pytest.mark.parametrize("choice", ["random", "round_robin", "jsq", "p2c"])
+def test_early_binding_ends_every_request(choice: Choice) -> None:
+    cluster = scenario(spec(), spec(), early=EarlyBinding(choice), events=EVENTS["loss"])
+    check_conserved(simulate(arrivals(60, 60.0), cluster))
+
+
+def test_late_binding_is_ahead_of_early_binding_where_a_worker_is_slow() -> None:
+    load = arrivals(300, 45.0)
+    workers = [spec(), spec(), spec(slowness=3)]
+    late = simulate(load, scenario(*workers)).summary().ttft_s.p99
+    for binding in (EarlyBinding("p2c"), EarlyBinding("jsq", age_s=1.0), EarlyBinding("random")):
+        assert late < simulate(load, scenario(*workers, early=binding)).summary().ttft_s.p99
+
+
+def test_the_autoscaler_adds_workers_and_takes_them_away() -> None:
+    scaling = AutoscaleConfig(max_workers=4, ttft_target=0.5, drain_target=2.0, down_delay=5.0)
+    cluster = scenario(autoscale=scaling, start_s=1.0)
+    load = [*arrivals(200, 60.0), Arrival(40.0, 100, 5, 200)]
+    forecast = simulate(load, cluster)
+    workers = [sample.workers for sample in forecast.samples]
+    assert workers[0] == 1 < max(workers) and workers[-1] < max(workers)
+    assert forecast.worker_s < max(workers) * forecast.samples[-1].at
+    check_conserved(forecast)
+
+
+def test_arrivals_come_in_order() -> None:
+    with pytest.raises(ValueError, match="comes after a later one"):
+        simulate([Arrival(1.0, 1, 1, 1), Arrival(0.5, 1, 1, 1)], scenario())
+
+
+def test_what_is_not_modelled_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_blocks"):
+        spec(num_blocks=None)
+    with pytest.raises(ValueError, match="preemption"):
+        spec(preemption="swap")
+    with pytest.raises(ValueError, match="autoscale"):
+        scenario(early=EarlyBinding("jsq"), autoscale=AutoscaleConfig(max_workers=2))
+
+
+def test_a_summary_counts_what_kept_the_slo() -> None:
+    forecast = simulate(arrivals(40, 60.0), scenario())
+    all_good, none = forecast.summary(), forecast.summary(Slo(ttft_s=0.0))
+    assert (all_good.good_share, none.good_share) == (1.0, 0.0)
+    assert all_good.goodput_per_s == all_good.requests_per_s > 0
+    tokens = sum(record.output_tokens for record in forecast.records)
+    assert all_good.output_tokens_per_s == pytest.approx(tokens / all_good.duration_s)
+    assert Quantiles.of(range(1, 101)) == Quantiles(50.5, 50, 90, 99)
+    assert Quantiles.of([]) == Quantiles(0.0, 0.0, 0.0, 0.0)
+
+
+def test_samples_show_the_cluster_over_time() -> None:
+    forecast = simulate(arrivals(60, 60.0), scenario(spec(), spec(), sample_s=0.1))
+    busy = max(forecast.samples, key=lambda sample: sample.running)
+    assert busy.slots == 2 * ENGINE.max_num_seqs and 0 < busy.slot_occupancy <= 1
+    assert 0 < busy.block_occupancy <= 1
+    assert [sample.at for sample in forecast.samples[:3]] == pytest.approx([0.0, 0.1, 0.2])
+
+
+def test_step_times_are_asked_for_what_a_step_computes() -> None:
+    (record,) = simulate([Arrival(0.0, 100, 2, 200)], scenario(spec(slowness=2))).records
+    known = 101
+    expected = 2 * (STEP_TIME.weights_s + known * STEP_TIME.kv_token_s)
+    assert record.finished - record.first_token == pytest.approx(expected)
