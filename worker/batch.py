@@ -16,7 +16,6 @@ from worker.blocks import BlockPool
 from worker.columns import Columns
 from worker.host_store import HostStore
 from worker.limits import Limits, blocks_for
-from worker.outcome import Outcome
 from worker.plan import BlockCopy, Ints, Plan, Row
 from worker.sequence import NO_SLOT, Sequence
 
@@ -183,11 +182,12 @@ class Batch:
             steps = bisect_right(range(1, steps), free, key=self.columns.num_lacking)
         return steps
 
-    def decode(self, token: int, times: int) -> list[Outcome]:
+    def decode(self, token: int, times: int) -> None:
         """So many of them, in each of which everybody draws ``token``."""
         columns = self.columns
         changes, slots = columns.changes(times), columns.decoding()
-        outcomes = [sequence.draw(token, times) for sequence in self.at(slots)]
+        for sequence in self.at(slots):
+            sequence.draw(token, times)
         for change in changes:
             sequence = self._slots[change.slot]
             if change.fills:
@@ -195,7 +195,6 @@ class Batch:
             else:
                 self._extend(sequence, self._pool.allocate(1))
         columns.draw(slots, token, times)
-        return outcomes
 
     # one step
 

@@ -30,8 +30,8 @@ from worker.counters import Counters
 from worker.drafter import MAX_READ, Drafter
 from worker.limits import Limits, blocks_for
 from worker.load import Load, Occupant
-from worker.outcome import Outcome, SequenceKey, Stop
-from worker.plan import Admission, Ints, Plan, Row, RowResult, Rows
+from worker.outcome import NO_NEWS, Outcome, SequenceKey, Stop
+from worker.plan import NOTHING_DRAWN, Admission, Ints, Plan, Row, RowResult, Rows
 from worker.policies.choice import policy_of
 from worker.sequence import NO_SLOT, Sequence
 from worker.share import Share, num_tokens
@@ -124,6 +124,11 @@ class Scheduler:
 
     def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
         """Takes over what ``plan`` computed."""
+        self._executed(plan)
+        outcomes = self._commit_rows(plan.rows, results)
+        return [*self._notices(), *outcomes]
+
+    def _executed(self, plan: Plan) -> None:
         self._batch.executed()
         self._budget.recover()
         self._computed_tokens += plan.num_tokens
@@ -132,8 +137,6 @@ class Scheduler:
         self._counters.slot_steps += len(plan.rows)
         self._counters.blocks_swapped_out += len(plan.saves)
         self._counters.blocks_swapped_in += len(plan.loads)
-        outcomes = self._commit_rows(plan.rows, results)
-        return [*self._notices(), *outcomes]
 
     def fail(self, plan: Plan, error: EverliftError) -> list[Outcome]:
         """Ends every sequence of a plan that could not be executed."""
@@ -154,7 +157,32 @@ class Scheduler:
             self.preempt(self._batch[row.slot])
         return self._notices()
 
-    # many steps at once
+    # for whoever knows what is drawn
+
+    def commit_drawn(self, plan: Plan, token: int) -> list[Outcome]:
+        """As ``commit``, where every row that samples draws ``token``, no stop token. Nothing is
+        told of those that go on by it and have no news."""
+        self._executed(plan)
+        columns, rows = self._batch.columns, plan.rows
+        usual = columns.draws_one(rows)
+        for index, sequence in zip(
+            usual.nonzero()[0].tolist(), self._batch.at(rows.slots[usual]), strict=True
+        ):
+            if sequence.news is NO_NEWS:
+                sequence.draw(token, 1)
+            else:
+                usual[index] = False
+        slots = rows.slots[usual]
+        columns.draw(slots, token, 1)
+        self._output_tokens += len(slots)
+        drawn, told = RowResult((token,)), self._notices()
+        for index in (~usual).nonzero()[0].tolist():
+            row = rows[index]
+            sequence = self._batch[row.slot]
+            outcome = self._commit_row(sequence, row, drawn if row.samples else NOTHING_DRAWN)
+            if outcome is not None:
+                told.append(outcome)
+        return told
 
     def num_alike(self, most: int) -> int:
         """Of the next ``most`` steps, how many let everybody in the batch draw one token and change
@@ -163,7 +191,9 @@ class Scheduler:
         batch, limits = self._batch, self._limits
         is_plain = not limits.speculation.num_draft_tokens and not limits.num_host_blocks
         is_plain &= not self._policy.follows_time
-        if not is_plain or self._doubtful or not 0 < len(batch) <= self._budget.tokens:
+        if not is_plain or not 0 < len(batch) <= self._budget.tokens:
+            return 0
+        if self._doubtful or self._victims or any(it.news is not NO_NEWS for it in batch):
             return 0
         may_admit = not batch.is_full and self._policy.head(len(batch)) is not None
         return 0 if may_admit else batch.num_alike(most)
@@ -172,10 +202,9 @@ class Scheduler:
         """Of each of so many of these steps, the blocks that are taken until it is over."""
         return self._batch.columns.taken(steps)
 
-    def decode(self, token: int, steps: int) -> list[Outcome]:
+    def decode(self, token: int, steps: int) -> None:
         """So many of the steps that ``num_alike`` counts, in each of which everybody draws
-        ``token``: what as many calls of ``schedule`` and ``commit`` come to, with one outcome for
-        all tokens of a sequence. For whoever knows what is drawn, which a simulator does."""
+        ``token``: what as many calls of ``schedule`` and ``commit_drawn`` come to."""
         num_tokens = len(self._batch) * steps
         # Each one reads all that is known, and one more in each step than in the one before.
         num_read = steps * self._batch.columns.num_known + num_tokens * (steps - 1) // 2
@@ -187,7 +216,7 @@ class Scheduler:
         self._computed_tokens += num_tokens
         self._output_tokens += num_tokens
         self._counters.slot_steps += num_tokens
-        return [*self._notices(), *self._batch.decode(token, steps)]
+        self._batch.decode(token, steps)
 
     # room
 

@@ -202,14 +202,10 @@ class Sequence:
         # Most of what a step has to tell is made here, and names would take as long again.
         return Outcome(self.key, offset, tokens, None, None, logprobs, 0, (), computed, news)
 
-    def draw(self, token: int, times: int) -> Outcome:
-        """The same, one after the other: ``token``, so many times."""
-        offset, news = len(self.tokens) - self.num_prompt, self.news
+    def draw(self, token: int, times: int) -> None:
+        """The same, one after the other: ``token``, so many times. Nothing is told of it."""
         self.tokens.extend([token] * times)
         self.num_computed = len(self.tokens) - 1
-        self.news = NO_NEWS
-        tokens = (token,) * times
-        return Outcome(self.key, offset, tokens, num_computed=self.num_computed, news=news)
 
     # what is told of it
 

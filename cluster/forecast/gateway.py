@@ -21,7 +21,6 @@ from cluster.forecast.frame import Frame
 from cluster.forecast.life import Life
 from cluster.forecast.record import Record
 from cluster.forecast.sequence import BlockNames, NamedSequence
-from cluster.forecast.stretch import Stretch
 from cluster.forecast.timeline import Timeline
 from everlift.errors import (
     AttemptsExhausted,
@@ -63,8 +62,8 @@ class Gateway:
         self._foresight = foresight
         self._lives: dict[str, Life] = {}
         self._by_epoch: dict[int, Life] = {}
-        #: by worker, the stretch that is not over and how many of its steps are
-        self._stretches: dict[str, tuple[Stretch, int]] = {}
+        #: by worker, the steps that are over, as far as is known here
+        self._steps: dict[str, int] = {}
         self.records: list[Record] = []
 
     @property
@@ -153,38 +152,30 @@ class Gateway:
         self._enqueue(life)
 
     def _leave(self, life: Life) -> None:
-        """Its attempt is over. Of a stretch that is not, what has come of it stays."""
+        """Its attempt is over. What has come of it stays."""
         del self._by_epoch[life.epoch]
-        stretch, steps = self._stretches.get(life.worker_id, (None, 0))
-        if stretch and any(it.key.epoch == life.epoch for it in stretch.sequences):
-            life.num_tokens += steps
+        life.drew(self._steps[life.worker_id])
 
     # workers
 
     def hear(self, frame: Frame) -> None:
-        if frame.stretch is not None:
-            _, steps = self._stretches.get(frame.worker_id, (None, 0))
-            self._stretches[frame.worker_id] = (frame.stretch, steps + 1)
-            return
-        if frame.outcomes:
-            self._stretches.pop(frame.worker_id, None)
+        step = self._steps[frame.worker_id] = frame.load.work.step
         for outcome in frame.outcomes:
             life = self._by_epoch.get(outcome.key.epoch)
             if life is not None:
-                self._progress(life, outcome)
+                self._progress(life, outcome, step)
 
-    def _progress(self, life: Life, outcome: Outcome) -> None:
+    def _progress(self, life: Life, outcome: Outcome, step: int) -> None:
         if outcome.tokens:
-            assert outcome.offset == life.num_tokens, "tokens missing or repeated"
-            if not life.num_tokens:
+            if not outcome.offset:
                 life.record.first_token = self._timeline.now
-            life.num_tokens += len(outcome.tokens)
-        news, stop = outcome.news, outcome.stop
-        life.num_computed = max(life.num_computed, outcome.num_computed)
-        if news is not NO_NEWS:
-            self._note(life, news)
-        if stop is not None:
-            self._stopped(life, stop, outcome.error)
+            life.drew(step - 1)
+            assert outcome.offset == life.num_tokens, "tokens missing or repeated"
+        life.said(outcome, step)
+        if outcome.news is not NO_NEWS:
+            self._note(life, outcome.news)
+        if outcome.stop is not None:
+            self._stopped(life, outcome.stop, outcome.error)
 
     def _note(self, life: Life, news: News) -> None:
         """What became of its KV blocks."""
@@ -208,7 +199,7 @@ class Gateway:
             self._finish(life)
 
     def _finish(self, life: Life) -> None:
-        del self._by_epoch[life.epoch]
+        self._leave(life)
         self._dispatcher.withdraw(life.request_id, self._timeline.now)
         life.move(Move.APPEND, State.FINISHED)
         life.record.finished = self._timeline.now
@@ -220,7 +211,6 @@ class Gateway:
         for life in [it for it in self._by_epoch.values() if it.worker_id == worker_id]:
             self._leave(life)
             self._lose(life)
-        self._stretches.pop(worker_id, None)
 
     def _lose(self, life: Life) -> None:
         life.lose()

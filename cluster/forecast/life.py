@@ -13,6 +13,7 @@ from cluster.forecast.record import Record
 from cluster.forecast.sequence import BlockNames, NamedSequence
 from everlift.v1 import session_pb2
 from router.ledger.entry import Move, State
+from worker.outcome import Outcome
 
 
 @dataclass(slots=True)
@@ -24,8 +25,10 @@ class Life:
     state: State = State.QUEUED
     worker_id: str = ""
     epoch: int = 0
-    #: output tokens that have come
+    #: output tokens that have come, until step ``draws_since`` of its worker: from then on one in
+    #: each step, if it is not None
     num_tokens: int = 0
+    draws_since: int | None = None
     #: known tokens that were ever computed
     num_computed: int = 0
     #: the leader has had it before
@@ -67,10 +70,22 @@ class Life:
             epoch, self.request_id, record.arrival, self.names, self.num_tokens, computed
         )
 
+    def said(self, outcome: Outcome, step: int) -> None:
+        """Its worker says how far it is after this step."""
+        self.num_tokens = outcome.offset + len(outcome.tokens)
+        self.num_computed = max(self.num_computed, outcome.num_computed)
+        self.draws_since = step if outcome.tokens and outcome.stop is None else None
+
+    def drew(self, step: int) -> None:
+        """Until this step of its worker nothing else was said of it."""
+        if self.draws_since is not None:
+            self.num_tokens += step - self.draws_since
+            self.draws_since = step
+
     def release(self) -> None:
         """Its worker is gone, or gave it back."""
         self.move(Move.RELEASE, State.QUEUED)
-        self.worker_id, self.epoch = "", 0
+        self.worker_id, self.epoch, self.draws_since = "", 0, None
 
     def lose(self) -> None:
         """Its worker is lost."""

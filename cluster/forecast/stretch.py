@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from router.admission.step_time import StepSize
 from worker.load import Load
-from worker.sequence import Sequence
+
+
+class More(NamedTuple):
+    """What a load has beyond another one."""
+
+    steps: int = 0
+    tokens: int = 0
+    blocks: int = 0
+
+
+NOTHING = More()
 
 
 class Stretch:
-    """Each of its steps lets each of ``sequences``, all that the engine has in its batch, draw a
-    token, and does nothing else. ``before`` is the load at its begin; of each step ``taken`` has
-    the blocks that are taken until it is over."""
+    """Each of its steps lets each of the ``num_rows`` sequences of the batch draw a token, and does
+    nothing else. ``before`` is the load at its begin; of each step ``taken`` has the blocks that
+    are taken until it is over."""
 
-    def __init__(self, sequences: tuple[Sequence, ...], before: Load, taken: list[int]) -> None:
-        self.sequences = sequences
+    def __init__(self, before: Load, taken: Sequence[int]) -> None:
+        self.before = before
+        self.num_rows = before.num_running
         #: steps that are over
         self.num_done = 0
-        self._before = before
+        # Nobody prefills: what is pending waits.
+        self._known_tokens = before.committed_tokens - before.pending_prefill_tokens
         self._taken = taken
 
     @property
@@ -27,19 +40,12 @@ class Stretch:
 
     def step_size(self) -> StepSize:
         """Of its next step."""
-        before, num_rows = self._before, len(self.sequences)
-        # Nobody prefills: what is pending waits.
-        known = before.committed_tokens - before.pending_prefill_tokens + num_rows * self.num_done
-        return StepSize(num_rows, num_rows, known, known)
+        known = self._known_tokens + self.num_rows * self.num_done
+        return StepSize(self.num_rows, self.num_rows, known, known)
 
-    def load(self) -> Load:
-        """After the steps that are over, as far as a router is told of it."""
-        before, more = self._before, len(self.sequences) * self.num_done
-        return replace(
-            before,
-            blocks_used=before.blocks_used + self._taken[self.num_done - 1],
-            committed_tokens=before.committed_tokens + more,
-            step=before.step + self.num_done,
-            output_tokens=before.output_tokens + more,
-            computed_tokens=before.computed_tokens + more,
-        )
+    def more(self) -> More:
+        """By the steps that are over, than ``before``."""
+        if not self.num_done:
+            return NOTHING
+        tokens = self.num_rows * self.num_done
+        return More(self.num_done, tokens, self._taken[self.num_done - 1])

@@ -11,12 +11,12 @@ computed at once before anything else is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from cluster.forecast.frame import Frame
 from cluster.forecast.scenario import WorkerSpec
 from cluster.forecast.sequence import TOKEN, NamedSequence
-from cluster.forecast.stretch import Stretch
+from cluster.forecast.stretch import NOTHING, Stretch
 from cluster.forecast.timeline import Timeline
 from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import PromptTooLong
@@ -25,14 +25,13 @@ from router.admission.step_time import StepSize
 from router.admission.worker_view import Capacity, Load
 from worker.outcome import Outcome, SequenceKey, Stop
 from worker.pending import Pending
-from worker.plan import NOTHING_DRAWN, RowResult, Rows
+from worker.plan import Rows
 from worker.scheduler import Scheduler
 from worker.sequence import NO_SLOT
 
 #: Of the steps that might be computed at once, as many are looked at: in these nobody takes more
 #: than two blocks.
 _MOST_AT_ONCE = BLOCK_SIZE
-_DRAWN = RowResult((TOKEN,))
 
 
 class SimulatedWorker:
@@ -127,13 +126,15 @@ class SimulatedWorker:
 
     def _turn(self) -> None:
         """Takes what has come, and begins a step if there is anything to do."""
-        returned = self._take_orders()
+        has_changed = bool(self._starts or self._aborts or self.is_draining)
+        self._outcomes = self._take_orders() if has_changed else []
         steps = self._scheduler.num_alike(self._most_at_once) if self._most_at_once else 0
         if steps:
-            self._begin_stretch(steps)
+            before = self._scheduler.load() if has_changed else self._load
+            self._stretch = Stretch(before, self._scheduler.blocks_taken(steps))
+            self._step_s = self._seconds(self._stretch.step_size())
         else:
-            self._begin_step()
-        self._outcomes = [*returned, *self._outcomes]
+            self._step_s = self._begin_step()
         self._is_stepping = self._step_s > 0
         if self._is_stepping:
             self._timeline.after(self._step_s, self._step_is_over)
@@ -154,21 +155,14 @@ class SimulatedWorker:
         self._starts, self._aborts = [], []
         return returned
 
-    def _begin_step(self) -> None:
+    def _begin_step(self) -> float:
+        """How long it takes; 0 where there is nothing to do."""
         plan = self._scheduler.schedule(now=self._timeline.now)
         if not plan.rows:
-            self._outcomes, self._step_s = [], 0.0
-            return
-        self._step_s = self._seconds(step_size(plan.rows))
-        samples = plan.rows.samples.tolist()
-        drawn = [_DRAWN if each else NOTHING_DRAWN for each in samples]
-        self._outcomes = self._scheduler.commit(plan, drawn)
-
-    def _begin_stretch(self, steps: int) -> None:
-        running = tuple(it for it in self._scheduler if it.slot != NO_SLOT)
-        taken = self._scheduler.blocks_taken(steps)
-        self._stretch = Stretch(running, self._scheduler.load(), taken)
-        self._outcomes, self._step_s = [], self._seconds(self._stretch.step_size())
+            return 0.0
+        size = step_size(plan.rows)
+        self._outcomes += self._scheduler.commit_drawn(plan, TOKEN)
+        return self._seconds(size)
 
     def _seconds(self, size: StepSize) -> float:
         return self._spec.step_time.seconds(size) * self._spec.slowness
@@ -178,27 +172,24 @@ class SimulatedWorker:
             return
         self._busy_s += self._step_s
         self.num_steps += 1
-        stretch = self._stretch
-        if stretch is None:
-            self._report()
-            self._turn()
-            return
-        stretch.num_done += 1
-        if self._starts or self._aborts or self.is_draining or stretch.is_over:
-            self._end_stretch(stretch)
-            self._report()
-            self._turn()
-            return
-        self._load = stretch.load()
+        if (stretch := self._stretch) is not None:
+            stretch.num_done += 1
+            if not (self._starts or self._aborts or self.is_draining or stretch.is_over):
+                self._go_on(stretch)
+                return
+            self._scheduler.decode(TOKEN, stretch.num_done)
+            self.num_jumped += stretch.num_done - 1
+            self._stretch = None
+        self._report()
+        self._turn()
+
+    def _go_on(self, stretch: Stretch) -> None:
+        self._load = stretch.before
         self._count_started()
-        self._tell(stretch=stretch)
+        self._tell(self._outcomes)
+        self._outcomes = []
         self._step_s = self._seconds(stretch.step_size())
         self._timeline.after(self._step_s, self._step_is_over)
-
-    def _end_stretch(self, stretch: Stretch) -> None:
-        self.num_jumped += stretch.num_done - 1
-        self._outcomes += self._scheduler.decode(TOKEN, stretch.num_done)
-        self._stretch = None
 
     # what it says
 
@@ -213,29 +204,31 @@ class SimulatedWorker:
             self._pending.discard(key)
         self._started = []
 
-    def _tell(self, outcomes: Iterable[Outcome] = (), stretch: Stretch | None = None) -> None:
+    def _tell(self, outcomes: Sequence[Outcome] = ()) -> None:
         self._told_at = self._timeline.now
         accepted, self._accepted = tuple(self._accepted), []
-        self._tell_router(Frame(self.worker_id, self._state(), accepted, tuple(outcomes), stretch))
+        self._tell_router(Frame(self.worker_id, self._state(), accepted, outcomes))
 
     def _state(self) -> Load:
         load, pending = self._load, self._pending.num_tokens
+        more = self._stretch.more() if self._stretch else NOTHING
         self._frames += 1
+        work = Work(
+            load.step + more.steps,
+            load.computed_tokens + more.tokens,
+            load.output_tokens + more.tokens,
+            load.released_blocks,
+            self._busy_s,
+        )
         return Load(
             self._frames,
             load.num_running,
             load.num_waiting + len(self._pending),
-            load.blocks_used,
+            load.blocks_used + more.blocks,
             load.pending_prefill_tokens + pending,
-            load.committed_tokens + pending,
+            load.committed_tokens + more.tokens + pending,
             self.is_draining,
-            Work(
-                load.step,
-                load.computed_tokens,
-                load.output_tokens,
-                load.released_blocks,
-                self._busy_s,
-            ),
+            work,
         )
 
     def _beat(self) -> None:
