@@ -134,11 +134,13 @@ def load(
     environ: Mapping[str, str],
     assignments: Sequence[str] = (),
     options: Mapping[str, object] | None = None,
+    beneath: Mapping[str, object] | None = None,
 ) -> Config:
     """YAML file, then environment, then ``key=value`` assignments, then ``options``, a nested
-    mapping. Raises SettingsError."""
+    mapping; ``beneath`` all of them another one. Raises SettingsError."""
     return settings.load(
         Config,
+        beneath or {},
         _read(file) if file else {},
         settings.from_environment(Config, environ, ignore=_OTHER_VARIABLES),
         settings.from_flags(Config, assignments),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import floor, log10
 from pathlib import Path
 
 import matplotlib
@@ -10,8 +11,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from cluster.forecast.forecast import Forecast, Sample
 from cluster.forecast.record import Record
@@ -76,20 +78,34 @@ def _cumulative(
     title: str,
     wanted_s: float,
 ) -> None:
+    every: list[float] = []
     for name, records in kinds.items():
         ended = sorted(
             max(_LEAST_MS, value(record) * 1e3) for record in records if record.is_finished
         )
+        every += ended
         parts = [(i + 1) / len(records) for i in range(len(ended))]
         width = 2.2 if name == "all" else 1.3
         panel.step(ended, parts, where="post", label=name, linewidth=width)
     if wanted_s < float("inf"):
         panel.axvline(wanted_s * 1e3, color="grey", linestyle="--", linewidth=1)
-    panel.set_xscale("log")
+    _scale(panel, every)
     panel.set_xlabel("ms")
     panel.set_title(title)
     panel.set_ylim(0.0, 1.02)
     panel.grid(alpha=0.3, which="both", linewidth=0.4)
+
+
+def _scale(panel: Axes, values: Sequence[float]) -> None:
+    """Whole decades."""
+    low, high = min(values, default=1.0), max(values, default=1.0)
+    panel.set_xscale("log")
+    panel.set_xlim(10 ** floor(log10(low)), 10 ** (floor(log10(high)) + 1))
+    plain_numbers(panel.xaxis)
+
+
+def plain_numbers(axis: Axis) -> None:
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 # what the cluster was doing

@@ -10,17 +10,17 @@ from rich.table import Table
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.summary import Slo, Summary
 
+#: Narrow enough for 80 characters.
 _COLUMNS = (
-    "requests",
-    "finished",
-    "TTFT p50",
-    "p99",
-    "TPOT p50",
-    "p99",
-    "latency p50",
-    "p99",
-    "ms/token",
-    "good",
+    "\nasked",
+    "\nended",
+    "TTFT\np50 s",
+    "\np99 s",
+    "TPOT\np50 ms",
+    "\np99 ms",
+    "latency\np50 s",
+    "\np99 s",
+    "\ngood",
 )
 
 
@@ -37,26 +37,24 @@ def groups(forecast: Forecast, slo: Slo) -> Iterator[tuple[str, Summary]]:
 
 
 def requests_table(forecast: Forecast, slo: Slo) -> Table:
-    table = Table("", *_COLUMNS, box=SIMPLE_HEAD)
+    table = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for column in table.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for name, summary in groups(forecast, slo):
         table.add_row(name, *cells(summary))
     return table
 
 
 def cells(summary: Summary) -> tuple[str, ...]:
-    ttft, tpot, latency = summary.ttft_s, summary.tpot_s, summary.latency_s
     return (
         f"{summary.requests}",
         share(summary.finished, summary.requests),
-        seconds(ttft.p50),
-        seconds(ttft.p99),
-        seconds(tpot.p50),
-        seconds(tpot.p99),
-        seconds(latency.p50),
-        seconds(latency.p99),
-        f"{summary.normalised_latency_s.mean * 1e3:.1f}",
+        f"{summary.ttft_s.p50:.3f}",
+        f"{summary.ttft_s.p99:.3f}",
+        f"{summary.tpot_s.p50 * 1e3:.1f}",
+        f"{summary.tpot_s.p99 * 1e3:.1f}",
+        f"{summary.latency_s.p50:.2f}",
+        f"{summary.latency_s.p99:.2f}",
         f"{summary.good_share:.1%}",
     )
 
@@ -82,6 +80,7 @@ def _cluster(forecast: Forecast, summary: Summary) -> Iterator[tuple[str, str]]:
         yield "KV blocks in use", f"{blocks:.1%}"
         yield "longest queue", f"{max(sample.queued for sample in samples)} requests"
     yield "worker time", f"{forecast.worker_s:.0f} s"
+    yield "latency for each token, mean", f"{summary.normalised_latency_s.mean * 1e3:.1f} ms"
     yield "preemptions, migrations", f"{summary.preemptions}, {summary.migrations}"
     yield "overtaken by, p99", f"{summary.overtaken.p99:.0f} requests"
     for cause, number in sorted(summary.refused.items()):

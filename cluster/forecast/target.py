@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from statistics import fmean
 
 from cluster.errors import ForecastFailed
 from cluster.forecast.record import Record
+from cluster.forecast.summary import Slo
 
 MEASURES: Mapping[str, Callable[[Record], float]] = {
     "ttft": lambda record: record.ttft_s,
@@ -47,29 +48,30 @@ class Target:
 
 def targets(text: str) -> tuple[Target, ...]:
     """Raises ForecastFailed."""
-    return tuple(_target(each) for each in text.split(","))
+    return tuple(_target(name.strip(), most) for name, _, most in _pairs(text))
 
 
-def durations(text: str, names: Sequence[str]) -> dict[str, float]:
-    """Of NAME=DURATION, comma-separated: seconds by name. Raises ForecastFailed."""
-    found = {}
-    for each in text.split(","):
-        name, _, duration = each.strip().partition("=")
-        if name not in names:
-            raise ForecastFailed(f"{each.strip()}: must be one of {', '.join(names)}, =1s or =50ms")
-        found[name] = _seconds(duration)
-    return found
+def slo(text: str | None) -> Slo:
+    """Of ``ttft=1s,tpot=50ms``, or one of them; None is no wish at all. Raises ForecastFailed."""
+    if text is None:
+        return Slo()
+    wishes = {name.strip(): _seconds(most) for name, _, most in _pairs(text)}
+    if not wishes.keys() <= {"ttft", "tpot"}:
+        raise ForecastFailed(f"{text}: must be ttft and tpot, as in ttft=1s,tpot=50ms")
+    return Slo(**{f"{name}_s": most_s for name, most_s in wishes.items()})
 
 
-def _target(text: str) -> Target:
-    name, _, duration = text.strip().partition("=")
+def _pairs(text: str) -> Iterator[tuple[str, str, str]]:
+    return (each.partition("=") for each in text.split(","))
+
+
+def _target(name: str, most: str) -> Target:
     measure, _, statistic = name.partition("_")
     if measure not in MEASURES or not _STATISTIC.fullmatch(statistic):
         raise ForecastFailed(
-            f"{text.strip()}: must be ttft, tpot or latency with _p50, _p99 or _mean, as in "
-            "ttft_p99=1s"
+            f"{name}: must be ttft, tpot or latency with _p50, _p99 or _mean, as in ttft_p99=1s"
         )
-    return Target(measure, statistic, _seconds(duration))
+    return Target(measure, statistic, _seconds(most))
 
 
 def _seconds(text: str) -> float:

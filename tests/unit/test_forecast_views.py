@@ -26,7 +26,7 @@ def test_the_tables_have_all_requests_and_each_group() -> None:
     forecast = forecasts.some()
     text = printed(tables.requests_table(forecast, Slo(ttft_s=0.5)), tables.cluster_table(forecast))
     rows = {line[:12].strip(): line.split() for line in text.splitlines()}
-    assert rows["all"][1:5] == ["10", "90.0%", "500.0", "ms"]
+    assert rows["all"][1:5] == ["10", "90.0%", "0.500", "0.900"]
     assert rows["all"][-1] == "50.0%"
     assert {"class 0", "class 1", "tenant t0", "tenant t1", "tenant t2"} <= rows.keys()
     assert "application chat" not in text

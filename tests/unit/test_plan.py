@@ -13,7 +13,8 @@ from cluster.forecast.arrival import Arrival
 from cluster.forecast.plan import Trial, fewest, is_kept
 from cluster.forecast.saturation import saturation_rate
 from cluster.forecast.scenario import WorkerSpec
-from cluster.forecast.target import Target, durations, targets
+from cluster.forecast.summary import Slo
+from cluster.forecast.target import Target, slo, targets
 from router.admission.step_time import Roofline
 from tests import forecasts
 from worker.config import WorkerConfig
@@ -52,7 +53,9 @@ def test_targets_are_read() -> None:
         Target("tpot", "p99", 0.05),
         Target("latency", "mean", 2.5),
     )
-    assert durations("ttft=1s,tpot=50ms", ("ttft", "tpot")) == {"ttft": 1.0, "tpot": 0.05}
+    assert slo("ttft=1s, tpot=50ms") == Slo(ttft_s=1.0, tpot_s=0.05)
+    assert slo("tpot=50ms") == Slo(tpot_s=0.05)
+    assert slo(None) == Slo()
 
 
 @pytest.mark.parametrize(
@@ -63,9 +66,10 @@ def test_targets_that_cannot_be_are_refused(text: str) -> None:
         targets(text)
 
 
-def test_a_duration_of_something_unknown_is_refused() -> None:
-    with pytest.raises(ForecastFailed, match="ttft, tpot"):
-        durations("latency=1s", ("ttft", "tpot"))
+@pytest.mark.parametrize("text", ["", "latency=1s", "ttft", "ttft=-1s", "ttft=1s,"])
+def test_wishes_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(ForecastFailed):
+        slo(text)
 
 
 def test_what_never_ended_took_for_ever() -> None:

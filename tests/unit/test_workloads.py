@@ -133,7 +133,7 @@ def test_classes_and_tenants_have_their_shares() -> None:
     assert classes[0] / REQUESTS == pytest.approx(0.8, abs=0.01)
     tenants = Counter(each.tenant for each in arrivals)
     assert len(tenants) == 8
-    assert tenants["tenant-1"] / tenants["tenant-2"] == pytest.approx(2.0, rel=0.1)
+    assert tenants["t1"] / tenants["t2"] == pytest.approx(2.0, rel=0.1)
 
 
 def test_several_workloads_come_in_the_order_of_time() -> None:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 _PART_TOKENS = 512
 #: Assumed: a few tenants have most of the requests (Zipf's law), and one request in ten is of a
 #: class above the others, and one of a class below them.
-TENANTS = {f"tenant-{rank}": 1 / rank for rank in range(1, 9)}
+TENANTS = {f"t{rank}": 1 / rank for rank in range(1, 9)}
 CLASSES = {1: 0.1, 0: 0.8, -1: 0.1}
 
 
@@ -47,6 +47,9 @@ class Workload:
     def at_rate(self, rate: float) -> Self:
         """Requests a second; how they crowd within a few gaps stays as it is."""
         return replace(self, traffic=replace(self.traffic, rate=rate))
+
+    def without_drift(self) -> Self:
+        return replace(self, traffic=replace(self.traffic, drift=0.0))
 
     def arrivals(self, seed: int) -> Iterator[Arrival]:
         """In their order, without end. Which requests come does not depend on when they come: at

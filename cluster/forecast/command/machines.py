@@ -1,0 +1,109 @@
+"""Which workers a forecast is of, as it is said on the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster import config as configuration
+from cluster.config import Config
+from cluster.errors import ForecastFailed
+from cluster.forecast.hardware import kind_file
+from cluster.forecast.hardware.gpu import GPUS
+from cluster.forecast.hardware.kind import Kind, on_gpus
+from cluster.forecast.hardware.model_size import MODELS
+from cluster.forecast.scenario import WorkerSpec
+
+_PANEL = "The cluster"
+_GPUS = re.compile(rf"({'|'.join(GPUS)})(?:x([1-9]\d?))?")
+DEFAULT_KIND = "h100"
+DEFAULT_MODEL = "llama-3.1-8b"
+
+Workers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--workers",
+        metavar="[KIND=]N",
+        help=f"So many of a kind: {', '.join(GPUS)}, h100x2 for two GPUs in one worker, or a file "
+        f"that `everlift measure` wrote. Repeatable. Default: num_workers of {DEFAULT_KIND}.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL",
+        help=f"What GPUs serve, in bfloat16: {', '.join(MODELS)}.",
+        rich_help_panel=_PANEL,
+    ),
+]
+SettingsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="Settings of the cluster in YAML.", rich_help_panel=_PANEL
+    ),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any setting, e.g. router.order=hrrn.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+def kind_of(name: str, model: str) -> Kind:
+    """Raises ForecastFailed."""
+    if name.endswith(".json"):
+        return kind_file.read(Path(name))
+    if model not in MODELS:
+        raise ForecastFailed(f"--model {model}: must be one of {', '.join(MODELS)}")
+    match = _GPUS.fullmatch(name)
+    if match is None:
+        raise ForecastFailed(
+            f"{name}: must be one of {', '.join(GPUS)}, with x2 behind it for two GPUs, or a .json "
+            "file"
+        )
+    return on_gpus(GPUS[match[1]], MODELS[model], int(match[2] or 1))
+
+
+def config_of(
+    file: Path | None, assignments: Sequence[str] | None, kind: Kind | None = None
+) -> Config:
+    """What is set; a kind's own settings are beneath all others. Raises SettingsError."""
+    beneath = {"worker": kind.worker} if kind else {}
+    return configuration.load(file, os.environ, assignments or (), beneath=beneath)
+
+
+def spec_of(kind: Kind, file: Path | None, assignments: Sequence[str] | None) -> WorkerSpec:
+    """Raises ForecastFailed and SettingsError."""
+    try:
+        return WorkerSpec(config_of(file, assignments, kind).worker, kind.step_time)
+    except ValueError as error:
+        raise ForecastFailed(str(error)) from None
+
+
+def specs_of(
+    workers: Sequence[str] | None, model: str, file: Path | None, assignments: Sequence[str] | None
+) -> tuple[WorkerSpec, ...]:
+    """Of all workers, in the order in which they are named. Raises as ``spec_of``."""
+    numbers = workers or (str(config_of(file, assignments).num_workers),)
+    specs: list[WorkerSpec] = []
+    for text in numbers:
+        name, number = _kind_and_number(text)
+        specs += [spec_of(kind_of(name, model), file, assignments)] * number
+    return tuple(specs)
+
+
+def _kind_and_number(text: str) -> tuple[str, int]:
+    name, _, number = text.rpartition("=")
+    if not number.isdecimal() or int(number) < 1:
+        raise ForecastFailed(f"--workers {text}: must be a number, or KIND=NUMBER")
+    return name or DEFAULT_KIND, int(number)
