@@ -13,7 +13,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogFormatter, PercentFormatter
 
 from cluster.forecast.forecast import Forecast, Sample
 from cluster.forecast.record import Record
@@ -106,6 +106,7 @@ def _scale(panel: Axes, values: Sequence[float]) -> None:
 
 def plain_numbers(axis: Axis) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(LogFormatter())
 
 
 # what the cluster was doing

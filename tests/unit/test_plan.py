@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from io import StringIO
 from math import inf, log2
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib import image
+from rich.console import Console
 
 from cluster.errors import ForecastFailed
+from cluster.forecast import plan_views
 from cluster.forecast.arrival import Arrival
-from cluster.forecast.plan import Trial, fewest, is_kept
+from cluster.forecast.plan import Plan, Trial, fewest, is_kept
 from cluster.forecast.saturation import saturation_rate
 from cluster.forecast.scenario import WorkerSpec
 from cluster.forecast.summary import Slo
@@ -115,3 +121,39 @@ def test_where_products_count_it_is_tokens_that_are_done() -> None:
     assert saturation_rate(REQUESTS, worker(PRODUCTS)) == pytest.approx(1000 / 220)
     half = WorkerSpec(worker(PRODUCTS).config, PRODUCTS, slowness=2.0)
     assert saturation_rate(REQUESTS, half) == pytest.approx(500 / 220)
+
+
+# what is shown of a plan
+
+TARGETS = (Target("ttft", "p99", 1.0), Target("tpot", "mean", 0.05))
+ENOUGH = Plan(2, (Trial(1, (inf, 0.06), False), Trial(2, (0.8, 0.04), True)))
+HOPELESS = Plan(None, (Trial(1, (0.5, 0.09), False), Trial(4, (0.1, 0.0899), False)))
+TOO_FEW = Plan(None, (Trial(1, (9.0, 0.04), False), Trial(4, (2.0, 0.03), False)))
+
+
+def test_a_plan_says_how_many_are_enough_or_why_none_is() -> None:
+    assert plan_views.verdict("h100", ENOUGH, TARGETS) == "h100: 2 workers are enough"
+    assert plan_views.verdict("h100", HOPELESS, TARGETS) == (
+        "h100: 4 workers are not enough: tpot_mean is 89.9 ms, and more workers would not change "
+        "that"
+    )
+    assert plan_views.verdict("h100", TOO_FEW, TARGETS) == (
+        "h100: 4 workers are not enough: ttft_p99 is 2.00 s"
+    )
+
+
+def test_a_plan_as_json_has_every_trial() -> None:
+    content = json.loads(json.dumps(plan_views.as_json({"l4": ENOUGH}, TARGETS), allow_nan=False))
+    assert content["targets"] == {"ttft_p99": 1.0, "tpot_mean": 0.05}
+    assert content["kinds"]["l4"]["workers"] == 2
+    first = content["kinds"]["l4"]["trials"][0]
+    assert first["attained_s"] == {"ttft_p99": None, "tpot_mean": 0.06}
+
+
+def test_a_plan_is_drawn_and_tabulated(tmp_path: Path) -> None:
+    plans = {"h100": ENOUGH, "l4": HOPELESS}
+    path = plan_views.draw(plans, TARGETS, tmp_path / "plan.png")
+    assert image.imread(path).std() > 0.05
+    written = StringIO()
+    Console(width=100, file=written).print(plan_views.table(plans, TARGETS))
+    assert "never" in written.getvalue() and "89.9 ms" in written.getvalue()
