@@ -14,13 +14,21 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from cluster import capacity_view, generate, policy_command, requests_command, tokens_command
+from cluster import (
+    capacity_view,
+    generate,
+    plan_command,
+    policy_command,
+    requests_command,
+    simulate_command,
+    tokens_command,
+)
 from cluster import config as configuration
 from cluster.access import keys, tenants
 from cluster.batch import command as batching
 from cluster.chaos import command as chaos
 from cluster.connection import Address, connected
-from cluster.errors import BatchFailed, ClusterFailed
+from cluster.errors import BatchFailed, ClusterFailed, ForecastFailed
 from cluster.prediction import command as predicting
 from cluster.status_view import Rates, show
 from everlift import AsyncClient, EverliftError, Stream
@@ -31,7 +39,15 @@ from router.ledger.config import URL_VARIABLE, LedgerSetupError
 _REFRESH_S = 0.5
 _LOOK_S = 0.1
 #: What the caller can act on. Anything else is our mistake, and shows its traceback.
-_EXPLAINED = (EverliftError, SettingsError, LedgerSetupError, ClusterFailed, BatchFailed, OSError)
+_EXPLAINED = (
+    EverliftError,
+    SettingsError,
+    LedgerSetupError,
+    ClusterFailed,
+    BatchFailed,
+    ForecastFailed,
+    OSError,
+)
 
 
 class _Commands(typer.core.TyperGroup):
@@ -181,6 +197,8 @@ app.command(epilog=predicting.EXAMPLES)(predicting.train_predictor)
 app.command(epilog=tokens_command.MODELS_EXAMPLES)(tokens_command.models)
 app.command(epilog=tokens_command.TOKENIZE_EXAMPLES)(tokens_command.tokenize)
 app.command(epilog=tokens_command.DETOKENIZE_EXAMPLES)(tokens_command.detokenize)
+app.command(epilog=simulate_command.EXAMPLES)(simulate_command.simulate)
+app.command(epilog=plan_command.EXAMPLES)(plan_command.plan)
 app.add_typer(chaos.app, name="chaos")
 app.add_typer(keys.app, name="key")
 app.add_typer(tenants.app, name="tenant")

@@ -38,8 +38,10 @@ def groups(forecast: Forecast, slo: Slo) -> Iterator[tuple[str, Summary]]:
 
 def requests_table(forecast: Forecast, slo: Slo) -> Table:
     table = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for column in table.columns:
+        column.no_wrap = True
     for column in table.columns[1:]:
-        column.justify, column.no_wrap = "right", True
+        column.justify = "right"
     for name, summary in groups(forecast, slo):
         table.add_row(name, *cells(summary))
     return table

@@ -1,0 +1,122 @@
+"""``everlift plan``: how many workers are enough."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import islice
+from math import ceil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.errors import ForecastFailed
+from cluster.forecast import plan_views, target
+from cluster.forecast.command import load, machines
+from cluster.forecast.command.load import Requests
+from cluster.forecast.plan import Plan, Trial, fewest, is_kept
+from cluster.forecast.saturation import saturation_rate
+from cluster.forecast.scenario import Scenario, WorkerSpec
+from cluster.forecast.target import Target
+from router.config import RouterConfig
+
+EXAMPLES = """
+Each number of workers is tried in a simulation, as `everlift simulate` does; a request that does
+not come to its end counts as one that took for ever.
+
+**Examples**
+
+- `everlift plan --slo ttft_p99=1s,tpot_p99=50ms --rate 40 --kind h100 --kind h200`
+- `everlift plan --slo ttft_p90=2s --trace AzureLLMInferenceTrace_code.csv --to 1200 --kind l4`
+"""
+
+Wanted = Annotated[
+    str,
+    typer.Option(
+        "--slo",
+        metavar="TARGETS",
+        help="What is to be attained: of ttft, tpot and latency any percentile, or the mean.",
+    ),
+]
+Kinds = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kind",
+        metavar="KIND",
+        help="A kind of worker, as in `everlift simulate`. Repeatable. "
+        f"Default: {machines.DEFAULT_KIND}.",
+    ),
+]
+Most = Annotated[int, typer.Option(min=1, metavar="N", help="So many workers at most.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it there.")]
+Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it there.")]
+
+
+def plan(
+    slo: Wanted,
+    kind: Kinds = None,
+    most: Most = 256,
+    workload: load.Workloads = None,
+    trace: load.TraceFile = None,
+    begin: load.Begin = 0.0,
+    end: load.End = None,
+    speed: load.Speed = 1.0,
+    rate: load.Rate = None,
+    duration: load.Duration = None,
+    steady: load.Steady = False,
+    seed: load.Seed = 0,
+    model: machines.Model = machines.DEFAULT_MODEL,
+    config: machines.SettingsFile = None,
+    assignments: machines.Assignments = None,
+    json_file: JsonFile = None,
+    picture: Picture = None,
+) -> None:
+    """Find out how many workers are enough, of each kind."""
+    targets = target.targets(slo)
+    asked = Requests(workload, trace, begin, end, speed, rate, None, duration, steady, seed)
+    router = machines.config_of(config, assignments).router
+    console = Console(highlight=False)
+    plans: dict[str, Plan] = {}
+    for name in kind or (machines.DEFAULT_KIND,):
+        one = machines.kind_of(name, model)
+        spec = machines.spec_of(one, config, assignments)
+        plans[one.name] = _plan(asked, spec, router, targets, most)
+    console.print(plan_views.table(plans, targets))
+    for name, each in plans.items():
+        console.print(plan_views.verdict(name, each, targets), soft_wrap=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(plan_views.as_json(plans, targets), indent=2) + "\n")
+    if picture is not None:
+        plan_views.draw(plans, targets, picture)
+    if all(each.workers is None for each in plans.values()):
+        raise typer.Exit(1)
+
+
+def _plan(
+    asked: Requests,
+    spec: WorkerSpec,
+    router: RouterConfig,
+    targets: Sequence[Target],
+    most: int,
+) -> Plan:
+    from cluster.forecast.simulate import simulate
+
+    wanted = [each.most_s for each in targets]
+
+    def attempt(workers: int) -> Trial:
+        scenario = Scenario.uniform(workers, spec, router=router, seed=asked.seed)
+        records = simulate(asked.arrivals(()), scenario).records
+        attained = tuple(each.attained(records) for each in targets)
+        return Trial(workers, attained, is_kept(attained, wanted))
+
+    return fewest(attempt, _guess(asked, spec), most)
+
+
+def _guess(asked: Requests, spec: WorkerSpec) -> int:
+    """As many as the requests' rate needs. Raises ForecastFailed where there is no request."""
+    arrivals = list(islice(asked.arrivals(()), load.SAMPLE))
+    if not arrivals:
+        raise ForecastFailed("there is no request to plan for")
+    return ceil(asked.average_rate() / saturation_rate(arrivals, spec))

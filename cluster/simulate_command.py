@@ -1,0 +1,130 @@
+"""``everlift simulate``: what a cluster would do with a workload."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from cluster.forecast import tables, target
+from cluster.forecast.as_json import forecast_as_json
+from cluster.forecast.command import faults, load, machines
+from cluster.forecast.command.load import Requests
+from cluster.forecast.forecast import Forecast
+from cluster.forecast.scenario import EarlyBinding, Scenario
+from cluster.forecast.summary import Slo
+
+EXAMPLES = """
+The admission queue, the placement and the workers' scheduler are those of the product; what a
+step takes is computed. GPUs are known by their data sheets, any other machine by a file that
+`everlift measure` writes there.
+
+**Examples**
+
+- `everlift simulate --workers h200=8 --load 0.9`
+- `everlift simulate --workload chat --workload azure-code=0.2 --load 1.2 --set router.order=hrrn`
+- `everlift simulate --trace AzureLLMInferenceTrace_conv.csv --to 600 --speed 4 --workers h100=6`
+- `everlift simulate --workers l4=8 --load 0.8 --lose 3@60 --add 1@90 --pictures build/pictures`
+"""
+
+_OUTPUT = "What comes out"
+
+EarlyChoice = Annotated[
+    Literal["random", "round_robin", "jsq", "p2c"] | None,
+    typer.Option(
+        "--early",
+        help="Requests go to a worker as soon as they come, instead of the product's queue.",
+        rich_help_panel="The cluster",
+    ),
+]
+EarlyAge = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="S",
+        help="With --early: how old it is what is known of workers.",
+        rich_help_panel="The cluster",
+    ),
+]
+SloText = Annotated[
+    str | None,
+    typer.Option(
+        "--slo",
+        metavar="ttft=1s,tpot=50ms",
+        help="What a good request keeps to, besides its own target and deadline.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write it there.", rich_help_panel=_OUTPUT),
+]
+PictureDirectory = Annotated[
+    Path | None,
+    typer.Option("--pictures", metavar="DIR", help="Draw it there.", rich_help_panel=_OUTPUT),
+]
+
+
+def simulate(
+    workload: load.Workloads = None,
+    trace: load.TraceFile = None,
+    begin: load.Begin = 0.0,
+    end: load.End = None,
+    speed: load.Speed = 1.0,
+    rate: load.Rate = None,
+    load_part: load.Load = None,
+    duration: load.Duration = None,
+    steady: load.Steady = False,
+    seed: load.Seed = 0,
+    workers: machines.Workers = None,
+    model: machines.Model = machines.DEFAULT_MODEL,
+    config: machines.SettingsFile = None,
+    assignments: machines.Assignments = None,
+    early: EarlyChoice = None,
+    early_age: EarlyAge = 0.0,
+    lose: faults.Lose = None,
+    drain: faults.Drain = None,
+    add: faults.Add = None,
+    slow: faults.Slow = None,
+    start_time: faults.StartTime = 30.0,
+    slo: SloText = None,
+    json_file: JsonFile = None,
+    picture_directory: PictureDirectory = None,
+) -> None:
+    """Forecast what a cluster would do with a workload."""
+    from cluster.forecast import simulate as simulation
+
+    asked = Requests(workload, trace, begin, end, speed, rate, load_part, duration, steady, seed)
+    specs = faults.slowed(machines.specs_of(workers, model, config, assignments), slow)
+    settings = machines.config_of(config, assignments)
+    scenario = Scenario(
+        specs,
+        router=settings.router,
+        autoscale=settings.autoscale,
+        start_s=start_time,
+        early=EarlyBinding(early, early_age) if early else None,
+        events=faults.events(lose, drain, add, specs[0], start_time),
+        seed=seed,
+    )
+    wanted = target.slo(slo)
+    answer = simulation.simulate(asked.arrivals(specs), scenario)
+    _show(answer, wanted, json_file, picture_directory)
+
+
+def _show(
+    answer: Forecast, wanted: Slo, json_file: Path | None, picture_directory: Path | None
+) -> None:
+    console = Console(highlight=False)
+    console.print(tables.requests_table(answer, wanted))
+    console.print(tables.cluster_table(answer))
+    if json_file is not None:
+        json_file.write_text(json.dumps(forecast_as_json(answer, wanted), indent=2) + "\n")
+    if picture_directory is not None:
+        # Seconds to import, and most answers are not drawn.
+        from cluster.forecast import pictures
+
+        for path in pictures.draw(answer, wanted, picture_directory):
+            console.print(f"drawn: {path}", soft_wrap=True)

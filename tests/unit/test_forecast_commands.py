@@ -1,0 +1,114 @@
+"""Forecasts as one asks for them on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands import run
+
+#: Decodes 20 tokens a second and row, and computes 1,000 tokens of prompts a second.
+STEP_TIME = {"overhead_s": 0.0, "weights_s": 0.05, "token_s": 1e-3, "kv_token_s": 0.0}
+WORKER = {
+    "num_blocks": 400,
+    "max_model_len": 4096,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+}
+#: A request a second, of 200 prompt tokens and 20 output tokens.
+TRACE = [
+    {"timestamp": 1000 * i, "input_length": 200, "output_length": 20, "hash_ids": []}
+    for i in range(20)
+]
+
+
+@pytest.fixture
+def kind(tmp_path: Path) -> str:
+    file = tmp_path / "slow.json"
+    file.write_text(json.dumps({"step_time": STEP_TIME, "worker": WORKER}))
+    return str(file)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in TRACE))
+    return str(file)
+
+
+async def test_a_simulation_is_shown_written_and_drawn(
+    tmp_path: Path, kind: str, trace: str
+) -> None:
+    to_json, pictures = tmp_path / "answer.json", tmp_path / "pictures"
+    files = ("--json", str(to_json), "--pictures", str(pictures))
+    said = await run("simulate", "--workers", f"{kind}=1", "--trace", trace, *files)
+    answer = json.loads(to_json.read_text())
+    assert (answer["all"]["requests"], answer["all"]["finished"]) == (20, 20)
+    assert answer["all"]["ttft_s"]["p50"] == pytest.approx(0.2, abs=0.1)
+    assert answer["all"]["tpot_s"]["p50"] == pytest.approx(0.05, rel=0.2)
+    assert "100.0%" in said and "requests finished" in said
+    assert len(list(pictures.glob("*.png"))) == 3
+
+
+async def test_a_lost_worker_is_seen(tmp_path: Path, kind: str, trace: str) -> None:
+    to_json = tmp_path / "answer.json"
+    options = ("--lose", "0@5", "--add", "1@6", "--start-time", "2", "--json", str(to_json))
+    await run("simulate", "--workers", f"{kind}=2", "--trace", trace, *options)
+    answer = json.loads(to_json.read_text())
+    assert {sample["workers"] for sample in answer["samples"]} == {1, 2}
+    assert answer["all"]["finished"] == 20
+
+
+async def test_settings_decide_what_becomes_of_a_workload(
+    tmp_path: Path, kind: str, trace: str
+) -> None:
+    to_json = tmp_path / "answer.json"
+    options = ("--speed", "20", "--set", "router.max_queued=1", "--set", "worker.max_num_seqs=1")
+    where = ("--json", str(to_json))
+    await run("simulate", "--workers", f"{kind}=1", "--trace", trace, *options, *where)
+    assert json.loads(to_json.read_text())["all"]["refused"]["queue_full"] > 5
+
+
+async def test_a_made_up_workload_on_gpus() -> None:
+    said = await run("simulate", "--workers", "h200=1", "--workload", "chat", "--duration", "2")
+    assert "class 1" in said and "tenant t1" in said
+
+
+async def test_a_plan_says_how_many_workers_are_enough(
+    tmp_path: Path, kind: str, trace: str
+) -> None:
+    """Four requests a second have four times as many tokens as one worker can do."""
+    to_json, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    files = ("--json", str(to_json), "--picture", str(picture))
+    load = ("--trace", trace, "--speed", "16", "--kind", kind)
+    said = await run("plan", "--slo", "ttft_p99=1s,latency_p50=5s", *load, *files)
+    plan = json.loads(to_json.read_text())["kinds"]["slow"]
+    enough = {trial["workers"]: trial["is_enough"] for trial in plan["trials"]}
+    assert plan["workers"] > 1
+    assert enough[plan["workers"]] and not enough[plan["workers"] - 1]
+    assert f"slow: {plan['workers']} workers are enough" in said
+    assert picture.exists()
+
+
+async def test_a_plan_says_that_no_number_is_enough(kind: str, trace: str) -> None:
+    load = ("--trace", trace, "--kind", kind, "--most", "4")
+    said = await run("plan", "--slo", "tpot_mean=20ms", *load, status=1)
+    assert "slow: 4 workers are not enough: tpot_mean is" in said
+    assert "more workers would not change that" in said
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("simulate", "--workers", "b200=1"), "b200: must be one of h100"),
+        (("simulate", "--trace", "nowhere.csv"), "nowhere.csv: No such file"),
+        (("simulate", "--set", "router.ordr=hrrn"), "did you mean router.order?"),
+        (("simulate", "--slo", "ttft=1"), "must be a time"),
+        (("plan", "--slo", "ttft=1s"), "must be ttft, tpot or latency"),
+    ],
+)
+async def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    output = await run(*arguments, status=1)
+    assert said in output and output.startswith("error: ")
