@@ -17,6 +17,7 @@ from rich.markup import escape
 from cluster import (
     capacity_view,
     generate,
+    measure_command,
     plan_command,
     policy_command,
     requests_command,
@@ -198,6 +199,7 @@ app.command(epilog=tokens_command.MODELS_EXAMPLES)(tokens_command.models)
 app.command(epilog=tokens_command.TOKENIZE_EXAMPLES)(tokens_command.tokenize)
 app.command(epilog=tokens_command.DETOKENIZE_EXAMPLES)(tokens_command.detokenize)
 app.command(epilog=simulate_command.EXAMPLES)(simulate_command.simulate)
+app.command(epilog=measure_command.EXAMPLES)(measure_command.measure)
 app.command(epilog=plan_command.EXAMPLES)(plan_command.plan)
 app.add_typer(chaos.app, name="chaos")
 app.add_typer(keys.app, name="key")

@@ -112,3 +112,12 @@ async def test_a_plan_says_that_no_number_is_enough(kind: str, trace: str) -> No
 async def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], said: str) -> None:
     output = await run(*arguments, status=1)
     assert said in output and output.startswith("error: ")
+
+
+async def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
+    assert "must end with .json" in await run("measure", "here", status=1)
+    file = str(tmp_path / "here.json")
+    assert "takes what worker.fake says" in await run("measure", file, "--model", "fake", status=1)
+    said = await run("measure", file, "--set", "worker.tensor_parallel=2", status=1)
+    assert "one rank" in said
+    assert not (tmp_path / "here.json").exists()

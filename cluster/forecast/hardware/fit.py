@@ -1,0 +1,81 @@
+"""A roofline out of measured steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.admission.step_time import Roofline, StepSize
+
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step, and the seconds that it took."""
+
+    size: StepSize
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """``mean_error`` and ``largest_error`` are relative ones, of the steps that were fitted."""
+
+    roofline: Roofline
+    mean_error: float
+    largest_error: float
+
+
+def fitted(steps: Sequence[Step]) -> Fit:
+    """The one with the least squares of relative errors and no negative part.
+
+    Where the weights' time ends and that of the products begins is not linear: each number of
+    tokens between two measured ones is tried as that place, and on both sides of it the rest is.
+    """
+    numbers = sorted({step.size.num_tokens for step in steps})
+    places = [0.0, *((low + high) / 2 for low, high in pairwise(numbers)), numbers[-1] + 1.0]
+    tried = (_judged(_roofline(steps, place), steps) for place in places)
+    return min(tried, key=lambda each: each[0])[1]
+
+
+def _roofline(steps: Sequence[Step], ridge: float) -> Roofline:
+    """With steps of fewer tokens than ``ridge`` bound by the weights, the others by products."""
+    features = np.array([_features(step.size, ridge) for step in steps])
+    relative = features / np.array([[step.seconds] for step in steps])
+    overhead_s, weights_s, token_s, kv_token_s, pair_s, row_s = _least_squares(relative)
+    return Roofline(overhead_s, weights_s, token_s, kv_token_s, pair_s, row_s)
+
+
+def _features(size: StepSize, ridge: float) -> tuple[float, ...]:
+    """By the fields of Roofline."""
+    reads = size.num_tokens < ridge
+    products = 0.0 if reads else size.num_tokens
+    return 1.0, float(reads), products, size.kv_tokens, size.num_pairs, size.num_rows
+
+
+def _judged(roofline: Roofline, steps: Sequence[Step]) -> tuple[float, Fit]:
+    """With the mean square of its relative errors."""
+    errors = [abs(roofline.seconds(step.size) / step.seconds - 1) for step in steps]
+    return fmean(error**2 for error in errors), Fit(roofline, fmean(errors), max(errors))
+
+
+def _least_squares(features: _Floats) -> list[float]:
+    """The coefficients, none of them negative, with which each row sums up nearest to 1: as long as
+    one would be negative the most negative one is left out."""
+    used = [column for column in range(features.shape[1]) if features[:, column].any()]
+    found = np.zeros(features.shape[1])
+    while used:
+        part = features[:, used]
+        scale = np.linalg.norm(part, axis=0)
+        solution = np.linalg.lstsq(part / scale, np.ones(len(part)), rcond=None)[0]
+        if (worst := int(solution.argmin())) >= 0 and solution[worst] >= 0:
+            found[used] = solution / scale
+            break
+        del used[worst]
+    return [float(value) for value in found]
