@@ -48,6 +48,7 @@ def live(options: argparse.Namespace) -> Part:
     adopt_orphans()
     model = options.model or checkpoints.ensure("small")
     plan = Plan(model, options.load, options.duration, Path("build/bench/scheduling"))
+    prediction = scheduling_live.train(plan)
     rounds: dict[str, list[Figures]] = {}
     for number in range(options.rounds):
         for case in scheduling_live.cases(dict(options.set)):
@@ -66,7 +67,7 @@ def live(options: argparse.Namespace) -> Part:
             "slots": scheduling_live.SLOTS,
             "set": dict(options.set),
         },
-        "raw": {"medians": medians, "rounds": rounds},
+        "raw": {"medians": medians, "rounds": rounds, "prediction": prediction},
         "ratios": scheduling_live.ratios(medians),
     }
 

@@ -5,6 +5,8 @@ checkpoint and SLOTS slots. In each turn all cases get the same requests (schedu
 ``duration_s`` and ``load`` times as many of them as the worker was just seen to get done when it
 was saturated; then all that waits is waited for.
 
+The router predicts outputs by a model that was trained on other requests of the same kind.
+
 Normalised latency is a request's time by its output tokens. A tenth of the requests are "high": in
 the case "classes" they have a higher priority, in the others they are looked at by themselves, but
 nobody knows them.
@@ -12,7 +14,10 @@ nobody knows them.
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +35,8 @@ _HIGH = 5
 #: the last are left out, while the batch fills and empties.
 _SATURATING = 160
 _WARM_UP = 40
+#: That the predictor learns from.
+_EXAMPLES, _EXAMPLES_SEED = 3000, 999
 _LEFT_OUT = 0.2
 
 
@@ -45,7 +52,8 @@ class Case:
 def cases(settings: Mapping[str, Any]) -> tuple[Case, ...]:
     """``settings`` that they have in common."""
     orders = (
-        Case(order, {**settings, "router.order": order}) for order in ("fifo", "shortest", "hrrn")
+        Case(order, {**settings, "router.order": order})
+        for order in ("fifo", "shortest", "ranked", "hrrn")
     )
     return (*orders, Case("classes", settings, _HIGH))
 
@@ -57,10 +65,32 @@ class Plan:
     duration_s: float
     logs: Path
 
+    @property
+    def predictor(self) -> Path:
+        return self.logs.absolute() / "lengths.json"
+
+
+def train(plan: Plan) -> dict[str, Any]:
+    """Makes the file of ``plan.predictor``; returns the report."""
+    plan.logs.mkdir(parents=True, exist_ok=True)
+    examples = plan.logs / "examples.jsonl"
+    seen = mix(_EXAMPLES, 1.0, _EXAMPLES_SEED)
+    examples.write_text("".join(json.dumps(it.example()) + "\n" for it in seen))
+    command = [
+        *(sys.executable, "-m", "cluster.cli", "train-predictor", str(plan.predictor)),
+        *("--examples", str(examples), "--set", f"model={plan.model}", "--json"),
+    ]
+    report: dict[str, Any] = json.loads(subprocess.check_output(command))
+    return report
+
 
 async def turn(case: Case, plan: Plan, seed: int) -> Figures:
     """One case, from a cluster's start to its end. Raises NotServing, and Incomplete in a group."""
-    settings = {"worker.max_num_seqs": SLOTS, **case.settings}
+    settings = {
+        "worker.max_num_seqs": SLOTS,
+        "router.predictor": plan.predictor,
+        **case.settings,
+    }
     server = everlift(case.name, with_ray=False, more=settings)
     async with serving(server, plan.model, plan.logs) as client:
         await _send(client, case, mix(_WARM_UP, 0.0, 2 * seed))
@@ -105,7 +135,7 @@ def ratios(found: Mapping[str, Figures]) -> Figures:
     """By case, the medians over the turns."""
     fifo = found["fifo"]
     each = {}
-    for short, case in (("sjf", "shortest"), ("hrrn", "hrrn")):
+    for short, case in (("sjf", "shortest"), ("ranked", "ranked"), ("hrrn", "hrrn")):
         for name, figure in (
             ("mean", "normalised_latency_mean_ms"),
             ("p99_ttft", "ttft_p99_s"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from math import log
+from math import exp, log
 
 from tests.perf.checkpoints import EOS_TOKEN
 from tests.perf.online_load import Ask
@@ -51,6 +51,19 @@ class Request:
     tokens: int
     due: float
     is_high: bool
+
+    def example(self) -> dict[str, object]:
+        """For ``everlift train-predictor``: what came of it, and not what the stop token does."""
+        application = self.application
+        return {
+            "prompt": self.prompt,
+            "output_tokens": self.tokens,
+            "arrived": self.due,
+            "max_tokens": MAX_TOKENS,
+            "temperature": 0.0,
+            "application": application.name,
+            "expected_tokens": application.median * exp(application.sigma**2 / 2),
+        }
 
     def ask(self, priority: int = 0) -> Ask:
         fields = {
