@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+from cluster.forecast.fluid_worker import FluidWorker
 from cluster.forecast.frame import Frame
 from cluster.forecast.scenario import Event, Scenario, WorkerLoss, WorkerSpec, WorkerStart
 from cluster.forecast.sequence import NamedSequence
 from cluster.forecast.timeline import Timeline
 from cluster.forecast.worker import SimulatedWorker
 
+Worker: TypeAlias = SimulatedWorker | FluidWorker
+
 
 class Router(Protocol):
     """Who hears of the workers."""
 
-    def worker_up(self, worker: SimulatedWorker) -> None: ...
+    def worker_up(self, worker: Worker) -> None: ...
 
     def worker_lost(self, worker_id: str) -> None: ...
 
@@ -29,13 +32,14 @@ class Fleet:
         self, scenario: Scenario, router: Router, timeline: Timeline, one_by_one: bool
     ) -> None:
         self._link_s = scenario.link_s
+        self._is_fluid = scenario.fluid
         self._router = router
         self._timeline = timeline
         self._one_by_one = one_by_one
         #: all that ever were
-        self._workers: list[SimulatedWorker] = []
+        self._workers: list[Worker] = []
         #: those that the router takes to be there, with the moment of their coming
-        self._up: dict[str, tuple[SimulatedWorker, float]] = {}
+        self._up: dict[str, tuple[Worker, float]] = {}
         self._worker_s = 0.0
         self.num_starting = 0
 
@@ -43,7 +47,7 @@ class Fleet:
         return len(self._up)
 
     @property
-    def staying(self) -> list[SimulatedWorker]:
+    def staying(self) -> list[Worker]:
         """The last one that came is the last one."""
         return [it for it, _ in self._up.values() if not it.is_draining and not it.is_gone]
 
@@ -81,10 +85,15 @@ class Fleet:
 
     def come(self, spec: WorkerSpec) -> None:
         name = f"worker-{len(self._workers)}"
-        worker = SimulatedWorker(name, spec, self._timeline, self._tell, self._one_by_one)
+        worker = self._worker(name, spec)
         self._workers.append(worker)
         self._up[name] = worker, self._timeline.now
         self._router.worker_up(worker)
+
+    def _worker(self, name: str, spec: WorkerSpec) -> Worker:
+        if self._is_fluid:
+            return FluidWorker(name, spec, self._timeline, self._tell)
+        return SimulatedWorker(name, spec, self._timeline, self._tell, self._one_by_one)
 
     def start_worker(self, spec: WorkerSpec, start_s: float) -> None:
         self.num_starting += 1
@@ -94,7 +103,7 @@ class Fleet:
         self.num_starting -= 1
         self.come(spec)
 
-    def gone(self, worker: SimulatedWorker) -> None:
+    def gone(self, worker: Worker) -> None:
         """The router takes it for gone."""
         if worker.worker_id in self._up:
             _, came = self._up.pop(worker.worker_id)

@@ -107,6 +107,8 @@ class Scenario:
     #: with max_workers the product's autoscaler decides how many there are, all as the first
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     start_s: float = 30.0
+    #: workers in a few numbers each, for thousands of them (fluid_worker.py)
+    fluid: bool = False
     #: how sharply outputs' lengths are foreseen: 0, exactly; not set: not at all (foresight.py)
     foresight_sigma: float | None = None
     #: not set: the product's queue

@@ -13,7 +13,7 @@ from cluster.autoscale.policy import Autoscaler
 from cluster.forecast.arrival import Arrival
 from cluster.forecast.dispatcher import Dispatcher
 from cluster.forecast.early_binding import EarlyQueue
-from cluster.forecast.fleet import Fleet
+from cluster.forecast.fleet import Fleet, Worker
 from cluster.forecast.forecast import Forecast, Sample
 from cluster.forecast.foresight import Foresight
 from cluster.forecast.frame import Frame
@@ -21,7 +21,6 @@ from cluster.forecast.gateway import Gateway
 from cluster.forecast.global_queue import GlobalQueue
 from cluster.forecast.scenario import Scenario
 from cluster.forecast.timeline import Timeline
-from cluster.forecast.worker import SimulatedWorker
 
 #: As often as the leader looks what time alone changes, and tells the autoscaler its load.
 _TICK_S = 0.2
@@ -100,7 +99,7 @@ class _Simulation:
         self._gateway.decide()
         self._expect(arrivals)
 
-    def worker_up(self, worker: SimulatedWorker) -> None:
+    def worker_up(self, worker: Worker) -> None:
         self._dispatcher.worker_up(worker.worker_id, worker.capacity)
 
     def worker_lost(self, worker_id: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.forecast.arrival import Arrival
+from cluster.forecast.forecast import Forecast
 from cluster.forecast.scenario import (
     EarlyBinding,
     Event,
@@ -74,7 +77,18 @@ def test_steps_computed_at_once_are_as_those_one_by_one(
     assert at_once.records == one_by_one.records
     assert at_once.samples == one_by_one.samples
     assert at_once.num_steps == one_by_one.num_steps
-    for record in at_once.records:
+    check_ends(at_once)
+
+
+@settings(max_examples=60)
+@given(requests, scenarios())
+def test_fluid_workers_lose_and_repeat_nothing(load: list[Arrival], cluster: Scenario) -> None:
+    check_ends(simulate(load, replace(cluster, fluid=True)))
+
+
+def check_ends(forecast: Forecast) -> None:
+    """Each request has one end, and one that has not failed all its tokens."""
+    for record in forecast.records:
         assert record.is_finished is not bool(record.refused)
         if record.is_finished:
             most = min(record.arrival.output_tokens, record.arrival.max_tokens)
