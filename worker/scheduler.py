@@ -193,10 +193,11 @@ class Scheduler:
         is_plain &= not self._policy.follows_time
         if not is_plain or not 0 < len(batch) <= self._budget.tokens:
             return 0
-        if self._doubtful or self._victims or any(it.news is not NO_NEWS for it in batch):
+        if self._doubtful or self._victims or not (steps := batch.num_alike(most)):
             return 0
         may_admit = not batch.is_full and self._policy.head(len(batch)) is not None
-        return 0 if may_admit else batch.num_alike(most)
+        has_news = any(sequence.news is not NO_NEWS for sequence in batch)
+        return 0 if may_admit or has_news else steps
 
     def blocks_taken(self, steps: int) -> list[int]:
         """Of each of so many of these steps, the blocks that are taken until it is over."""
