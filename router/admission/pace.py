@@ -10,7 +10,7 @@ steps of ``n`` tokens a worker needs at most, ``t`` being its time for steps of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import exp, inf
 from statistics import median
@@ -88,6 +88,11 @@ class Pace:
         return self._last.seconds if self._last else 0.0
 
     @property
+    def size_class(self) -> int:
+        """Of such a step."""
+        return _size_class(self._last.tokens) if self._last else 0
+
+    @property
     def prefill_rate(self) -> float | None:
         """Tokens per second of its best steps; None: not known."""
         rates = [steps.tokens / steps.seconds for steps in self._usual.values()]
@@ -139,7 +144,7 @@ class Pace:
 
     def _measure_steps(self, tokens: float, seconds: float, duration: float) -> None:
         weight = _weight(duration, _STEP_MEMORY_S)
-        usual = self._usual.setdefault(int(tokens).bit_length(), _Steps(tokens, seconds))
+        usual = self._usual.setdefault(_size_class(tokens), _Steps(tokens, seconds))
         usual.blend(tokens, seconds, weight)
         self._last = self._last or _Steps(tokens, seconds)
         self._last.blend(tokens, seconds, weight)
@@ -175,20 +180,37 @@ def _steps_between(before: Work, work: Work) -> Sample | None:
 
 
 def slow(paces: Mapping[str, Pace], factor: float, now: float) -> frozenset[str]:
-    """Those that are slower than the others. Costs O(workers), and again as much for each whose
-    steps stand out."""
+    """Those that are slower than the others. Costs O(workers) for each size class, and again as
+    much for each that may be one."""
     seconds = [pace.step_s for pace in paces.values() if pace.step_s]
     if len(seconds) < 2:
         return frozenset()
-    usual = median(seconds)
-    return frozenset(
-        name
-        for name, pace in paces.items()
-        if pace.step_s > usual
-        and pace.is_slower([it for it in paces.values() if it is not pace], factor, now)
-    )
+    usual, all_paces = median(seconds), list(paces.values())
+    least: dict[int, float] = {}
+    found = []
+    for name, pace in paces.items():
+        if pace.step_s <= max(usual, _SHORTEST_SLOW_S):
+            continue
+        if (size := pace.size_class) not in least:
+            least[size] = _least_median_s(all_paces, size)
+        may_be = pace.step_s > factor * least[size]
+        if may_be and pace.is_slower([it for it in all_paces if it is not pace], factor, now):
+            found.append(name)
+    return frozenset(found)
+
+
+def _least_median_s(paces: Iterable[Pace], size: int) -> float:
+    """Of what steps of this size class take at most, the median of all but one is no less than
+    this, whichever is left out."""
+    fewest = 1 << size >> 1
+    known = sorted(most for it in paces if (most := it.most_step_s(fewest)) < inf)
+    return known[(len(known) - 2) // 2] if len(known) > 1 else inf
 
 
 def _weight(duration: float, memory_s: float) -> float:
     """Of a sample that took so long, in an average that forgets over ``memory_s``."""
     return 1.0 - exp(-duration / memory_s)
+
+
+def _size_class(tokens: float) -> int:
+    return int(tokens).bit_length()

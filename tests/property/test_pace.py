@@ -1,0 +1,45 @@
+"""Who is slow is found without comparing everybody with everybody."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission.pace import Pace, Work, slow
+
+FACTOR = 2.0
+NOW = 1.0
+
+#: Of one worker: for each second the tokens of a step, and its time.
+histories = st.lists(st.tuples(st.integers(0, 4000), st.floats(0.001, 0.5)), min_size=0, max_size=3)
+
+
+def pace_of(history: list[tuple[int, float]]) -> Pace:
+    pace, work = Pace(), Work()
+    pace.measure(work, False, -float(len(history)))
+    for second, (tokens, seconds) in enumerate(history, 1 - len(history)):
+        work = Work(
+            step=work.step + 1,
+            computed_tokens=work.computed_tokens + tokens,
+            busy_s=work.busy_s + seconds,
+        )
+        pace.measure(work, False, float(second))
+    return pace
+
+
+@given(st.lists(histories, max_size=7))
+def test_who_is_slow_is_who_is_slower_than_the_others(
+    all_histories: list[list[tuple[int, float]]],
+) -> None:
+    paces = {str(index): pace_of(history) for index, history in enumerate(all_histories)}
+    seconds = [pace.step_s for pace in paces.values() if pace.step_s]
+    expected = {
+        name
+        for name, pace in paces.items()
+        if len(seconds) > 1
+        and pace.step_s > median(seconds)
+        and pace.is_slower([it for it in paces.values() if it is not pace], FACTOR, NOW)
+    }
+    assert slow(paces, FACTOR, NOW) == expected
