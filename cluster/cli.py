@@ -20,6 +20,7 @@ from cluster import (
     measure_command,
     plan_command,
     policy_command,
+    replay_command,
     requests_command,
     simulate_command,
     tokens_command,
@@ -201,6 +202,7 @@ app.command(epilog=tokens_command.DETOKENIZE_EXAMPLES)(tokens_command.detokenize
 app.command(epilog=simulate_command.EXAMPLES)(simulate_command.simulate)
 app.command(epilog=measure_command.EXAMPLES)(measure_command.measure)
 app.command(epilog=plan_command.EXAMPLES)(plan_command.plan)
+app.command(epilog=replay_command.EXAMPLES)(replay_command.replay)
 app.add_typer(chaos.app, name="chaos")
 app.add_typer(keys.app, name="key")
 app.add_typer(tenants.app, name="tenant")

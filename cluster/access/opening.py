@@ -6,23 +6,17 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cluster import config as configuration
 from cluster.config import Config
-from cluster.errors import ClusterFailed
+from cluster.ledger_connection import connected_ledger
 from everlift.settings import SettingsError
 from router.access.document import Document
 from router.access.store import Edit, LedgerStore, Store
-from router.ledger.config import EMBEDDED
-from router.ledger.embedded import running_url
-
-if TYPE_CHECKING:
-    from router.ledger.redis_ledger import RedisLedger
 
 SettingsFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="The cluster's settings in YAML.")
@@ -65,26 +59,5 @@ async def _opened(config: Config) -> AsyncIterator[Store]:
 
             yield FileStore(Path(config.router.access_file))
         case "ledger":
-            async with _ledger(config) as ledger:
+            async with connected_ledger(config) as ledger:
                 yield LedgerStore(ledger)
-
-
-@asynccontextmanager
-async def _ledger(config: Config) -> AsyncIterator[RedisLedger]:
-    # The other commands, which all import this one, have no use for Redis.
-    from router.ledger.redis_ledger import connect
-
-    url = config.ledger.url
-    if url == EMBEDDED:
-        running = running_url(config.state_dir)
-        if running is None:
-            raise ClusterFailed(
-                f"no ledger has ever run on {config.state_dir}: start a cluster with `everlift up`,"
-                " or set ledger.url"
-            )
-        url = running
-    ledger = await connect(replace(config.ledger, url=url))
-    try:
-        yield ledger
-    finally:
-        await ledger.close()

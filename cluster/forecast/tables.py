@@ -24,7 +24,7 @@ _COLUMNS = (
 )
 
 
-def groups(forecast: Forecast, slo: Slo) -> Iterator[tuple[str, Summary]]:
+def groups(forecast: Forecast, slo: Slo | None = None) -> Iterator[tuple[str, Summary]]:
     """All requests, then those of each class, tenant and application of which there are several."""
     yield "all", forecast.summary(slo)
     for word, parts in (

@@ -24,7 +24,7 @@ from tests.restored_logging import restored_logging
 from worker.fake_runner import expected_tokens
 
 COMMANDS = ["up", "generate", "batch", "attach", "cancel", "forget", "status", "models", "tokenize"]
-COMMANDS += ["simulate", "measure", "plan"]
+COMMANDS += ["simulate", "measure", "plan", "replay"]
 
 
 @pytest.fixture(autouse=True)

@@ -114,6 +114,28 @@ async def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], sa
     assert said in output and output.startswith("error: ")
 
 
+async def test_a_trace_is_replayed_under_each_policy(tmp_path: Path, kind: str, trace: str) -> None:
+    to_json = tmp_path / "answer.json"
+    policies = ("--policy", "fifo,shortest", "--policy", "fifo router.local_depth=4")
+    where = ("--trace", trace, "--workers", f"{kind}=1", "--json", str(to_json))
+    said = await run("replay", *policies, *where)
+    answers = json.loads(to_json.read_text())
+    assert list(answers) == ["fifo", "shortest", "fifo router.local_depth=4"]
+    assert {answer["all"]["finished"] for answer in answers.values()} == {20}
+    assert "shortest" in said and "100.0%" in said
+
+
+async def test_a_replay_needs_its_requests_and_policies_that_are_there(trace: str) -> None:
+    assert "--from-ledger or from a --trace" in await run("replay", status=1)
+    assert "must be one of fifo" in await run(
+        "replay", "--trace", trace, "--policy", "best", status=1
+    )
+    assert "settings of routers" in await run(
+        "replay", "--trace", trace, "--policy", "fifo worker.max_num_seqs=1", status=1
+    )
+    assert "need --trace" in await run("replay", "--from-ledger", "--speed", "2", status=1)
+
+
 async def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
     assert "must end with .json" in await run("measure", "here", status=1)
     file = str(tmp_path / "here.json")

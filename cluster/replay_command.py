@@ -1,0 +1,118 @@
+"""``everlift replay``: what would have been under other policies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+from rich.console import Console
+
+from cluster.config import Config
+from cluster.errors import ForecastFailed
+from cluster.forecast import comparison
+from cluster.forecast.command import load, machines
+from cluster.forecast.command.load import Requests
+from cluster.forecast.forecast import Forecast
+from cluster.forecast.record import Record
+from cluster.forecast.scenario import Scenario
+from cluster.ledger_connection import connected_ledger
+from router.config import Order, RouterConfig
+
+EXAMPLES = """
+The requests that finished come again as they came, with prompts and outputs of the same lengths
+(each choice as a request of its own), in a simulation for each policy. A policy is an order of the
+admission queue, and may have settings behind it. No prompt is shown.
+
+**Examples**
+
+- `everlift replay --from-ledger --policy fifo,hrrn,shortest --workers here.json=2`
+- `everlift replay --from-ledger --policy "hrrn router.class_floor=0.2" --workers h100=8`
+- `everlift replay --trace AzureLLMInferenceTrace_conv.csv --policy fifo,hrrn --workers l4=4`
+"""
+
+#: What is known of the requests by themselves.
+_WAS = "was"
+
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        metavar="ORDER,...",
+        help=f"{', '.join(get_args(Order))}. Repeatable. Default: the configuration's.",
+    ),
+]
+FromLedger = Annotated[
+    bool, typer.Option("--from-ledger", help="The requests that the cluster's ledger still knows.")
+]
+Limit = Annotated[int, typer.Option(min=1, metavar="N", help="So many of the ledger, the newest.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it there.")]
+
+
+def replay(
+    from_ledger: FromLedger = False,
+    policy: Policies = None,
+    limit: Limit = 10_000,
+    trace: load.TraceFile = None,
+    begin: load.Begin = 0.0,
+    end: load.End = None,
+    speed: load.Speed = 1.0,
+    workers: machines.Workers = None,
+    model: machines.Model = machines.DEFAULT_MODEL,
+    config: machines.SettingsFile = None,
+    assignments: machines.Assignments = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Forecast what recorded requests would have met under other policies."""
+    from cluster.forecast.simulate import simulate
+
+    if from_ledger == (trace is not None):
+        raise ForecastFailed("requests come --from-ledger or from a --trace")
+    specs = machines.specs_of(workers, model, config, assignments)
+    routers = _routers(policy, config, assignments)
+    asked = Requests(trace=trace, begin_s=begin, end_s=end, speed=speed)
+    answers: dict[str, Forecast] = {}
+    if from_ledger:
+        records = asyncio.run(_records(machines.config_of(config, assignments), limit))
+        answers[_WAS] = comparison.past(records)
+        arrivals = [record.arrival for record in records]
+    else:
+        arrivals = list(asked.arrivals(specs))
+    for name, router in routers.items():
+        answers[name] = simulate(arrivals, Scenario(specs, router=router))
+    Console(highlight=False).print(comparison.table(answers))
+    if json_file is not None:
+        json_file.write_text(json.dumps(comparison.as_json(answers), indent=2) + "\n")
+
+
+def _routers(
+    policies: Sequence[str] | None, file: Path | None, assignments: Sequence[str] | None
+) -> Mapping[str, RouterConfig]:
+    """By the policies' names. Raises SettingsError and ForecastFailed."""
+    if not policies:
+        router = machines.config_of(file, assignments).router
+        return {router.order: router}
+    names = [name.strip() for each in policies for name in each.split(",")]
+    return {name: _router(name, file, assignments) for name in names}
+
+
+def _router(policy: str, file: Path | None, assignments: Sequence[str] | None) -> RouterConfig:
+    order, *others = policy.split() or [policy]
+    if not all(setting.startswith("router.") for setting in others):
+        raise ForecastFailed(f"--policy {policy}: behind an order stand settings of routers alone")
+    settings = [*(assignments or ()), f"router.order={order}", *others]
+    return machines.config_of(file, settings).router
+
+
+async def _records(config: Config, limit: int) -> list[Record]:
+    """Raises ForecastFailed where there is none, and what connecting raises."""
+    from cluster.forecast.history import finished_requests
+
+    async with connected_ledger(config) as ledger:
+        records = await finished_requests(ledger, limit)
+    if not records:
+        raise ForecastFailed("the ledger knows no request that finished")
+    return records
