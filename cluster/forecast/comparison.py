@@ -33,7 +33,7 @@ def past(records: list[Record]) -> Forecast:
 
 def table(answers: Mapping[str, Forecast]) -> Table:
     """Of all requests, of each class and of each tenant the answers one below the other."""
-    shown = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    shown = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
     for column in shown.columns[1:]:
         column.justify, column.no_wrap = "right", True
     parts = {policy: dict(groups(answer)) for policy, answer in answers.items()}

@@ -127,6 +127,7 @@ def over_time(samples: Sequence[Sample]) -> Figure:
     workers.plot(times, [s.workers for s in samples], color="black", drawstyle="steps-post")
     workers.set_ylabel("workers")
     workers.yaxis.get_major_locator().set_params(integer=True)
+    workers.margins(y=0.1)
     _finish(panels, times)
     return figure
 

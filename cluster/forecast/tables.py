@@ -37,7 +37,7 @@ def groups(forecast: Forecast, slo: Slo | None = None) -> Iterator[tuple[str, Su
 
 
 def requests_table(forecast: Forecast, slo: Slo) -> Table:
-    table = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
     for column in table.columns:
         column.no_wrap = True
     for column in table.columns[1:]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
+from itertools import islice, takewhile
 from math import inf, log2
 from pathlib import Path
 
@@ -16,11 +18,14 @@ from rich.console import Console
 from cluster.errors import ForecastFailed
 from cluster.forecast import plan_views
 from cluster.forecast.arrival import Arrival
+from cluster.forecast.command import machines
 from cluster.forecast.plan import Plan, Trial, fewest, is_kept
 from cluster.forecast.saturation import saturation_rate
-from cluster.forecast.scenario import WorkerSpec
+from cluster.forecast.scenario import Scenario, WorkerSpec
+from cluster.forecast.simulate import simulate
 from cluster.forecast.summary import Slo
 from cluster.forecast.target import Target, slo, targets
+from cluster.forecast.workloads.known import WORKLOADS
 from router.admission.step_time import Roofline
 from tests import forecasts
 from worker.config import WorkerConfig
@@ -121,6 +126,17 @@ def test_where_products_count_it_is_tokens_that_are_done() -> None:
     assert saturation_rate(REQUESTS, worker(PRODUCTS)) == pytest.approx(1000 / 220)
     half = WorkerSpec(worker(PRODUCTS).config, PRODUCTS, slowness=2.0)
     assert saturation_rate(REQUESTS, half) == pytest.approx(500 / 220)
+
+
+def test_the_estimate_is_near_what_a_simulated_worker_does() -> None:
+    """Conversations on an H200, half as many again as it can do."""
+    spec = machines.spec_of(machines.kind_of("h200", "llama-3.1-8b"), None, ())
+    workload = replace(WORKLOADS["azure-conversation"].without_drift(), deadline_s=inf)
+    estimate = saturation_rate(list(islice(workload.arrivals(1), 2000)), spec)
+    arrivals = takewhile(lambda each: each.at < 40, workload.at_rate(1.5 * estimate).arrivals(1))
+    answer = simulate(arrivals, Scenario((spec,)))
+    ended = sum(20 <= record.finished < 40 for record in answer.records)
+    assert estimate == pytest.approx(ended / 20, rel=0.1)
 
 
 # what is shown of a plan
