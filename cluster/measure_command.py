@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from rich.console import Console
 from cluster import config as configuration
 from cluster.config import Config
 from cluster.errors import ForecastFailed
+from cluster.forecast import as_json
 from cluster.threads import threads_per_rank, wait_passively
 from everlift import logs
 
@@ -72,7 +72,7 @@ def measure(
             console.print(_line(step))
         worker = _worker(engine)
     fit = fitted(steps)
-    file.write_text(json.dumps(_as_json(loaded, worker, steps, fit), indent=2) + "\n")
+    as_json.write(_as_json(loaded, worker, steps, fit), file)
     console.print(
         f"{file}: a fit to them that is wrong by {fit.mean_error:.1%} on the average and by "
         f"{fit.largest_error:.0%} at most",

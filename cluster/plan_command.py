@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import islice
 from math import ceil
@@ -13,9 +12,10 @@ import typer
 from rich.console import Console
 
 from cluster.errors import ForecastFailed
-from cluster.forecast import plan_views, target
+from cluster.forecast import as_json, plan_views, target
 from cluster.forecast.command import load, machines
 from cluster.forecast.command.load import Requests
+from cluster.forecast.command.progress import watched
 from cluster.forecast.plan import Plan, Trial, fewest, is_kept
 from cluster.forecast.saturation import saturation_rate
 from cluster.forecast.scenario import Scenario, WorkerSpec
@@ -82,12 +82,12 @@ def plan(
     for name in kind or (machines.DEFAULT_KIND,):
         one = machines.kind_of(name, model)
         spec = machines.spec_of(one, config, assignments)
-        plans[one.name] = _plan(asked, spec, router, targets, most)
+        plans[one.name] = _plan(one.name, asked, spec, router, targets, most)
     console.print(plan_views.table(plans, targets))
     for name, each in plans.items():
         console.print(plan_views.verdict(name, each, targets), soft_wrap=True)
     if json_file is not None:
-        json_file.write_text(json.dumps(plan_views.as_json(plans, targets), indent=2) + "\n")
+        as_json.write(plan_views.as_json(plans, targets), json_file)
     if picture is not None:
         plan_views.draw(plans, targets, picture)
     if all(each.workers is None for each in plans.values()):
@@ -95,6 +95,7 @@ def plan(
 
 
 def _plan(
+    name: str,
     asked: Requests,
     spec: WorkerSpec,
     router: RouterConfig,
@@ -107,7 +108,8 @@ def _plan(
 
     def attempt(workers: int) -> Trial:
         scenario = Scenario.uniform(workers, spec, router=router, seed=asked.seed)
-        records = simulate(asked.arrivals(()), scenario).records
+        arrivals = watched(asked.arrivals(()), f"with {workers} of {name}")
+        records = simulate(arrivals, scenario).records
         attained = tuple(each.attained(records) for each in targets)
         return Trial(workers, attained, is_kept(attained, wanted))
 

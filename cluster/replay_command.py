@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, get_args
@@ -13,9 +12,10 @@ from rich.console import Console
 
 from cluster.config import Config
 from cluster.errors import ForecastFailed
-from cluster.forecast import comparison
+from cluster.forecast import as_json, comparison
 from cluster.forecast.command import load, machines
 from cluster.forecast.command.load import Requests
+from cluster.forecast.command.progress import watched
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.record import Record
 from cluster.forecast.scenario import Scenario
@@ -82,10 +82,10 @@ def replay(
     else:
         arrivals = list(asked.arrivals(specs))
     for name, router in routers.items():
-        answers[name] = simulate(arrivals, Scenario(specs, router=router))
+        answers[name] = simulate(watched(arrivals, name), Scenario(specs, router=router))
     Console(highlight=False).print(comparison.table(answers))
     if json_file is not None:
-        json_file.write_text(json.dumps(comparison.as_json(answers), indent=2) + "\n")
+        as_json.write(comparison.as_json(answers), json_file)
 
 
 def _routers(

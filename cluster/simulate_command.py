@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from cluster.forecast import tables, target
-from cluster.forecast.as_json import forecast_as_json
+from cluster.forecast import as_json, tables, target
 from cluster.forecast.command import faults, load, machines
 from cluster.forecast.command.load import Requests
+from cluster.forecast.command.progress import watched
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.scenario import EarlyBinding, Scenario
 from cluster.forecast.summary import Slo
@@ -106,11 +105,11 @@ def simulate(
         autoscale=settings.autoscale,
         start_s=start_time,
         early=EarlyBinding(early, early_age) if early else None,
-        events=faults.events(lose, drain, add, specs[0], start_time),
+        events=faults.events(lose, drain, add, specs, start_time, settings.autoscale.is_on),
         seed=seed,
     )
     wanted = target.slo(slo)
-    answer = simulation.simulate(asked.arrivals(specs), scenario)
+    answer = simulation.simulate(watched(asked.arrivals(specs), "simulating"), scenario)
     _show(answer, wanted, json_file, picture_directory)
 
 
@@ -121,7 +120,7 @@ def _show(
     console.print(tables.requests_table(answer, wanted))
     console.print(tables.cluster_table(answer))
     if json_file is not None:
-        json_file.write_text(json.dumps(forecast_as_json(answer, wanted), indent=2) + "\n")
+        as_json.write(as_json.forecast_as_json(answer, wanted), json_file)
     if picture_directory is not None:
         # Seconds to import, and most answers are not drawn.
         from cluster.forecast import pictures

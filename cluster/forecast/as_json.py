@@ -1,13 +1,21 @@
-"""A forecast for programs. Pure."""
+"""A forecast for programs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
+from pathlib import Path
 
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.summary import Slo, Summary
+
+
+def write(content: Mapping[str, object], path: Path) -> None:
+    """Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def forecast_as_json(forecast: Forecast, slo: Slo) -> dict[str, object]:

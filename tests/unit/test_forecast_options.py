@@ -138,7 +138,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 
 def test_events_are_in_the_order_of_their_moments() -> None:
-    assert faults.events(["3@60"], ["0@1.5"], ["2@30"], H200, 10.0) == (
+    assert faults.events(["3@60"], ["0@1.5"], ["2@30"], (H200, H200), 10.0) == (
         WorkerDrain(1.5, 0),
         WorkerStart(30.0, H200, 10.0),
         WorkerStart(30.0, H200, 10.0),
@@ -153,7 +153,13 @@ def test_a_slow_worker() -> None:
 @pytest.mark.parametrize("text", ["", "3", "3@", "@60", "x@60", "3@x", "-1@60", "3@-1", "1@inf"])
 def test_events_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(ForecastFailed, match="--lose"):
-        faults.events([text], None, None, H200, 0.0)
+        faults.events([text], None, None, (H200,) * 4, 0.0)
+
+
+def test_a_worker_that_never_comes_cannot_go() -> None:
+    with pytest.raises(ForecastFailed, match="no worker 3"):
+        faults.events(["3@5"], None, ["1@2"], (H200, H200), 0.0)
+    assert faults.events(["3@5"], None, None, (H200,), 0.0, is_scaled=True) == (WorkerLoss(5.0, 3),)
 
 
 @pytest.mark.parametrize("text", ["2=2", "0=0", "0@2"])

@@ -37,15 +37,21 @@ def events(
     lose: Sequence[str] | None,
     drain: Sequence[str] | None,
     add: Sequence[str] | None,
-    spec: WorkerSpec,
+    workers: Sequence[WorkerSpec],
     start_s: float,
+    is_scaled: bool = False,
 ) -> tuple[Event, ...]:
-    """``spec`` is of those that are added. Raises ForecastFailed."""
-    found: list[Event] = []
-    found += [WorkerLoss(at, worker) for worker, at in _pairs("lose", lose, 0)]
-    found += [WorkerDrain(at, worker) for worker, at in _pairs("drain", drain, 0)]
-    for number, at in _pairs("add", add, 1):
-        found += [WorkerStart(at, spec, start_s)] * number
+    """``workers`` are there at the beginning, and those that are added are like the first one;
+    with ``is_scaled`` others may come. Raises ForecastFailed."""
+    lost, drained, added = _pairs("lose", lose, 0), _pairs("drain", drain, 0), _pairs("add", add, 1)
+    most = len(workers) + sum(number for number, _ in added)
+    for worker, _ in (*lost, *drained):
+        if worker >= most and not is_scaled:
+            raise ForecastFailed(f"there is no worker {worker}: they count from 0")
+    found: list[Event] = [WorkerLoss(at, worker) for worker, at in lost]
+    found += [WorkerDrain(at, worker) for worker, at in drained]
+    for number, at in added:
+        found += [WorkerStart(at, workers[0], start_s)] * number
     return tuple(sorted(found, key=lambda event: event.at))
 
 

@@ -1,0 +1,25 @@
+"""How far a simulation is, for who watches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console
+
+from cluster.forecast.arrival import Arrival
+
+#: Requests between two updates.
+_EVERY = 100
+
+
+def watched(arrivals: Iterable[Arrival], what: str) -> Iterator[Arrival]:
+    """The same, and on a terminal's standard error how far they are."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield from arrivals
+        return
+    with console.status(what) as status:
+        for number, arrival in enumerate(arrivals):
+            if number % _EVERY == 0:
+                status.update(f"{what}: {number} requests, {arrival.at:.0f} s")
+            yield arrival
