@@ -34,7 +34,7 @@ def mixed(
     return [*islice(drawn(random.Random(seed), applications), number)]
 
 
-def lines(requests: Iterable[Drawn]) -> list[str]:
+def lines(requests: Iterable[Drawn], *, names_applications: bool = True) -> list[str]:
     """As a file of examples has them."""
     return [
         json.dumps(
@@ -42,7 +42,7 @@ def lines(requests: Iterable[Drawn]) -> list[str]:
                 "prompt": it.prompt,
                 "output_tokens": it.output_tokens,
                 "expected_tokens": it.mean_tokens,
-                "application": it.application,
+                "application": it.application if names_applications else "",
                 "tenant": it.tenant,
                 "arrived": it.arrived,
             }
@@ -51,16 +51,27 @@ def lines(requests: Iterable[Drawn]) -> list[str]:
     ]
 
 
-def examples(seed: int, number: int, applications: Sequence[Application]) -> list[Example]:
-    return from_lines(lines(mixed(seed, number, applications)), served())
+def examples(
+    seed: int,
+    number: int,
+    applications: Sequence[Application],
+    *,
+    names_applications: bool = True,
+) -> list[Example]:
+    requests = mixed(seed, number, applications)
+    return from_lines(lines(requests, names_applications=names_applications), served())
 
 
 @cache
 def learnt(
-    seed: int = 1, number: int = 2000, applications: tuple[Application, ...] = APPLICATIONS
+    seed: int = 1,
+    number: int = 2000,
+    applications: tuple[Application, ...] = APPLICATIONS,
+    names_applications: bool = True,
 ) -> tuple[str, Report]:
     """A predictor's file, and what it is worth."""
-    return trained(served().name, examples(seed, number, applications))
+    told = examples(seed, number, applications, names_applications=names_applications)
+    return trained(served().name, told)
 
 
 def request(it: Drawn, **changes: Any) -> Request:
@@ -78,6 +89,7 @@ def request(it: Drawn, **changes: Any) -> Request:
         on_disconnect=OnDisconnect.CANCEL,
         deadline=None,
         body_hash=b"",
+        application=it.application,
     )
     return replace(made, **changes)
 

@@ -6,7 +6,7 @@ A file has an example a line, as JSON, in one of two forms:
     {"static": [...], "groups": [...], ...}        what is made of it: no prompt, no names
 
 ``arrived`` is ledger time in seconds. ``expected_tokens`` is the length that who made the example
-knew to expect, which nobody can predict better; ``application`` is for the report alone.
+knew to expect, which nobody can predict better.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from everlift.settings import SettingsError
 from router.gateway.model import ServedModel
 from router.ledger.base import MOST_LISTED, Page, Position
 from router.ledger.entry import State, Stored
-from router.prediction.asked import GROUPS, STATIC, Asked, asked, asked_of, narrowest
+from router.prediction.asked import GROUPS, STATIC, Asked, asked, asked_of
 
 #: Requests whose records are asked for at once.
 _AT_ONCE = 64
@@ -35,12 +35,13 @@ _DEFAULTS: dict[str, Any] = {
     "has_grammar": False,
     "min_tokens": 0,
     "tenant": "",
+    "application": "",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One output of a request."""
+    """One output of a request. ``application`` is its name where it has one."""
 
     asked: Asked
     output_tokens: int
@@ -151,6 +152,5 @@ def _of_request(stored: Stored, model: ServedModel) -> list[Example]:
     if request.model != model.name or not (request.stop or request.stop_token_ids):
         return []
     what = asked(request, model.tokenizer, stored.entry.arrived)
-    return [
-        Example(what, max(1, count), narrowest(what.groups)) for count in stored.entry.num_tokens
-    ]
+    lengths = [max(1, count) for count in stored.entry.num_tokens]
+    return [Example(what, length, request.application) for length in lengths]

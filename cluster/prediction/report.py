@@ -9,6 +9,7 @@ from math import log
 from typing import Any
 
 from cluster.prediction.examples import Example
+from router.prediction.asked import narrowest
 from router.prediction.learned import Guess, Learned
 from router.prediction.model import QUANTILES
 from router.prediction.output_lengths import OutputLengths
@@ -41,7 +42,8 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Of what came after the examples that were learnt from."""
+    """Of what came after the examples that were learnt from. An application without a name is the
+    narrowest group that its requests are of."""
 
     learnt_from: int
     all: Figures
@@ -69,7 +71,7 @@ def examine(learned: Learned, held_out: Sequence[Example], learnt_from: int) -> 
         mean.note(example.output_tokens)
     groups = defaultdict(list)
     for each in seen:
-        groups[each.example.application].append(each)
+        groups[each.example.application or narrowest(each.example.asked.groups)].append(each)
     return Report(learnt_from, _figures(seen), {name: _figures(groups[name]) for name in groups})
 
 

@@ -10,7 +10,7 @@ from router.prediction.model import QUANTILES
 
 #: Applications that are shown, those with the most outputs.
 _ROWS = 20
-#: Of a digest that names one.
+#: Of a name.
 _CHARACTERS = 12
 
 
@@ -28,7 +28,7 @@ def table(report: Report) -> Table:
     shown.add_row("all", *_cells(report.all), end_section=True)
     most = sorted(report.by_application.items(), key=lambda item: -item[1].outputs)
     for name, figures in most[:_ROWS]:
-        shown.add_row(name[:_CHARACTERS] or "-", *_cells(figures))
+        shown.add_row(name[:_CHARACTERS], *_cells(figures))
     return shown
 
 

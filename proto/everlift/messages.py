@@ -31,7 +31,7 @@ MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_N = 128
 MAX_CACHE_SALT_BYTES = 128
-#: of session_id and fairness_id
+#: of session_id, fairness_id and application
 MAX_LABEL_BYTES = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 MAX_PRIORITY = 10
@@ -83,6 +83,7 @@ class Submission:
     session_id: str = ""
     fairness_id: str = ""
     x_request_id: str = ""
+    application: str = ""
 
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
@@ -106,6 +107,7 @@ class Submission:
         _check_bytes("cache_salt", self.cache_salt, MAX_CACHE_SALT_BYTES)
         _check_bytes("session_id", self.session_id, MAX_LABEL_BYTES)
         _check_bytes("fairness_id", self.fairness_id, MAX_LABEL_BYTES)
+        _check_bytes("application", self.application, MAX_LABEL_BYTES)
 
     @property
     def salt(self) -> bytes:
@@ -147,6 +149,7 @@ class Submission:
             trace=trace,
             session_id=message.session_id,
             fairness_id=message.fairness_id,
+            application=message.application,
             x_request_id=x_request_id,
         )
         # Only of what has been checked: a list that is too long is not hashed.
@@ -216,7 +219,7 @@ def _body_hash(message: pb.GenerateRequest) -> bytes:
     # What may differ between two tries of the same request.
     for field in ("request_id", "timeout_ms", "on_disconnect", "priority", "ttft_target_ms"):
         body.ClearField(field)
-    for label in ("session_id", "fairness_id"):
+    for label in ("session_id", "fairness_id", "application"):
         body.ClearField(label)
     return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()
 
@@ -250,6 +253,7 @@ class Request:
     session_id: str = ""
     fairness_id: str = ""
     x_request_id: str = ""
+    application: str = ""
 
     def to_bytes(self) -> bytes:
         return ledger_pb2.StoredRequest(
@@ -273,6 +277,7 @@ class Request:
             session_id=self.session_id,
             fairness_id=self.fairness_id,
             x_request_id=self.x_request_id,
+            application=self.application,
         ).SerializeToString()
 
     @classmethod
@@ -299,4 +304,5 @@ class Request:
             session_id=stored.session_id,
             fairness_id=stored.fairness_id,
             x_request_id=stored.x_request_id,
+            application=stored.application,
         )

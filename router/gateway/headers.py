@@ -6,10 +6,11 @@ Into its message go
     x-slo-ttft-ms                        ttft_target_ms
     x-session-id                         session_id
     x-gateway-inference-fairness-id      fairness_id
+    x-application                        application
 
-What the message says itself holds. The last three are names that the Gateway API Inference
-Extension and the routers around it use. ``x-request-id`` is for logs and traces alone: a mesh gives
-several calls the same one.
+What the message says itself holds. The three before the last are names that the Gateway API
+Inference Extension and the routers around it use. ``x-request-id`` is for logs and traces alone: a
+mesh gives several calls the same one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ X_REQUEST_ID = "x-request-id"
 _TTFT_TARGET = "x-slo-ttft-ms"
 _SESSION_ID = "x-session-id"
 _FAIRNESS_ID = "x-gateway-inference-fairness-id"
+_APPLICATION = "x-application"
 _PRINTABLE = re.compile(rf"[\x21-\x7e]{{1,{MAX_LABEL_BYTES}}}")
 
 
@@ -39,6 +41,7 @@ def apply(
     message.request_id = message.request_id or _request_id(headers, place)
     message.session_id = message.session_id or _label(headers, _SESSION_ID)
     message.fairness_id = message.fairness_id or _label(headers, _FAIRNESS_ID)
+    message.application = message.application or _label(headers, _APPLICATION)
     if _TTFT_TARGET in headers and not message.HasField("ttft_target_ms"):
         message.ttft_target_ms = _milliseconds(headers, _TTFT_TARGET)
 

@@ -223,6 +223,7 @@ class ServedModel:
             session_id=submission.session_id,
             fairness_id=submission.fairness_id,
             x_request_id=submission.x_request_id,
+            application=submission.application,
         )
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from everlift.text import Tokenizer
 
 #: Tokens of the prompt that are read, at its beginning and at its end.
 _HEAD, _TAIL = 32, 64
-#: Prompts that begin with so many equal tokens are likely to be of one application.
+#: Prompts that begin with so many equal tokens are likely to ask for the same.
 _OPENING = 8
 #: And those with so many equal ones of one template, or of one system prompt.
 _TEMPLATE = 32
@@ -51,12 +51,13 @@ STATIC: tuple[str, ...] = (
     *("fences", "questions", "lines", "digits", "words", "ends_in_question", "ends_in_colon"),
 )
 #: Whose earlier outputs a request's are likely to resemble, from the widest on.
-GROUPS: tuple[str, ...] = ("tenant", "opening", "template")
+GROUPS: tuple[str, ...] = ("tenant", "application", "opening", "template")
 
 
 class Asked(NamedTuple):
     """``static`` are the values of STATIC, ``groups`` digests that name those of GROUPS, empty
-    where the prompt is too short to tell; ``moment`` is its arrival, ledger time in seconds."""
+    where no application is named or the prompt is too short to tell; ``moment`` is its arrival,
+    ledger time in seconds."""
 
     static: tuple[float, ...]
     groups: tuple[str, ...]
@@ -77,6 +78,7 @@ def asked(request: Request, tokenizer: Tokenizer, moment: float) -> Asked:
         has_grammar=sampling.grammar is not None,
         min_tokens=sampling.min_tokens,
         tenant=tenant_of(request.request_id),
+        application=request.application,
         moment=moment,
     )
 
@@ -92,6 +94,7 @@ def asked_of(
     has_grammar: bool,
     min_tokens: int,
     tenant: str,
+    application: str,
     moment: float,
 ) -> Asked:
     """``stops`` are strings that end an output; ``moment`` is ledger time in seconds."""
@@ -107,9 +110,12 @@ def asked_of(
         moment % _DAY_S / 3600.0,
         *_counts(_ends(prompt_ids, tokenizer)),
     )
-    opening = _digest(prompt_ids[:_OPENING]) if count >= _OPENING else ""
-    template = _digest(prompt_ids[:_TEMPLATE]) if count >= _TEMPLATE else ""
-    groups = (blake2b(tenant.encode(), digest_size=8).hexdigest(), opening, template)
+    groups = (
+        _digest(f"tenant {tenant}".encode()),
+        _digest(f"application {application}".encode()) if application else "",
+        _beginning(prompt_ids, _OPENING),
+        _beginning(prompt_ids, _TEMPLATE),
+    )
     return Asked(static, groups, max_tokens, choices, moment)
 
 
@@ -143,5 +149,10 @@ def _counts(text: str) -> list[float]:
     return counts
 
 
-def _digest(ids: Sequence[int]) -> str:
-    return blake2b(array("I", ids).tobytes(), digest_size=8).hexdigest()
+def _beginning(ids: Sequence[int], count: int) -> str:
+    """Empty where there are fewer."""
+    return _digest(array("I", ids[:count]).tobytes()) if len(ids) >= count else ""
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=8).hexdigest()

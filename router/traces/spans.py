@@ -193,7 +193,11 @@ _OURS: Mapping[str, Value] = {
 
 def _request_attributes(request: Request) -> dict[str, Value]:
     sampling = request.sampling
-    labels = {"session.id": request.session_id, "everlift.fairness_id": request.fairness_id}
+    labels = {
+        "session.id": request.session_id,
+        "everlift.fairness_id": request.fairness_id,
+        "everlift.application": request.application,
+    }
     return {
         **{name: label for name, label in labels.items() if label},
         **_x_request_id(request.x_request_id),

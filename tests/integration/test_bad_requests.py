@@ -75,6 +75,7 @@ BAD_REQUESTS = {
     "absurd n": (dict(text="a", n=1_000_000), "INVALID_ARGUMENT", "too_many_choices"),
     "no choice": (dict(text="a", n=0), "INVALID_ARGUMENT", "out_of_range"),
     "long session_id": (dict(text="a", session_id="s" * 129), "INVALID_ARGUMENT", "out_of_range"),
+    "long application": (dict(text="a", application="a" * 129), "INVALID_ARGUMENT", "out_of_range"),
     "long fairness_id": (dict(text="a", fairness_id="ä" * 65), "INVALID_ARGUMENT", "out_of_range"),
     "a million stop tokens": (
         dict(text="a", stop_token_ids=[1] * 1_000_000),

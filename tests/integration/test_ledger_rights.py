@@ -144,7 +144,7 @@ async def test_nothing_that_a_client_writes_becomes_a_script() -> None:
 async def everywhere(fronts: Fronts) -> None:
     """What is taken and what is not."""
     texts = {"text": HOSTILE, "stop": [HOSTILE], "cache_salt": HOSTILE}
-    names = {"session_id": HOSTILE, "fairness_id": HOSTILE}
+    names = {"session_id": HOSTILE, "fairness_id": HOSTILE, "application": HOSTILE}
     for more in (texts, names, texts | names):
         message = pb.GenerateRequest(**{"text": "a", "max_tokens": 2} | more)
         assert await fronts.native(message) is None

@@ -120,6 +120,7 @@ async def test_session_share_and_call_are_told_as_the_call_s_headers_name_them()
         ("traceparent", PARENT),
         ("x-session-id", "talk-7"),
         ("x-gateway-inference-fairness-id", "acme"),
+        ("x-application", "chat"),
         ("x-request-id", "mesh/1"),
     )
     async with traced() as (parts, collecting):
@@ -130,6 +131,7 @@ async def test_session_share_and_call_are_told_as_the_call_s_headers_name_them()
         spans = await trace_of(collecting, TRACE)
     told = attributes(spans[ROOT][0])
     assert (told["session.id"], told["everlift.fairness_id"]) == ("talk-7", "acme")
+    assert told["everlift.application"] == "chat"
     assert told["http.request.header.x-request-id"] == ["mesh/1"]
 
 

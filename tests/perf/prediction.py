@@ -92,7 +92,10 @@ def medians(seen: dict[int, list[float]]) -> dict[int, float]:
 
 
 def quality(outputs: int) -> dict[str, Any]:
-    return {name: asdict(learnt(1, outputs, mix)[1].all) for name, mix in MIXES.items()}
+    """By mix. Applications are named but for "unnamed"."""
+    found = {name: learnt(1, outputs, mix)[1].all for name, mix in MIXES.items()}
+    found["unnamed"] = learnt(1, outputs, APPLICATIONS, False)[1].all
+    return {name: asdict(figures) for name, figures in found.items()}
 
 
 def by_objective(outputs: int) -> dict[str, float]:
@@ -129,13 +132,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     predictor.load(Model.parse(text))
     raw = costs(predictor, args.rounds)
     us = {name: medians(seen) for name, seen in raw.items()}
+    mixes = quality(args.outputs)
     assert found.all.tau_oracle is not None
     report.write(
         args.out,
         packages=("lightgbm", "numpy", "tokenizers"),
         settings={"outputs": args.outputs, "rounds": args.rounds, "at_once": AT_ONCE},
         raw={
-            "mixes": quality(args.outputs),
+            "mixes": mixes,
             "tau_by_objective": by_objective(args.outputs),
             "report": found.plain(),
             "us": us,
@@ -147,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "tau_model": found.all.tau,
             "tau_oracle": found.all.tau_oracle,
             "tau_model_over_oracle": found.all.tau / found.all.tau_oracle,
+            "tau_model_unnamed": mixes["unnamed"]["tau"],
             "tau_prompt_length": found.all.tau_prompt_length,
             "predict_ms": max(us["predict"].values()) / 1e3,
             "note_ms": max(us["note"].values()) / 1e3,

@@ -18,6 +18,7 @@ def asked(prompt: str, tenant: str = "", **changes: object) -> Asked:
         "stops": 0,
         "has_grammar": False,
         "min_tokens": 0,
+        "application": "",
         "moment": 3 * 86400 + 6 * 3600.0,
     }
     model = served()
@@ -49,17 +50,24 @@ def test_a_prompt_of_any_length_is_read_as_far_as_another() -> None:
     assert {**a, "log_prompt_tokens": 0} == {**b, "log_prompt_tokens": 0}
 
 
-def test_groups_are_of_equal_beginnings() -> None:
-    one, other = asked(f"{SYSTEM} What is tea?", "acme"), asked(f"{SYSTEM} And milk?", "acme")
+def test_groups_are_of_equal_names_and_beginnings() -> None:
+    one, other = (
+        asked(f"{SYSTEM} {it}", "acme", application="chat") for it in ("Tea?", "And milk?")
+    )
     assert one.groups == other.groups and all(one.groups)
-    assert narrowest(one.groups) == one.groups[2]
-    elsewhere = asked(f"{SYSTEM} What is tea?", "shop")
+    assert narrowest(one.groups) == one.groups[3]
+    elsewhere = asked(f"{SYSTEM} Tea?", "shop", application="chat")
     assert elsewhere.groups[0] != one.groups[0] and elsewhere.groups[1:] == one.groups[1:]
+
+
+def test_a_tenant_and_an_application_of_the_same_name_are_two_groups() -> None:
+    tenant, application, *_ = asked("Hi", "acme", application="acme").groups
+    assert tenant != application
 
 
 def test_a_short_prompt_is_its_tenants_alone() -> None:
     short = asked("Hi")
-    assert short.groups[1:] == ("", "") and narrowest(short.groups) == short.groups[0]
+    assert short.groups[1:] == ("", "", "") and narrowest(short.groups) == short.groups[0]
 
 
 def test_no_word_is_in_two_lines() -> None:

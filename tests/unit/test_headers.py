@@ -21,8 +21,11 @@ def test_each_header_has_its_field() -> None:
         x_slo_ttft_ms="200",
         x_session_id="s",
         x_gateway_inference_fairness_id="f",
+        x_application="a",
         x_slo_tpot_ms="5",
-    ) == pb.GenerateRequest(request_id="key", ttft_target_ms=200, session_id="s", fairness_id="f")
+    ) == pb.GenerateRequest(
+        request_id="key", ttft_target_ms=200, session_id="s", fairness_id="f", application="a"
+    )
 
 
 def test_without_headers_nothing_is_said() -> None:
@@ -108,7 +111,9 @@ def test_a_target_within_it_is_taken(value: str) -> None:
     assert applied(x_slo_ttft_ms=value).ttft_target_ms == round(float(value))
 
 
-@pytest.mark.parametrize("name", ["x_session_id", "x_gateway_inference_fairness_id"])
+@pytest.mark.parametrize(
+    "name", ["x_session_id", "x_gateway_inference_fairness_id", "x_application"]
+)
 def test_a_label_has_an_end(name: str) -> None:
     applied(**{name: "x" * 128})
     with pytest.raises(OutOfRange, match=name.replace("_", "-")):

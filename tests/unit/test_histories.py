@@ -39,15 +39,15 @@ def test_a_history_follows() -> None:
 def test_a_group_of_which_nothing_ended_is_as_the_one_around_it() -> None:
     histories = Histories()
     for _ in range(10):
-        histories.note(("acme", "", ""), 3.0)
-        histories.note(("acme", "o", "t"), 7.0)
-        histories.note(("shop", "", ""), 1.0)
-    known = told(histories, "acme", "o", "t")
+        histories.note(("acme", "", "", ""), 3.0)
+        histories.note(("acme", "", "o", "t"), 7.0)
+        histories.note(("shop", "", "", ""), 1.0)
+    known = told(histories, "acme", "", "o", "t")
     assert known["template_log_mean"] == known["opening_log_mean"] == 7.0
-    assert known["tenant_log_mean"] == 5.0
-    new = told(histories, "acme", "new", "new")
+    assert known["tenant_log_mean"] == known["application_log_mean"] == 5.0
+    new = told(histories, "acme", "new", "new", "new")
     assert new["template_log_mean"] == 5.0 and new["template_log_count"] == 0
-    assert told(histories, "new", "", "")["tenant_log_mean"] == pytest.approx(11 / 3, abs=0.01)
+    assert told(histories, "new", "", "", "")["tenant_log_mean"] == pytest.approx(11 / 3, abs=0.01)
 
 
 def test_so_many_groups_are_remembered_and_no_more() -> None:

@@ -76,7 +76,7 @@ def table() -> list[list[str]]:
         ("`timeout_ms`, `ttft_target_ms`", f"{MAX_TIMEOUT_S:.0f} s"),
         ("`priority`", f"from -{MAX_PRIORITY} to {MAX_PRIORITY}"),
         ("`cache_salt`", f"{MAX_CACHE_SALT_BYTES} bytes"),
-        ("`session_id`, `fairness_id`", f"{MAX_LABEL_BYTES} bytes"),
+        ("`session_id`, `fairness_id`, `application`", f"{MAX_LABEL_BYTES} bytes"),
         # over HTTP
         ("a body", f"{RouterConfig().max_body_bytes >> 20} MiB"),
         ("a request line and its headers", f"{connection._MAX_HEAD_BYTES >> 10} KiB"),

@@ -48,6 +48,14 @@ def test_it_is_told_for_each_application() -> None:
     assert json.loads(json.dumps(report.plain()))["tau"] == report.all.tau
 
 
+def test_without_names_applications_are_known_by_their_beginnings() -> None:
+    _, report = learnt(1, 2000, mixes.APPLICATIONS, False)
+    assert report.all.tau_oracle is not None
+    assert report.all.tau >= 0.85 * report.all.tau_oracle
+    assert not set(report.by_application) & {it.name for it in mixes.APPLICATIONS}
+    assert len(report.by_application) >= 3
+
+
 def test_the_same_examples_make_the_same_file() -> None:
     made = examples(3, 300, mixes.APPLICATIONS)
     assert trained("m", made)[0] == trained("m", made)[0]
