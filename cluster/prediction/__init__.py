@@ -1,0 +1,1 @@
+"""``everlift train-predictor``: how long outputs become, learnt from those that ended."""

@@ -1,0 +1,1 @@
+"""How long outputs become: predicted by what is asked, and by what ended."""

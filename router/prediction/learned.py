@@ -16,6 +16,9 @@ from router.prediction.trust import Trust
 
 #: Standard deviations between the two quantiles of a normal distribution.
 _APART = NormalDist().inv_cdf(QUANTILES[1]) - NormalDist().inv_cdf(QUANTILES[0])
+#: Of a log-normal length: with a larger sigma its mean would lie above its 0.9 quantile. Outputs
+#: that are either short or long have such quantiles, and no such mean.
+_WIDEST = 2 * _APART
 #: Of a length in tokens, natural logarithms.
 _SHORTEST, _LONGEST = 0.0, log(1 << 30)
 
@@ -59,4 +62,4 @@ class Learned:
 def _forecast(logs: Sequence[float]) -> Forecast:
     """With these quantiles."""
     low, high = sorted(min(max(_SHORTEST, each), _LONGEST) for each in logs)
-    return Forecast(exp(low), (high - low) / _APART)
+    return Forecast(exp(low), min(_WIDEST, (high - low) / _APART))

@@ -100,6 +100,14 @@ def test_a_template_that_no_training_saw_is_known_soon() -> None:
     assert tokens[-1] == pytest.approx(700, rel=0.5)
 
 
+def test_what_is_either_short_or_long_is_not_expected_to_be_longer_than_long() -> None:
+    made, (it,) = predictor(), mixed(9, 1)
+    for number in range(400):
+        made.note(made.predict(request(it), 0.0), 900 if number % 5 == 0 else 2)
+    guess = made.predict(request(it), 0.0).guess
+    assert guess is not None and 2 <= guess.tokens <= 1000
+
+
 def test_predictions_that_are_worth_nothing_become_constant_and_come_back() -> None:
     made, requests = predictor(), mixed(8, 700)
     by_chance(made, requests)
