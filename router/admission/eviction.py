@@ -38,7 +38,8 @@ def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: floa
     is missed already is in no hurry any more."""
     if not any(ledger_now < due < inf for due in (waiting.ttft_deadline, waiting.deadline)):
         return inf
-    prefill_s = min((_prefill_s(waiting, it) for it in workers.values()), default=0.0)
+    tokens = waiting.prefill_tokens
+    prefill_s = min((it.prefill_s(tokens) or 0.0 for it in workers.values()), default=0.0)
     step_s = min((it.pace.step_s for it in workers.values() if it.pace.step_s), default=0.0)
     decode_s = step_s * waiting.max_tokens / max(1, waiting.choices)
     moments = [
@@ -49,15 +50,9 @@ def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: floa
     return min(moments, default=inf) - ledger_now
 
 
-def _prefill_s(waiting: Waiting, worker: WorkerView) -> float:
-    rate = worker.pace.prefill_rate
-    return waiting.prefill_tokens / rate if rate else 0.0
-
-
 def _margin(worker: WorkerView, tokens_ahead: int) -> float:
     """Seconds that go by at this worker before it is its turn to be computed."""
-    rate = worker.pace.prefill_rate
-    ahead_s = tokens_ahead / rate if rate else 0.0
+    ahead_s = worker.prefill_s(tokens_ahead) or 0.0
     return max(_MARGIN_S, _TICK_S + _STEPS * worker.pace.step_s) + ahead_s
 
 

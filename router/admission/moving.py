@@ -107,5 +107,5 @@ def _here(needed: int, home: WorkerView) -> float:
 
 def _there(running: Running, worker: WorkerView, home: WorkerView) -> float:
     """Seconds until another worker has computed what is known of it."""
-    rate = worker.pace.prefill_rate or home.pace.prefill_rate or _UNKNOWN_RATE
-    return (worker.pending_prefill + running.known_tokens) / rate
+    tokens = worker.pending_prefill + running.known_tokens
+    return worker.prefill_s(tokens) or home.prefill_s(tokens) or tokens / _UNKNOWN_RATE

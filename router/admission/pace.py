@@ -68,8 +68,7 @@ class _Steps:
 
 class Pace:
     """``full_rate``: tokens that it computes in a second while it has all it can take, prompts' and
-    outputs' together; None as long as it never had. ``row`` is a row's mean share of its steps,
-    prompts' chunks and single tokens together; None as long as there was none."""
+    outputs' together; None as long as it never had."""
 
     def __init__(self) -> None:
         self._usual: dict[int, _Steps] = {}
@@ -80,7 +79,8 @@ class Pace:
         self._blocks_freed = 0.0
         self._was_full = False
         self.full_rate: float | None = None
-        self.row: StepSize | None = None
+        #: of late, all steps together; what is longer ago counts less
+        self._computed = StepSize(0, 0, 0, 0)
 
     @property
     def step_s(self) -> float:
@@ -91,6 +91,13 @@ class Pace:
     def size_class(self) -> int:
         """Of such a step."""
         return _size_class(self._last.tokens) if self._last else 0
+
+    @property
+    def row(self) -> StepSize | None:
+        """A row's mean share of the steps in about the last ten seconds, prompts' chunks and single
+        tokens together; None as long as there was none."""
+        num_rows = self._computed.num_rows
+        return StepSize(*(sum_ / num_rows for sum_ in self._computed)) if num_rows else None
 
     @property
     def prefill_rate(self) -> float | None:
@@ -127,9 +134,14 @@ class Pace:
         sample = _steps_between(before, work)
         if sample is not None:
             self._measure_steps(sample.size.num_tokens, sample.seconds, duration)
-            self._measure_rows(sample.size, duration)
+            self._sum_up(sample.size, work.step - before.step, duration)
             self._stepped_at = now
         return sample
+
+    def _sum_up(self, size: StepSize, steps: int, duration: float) -> None:
+        keep = exp(-duration / _FULL_MEMORY_S)
+        sums = zip(self._computed, size, strict=True)
+        self._computed = StepSize(*(keep * before + steps * each for before, each in sums))
 
     def _measure_full(self, rate: float, duration: float) -> None:
         known = rate if self.full_rate is None else self.full_rate
@@ -148,14 +160,6 @@ class Pace:
         usual.blend(tokens, seconds, weight)
         self._last = self._last or _Steps(tokens, seconds)
         self._last.blend(tokens, seconds, weight)
-
-    def _measure_rows(self, size: StepSize, duration: float) -> None:
-        if not size.num_rows:
-            return
-        share = StepSize(*(sum_ / size.num_rows for sum_ in size))
-        weight = _weight(duration, _FULL_MEMORY_S) if self.row is not None else 1.0
-        known = self.row or share
-        self.row = StepSize(*(a + weight * (b - a) for a, b in zip(known, share, strict=True)))
 
     def is_slower(self, others: list[Pace], factor: float, now: float) -> bool:
         """Whether its steps take more than ``factor`` times as long as the others' of that size."""

@@ -14,7 +14,9 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import session_pb2
 from router.admission.batch_size import batch_of
 from router.admission.pace import Pace, Work
+from router.admission.prefill import prefill_s
 from router.admission.step_fit import FittedStepTime
+from router.admission.step_time import StepSize
 
 
 class Need(Protocol):
@@ -173,6 +175,22 @@ class WorkerView:
         if self.pace.row is None or not self.step_time.is_known:
             return None
         return self.step_time.seconds(batch_of(self.load.num_running, self.pace.row))
+
+    def prefill_s(self, tokens: int) -> float | None:
+        """Seconds until it has computed so many tokens of prompts; None: not known. Before anything
+        is known of its kind, by the best steps of its own."""
+        if self.step_time.is_known:
+            budget = self.capacity.max_num_batched_tokens
+            return prefill_s(self.step_time, self._decoding, tokens, budget)
+        rate = self.pace.prefill_rate
+        return tokens / rate if rate else None
+
+    @property
+    def _decoding(self) -> StepSize:
+        """A step of what runs there, of which each makes a token."""
+        running = self.load.num_running
+        tokens = max(0, self.load.committed_tokens - self.load.pending_prefill_tokens)
+        return StepSize(running, running, tokens, tokens)
 
     @property
     def is_calm(self) -> bool:
