@@ -62,6 +62,7 @@ class _Steps:
     number: int
     began: float
     step_s: float
+    size: StepSize
     #: prompt tokens that each of these computes
     shares: list[tuple[_Flow, int]]
 
@@ -106,7 +107,8 @@ class FluidWorker:
         self._frames = 0
         self._told_at = timeline.now
         # since it started
-        self._step = self._computed = self._drawn = self._released = self._preemptions = 0
+        self._step = self._computed = self._drawn = self._released = 0
+        self._rows = self._read = self._pairs = 0.0
         self._busy_s = 0.0
         self._tell()
         timeline.after(spec.config.beat, self._beat)
@@ -189,6 +191,9 @@ class FluidWorker:
         self._decoding_tokens += self._num_decoding * steps.number
         self._computed += self._num_decoding * steps.number + sum(it for _, it in steps.shares)
         self._drawn += self._num_decoding * steps.number
+        self._rows += steps.size.num_rows * steps.number
+        self._read += steps.size.kv_tokens * steps.number
+        self._pairs += steps.size.num_pairs * steps.number
         outcomes = [*self._prefilled(steps.shares), *self._ended()]
         self._turn(outcomes)
 
@@ -208,7 +213,7 @@ class FluidWorker:
         number = 1 if shares else self._number_alike()
         size = self._size(shares, number)
         seconds = self._spec.step_time.seconds(size) * self._spec.slowness
-        self._steps = _Steps(number, self._timeline.now, seconds, shares)
+        self._steps = _Steps(number, self._timeline.now, seconds, size, shares)
         self._expect(self._steps)
 
     def _take_orders(self) -> list[Outcome]:
@@ -274,7 +279,6 @@ class FluidWorker:
             victim = min(running, key=lambda it: (it.sequence.priority, self._known(it), it.order))
             self._give_up(victim)
             victim.is_preempted = True
-            self._preemptions += 1
             self._wait(victim)
             told.append(self._outcome(victim, (), news=News(Residence.PREEMPTED, 1)))
         return told
@@ -406,12 +410,16 @@ class FluidWorker:
         more = steps.over(self._timeline.now) if steps else 0
         drawn = more * self._num_decoding
         busy_s = self._busy_s + (more * steps.step_s if steps else 0.0)
+        rows, _, read, pairs = steps.size if steps else StepSize(0, 0, 0, 0)
         work = Work(
             self._step + more,
             self._computed + drawn,
             self._drawn + drawn,
             self._released,
             busy_s,
+            round(self._rows + more * rows),
+            round(self._read + more * read),
+            round(self._pairs + more * pairs),
         )
         return Load(
             self._frames,

@@ -15,6 +15,8 @@ class More(NamedTuple):
     steps: int = 0
     tokens: int = 0
     blocks: int = 0
+    #: read, which are as many pairs
+    kv_tokens: int = 0
 
 
 NOTHING = More()
@@ -48,4 +50,5 @@ class Stretch:
         if not self.num_done:
             return NOTHING
         tokens = self.num_rows * self.num_done
-        return More(self.num_done, tokens, self._taken[self.num_done - 1])
+        read = self.num_done * self._known_tokens + tokens * (self.num_done - 1) // 2
+        return More(self.num_done, tokens, self._taken[self.num_done - 1], read)

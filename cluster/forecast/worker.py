@@ -219,6 +219,9 @@ class SimulatedWorker:
             load.output_tokens + more.tokens,
             load.released_blocks,
             self._busy_s,
+            load.counters.slot_steps + more.tokens,
+            load.kv_tokens + more.kv_tokens,
+            load.num_pairs + more.kv_tokens,
         )
         return Load(
             self._frames,
