@@ -49,6 +49,10 @@ class Dispatcher(Protocol):
         """Its worker preempted it, or goes on with it."""
         ...
 
+    def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
+        """What tenants got since this was said last."""
+        ...
+
     # what is decided
 
     def moves(self, now: float) -> list[Move]:

@@ -100,5 +100,8 @@ class EarlyQueue:
     def _shorter_of_two(self, workers: list[str]) -> str:
         return self._shortest(self._dice.sample(workers, min(2, len(workers))))
 
+    def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
+        """Tenants have no turns here."""
+
     def tick(self, now: float) -> None:
         self._placement.expire(now)

@@ -30,6 +30,8 @@ from everlift.errors import (
     PromptTooLong,
     QueueFull,
 )
+from everlift.request_id import qualified
+from router.admission.served import ServedOutputs
 from router.admission.tenure import Placed
 from router.config import RouterConfig
 from router.ledger.entry import Move, State
@@ -64,6 +66,7 @@ class Gateway:
         self._by_epoch: dict[int, Life] = {}
         #: by worker, the steps that are over, as far as is known here
         self._steps: dict[str, int] = {}
+        self._served = ServedOutputs()
         self.records: list[Record] = []
 
     @property
@@ -80,8 +83,9 @@ class Gateway:
         if arrival.prompt_tokens >= self._max_model_len:
             record.refused = PromptTooLong.slug
             return
+        name = qualified(arrival.tenant, f"r{index}")
         foretold = self._foresight.foretell(arrival)
-        life = Life(record, f"r{index}", BlockNames(index, arrival), foretold)
+        life = Life(record, name, BlockNames(index, arrival), foretold)
         self._lives[life.request_id] = life
         self._enqueue(life)
         if not life.state.is_final and life.deadline < inf:
@@ -154,9 +158,22 @@ class Gateway:
     def _leave(self, life: Life) -> None:
         """Its attempt is over. What has come of it stays."""
         del self._by_epoch[life.epoch]
-        life.drew(self._steps[life.worker_id])
+        self._count_served(life)
 
     # workers
+
+    def tell_served(self) -> None:
+        """What came of outputs since the last time."""
+        for life in self._by_epoch.values():
+            self._count_served(life)
+        if self._served:
+            self._dispatcher.served(self._served.take(), self._timeline.now)
+
+    def _count_served(self, life: Life) -> None:
+        life.drew(self._steps[life.worker_id])
+        if number := life.take_served():
+            arrival = life.record.arrival
+            self._served.add(arrival.tenant, arrival.priority, number)
 
     def hear(self, frame: Frame) -> None:
         step = self._steps[frame.worker_id] = frame.load.work.step

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import count
 
 from cluster.forecast.dispatcher import GATEWAY
 from cluster.forecast.frame import Frame
 from everlift.v1 import session_pb2
+from router.admission.fair_share import FairShare
 from router.admission.load import cluster_load
 from router.admission.moving import Move
 from router.admission.placement import Placement
@@ -23,11 +24,20 @@ _TERM = 1
 
 
 class GlobalQueue:
+    """``weights`` of tenants, 1 where there is none; None: they are not told apart."""
+
     def __init__(
-        self, config: RouterConfig, occupants: Callable[[str], Collection[str]], now: float = 0.0
+        self,
+        config: RouterConfig,
+        occupants: Callable[[str], Collection[str]],
+        weights: Mapping[str, float] | None = None,
+        now: float = 0.0,
     ) -> None:
         self._placement = Placement(config)
-        self._tenure = Tenure(config, Rules.of(config), self._placement, occupants, "", now)
+        share = None if weights is None else _fair_share(config, weights)
+        rules = Rules.of(config)
+        self._tenure = Tenure(config, rules, self._placement, occupants, "", now, share)
+        self._tenure.recall(())
         self._tenure.roll_call.living([GATEWAY])
         self._tenure.connect(GATEWAY, now)
         self._hear(session_pb2.GatewayMessage(is_complete=True), now)
@@ -66,6 +76,9 @@ class GlobalQueue:
     def running(self, running: session_pb2.Running, now: float) -> None:
         self._hear(session_pb2.GatewayMessage(running=[running]), now)
 
+    def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
+        self._hear(session_pb2.GatewayMessage(served=outputs), now)
+
     def _hear(self, message: session_pb2.GatewayMessage, now: float) -> list[str]:
         return self._tenure.hear(GATEWAY, message, now).refused
 
@@ -84,3 +97,10 @@ class GlobalQueue:
     def tick(self, now: float) -> None:
         self._placement.expire(now)
         self._tenure.forget(now)
+
+
+def _fair_share(config: RouterConfig, weights: Mapping[str, float]) -> FairShare:
+    def weight_of(tenant: str) -> float:
+        return weights.get(tenant, 1.0)
+
+    return FairShare(config.prompt_token_weight, config.output_token_weight, weight_of)

@@ -28,6 +28,8 @@ class Life:
     #: output tokens that have come, until step ``draws_since`` of its worker: from then on one in
     #: each step, if it is not None
     num_tokens: int = 0
+    #: of which the leader was told as served
+    num_served: int = 0
     draws_since: int | None = None
     #: known tokens that were ever computed
     num_computed: int = 0
@@ -81,6 +83,11 @@ class Life:
         if self.draws_since is not None:
             self.num_tokens += step - self.draws_since
             self.draws_since = step
+
+    def take_served(self) -> int:
+        """Tokens that came and were not told as served."""
+        number, self.num_served = self.num_tokens - self.num_served, self.num_tokens
+        return number
 
     def release(self) -> None:
         """Its worker is gone, or gave it back."""

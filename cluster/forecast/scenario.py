@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -107,6 +108,8 @@ class Scenario:
     #: with max_workers the product's autoscaler decides how many there are, all as the first
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     start_s: float = 30.0
+    #: of tenants, 1 where there is none; None: tenants are not told apart
+    weights: Mapping[str, float] | None = field(default_factory=dict)
     #: workers in a few numbers each, for thousands of them (fluid_worker.py)
     fluid: bool = False
     #: how sharply outputs' lengths are foreseen: 0, exactly; not set: not at all (foresight.py)

@@ -60,7 +60,7 @@ class _Simulation:
         scenario = self._scenario
         if scenario.early is not None:
             return EarlyQueue(scenario.early, scenario.router, scenario.seed), None
-        queue = GlobalQueue(scenario.router, self._fleet.occupants)
+        queue = GlobalQueue(scenario.router, self._fleet.occupants, scenario.weights)
         return queue, _Scaler(scenario, queue, self._fleet) if scenario.autoscale.is_on else None
 
     def run(self, arrivals: Iterator[Arrival]) -> None:
@@ -121,6 +121,7 @@ class _Simulation:
 
     def _tick(self) -> None:
         now = self._timeline.now
+        self._gateway.tell_served()
         self._dispatcher.tick(now)
         if self._scaler is not None:
             self._scaler.look(now)

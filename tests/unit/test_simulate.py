@@ -217,3 +217,19 @@ def test_step_times_are_asked_for_what_a_step_computes() -> None:
     known = 101
     expected = 2 * (STEP_TIME.weights_s + known * STEP_TIME.kv_token_s)
     assert record.finished - record.first_token == pytest.approx(expected)
+
+
+def test_who_floods_the_queue_keeps_no_other_tenant_waiting() -> None:
+    flood = arrivals(300, 100.0, seed=1, tenant="flood")
+    calm = arrivals(30, 2.0, seed=2, tenant="calm")
+    load = sorted([*flood, *calm], key=lambda arrival: arrival.at)
+
+    def waited(**changes: object) -> float:
+        cluster = replace(scenario(), **changes)  # type: ignore[arg-type]
+        return simulate(load, cluster).by_tenant()["calm"].ttft_s.p90
+
+    alone = simulate(calm, scenario()).summary().ttft_s.p90
+    assert waited(weights=None) > 10 * waited()
+    assert waited() < alone + 1.5
+    weighty = simulate(load, scenario(weights={"flood": 50.0})).by_tenant()["calm"]
+    assert weighty.ttft_s.p90 > waited()
