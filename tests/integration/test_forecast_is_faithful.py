@@ -166,6 +166,7 @@ def test_the_batches_are_those_of_the_live_engine(policy: Any, num_at_once: int)
     assert batches.keys() == live.batches.keys()
     for turn, each in batches.items():
         assert each is None or each == live.batches[turn], f"step {turn}"
-    assert sum(live.collected.preemptions.values()) > 0
+    # A closed batch may have blocks enough.
+    assert policy == "static" or sum(live.collected.preemptions.values()) > 0
     at_once = sum(each is None for each in batches.values())
-    assert (at_once > len(batches) / 10) == bool(num_at_once)
+    assert (at_once > len(batches) / 20) == bool(num_at_once)
