@@ -134,7 +134,8 @@ bench-speculation: $(VENV)/.installed ## drafts from n-grams on the demo model (
 bench-scheduling: $(VENV)/.installed ## what the admission queue costs, and its orders under an overload; 40 minutes (build/bench/scheduling.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/scheduling.py
 
-bench-batching: $(VENV)/.installed ## static against continuous batching, prefill in chunks, SLAI (build/bench/batching.json, .png)
+bench-batching: $(VENV)/.installed ## static against continuous batching, prefill in chunks, SLAI (build/bench/batching*.json, .png)
+	PYTHONPATH=. $(BIN)/python tests/perf/batching.py --virtual --out build/bench/batching_virtual.json
 	PYTHONPATH=. $(BIN)/python tests/perf/batching.py
 
 bench-prediction: $(VENV)/.installed ## how well outputs' lengths are predicted, and what it costs (build/bench/prediction.json)

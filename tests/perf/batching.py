@@ -1,7 +1,8 @@
 """What batching does on the real engine: static, by predicted lengths (Magnus) and continuous;
 prefill in chunks or whole; SLAI against the default.
 
-    python tests/perf/batching.py [--quick] [--rounds 1] [--model tiny] [--threads N] [--out FILE]
+    python tests/perf/batching.py [--quick] [--virtual] [--rounds 1] [--model tiny] [--threads N]
+                                  [--out FILE]
 
 Sweep: requests wait without end, each with a prompt of 32 tokens and an output out of a mix, until
 what two static batches make is drawn, or more of them where they are small; so all policies make
@@ -23,7 +24,9 @@ which the median TTFT is at most TTFT_LIMIT and at most one token in a hundred i
 All run in turns in one process. ``continuous_vs_static`` is of tokens a second at the mix "mixed"
 and the largest size, as are the others with their mix and size; ``..._slots`` compares the shares
 of slots that compute something: what the other would be where a step takes as long with one row as
-with all. A --quick run shows that it works, and no more.
+with all. A --quick run shows that it works, and no more. With --virtual nothing is computed, and
+steps take the time that batching_virtual.py says: the scheduler is the product's, and a figure is
+the same on every machine.
 """
 
 from __future__ import annotations
@@ -35,15 +38,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from tests.perf import checkpoints, report
 from tests.perf.batching_picture import draw
 from tests.perf.batching_player import Played, Player, Request, quantile
+from tests.perf.batching_virtual import H200_8B, VirtualRunner
 from worker.build import build_runner
 from worker.config import Scheduling, WorkerConfig
 from worker.limits import Limits
 from worker.parallel import Group
+from worker.plan import Runner
 from worker.runner import TorchRunner
 
 SIZES = (4, 8, 16, 32, 64, 128)
@@ -58,7 +63,7 @@ SLAI = Scheduling("slai", tbt_target=TBT_TARGET)
 LOADS = (0.7, 0.9, 1.0, 1.1, 1.3)
 MISSED = 0.01
 CHUNK_LOAD = 0.7
-CHUNKED, WHOLE = 64, 2048
+WHOLE = 2048
 
 #: Outputs are dealt from a pack of these, shuffled each time.
 MIXES = {
@@ -71,20 +76,49 @@ MIXES = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How long a run is; ``output`` divides the sweep's outputs."""
+    """How long a run is, and how large its engine: ``output`` divides the sweep's outputs,
+    ``chunk`` is the budget of prefill in chunks; SLAI has ``slots`` and ``budget``."""
 
-    sizes: tuple[int, ...]
-    output: int
-    requests: int
-    loads: tuple[float, ...]
+    sizes: tuple[int, ...] = SIZES
+    output: int = 1
+    requests: int = 400
+    loads: tuple[float, ...] = LOADS
+    chunk: int = 64
+    slots: int = 64
+    budget: int = 128
 
 
-FULL = Scale(SIZES, 1, 400, LOADS)
+FULL = Scale()
 QUICK = Scale((4, 32), 8, 60, (0.7, 1.1))
+VIRTUAL = Scale(
+    requests=2000,
+    loads=(0.7, 0.8, 0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3),
+    chunk=512,
+    slots=256,
+    budget=512,
+)
 
 
-class Bench:
-    """One model, and runners for it: one for each size of the batch and budget."""
+class Bench(Protocol):
+    """An engine's settings, and what it runs on."""
+
+    def config(self, max_num_seqs: int, budget: int = 512) -> WorkerConfig: ...
+
+    def runner(self, config: WorkerConfig) -> Runner: ...
+
+    def play(
+        self,
+        runner: Any,
+        config: WorkerConfig,
+        requests: Sequence[Request],
+        enough: int | None = None,
+    ) -> Played:
+        """``runner`` is one of this bench's."""
+        ...
+
+
+class Live:
+    """One model on this machine's CPU."""
 
     def __init__(self, model: Path, threads: int) -> None:
         self._config = WorkerConfig(
@@ -97,15 +131,37 @@ class Bench:
     def runner(self, config: WorkerConfig) -> TorchRunner:
         """It has computed something before."""
         runner = build_runner(config, Group.single())
-        warm = [Request(PROMPT, 16)] * config.max_num_seqs
-        Player(runner, Limits.of(config, runner)).play(warm)
+        self.play(runner, config, [Request(PROMPT, 16)] * config.max_num_seqs)
         return runner
 
+    def play(
+        self,
+        runner: TorchRunner,
+        config: WorkerConfig,
+        requests: Sequence[Request],
+        enough: int | None = None,
+    ) -> Played:
+        return Player(runner, Limits.of(config, runner)).play(requests, enough)
 
-def play(
-    runner: TorchRunner, config: WorkerConfig, requests: Sequence[Request], enough: int | None
-) -> Played:
-    return Player(runner, Limits.of(config, runner)).play(requests, enough)
+
+class Virtual:
+    """No model, and steps that take what they would take elsewhere."""
+
+    def config(self, max_num_seqs: int, budget: int = 512) -> WorkerConfig:
+        return WorkerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+
+    def runner(self, config: WorkerConfig) -> VirtualRunner:
+        return VirtualRunner(20_000, H200_8B)
+
+    def play(
+        self,
+        runner: VirtualRunner,
+        config: WorkerConfig,
+        requests: Sequence[Request],
+        enough: int | None = None,
+    ) -> Played:
+        limits = Limits.of(config, runner)
+        return Player(runner, limits, runner.clock, runner.sleep).play(requests, enough)
 
 
 # static against continuous
@@ -118,14 +174,19 @@ def sweep(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, dict[s
         config = bench.config(size)
         runner = bench.runner(config)
         for name, mix in MIXES.items():
-            runs = [compare(runner, config, mix, scale, round_) for round_ in range(rounds)]
+            runs = [compare(bench, runner, config, mix, scale, seed) for seed in range(rounds)]
             found[name][str(size)] = medians(runs)
             print(name, size, found[name][str(size)], flush=True)
     return found
 
 
 def compare(
-    runner: TorchRunner, config: WorkerConfig, mix: Sequence[int], scale: Scale, seed: int
+    bench: Bench,
+    runner: Runner,
+    config: WorkerConfig,
+    mix: Sequence[int],
+    scale: Scale,
+    seed: int,
 ) -> dict[str, float]:
     """All policies, in an order that changes from round to round."""
     rng, size = Random(seed), config.max_num_seqs
@@ -135,7 +196,7 @@ def compare(
     figures: dict[str, float] = {}
     for name in sorted(POLICIES, reverse=bool(seed % 2)):
         under = replace(config, scheduling=POLICIES[name])
-        played = play(runner, under, requests, enough=sum(outputs[:num_measured]))
+        played = bench.play(runner, under, requests, enough=sum(outputs[:num_measured]))
         figures |= {
             f"{name}_tokens_per_s": played.tokens_per_s,
             f"{name}_useful_share": played.useful_share,
@@ -164,14 +225,14 @@ def chunks(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, float
         (1500 if rng.random() < 0.1 else rng.randint(16, 128), rng.randint(32, 96))
         for _ in range(scale.requests)
     ]
-    configs = {"on": bench.config(32, CHUNKED), "off": bench.config(32, WHOLE)}
+    configs = {"on": bench.config(32, scale.chunk), "off": bench.config(32, WHOLE)}
     runners = {name: bench.runner(config) for name, config in configs.items()}
-    rate = CHUNK_LOAD * saturation(runners["off"], configs["off"], shapes)
+    rate = CHUNK_LOAD * saturation(bench, runners["off"], configs["off"], shapes)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in configs}
     for round_ in range(rounds):
         requests = at_random(shapes, rate, round_)
         for name, config in configs.items():
-            runs[name].append(latencies(play(runners[name], config, requests, None)))
+            runs[name].append(latencies(bench.play(runners[name], config, requests)))
     return {name: medians(several) for name, several in runs.items()}
 
 
@@ -185,9 +246,9 @@ def deadlines(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, di
         (min(1500, max(16, round(rng.lognormvariate(5.5, 1.0)))), rng.randint(16, 96))
         for _ in range(scale.requests)
     ]
-    config = bench.config(64, 128)
+    config = bench.config(scale.slots, scale.budget)
     runner = bench.runner(config)
-    rate = saturation(runner, config, shapes)
+    rate = saturation(bench, runner, config, shapes)
     policies = {"continuous": CONTINUOUS, "slai": SLAI}
     found: dict[str, dict[str, dict[str, float]]] = {}
     for load in scale.loads:
@@ -196,7 +257,7 @@ def deadlines(bench: Bench, scale: Scale, rounds: int) -> dict[str, dict[str, di
             requests = at_random(shapes, load * rate, round_)
             for name, scheduling in policies.items():
                 under = replace(config, scheduling=scheduling)
-                runs[name].append(latencies(play(runner, under, requests, None)))
+                runs[name].append(latencies(bench.play(runner, under, requests)))
         found[str(load)] = {name: medians(several) for name, several in runs.items()}
         print("load", load, found[str(load)], flush=True)
     return found
@@ -217,11 +278,11 @@ def capacity(found: dict[str, dict[str, dict[str, float]]], policy: str) -> floa
 
 
 def saturation(
-    runner: TorchRunner, config: WorkerConfig, shapes: Sequence[tuple[int, int]]
+    bench: Bench, runner: Runner, config: WorkerConfig, shapes: Sequence[tuple[int, int]]
 ) -> float:
     """Requests a second where all are there from the begin."""
     requests = [Request(*shape) for shape in shapes]
-    return len(shapes) / play(runner, config, requests, None).seconds
+    return len(shapes) / bench.play(runner, config, requests).seconds
 
 
 def at_random(shapes: Sequence[tuple[int, int]], rate: float, seed: int) -> list[Request]:
@@ -277,13 +338,18 @@ def ratios(raw: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--virtual", action="store_true")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--model", choices=checkpoints.CHECKPOINTS, default="tiny")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, default=Path("build/bench/batching.json"))
     options = parser.parse_args()
     scale, rounds = (QUICK, 1) if options.quick else (FULL, options.rounds)
-    bench = Bench(checkpoints.ensure(options.model), options.threads)
+    bench: Bench
+    if options.virtual:
+        bench, scale = Virtual(), QUICK if options.quick else VIRTUAL
+    else:
+        bench = Live(checkpoints.ensure(options.model), options.threads)
     raw: dict[str, Any] = {
         "sweep": sweep(bench, scale, rounds),
         "chunks": chunks(bench, scale, rounds),
@@ -293,7 +359,7 @@ def main() -> None:
         options.out,
         packages=["torch", "numpy"],
         settings={
-            "model": options.model,
+            "model": "virtual" if options.virtual else options.model,
             "threads": options.threads,
             "rounds": rounds,
             "scale": asdict(scale),

@@ -6,35 +6,19 @@ from collections.abc import Sequence
 
 import pytest
 
+from router.admission.step_time import Roofline
 from tests.perf import batching
 from tests.perf.batching_player import Played, Player, Request
+from tests.perf.batching_virtual import VirtualRunner
 from tests.worker_support import limits
-from worker.config import FakeModel, Scheduling
-from worker.fake_runner import FakeRunner
-from worker.plan import Plan, RowResult
+from worker.config import Scheduling
 
-MODEL = FakeModel()
-
-
-class SecondsRunner(FakeRunner):
-    """Each step takes a second."""
-
-    now = 0.0
-
-    def execute(self, plan: Plan) -> list[RowResult]:
-        self.now += 1.0
-        return super().execute(plan)
-
-    def clock(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+A_SECOND = Roofline(overhead_s=1.0, weights_s=0.0, token_s=0.0, kv_token_s=0.0)
 
 
 def play(requests: Sequence[Request], scheduling: Scheduling, enough: int | None = None) -> Played:
     bounds = limits(num_blocks=40, max_num_seqs=2, scheduling=scheduling)
-    runner = SecondsRunner(bounds.num_blocks, MODEL, 0)
+    runner = VirtualRunner(bounds.num_blocks, A_SECOND)
     return Player(runner, bounds, runner.clock, runner.sleep).play(requests, enough)
 
 
@@ -54,6 +38,33 @@ def test_tokens_have_the_times_of_the_steps_that_drew_them() -> None:
     assert played.ttfts() == [1.0, 1.5]
     assert played.gaps() == [1.0, 1.0, 1.0]
     assert played.seconds == 9.0
+
+
+def test_continuous_batching_does_more_the_more_lengths_differ() -> None:
+    bench = batching.Virtual()
+    config = bench.config(8)
+    ratio = {}
+    for name in ("mixed", "equal", "skewed"):
+        runner = bench.runner(config)
+        scale = batching.Scale(output=8)
+        found = batching.compare(bench, runner, config, batching.MIXES[name], scale, seed=0)
+        ratio[name] = found["continuous_vs_static_tokens_per_s"]
+        assert found["magnus_useful_share"] >= found["static_useful_share"]
+    assert ratio["mixed"] > 2 and ratio["skewed"] > 2
+    assert ratio["equal"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_slai_has_earlier_first_tokens_and_misses_none_where_prompts_wait() -> None:
+    scale = batching.Scale(requests=200, loads=(1.1,), slots=64, budget=128)
+    [policies] = batching.deadlines(batching.Virtual(), scale, rounds=1).values()
+    assert policies["slai"]["ttft_p50_s"] < 0.7 * policies["continuous"]["ttft_p50_s"]
+    assert policies["slai"]["missed_share"] == 0
+
+
+def test_no_token_waits_for_a_whole_prompt_where_it_comes_in_chunks() -> None:
+    scale = batching.Scale(requests=200, chunk=256)
+    found = batching.chunks(batching.Virtual(), scale, rounds=1)
+    assert found["on"]["tbt_p999_s"] < 0.5 * found["off"]["tbt_p999_s"]
 
 
 def figures(ttft: float, missed: float = 0.0) -> dict[str, float]:

@@ -1,0 +1,53 @@
+"""A runner that computes nothing, in virtual time: a step takes what it would take elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from router.admission.step_time import Roofline, StepSize, StepTime
+from worker.plan import Plan, RowResult
+
+#: Weights of a model of 8 billion parameters in bf16, with 8 KV heads of 128 in 32 layers, on an
+#: H200: read at 3.66 TB/s, multiplied at 592 TFLOP/s.
+H200_8B = Roofline(
+    overhead_s=0.7e-3, weights_s=16e9 / 3.66e12, token_s=14e9 / 592e12, kv_token_s=131072 / 3.66e12
+)
+_TOKEN, _NOTHING = RowResult((1,)), RowResult()
+
+
+class VirtualRunner:
+    """``now`` is in seconds, and passes in steps and in sleep."""
+
+    vocab_size = 32000
+    max_model_len = 4096
+    num_host_blocks = 0
+
+    def __init__(self, num_blocks: int, step_time: StepTime) -> None:
+        self.num_blocks = num_blocks
+        self.now = 0.0
+        self._step_time = step_time
+
+    def execute(self, plan: Plan) -> list[RowResult]:
+        rows = plan.rows
+        kv_tokens = int(np.sum(rows.starts) + np.sum(rows.counts))
+        self.now += self._step_time.seconds(
+            StepSize(len(rows), plan.num_tokens, kv_tokens, num_pairs=0)
+        )
+        return [_TOKEN if samples else _NOTHING for samples in rows.samples.tolist()]
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def unready_slots(self) -> frozenset[int]:
+        return frozenset()
+
+    def release(self, slots: Collection[int]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
