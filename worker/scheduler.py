@@ -20,8 +20,6 @@ from dataclasses import replace
 from itertools import chain
 from operator import neg
 
-import numpy as np
-
 from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import EngineFailed, EverliftError
 from worker.batch import Batch
@@ -33,8 +31,8 @@ from worker.load import Load, Occupant
 from worker.outcome import NO_NEWS, Outcome, SequenceKey, Stop
 from worker.plan import NOTHING_DRAWN, Admission, Ints, Plan, Row, RowResult, Rows
 from worker.policies.choice import policy_of
+from worker.selection import Selected, Selection
 from worker.sequence import NO_SLOT, Sequence
-from worker.share import Share, num_tokens
 
 
 class Scheduler:
@@ -44,8 +42,10 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._batch = Batch(limits)
-        self._policy = policy_of(limits)
-        self._waiting = self._policy.waiting
+        self._counters = Counters()
+        policy = policy_of(limits)
+        self._waiting = policy.waiting
+        self._selection = Selection(self._batch, policy, self._counters)
         self._budget = TokenBudget(limits.max_num_batched_tokens)
         self._epochs: dict[int, list[Sequence]] = {}
         self._arrivals = 0
@@ -56,7 +56,6 @@ class Scheduler:
         self._kv_tokens = 0
         self._num_pairs = 0
         self._released_blocks = 0
-        self._counters = Counters()
         #: preempted since anything was told
         self._victims: dict[SequenceKey, Sequence] = {}
         #: slots that the step in progress gives to somebody
@@ -112,14 +111,10 @@ class Scheduler:
         """
         self._step += 1
         self._make_room()
-        self._policy.begin(self._batch.columns, now)
-        decoding, prefills, admitted = self._chosen(held, now)
-        if held and not len(decoding) and not prefills and not admitted:
-            decoding, prefills, admitted = self._chosen((), now)
-        shares = [*prefills, *admitted]
-        drafts = self._drafts(decoding, self._budget_after(decoding, shares))
-        rows = self._rows(decoding, drafts, shares)
-        admissions = self._admissions(rows, [share.sequence for share in admitted])
+        selected = self._selection.select(self._budget.tokens, held, now)
+        drafts = self._drafts(selected.decoding, self._budget.tokens - selected.num_tokens)
+        rows = self._rows(selected, drafts)
+        admissions = self._admissions(rows, [share.sequence for share in selected.admitted])
         return Plan(self._step, rows, admissions, *self._batch.planned_copies())
 
     def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
@@ -264,81 +259,10 @@ class Scheduler:
             left -= len(shed[-1].tokens)
         return shed
 
-    # shares
+    # rows
 
-    def _chosen(self, held: Collection[int], now: float) -> tuple[Ints, list[Share], list[Share]]:
-        """The slots that decode, one token each, then the shares of those that prefill, then those
-        of newcomers."""
-        decoding, patient = self._policy.decodes(self._may_decode(held))
-        decoding = self._decoding(decoding[: self._budget.tokens])
-        prefills, admitted = self._prefills(held, self._budget_after(decoding, ()), now)
-        if len(patient):
-            left = self._budget_after(decoding, [*prefills, *admitted])
-            decoding = np.concatenate([decoding, self._decoding(patient[:left])])
-        return decoding, prefills, admitted
-
-    def _may_decode(self, held: Collection[int]) -> Ints:
-        slots = self._batch.columns.decoding()
-        return slots[~np.isin(slots, list(held))] if held else slots
-
-    def _decoding(self, slots: Ints) -> Ints:
-        """These decode: from here on others find the blocks that they fill."""
-        for sequence in self._batch.at(self._batch.columns.filling(slots)):
-            self._batch.register(sequence, sequence.num_computed, sequence.num_known)
-        return slots
-
-    def _prefills(
-        self, held: Collection[int], budget: int, now: float
-    ) -> tuple[list[Share], list[Share]]:
-        """Of those in the batch, and of newcomers."""
-        prefills: list[Share] = []
-        admitted: list[Share] = []
-        for sequence in self._policy.prefills(self._batch.at(self._batch.columns.prefilling())):
-            before = self._admitted_shares(budget, now, sequence)
-            admitted += before
-            budget -= num_tokens(before)
-            if not budget:
-                return prefills, admitted
-            if sequence.slot not in held or sequence.remaining > budget:
-                prefills.append(self._share(sequence, budget))
-                budget -= prefills[-1].num_known
-        return prefills, [*admitted, *self._admitted_shares(budget, now)]
-
-    def _admitted_shares(
-        self, budget: int, now: float, before: Sequence | None = None
-    ) -> list[Share]:
-        """Of those who are admitted ``before`` this one is served, or of all others."""
-        shares = []
-        while budget and (head := self._head(before)) is not None:
-            hits = self._batch.prefix_hits(head)
-            if not self._batch.has_room(head, hits):
-                break
-            self._waiting.remove(head)
-            self._batch.admit(head, hits)
-            head.admitted(now)
-            self._counters.prompt_tokens += head.num_known
-            self._counters.prefix_hit_tokens += head.num_computed
-            shares.append(self._share(head, _first_count(head, budget)))
-            budget -= shares[-1].num_known
-        return shares
-
-    def _head(self, before: Sequence | None) -> Sequence | None:
-        if self._batch.is_full or (head := self._policy.head(len(self._batch))) is None:
-            return None
-        return head if before is None or self._policy.precedes(head, before) else None
-
-    def _share(self, sequence: Sequence, budget: int) -> Share:
-        count = min(sequence.remaining, budget)
-        self._batch.register(sequence, sequence.num_computed, sequence.num_computed + count)
-        return Share(sequence, count)
-
-    def _budget_after(self, decoding: Ints, shares: Iterable[Share]) -> int:
-        return self._budget.tokens - len(decoding) - num_tokens(shares)
-
-    def _rows(
-        self, decoding: Ints, drafts: Mapping[int, tuple[int, ...]], shares: Iterable[Share]
-    ) -> Rows:
-        others = [share.row() for share in shares]
+    def _rows(self, selected: Selected, drafts: Mapping[int, tuple[int, ...]]) -> Rows:
+        decoding, others = selected.decoding, [share.row() for share in selected.shares]
         if drafts:
             drafted = [this.row(1, drafts[this.slot]) for this in self._batch.at(decoding)]
             return self._batch.columns.rows(decoding[:0], [*drafted, *others])
@@ -523,11 +447,3 @@ class Scheduler:
 def _by_worth(sequence: Sequence) -> tuple[int, int, int]:
     """By this order sequences give way."""
     return sequence.priority, sequence.num_computed, -sequence.order
-
-
-def _first_count(sequence: Sequence, budget: int) -> int:
-    """Of its known tokens, how many are computed as it comes into the batch. One with a grammar
-    draws in the step after, if it can: until then nobody knows how long its mask takes."""
-    if sequence.sampling.grammar is None:
-        return budget
-    return max(1, min(budget, sequence.remaining - 1))
