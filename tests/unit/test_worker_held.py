@@ -6,14 +6,16 @@ from dataclasses import replace
 
 from everlift.sampling import Grammar, GrammarKind
 from tests.scheduler_bench import Bench
-from tests.worker_support import GREEDY, limits
+from tests.worker_support import GREEDY, limits, under_each_policy
+from worker.config import Scheduling
 from worker.plan import Row
 
 CONSTRAINED = replace(GREEDY, grammar=Grammar(GrammarKind.REGEX, ("a*",)))
 
 
-def bench() -> Bench:
-    return Bench(limits(num_blocks=16, max_num_seqs=4, max_num_batched_tokens=64))
+def bench(scheduling: Scheduling | None = None) -> Bench:
+    bounds = limits(num_blocks=16, max_num_seqs=4, max_num_batched_tokens=64, scheduling=scheduling)
+    return Bench(bounds)
 
 
 def rows(this: Bench, *held: int) -> tuple[Row, ...]:
@@ -27,8 +29,11 @@ def slots(this: Bench, *held: int) -> list[int]:
     return [row.slot for row in rows(this, *held)]
 
 
-def test_a_held_sequence_sits_the_step_out_and_goes_on_where_it_was() -> None:
-    this = bench()
+@under_each_policy
+def test_a_held_sequence_sits_the_step_out_and_goes_on_where_it_was(
+    scheduling: Scheduling,
+) -> None:
+    this = bench(scheduling)
     first, second = this.add(1, 5), this.add(2, 5)
     this.step()
     assert slots(this, first.slot) == [second.slot]
@@ -36,8 +41,11 @@ def test_a_held_sequence_sits_the_step_out_and_goes_on_where_it_was() -> None:
     assert slots(this) == [first.slot, second.slot]
 
 
-def test_where_nobody_else_has_anything_to_do_nobody_is_held() -> None:
-    this = bench()
+@under_each_policy
+def test_where_nobody_else_has_anything_to_do_nobody_is_held(
+    scheduling: Scheduling,
+) -> None:
+    this = bench(scheduling)
     first, second = this.add(1, 5), this.add(2, 5)
     this.step()
     assert slots(this, first.slot, second.slot) == [first.slot, second.slot]
