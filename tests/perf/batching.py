@@ -2,7 +2,7 @@
 prefill in chunks or whole; SLAI against the default.
 
     python tests/perf/batching.py [--quick] [--virtual] [--rounds 1] [--model tiny] [--threads N]
-                                  [--out FILE]
+                                  [--sizes N ...] [--out FILE]
 
 Sweep: requests wait without end, each with a prompt of 32 tokens and an output out of a mix, until
 what two static batches make is drawn, or more of them where they are small; so all policies make
@@ -22,11 +22,11 @@ later than TBT_TARGET after the one before it. A policy's capacity is the larges
 which the median TTFT is at most TTFT_LIMIT and at most one token in a hundred is missed.
 
 All run in turns in one process. ``continuous_vs_static`` is of tokens a second at the mix "mixed"
-and the largest size, as are the others with their mix and size; ``..._slots`` compares the shares
-of slots that compute something: what the other would be where a step takes as long with one row as
-with all. A --quick run shows that it works, and no more. With --virtual nothing is computed, and
-steps take the time that batching_virtual.py says: the scheduler is the product's, and a figure is
-the same on every machine.
+and the size where it is largest; those with a mix and a size are of these. ``..._slots`` compares
+the shares of slots that compute something: what the other would be where a step takes as long with
+one row as with all, which a CPU's do while there are few. A --quick run shows that it works, and no
+more. With --virtual nothing is computed, and steps take the time that batching_virtual.py says: the
+scheduler is the product's, and a figure is the same on every machine.
 """
 
 from __future__ import annotations
@@ -38,18 +38,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from tests.perf import checkpoints, report
+from tests.perf.batching_engines import Bench, Live, Virtual
 from tests.perf.batching_picture import draw
-from tests.perf.batching_player import Played, Player, Request, quantile
-from tests.perf.batching_virtual import H200_8B, VirtualRunner
-from worker.build import build_runner
+from tests.perf.batching_player import Played, Request, quantile
 from worker.config import Scheduling, WorkerConfig
-from worker.limits import Limits
-from worker.parallel import Group
 from worker.plan import Runner
-from worker.runner import TorchRunner
 
 SIZES = (4, 8, 16, 32, 64, 128)
 STATIC, CONTINUOUS = Scheduling("static"), Scheduling("continuous")
@@ -97,71 +93,6 @@ VIRTUAL = Scale(
     slots=256,
     budget=512,
 )
-
-
-class Bench(Protocol):
-    """An engine's settings, and what it runs on."""
-
-    def config(self, max_num_seqs: int, budget: int = 512) -> WorkerConfig: ...
-
-    def runner(self, config: WorkerConfig) -> Runner: ...
-
-    def play(
-        self,
-        runner: Any,
-        config: WorkerConfig,
-        requests: Sequence[Request],
-        enough: int | None = None,
-    ) -> Played:
-        """``runner`` is one of this bench's."""
-        ...
-
-
-class Live:
-    """One model on this machine's CPU."""
-
-    def __init__(self, model: Path, threads: int) -> None:
-        self._config = WorkerConfig(
-            model=str(model), device="cpu", num_threads=threads, kv_cache_mib=512
-        )
-
-    def config(self, max_num_seqs: int, budget: int = 512) -> WorkerConfig:
-        return replace(self._config, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-
-    def runner(self, config: WorkerConfig) -> TorchRunner:
-        """It has computed something before."""
-        runner = build_runner(config, Group.single())
-        self.play(runner, config, [Request(PROMPT, 16)] * config.max_num_seqs)
-        return runner
-
-    def play(
-        self,
-        runner: TorchRunner,
-        config: WorkerConfig,
-        requests: Sequence[Request],
-        enough: int | None = None,
-    ) -> Played:
-        return Player(runner, Limits.of(config, runner)).play(requests, enough)
-
-
-class Virtual:
-    """No model, and steps that take what they would take elsewhere."""
-
-    def config(self, max_num_seqs: int, budget: int = 512) -> WorkerConfig:
-        return WorkerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-
-    def runner(self, config: WorkerConfig) -> VirtualRunner:
-        return VirtualRunner(20_000, H200_8B)
-
-    def play(
-        self,
-        runner: VirtualRunner,
-        config: WorkerConfig,
-        requests: Sequence[Request],
-        enough: int | None = None,
-    ) -> Played:
-        limits = Limits.of(config, runner)
-        return Player(runner, limits, runner.clock, runner.sleep).play(requests, enough)
 
 
 # static against continuous
@@ -314,7 +245,8 @@ def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def ratios(raw: dict[str, Any]) -> dict[str, float]:
     deadlines = raw["slai"]
-    *_, largest = raw["sweep"]["mixed"].values()
+    mixed = raw["sweep"]["mixed"].values()
+    largest = max(mixed, key=lambda figures: figures["continuous_vs_static_tokens_per_s"])
     compared = {
         "continuous_vs_static": largest["continuous_vs_static_tokens_per_s"],
         "continuous_vs_static_slots": largest["continuous_vs_static_useful_share"],
@@ -341,6 +273,7 @@ def main() -> None:
     parser.add_argument("--virtual", action="store_true")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--model", choices=checkpoints.CHECKPOINTS, default="tiny")
+    parser.add_argument("--sizes", type=int, nargs="+", help="of the batch, instead of all")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--out", type=Path, default=Path("build/bench/batching.json"))
     options = parser.parse_args()
@@ -350,6 +283,7 @@ def main() -> None:
         bench, scale = Virtual(), QUICK if options.quick else VIRTUAL
     else:
         bench = Live(checkpoints.ensure(options.model), options.threads)
+    scale = replace(scale, sizes=tuple(options.sizes or scale.sizes))
     raw: dict[str, Any] = {
         "sweep": sweep(bench, scale, rounds),
         "chunks": chunks(bench, scale, rounds),

@@ -8,6 +8,7 @@ import pytest
 
 from router.admission.step_time import Roofline
 from tests.perf import batching
+from tests.perf.batching_engines import Virtual
 from tests.perf.batching_player import Played, Player, Request
 from tests.perf.batching_virtual import VirtualRunner
 from tests.worker_support import limits
@@ -41,7 +42,7 @@ def test_tokens_have_the_times_of_the_steps_that_drew_them() -> None:
 
 
 def test_continuous_batching_does_more_the_more_lengths_differ() -> None:
-    bench = batching.Virtual()
+    bench = Virtual()
     config = bench.config(8)
     ratio = {}
     for name in ("mixed", "equal", "skewed"):
@@ -56,14 +57,14 @@ def test_continuous_batching_does_more_the_more_lengths_differ() -> None:
 
 def test_slai_has_earlier_first_tokens_and_misses_none_where_prompts_wait() -> None:
     scale = batching.Scale(requests=200, loads=(1.1,), slots=64, budget=128)
-    [policies] = batching.deadlines(batching.Virtual(), scale, rounds=1).values()
+    [policies] = batching.deadlines(Virtual(), scale, rounds=1).values()
     assert policies["slai"]["ttft_p50_s"] < 0.7 * policies["continuous"]["ttft_p50_s"]
     assert policies["slai"]["missed_share"] == 0
 
 
 def test_no_token_waits_for_a_whole_prompt_where_it_comes_in_chunks() -> None:
     scale = batching.Scale(requests=200, chunk=256)
-    found = batching.chunks(batching.Virtual(), scale, rounds=1)
+    found = batching.chunks(Virtual(), scale, rounds=1)
     assert found["on"]["tbt_p999_s"] < 0.5 * found["off"]["tbt_p999_s"]
 
 
