@@ -1,8 +1,10 @@
 """Admission: what the queue costs, and what its orders do to requests.
 
-    python tests/perf/scheduling.py [--parts queue live] [--out FILE]
+    python tests/perf/scheduling.py [--parts queue turns live] [--out FILE]
 
 queue   a push and a pop, by how many wait (scheduling_queue.py)
+turns   how far tenants are apart in what they were served, and what turns cost
+        (scheduling_turns.py)
 live    the orders under an overload of a real engine (scheduling_live.py); takes eight minutes for
         each case and round
 
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from router.admission.policy import ORDERS
-from tests.perf import checkpoints, report, scheduling_live, scheduling_queue
+from tests.perf import checkpoints, report, scheduling_live, scheduling_queue, scheduling_turns
 from tests.perf.online_parts import adopt_orphans
 from tests.perf.scheduling_live import Figures, Plan
 
@@ -39,6 +41,18 @@ def queue(options: argparse.Namespace) -> Part:
         "settings": {"waiting": options.waiting, "rounds": options.queue_rounds},
         "raw": {"us_per_push_and_pop": us, "rounds": raw},
         "ratios": scheduling_queue.ratios(us),
+    }
+
+
+def turns(options: argparse.Namespace) -> Part:
+    gaps, costs = (
+        scheduling_turns.gaps(),
+        scheduling_turns.costs(options.waiting, options.queue_rounds),
+    )
+    return {
+        "settings": {"steps": scheduling_turns.STEPS, "waiting": options.waiting},
+        "raw": {"gaps": gaps, "bound": scheduling_turns.bound(), "us_per_push_and_pop": costs},
+        "ratios": scheduling_turns.ratios(gaps, costs),
     }
 
 
@@ -72,7 +86,7 @@ def live(options: argparse.Namespace) -> Part:
     }
 
 
-PARTS = {"queue": queue, "live": live}
+PARTS = {"queue": queue, "turns": turns, "live": live}
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 A push and a pop by each order, in turns of 5,000 of both on queues of each size. Of requests 100
 come in a second, with prompts of 20 to 2,000 tokens and outputs of 1 to 500, at four gateways; each
 is new, as is what it is made of. Medians over the rounds, in us. ``queue_ops_per_s_at_1e6`` is how
-often both are done in a second by fifo.
+often both are done in a second by fifo. With ``tenants`` these take turns (scheduling_turns.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 
+from everlift.request_id import qualified
+from router.admission.fair_share import FairShare
 from router.admission.policy import policy_of
 from router.admission.queue import AdmissionQueue
 from router.admission.waiting import Waiting
@@ -24,13 +26,17 @@ PER_S = 100.0
 
 
 class Bench:
-    """A queue in this order with ``waiting`` requests."""
+    """A queue in this order with ``waiting`` requests, of so many tenants; 0: they are not told
+    apart."""
 
-    def __init__(self, order: Order, waiting: int) -> None:
+    def __init__(self, order: Order, waiting: int, tenants: int = 0) -> None:
         config = RouterConfig()
         self._dice = random.Random(0)
         self._came = 0
-        self._queue = AdmissionQueue(policy_of(order, config), config.class_floor)
+        self._tenants = tenants
+        share = FairShare(1.0, 2.0, lambda tenant: 1.0) if tenants else None
+        policy = policy_of(order, config)
+        self._queue = AdmissionQueue(policy, config.class_floor, share, in_turns=tenants > 0)
         for each in self._requests(waiting):
             self._queue.push(each)
 
@@ -48,8 +54,9 @@ class Bench:
     def _request(self) -> Waiting:
         self._came += 1
         prompt, output = self._dice.randrange(20, 2000), self._dice.randrange(1, 500)
+        tenant = f"tenant-{self._dice.randrange(self._tenants)}" if self._tenants else ""
         return Waiting(
-            f"request-{self._came}",
+            qualified(tenant, f"request-{self._came}"),
             f"gateway-{self._came % GATEWAYS}",
             arrived=self._came / PER_S + self._dice.random(),
             prefill_tokens=prompt,

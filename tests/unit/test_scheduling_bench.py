@@ -6,6 +6,7 @@ from statistics import fmean
 
 import pytest
 
+from tests.perf import scheduling_turns
 from tests.perf.online_load import Answer
 from tests.perf.scheduling_live import figures, ratios, saturation
 from tests.perf.scheduling_mix import APPLICATIONS, MAX_TOKENS, Request, mix
@@ -63,3 +64,9 @@ def test_ratios_are_of_fifo() -> None:
         "sjf_p99_ttft_vs_fifo": 1.5,
         "high_class_p99_ttft_vs_fifo": 0.05,
     }
+
+
+def test_with_turns_tenants_stay_as_near_as_is_promised_and_without_they_do_not() -> None:
+    steps = 3000
+    assert scheduling_turns.gap("fifo", in_turns=True, steps=steps) <= scheduling_turns.bound()
+    assert scheduling_turns.gap("fifo", in_turns=False, steps=steps) > scheduling_turns.bound()
