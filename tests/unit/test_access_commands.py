@@ -99,6 +99,14 @@ async def test_limits_are_set_one_by_one(command: Command, path: Path) -> None:
     assert kept(path).tenants == {"*": {"max_tokens": 5, "max_priority": -3}}
 
 
+async def test_a_weight_is_set_and_taken_back(command: Command, path: Path) -> None:
+    await command("tenant", "set", "acme", "--weight", "3")
+    shown = json.loads(await command("tenant", "list", "--json"))
+    assert (shown["acme"]["weight"], shown["*"]["weight"]) == (3, 1)
+    await command("tenant", "set", "acme", "--weight", "default")
+    assert not kept(path).tenants
+
+
 async def test_tenants_with_keys_are_shown_with_everybodys_limits(command: Command) -> None:
     await command("key", "create", "--tenant", "acme")
     await command("tenant", "set", "*", "--requests-per-minute", "60")
@@ -118,6 +126,8 @@ async def test_tenants_with_keys_are_shown_with_everybodys_limits(command: Comma
         ("key revoke 0123456789ab", "there is no key"),
         ("tenant set Not_One --max-tokens 5", "tenant's name"),
         ("tenant set acme --max-tokens 0", "max_tokens must be from 1"),
+        ("tenant set acme --weight 0", "weight must be from 1 to 1000"),
+        ("tenant set acme --weight none", "weight: must be an integer"),
         ("tenant set acme --max-tokens many", "--max-tokens: must be a number, none or default"),
     ],
 )
