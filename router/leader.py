@@ -330,7 +330,7 @@ class Leader:
         if self._tenure is None or moment < self._move_after or not self._may_act():
             return
         self._move_after = moment + _MOVES_S
-        for move in self._tenure.moves(moment):
+        for move in self._tenure.moves(moment, moment + self._ledger_ahead):
             running = move.running
             log.info(
                 "moved", request_id=running.request_id, source=running.worker_id, to=move.worker_id

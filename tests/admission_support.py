@@ -119,4 +119,5 @@ class Cluster:
         return placed
 
     def moves(self, now: float = 0.0) -> list[tuple[str, str]]:
-        return [(move.running.request_id, move.worker_id) for move in self.tenure.moves(now)]
+        moves = self.tenure.moves(now, now)
+        return [(move.running.request_id, move.worker_id) for move in moves]

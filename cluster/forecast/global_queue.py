@@ -86,7 +86,7 @@ class GlobalQueue:
         if now < self._move_after:
             return []
         self._move_after = now + _MOVES_S
-        return self._tenure.moves(now)
+        return self._tenure.moves(now, now)
 
     def place(self, now: float) -> list[Placed]:
         placed = self._tenure.place(now, now, _AT_ONCE, lambda: next(self._epochs))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from everlift.request_id import tenant_of
 from everlift.v1 import session_pb2
 from router.admission.token_counters import TokenCounters
-from router.admission.waiting import Waiting
+from router.admission.waiting import Ordered, Waiting
 
 #: Counters of a class that the next leader is told.
 _MOST_TOLD = 512
@@ -51,6 +51,10 @@ class FairShare:
     def go(self, waiting: Waiting) -> None:
         """It does not wait any more."""
         self.counters(waiting.priority).go(tenant_of(waiting.request_id))
+
+    def of(self, ordered: Ordered) -> float:
+        """What its tenant was served in its class; of two the one with less has its turn."""
+        return self.counters(ordered.priority).of(tenant_of(ordered.request_id))
 
     def dispatched(self, waiting: Waiting) -> None:
         """Its prompt will be computed."""

@@ -15,13 +15,12 @@ worker that has been watched for less than a second keeps what it has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from router.admission.policy import Policy
 from router.admission.running import Running
-from router.admission.waiting import Key
+from router.admission.waiting import Key, Ordered, Waiting
 from router.admission.worker_view import WorkerView, blocks_for
 
 #: It moves where so many times its blocks are free. In tests/perf/preemption.py the 99th percentile
@@ -42,18 +41,17 @@ class Move:
 class Moving:
     """``reserve`` is the part of a worker's blocks that must stay free there."""
 
-    def __init__(self, policy: Policy, reserve: float) -> None:
-        self._policy = policy
+    def __init__(self, reserve: float) -> None:
         self._reserve = reserve
 
     def candidates(
-        self, preempted: Iterable[Running], head: Key | None
+        self, preempted: Iterable[Running], head: Waiting | None, key: Callable[[Ordered], Key]
     ) -> Iterator[tuple[Running, int]]:
-        """Those that may move, in the queue's order, with the blocks that each has to wait for.
-        ``head`` is the key of what leaves the queue next: it goes before all that arrived later."""
+        """Those that may move, in the order of ``key``, with the blocks that each has to wait for.
+        ``head`` is what leaves the queue next: all that come after it by the key stay."""
         needed: dict[str, int] = {}
-        for running in sorted(preempted, key=self._policy.key):
-            if head is not None and self._policy.key(running) > head:
+        for running in sorted(preempted, key=key):
+            if head is not None and key(running) > key(head):
                 return
             blocks = needed[running.worker_id] = needed.get(running.worker_id, 0) + _blocks(running)
             if running.moves_left > 0:

@@ -21,7 +21,7 @@ from router.admission.policy import Rules
 from router.admission.queue import AdmissionQueue
 from router.admission.roll_call import RollCall
 from router.admission.running import Running, RunningTable
-from router.admission.waiting import Waiting
+from router.admission.waiting import Key, Ordered, Waiting
 from router.config import RouterConfig
 
 #: A request that was told to leave its worker is not told again for so long.
@@ -75,8 +75,7 @@ class Tenure:
             rules.order, rules.class_floor, fair_share, in_turns=rules.fair_share
         )
         self._running = RunningTable()
-        self._moving = Moving(rules.order, config.move_reserve)
-        self._move_reserve = config.move_reserve
+        self._moving = Moving(config.move_reserve)
         self._growth = Growth(self._running)
         self._evictions = Evictions(self._running, occupants)
         #: by request id, until when
@@ -119,7 +118,6 @@ class Tenure:
         if (rules.order, rules.fair_share) != (self._order, self._in_turns):
             yield from self._queue.reorder(rules.order, in_turns=rules.fair_share)
             self._order, self._in_turns = rules.order, rules.fair_share
-            self._moving = Moving(rules.order, self._move_reserve)
             self.roll_call.dismiss()
 
     # what tenants were served
@@ -268,12 +266,13 @@ class Tenure:
         waiting, worker_id, epoch = placed.waiting, placed.worker_id, placed.epoch
         self._running.put(Running.dispatched(waiting, gateway, worker_id, epoch))
 
-    def moves(self, now: float) -> list[Move]:
+    def moves(self, now: float, ledger_now: float) -> list[Move]:
         """Preempted requests that go on sooner elsewhere, where room is kept for them. O(preempted
         x workers)."""
-        head = self._queue.peek()
+        in_turns = self._takes_turns and self.roll_call.is_over(now)
+        head = self._queue.peek_highest(ledger_now) if in_turns else self._queue.peek()
         candidates = self._moving.candidates(
-            self._running.preempted(), self._order.key(head) if head else None
+            self._running.preempted(), head, self._turn if in_turns else self._order.key
         )
         moves: list[Move] = []
         workers = self._placement.workers
@@ -289,6 +288,15 @@ class Tenure:
                 moves.append(move)
                 promised = self._growth.blocks(workers, now)
         return moves
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self._in_turns and self._fair_share is not None
+
+    def _turn(self, ordered: Ordered) -> Key:
+        """The order's key, after class and tenant's turn."""
+        assert self._fair_share is not None
+        return (-ordered.priority, self._fair_share.of(ordered), *self._order.key(ordered))
 
     def _hold(self, move: Move, now: float) -> None:
         running = move.running

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from everlift.v1 import session_pb2 as pb
@@ -16,9 +18,14 @@ ROOMY = Load(1, num_running=1, blocks_used=20)
 TIGHT = Load(1, num_running=1, blocks_used=45)
 
 
-def starved(home: Pace, target: Load = ROOMY, pace: Pace | None = None) -> Cluster:
+def starved(
+    home: Pace,
+    target: Load = ROOMY,
+    pace: Pace | None = None,
+    weight_of: Callable[[str], float] | None = None,
+) -> Cluster:
     """One request is preempted at home; another worker may have room."""
-    cluster = Cluster()
+    cluster = Cluster(weight_of=weight_of)
     cluster.add_worker("home", STARVED, home)
     cluster.add_worker("other", target, pace)
     cluster.connect()
@@ -105,6 +112,24 @@ def test_the_queue_goes_first_if_it_is_older_and_not_if_it_is_younger() -> None:
     cluster.runs("r", "home", preempted=True, arrived=5.0)
     cluster.enqueue("younger", arrived=6.0)
     assert cluster.moves() == [("r", "other")]
+
+
+def test_where_tenants_take_turns_the_queue_goes_first_if_it_is_its_tenants_turn() -> None:
+    """However old it is; of one tenant the older one, as ever."""
+    for tenant, preempted, arrived, moves in (
+        ("little", "flood", 1.0, False),
+        ("flood", "little", 9.0, True),
+        ("flood", "flood", 1.0, True),
+        ("flood", "flood", 9.0, False),
+    ):
+        cluster = starved(paced(), weight_of=lambda tenant: 1.0)
+        cluster.tenure.disconnect("g")
+        cluster.connect()
+        cluster.hear(pb.GatewayMessage(is_complete=True))
+        cluster.enqueue(f"{tenant}/waits", arrived=5.0)
+        cluster.hear(pb.GatewayMessage(served=[pb.ServedTokens(tenant="flood", tokens=500)]))
+        cluster.runs(f"{preempted}/r", "home", preempted=True, arrived=arrived)
+        assert bool(cluster.moves()) is moves, (tenant, preempted, arrived)
 
 
 def test_it_takes_a_fourth_of_what_is_free_and_not_reserved() -> None:

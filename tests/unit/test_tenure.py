@@ -309,5 +309,7 @@ def test_what_is_due_moves_before_what_came_first() -> None:
     cluster.connect()
     cluster.runs("old", "home", preempted=True, arrived=1.0)
     cluster.runs("due", "home", preempted=True, arrived=2.0, due=50.0)
-    moving = cluster.tenure._moving.candidates(cluster.tenure._running.preempted(), None)
+    moving = cluster.tenure._moving.candidates(
+        cluster.tenure._running.preempted(), None, cluster.tenure._order.key
+    )
     assert [running.request_id for running, _ in moving] == ["due", "old"]
