@@ -14,8 +14,8 @@ from cluster.forecast.scenario import Scenario
 from cluster.forecast.simulate import simulate
 from everlift.client import AsyncClient
 from router.config import RouterConfig
-from tests.forecasts import spec
 from tests.in_process import cluster, receive
+from tests.small_clusters import spec
 
 SHARED = [7] * 64
 
