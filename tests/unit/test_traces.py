@@ -25,6 +25,7 @@ AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
 BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 5,ChatGPT,472,18,490,Conversation log
 45,ChatGPT,1087,0,1087,API log
+60,ChatGPT,0,12,12,API log
 118.5,GPT-4,417,276,693,API log
 """
 MOONCAKE = [

@@ -6,7 +6,7 @@
 
 Azure's times are dates, BurstGPT's seconds, Mooncake's milliseconds. No format has what a client
 set as ``max_tokens``: it is taken to be 4096, or the output's length where that is longer. A line
-of BurstGPT without an output is a request that had failed, and is passed over.
+of BurstGPT without a prompt or an output is a request that had failed, and is passed over.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def azure(row: Row) -> Arrival:
 
 
 def burstgpt(row: Row) -> Arrival | None:
+    prompt_tokens = row.count("Request tokens", least=0)
     output_tokens = row.count("Response tokens", least=0)
-    if not output_tokens:
+    if not prompt_tokens or not output_tokens:
         return None
     return Arrival(
         row.number("Timestamp"),
-        row.count("Request tokens", least=1),
+        prompt_tokens,
         output_tokens,
         max(_MAX_TOKENS, output_tokens),
         application=row.text("Log Type"),
