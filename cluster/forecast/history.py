@@ -40,16 +40,25 @@ class Reading(Protocol):
 async def finished_requests(ledger: Reading, limit: int) -> list[Record]:
     """Of the ``limit`` newest ones each choice, by arrival; the first arrives at 0. When a first
     token came no ledger knows: it is infinite. Raises LedgerUnavailable."""
-    found: list[tuple[Stored, tuple[Event, ...]]] = []
+    found: list[Record] = []
     async for entries in _pages(ledger, limit):
         for start in range(0, len(entries), _AT_ONCE):
             part = entries[start : start + _AT_ONCE]
-            read = await asyncio.gather(*(_read(ledger, entry) for entry in part))
-            found += [each for each in read if each is not None]
-    found.sort(key=lambda each: each[0].entry.arrived)
-    begin = found[0][0].entry.arrived if found else 0.0
-    records = (record for each in found for record in _records(*each, begin))
-    return [replace(record, index=index) for index, record in enumerate(records)]
+            for records in await asyncio.gather(*(_read(ledger, entry) for entry in part)):
+                found += records
+    found.sort(key=lambda record: record.arrival.at)
+    begin = found[0].arrival.at if found else 0.0
+    return [_shifted(record, begin, index) for index, record in enumerate(found)]
+
+
+def _shifted(record: Record, begin: float, index: int) -> Record:
+    return replace(
+        record,
+        index=index,
+        arrival=replace(record.arrival, at=record.arrival.at - begin),
+        dispatched=record.dispatched - begin,
+        finished=record.finished - begin,
+    )
 
 
 async def _pages(ledger: Reading, limit: int) -> AsyncIterator[Sequence[Entry]]:
@@ -64,23 +73,25 @@ async def _pages(ledger: Reading, limit: int) -> AsyncIterator[Sequence[Entry]]:
             return
 
 
-async def _read(ledger: Reading, entry: Entry) -> tuple[Stored, tuple[Event, ...]] | None:
-    """None of one that was forgotten meanwhile. Of its outputs no token is read."""
+async def _read(ledger: Reading, entry: Entry) -> list[Record]:
+    """In ledger time, and none of one that was forgotten meanwhile. Of its outputs no token is
+    read, and of its prompt nothing is kept."""
     try:
         stored = await ledger.read(entry.request_id, entry.num_tokens)
-        return stored, await ledger.events(entry.request_id)
+        events = await ledger.events(entry.request_id)
     except UnknownRequest:
-        return None
+        return []
+    return list(_records(stored, events))
 
 
-def _records(stored: Stored, events: Iterable[Event], begin: float) -> Iterator[Record]:
+def _records(stored: Stored, events: Iterable[Event]) -> Iterator[Record]:
     entry, moments = stored.entry, _moments(events)
     for num_tokens in entry.num_tokens:
         yield Record(
             0,
-            _arrival(stored, num_tokens, begin),
-            dispatched=moments.get("dispatch", inf) - begin,
-            finished=moments.get("finish", inf) - begin,
+            _arrival(stored, num_tokens),
+            dispatched=moments.get("dispatch", inf),
+            finished=moments.get("finish", inf),
             worker=entry.worker,
             output_tokens=num_tokens,
             attempts=entry.attempts,
@@ -90,10 +101,10 @@ def _records(stored: Stored, events: Iterable[Event], begin: float) -> Iterator[
         )
 
 
-def _arrival(stored: Stored, num_tokens: int, begin: float) -> Arrival:
+def _arrival(stored: Stored, num_tokens: int) -> Arrival:
     request, arrived = stored.request, stored.entry.arrived
     return Arrival(
-        arrived - begin,
+        arrived,
         len(request.prompt_ids),
         max(1, num_tokens),
         request.max_tokens,
