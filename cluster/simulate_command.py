@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from cluster.errors import ForecastFailed
 from cluster.forecast import as_json, tables, target
 from cluster.forecast.command import faults, load, machines
 from cluster.forecast.command.load import Requests
 from cluster.forecast.command.progress import watched
 from cluster.forecast.forecast import Forecast
-from cluster.forecast.scenario import EarlyBinding, Scenario
+from cluster.forecast.scenario import Choice, EarlyBinding, Scenario
 from cluster.forecast.summary import Slo
 
 EXAMPLES = """
@@ -32,7 +33,7 @@ step takes is computed. GPUs are known by their data sheets, any other machine b
 _OUTPUT = "What comes out"
 
 EarlyChoice = Annotated[
-    Literal["random", "round_robin", "jsq", "p2c"] | None,
+    Choice | None,
     typer.Option(
         "--early",
         help="Requests go to a worker as soon as they come, instead of the product's queue.",
@@ -97,20 +98,29 @@ def simulate(
     from cluster.forecast import simulate as simulation
 
     asked = Requests(workload, trace, begin, end, speed, rate, load_part, duration, steady, seed)
+    wanted = target.slo(slo)
     specs = faults.slowed(machines.specs_of(workers, model, config, assignments), slow)
     settings = machines.config_of(config, assignments)
-    scenario = Scenario(
-        specs,
-        router=settings.router,
-        autoscale=settings.autoscale,
-        start_s=start_time,
-        early=EarlyBinding(early, early_age) if early else None,
-        events=faults.events(lose, drain, add, specs, start_time, settings.autoscale.is_on),
-        seed=seed,
-    )
-    wanted = target.slo(slo)
+    try:
+        scenario = Scenario(
+            specs,
+            router=settings.router,
+            autoscale=settings.autoscale,
+            start_s=start_time,
+            early=_early(early, early_age),
+            events=faults.events(lose, drain, add, specs, start_time, settings.autoscale.is_on),
+            seed=seed,
+        )
+    except ValueError as error:
+        raise ForecastFailed(str(error)) from None
     answer = simulation.simulate(watched(asked.arrivals(specs), "simulating"), scenario)
     _show(answer, wanted, json_file, picture_directory)
+
+
+def _early(choice: Choice | None, age_s: float) -> EarlyBinding | None:
+    if choice is None and age_s:
+        raise ForecastFailed("--early-age needs --early")
+    return EarlyBinding(choice, age_s) if choice else None
 
 
 def _show(

@@ -54,12 +54,12 @@ class Measurement:
                 yield self._decoding(rows, context)
 
     def _most_rows(self, context: int) -> int:
-        """That decode at once: there are blocks to grow into, and computing their prompts takes
-        some ten steps at most."""
+        """That decode at once: there are blocks to grow into, and the steps have room for their
+        prompts beside those that decode already."""
         blocks = self._limits.num_blocks - self._limits.watermark_blocks
         in_cache = blocks // blocks_for(context + _OUTPUTS)
-        quick = _MOST_STEPS * self._limits.max_num_batched_tokens // context
-        return min(self._limits.max_num_seqs, in_cache, quick)
+        in_budget = _MOST_STEPS * self._limits.max_num_batched_tokens // (context + _MOST_STEPS)
+        return min(self._limits.max_num_seqs, in_cache, in_budget)
 
     def _prompt(self, tokens: int) -> list[Step]:
         """The steps that compute it."""

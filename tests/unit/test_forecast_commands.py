@@ -106,6 +106,8 @@ async def test_a_plan_says_that_no_number_is_enough(kind: str, trace: str) -> No
         (("simulate", "--trace", "nowhere.csv"), "nowhere.csv: No such file"),
         (("simulate", "--set", "router.ordr=hrrn"), "did you mean router.order?"),
         (("simulate", "--slo", "ttft=1"), "must be a time"),
+        (("simulate", "--early-age", "1"), "needs --early"),
+        (("simulate", "--early", "p2c", "--set", "autoscale.max_workers=2"), "autoscale: "),
         (("plan", "--slo", "ttft=1s"), "must be ttft, tpot or latency"),
     ],
 )
