@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config import DEMO_MODEL
 from cluster.errors import ForecastFailed
 from cluster.forecast.command import faults, machines
 from cluster.forecast.command.load import Requests
@@ -120,6 +121,11 @@ def test_a_file_is_a_kind_too(tmp_path: Path) -> None:
 def test_workers_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(ForecastFailed):
         workers(text)
+
+
+def test_a_directory_with_a_config_is_a_model_too() -> None:
+    (spec,) = machines.specs_of(["l4=1"], str(DEMO_MODEL), None, ())
+    assert spec.config.max_model_len == 1024
 
 
 def test_a_model_that_is_not_known_is_refused() -> None:

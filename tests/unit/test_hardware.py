@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config import DEMO_MODEL
 from cluster.errors import ForecastFailed
 from cluster.forecast.hardware import kind_file
 from cluster.forecast.hardware.gpu import GPUS
 from cluster.forecast.hardware.kind import Kind, on_gpus, roofline
-from cluster.forecast.hardware.model_size import MODELS
+from cluster.forecast.hardware.model_size import MODELS, ModelSize
 from everlift.blockhash import BLOCK_SIZE
 from router.admission.step_time import Roofline, StepSize
 
@@ -34,6 +35,16 @@ def test_what_llama_8b_costs() -> None:
     assert LLAMA_8B.token_flops == pytest.approx(14.0e9, rel=0.01)
     assert LLAMA_8B.pair_flops == 4 * 32 * 4096
     assert LLAMA_8B.kv_token_bytes == 128 << 10
+
+
+def test_a_model_is_known_by_its_config(tmp_path: Path) -> None:
+    demo = ModelSize.of(DEMO_MODEL)
+    weights = sum(file.stat().st_size for file in DEMO_MODEL.glob("*.safetensors"))
+    assert demo.stored_bytes == pytest.approx(weights, rel=0.01)
+    assert (demo.read_bytes, demo.max_model_len) == (demo.stored_bytes, 1024)
+    (tmp_path / "config.json").write_text('{"architectures": ["Unheard"], "model_type": "unheard"}')
+    with pytest.raises(ForecastFailed, match="Unheard"):
+        ModelSize.of(tmp_path)
 
 
 @pytest.mark.parametrize("rows, milliseconds", [(1, 3.52), (8, 3.73), (64, 5.44)])

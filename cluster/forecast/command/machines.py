@@ -16,7 +16,7 @@ from cluster.errors import ForecastFailed
 from cluster.forecast.hardware import kind_file
 from cluster.forecast.hardware.gpu import GPUS
 from cluster.forecast.hardware.kind import Kind, on_gpus
-from cluster.forecast.hardware.model_size import MODELS
+from cluster.forecast.hardware.model_size import MODELS, ModelSize
 from cluster.forecast.scenario import WorkerSpec
 
 _PANEL = "The cluster"
@@ -38,7 +38,8 @@ Model = Annotated[
     str,
     typer.Option(
         metavar="MODEL",
-        help=f"What GPUs serve, in bfloat16: {', '.join(MODELS)}.",
+        help=f"What GPUs serve, in bfloat16: {', '.join(MODELS)}, or a directory with a "
+        "config.json.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -63,15 +64,25 @@ def kind_of(name: str, model: str) -> Kind:
     """Raises ForecastFailed."""
     if name.endswith(".json"):
         return kind_file.read(Path(name))
-    if model not in MODELS:
-        raise ForecastFailed(f"--model {model}: must be one of {', '.join(MODELS)}")
+    size = _size(model)
     match = _GPUS.fullmatch(name)
     if match is None:
         raise ForecastFailed(
             f"{name}: must be one of {', '.join(GPUS)}, with x2 behind it for two GPUs, or a .json "
             "file"
         )
-    return on_gpus(GPUS[match[1]], MODELS[model], int(match[2] or 1))
+    return on_gpus(GPUS[match[1]], size, int(match[2] or 1))
+
+
+def _size(model: str) -> ModelSize:
+    """Raises ForecastFailed."""
+    if model in MODELS:
+        return MODELS[model]
+    directory = Path(model).expanduser()
+    if not (directory / "config.json").exists():
+        names = ", ".join(MODELS)
+        raise ForecastFailed(f"--model {model}: must be one of {names}, or have a config.json")
+    return ModelSize.of(directory)
 
 
 def config_of(

@@ -4,44 +4,71 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from cluster.errors import ForecastFailed
+from worker.model.spec import ModelSpec, UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A decoder by its config.json. ``parameters`` are all of them; the input embedding, of which a
-    token reads one row, and the output's projection, are as large as ``vocab_size * hidden_size``
-    each, and two different ones."""
+    """A decoder by its config.json. Norms and biases are too small to count, and every layer is
+    taken to keep keys and values of all tokens."""
 
     name: str
-    parameters: float
     num_layers: int
     hidden_size: int
+    intermediate_size: int
     vocab_size: int
     num_heads: int
     num_kv_heads: int
     head_size: int
     max_model_len: int
+    tied_embeddings: bool = False
     #: of a parameter, and of an element of the KV cache
     element_bytes: int = 2
 
+    @classmethod
+    def of(cls, directory: Path) -> Self:
+        """Of the ``config.json`` there. Raises ForecastFailed."""
+        try:
+            spec = ModelSpec.from_hf(directory)
+        except (UnsupportedModel, OSError) as error:
+            raise ForecastFailed(f"{directory}: {error}") from None
+        return cls(
+            directory.name,
+            spec.num_layers,
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.vocab_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.max_position,
+            spec.tied_embeddings,
+        )
+
     @property
     def stored_bytes(self) -> float:
-        return self.parameters * self.element_bytes
+        tables = self._table if self.tied_embeddings else 2 * self._table
+        return (self._layers + tables) * self.element_bytes
 
     @property
     def read_bytes(self) -> float:
-        """In a step: all but the input embedding."""
-        return (self.parameters - self._embedding) * self.element_bytes
+        """In a step: the layers and the output's projection. Of the input's embedding a token reads
+        one row."""
+        return (self._layers + self._table) * self.element_bytes
 
     @property
     def token_flops(self) -> float:
         """Of the layers' products with their weights: a multiplication and an addition each."""
-        return 2 * (self.parameters - 2 * self._embedding)
+        return 2 * self._layers
 
     @property
     def row_flops(self) -> float:
         """Of the output's projection, which a row needs for its last token alone."""
-        return 2 * self._embedding
+        return 2 * self._table
 
     @property
     def pair_flops(self) -> float:
@@ -54,7 +81,14 @@ class ModelSize:
         return 2 * heads * self.head_size * self.element_bytes
 
     @property
-    def _embedding(self) -> float:
+    def _layers(self) -> float:
+        """Parameters of queries, keys, values and output, and of a gated MLP."""
+        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_size
+        return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
+
+    @property
+    def _table(self) -> float:
+        """Parameters of an embedding, or of the output's projection."""
         return self.vocab_size * self.hidden_size
 
 
@@ -62,8 +96,8 @@ class ModelSize:
 MODELS: Mapping[str, ModelSize] = {
     each.name: each
     for each in (
-        ModelSize("llama-3.1-8b", 8.03e9, 32, 4096, 128_256, 32, 8, 128, 131_072),
-        ModelSize("llama-3.3-70b", 70.55e9, 80, 8192, 128_256, 64, 8, 128, 131_072),
-        ModelSize("qwen3-8b", 8.19e9, 36, 4096, 151_936, 32, 8, 128, 40_960),
+        ModelSize("llama-3.1-8b", 32, 4096, 14_336, 128_256, 32, 8, 128, 131_072),
+        ModelSize("llama-3.3-70b", 80, 8192, 28_672, 128_256, 64, 8, 128, 131_072),
+        ModelSize("qwen3-8b", 36, 4096, 12_288, 151_936, 32, 8, 128, 40_960),
     )
 }
