@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -20,7 +20,6 @@ from cluster.forecast.plan import Plan, Trial, fewest, is_kept
 from cluster.forecast.saturation import saturation_rate
 from cluster.forecast.scenario import Scenario, WorkerSpec
 from cluster.forecast.target import Target
-from router.config import RouterConfig
 
 EXAMPLES = """
 Each number of workers is tried in a simulation, as `everlift simulate` does; a request that does
@@ -70,6 +69,8 @@ def plan(
     model: machines.Model = machines.DEFAULT_MODEL,
     config: machines.SettingsFile = None,
     assignments: machines.Assignments = None,
+    fluid: machines.Fluid = False,
+    foresight: machines.Foresight = None,
     json_file: JsonFile = None,
     picture: Picture = None,
 ) -> None:
@@ -77,12 +78,13 @@ def plan(
     targets = target.targets(slo)
     asked = Requests(workload, trace, begin, end, speed, rate, None, duration, steady, seed)
     router = machines.config_of(config, assignments).router
+    how = {"router": router, "fluid": fluid, "foresight_sigma": foresight, "seed": seed}
     console = Console(highlight=False)
     plans: dict[str, Plan] = {}
     for name in kind or (machines.DEFAULT_KIND,):
         one = machines.kind_of(name, model)
         spec = machines.spec_of(one, config, assignments)
-        plans[one.name] = _plan(one.name, asked, spec, router, targets, most)
+        plans[one.name] = _plan(one.name, asked, spec, how, targets, most)
     console.print(plan_views.table(plans, targets))
     for name, each in plans.items():
         console.print(plan_views.verdict(name, each, targets), soft_wrap=True)
@@ -98,7 +100,7 @@ def _plan(
     name: str,
     asked: Requests,
     spec: WorkerSpec,
-    router: RouterConfig,
+    how: Mapping[str, object],
     targets: Sequence[Target],
     most: int,
 ) -> Plan:
@@ -107,7 +109,7 @@ def _plan(
     wanted = [each.most_s for each in targets]
 
     def attempt(workers: int) -> Trial:
-        scenario = Scenario.uniform(workers, spec, router=router, seed=asked.seed)
+        scenario = Scenario.uniform(workers, spec, **how)
         arrivals = watched(asked.arrivals(()), f"with {workers} of {name}")
         records = simulate(arrivals, scenario).records
         attained = tuple(each.attained(records) for each in targets)

@@ -29,8 +29,8 @@ admission queue, and may have settings behind it. No prompt is shown.
 
 **Examples**
 
-- `everlift replay --from-ledger --policy fifo,hrrn,shortest --workers here.json=2`
-- `everlift replay --from-ledger --policy "hrrn router.class_floor=0.2" --workers h100=8`
+- `everlift replay --from-ledger --policy fifo,hrrn,ranked --foresight 0.5 --workers h100=2`
+- `everlift replay --from-ledger --policy "fifo router.fair_share=false" --workers here.json=2`
 - `everlift replay --trace AzureLLMInferenceTrace_conv.csv --policy fifo,hrrn --workers l4=4`
 """
 
@@ -64,6 +64,8 @@ def replay(
     model: machines.Model = machines.DEFAULT_MODEL,
     config: machines.SettingsFile = None,
     assignments: machines.Assignments = None,
+    fluid: machines.Fluid = False,
+    foresight: machines.Foresight = None,
     json_file: JsonFile = None,
 ) -> None:
     """Forecast what recorded requests would have met under other policies."""
@@ -82,7 +84,8 @@ def replay(
     else:
         arrivals = list(asked.arrivals(specs))
     for name, router in routers.items():
-        answers[name] = simulate(watched(arrivals, name), Scenario(specs, router=router))
+        scenario = Scenario(specs, router=router, fluid=fluid, foresight_sigma=foresight)
+        answers[name] = simulate(watched(arrivals, name), scenario)
     Console(highlight=False).print(comparison.table(answers))
     if json_file is not None:
         as_json.write(comparison.as_json(answers), json_file)

@@ -25,7 +25,7 @@ step takes is computed. GPUs are known by their data sheets, any other machine b
 **Examples**
 
 - `everlift simulate --workers h200=8 --load 0.9`
-- `everlift simulate --workload chat --workload azure-code=0.2 --load 1.2 --set router.order=hrrn`
+- `everlift simulate --workload chat --load 1.2 --set router.order=hrrn --foresight 0.5`
 - `everlift simulate --trace AzureLLMInferenceTrace_conv.csv --to 600 --speed 4 --workers h100=6`
 - `everlift simulate --workers l4=8 --load 0.8 --lose 3@60 --add 1@90 --pictures build/pictures`
 """
@@ -83,6 +83,8 @@ def simulate(
     model: machines.Model = machines.DEFAULT_MODEL,
     config: machines.SettingsFile = None,
     assignments: machines.Assignments = None,
+    fluid: machines.Fluid = False,
+    foresight: machines.Foresight = None,
     early: EarlyChoice = None,
     early_age: EarlyAge = 0.0,
     lose: faults.Lose = None,
@@ -107,6 +109,8 @@ def simulate(
             router=settings.router,
             autoscale=settings.autoscale,
             start_s=start_time,
+            fluid=fluid,
+            foresight_sigma=foresight,
             early=_early(early, early_age),
             events=faults.events(lose, drain, add, specs, start_time, settings.autoscale.is_on),
             seed=seed,

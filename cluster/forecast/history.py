@@ -110,6 +110,7 @@ def _arrival(stored: Stored, num_tokens: int) -> Arrival:
         request.max_tokens,
         priority=request.priority,
         tenant=tenant_of(request.request_id),
+        application=request.application,
         ttft_target_s=inf if request.ttft_target_s is None else request.ttft_target_s,
         deadline_s=inf if request.deadline is None else request.deadline - arrived,
         prefix=tuple(

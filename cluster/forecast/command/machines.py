@@ -58,6 +58,24 @@ Assignments = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+Fluid = Annotated[
+    bool,
+    typer.Option(
+        "--fluid",
+        help="Workers in a few numbers each: less exact, and several times as fast.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Foresight = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="SIGMA",
+        help="How sharply the lengths of outputs are foreseen: the standard deviation of the "
+        "error's logarithm, 0 being exact. Default: not at all.",
+        rich_help_panel=_PANEL,
+    ),
+]
 
 
 def kind_of(name: str, model: str) -> Kind:
