@@ -174,8 +174,8 @@ class Batch:
     # many steps that decode alike
 
     def num_alike(self, most: int) -> int:
-        """Of the next ``most`` steps, those in which everybody draws a token, nobody ends by a
-        limit, and there are blocks for all."""
+        """Of the next ``most`` steps, those in which everybody draws a token and there are blocks
+        for all, until one ends by a limit."""
         steps = min(most, self.columns.num_alike())
         free = self._pool.num_free
         if steps and self.columns.num_lacking(steps) > free:

@@ -140,15 +140,19 @@ class Columns:
         return self._num_known.nonzero()[0]
 
     def num_alike(self) -> int:
-        """Steps in which every slot draws one token that no limit makes the last. 0 where one
-        prefills, or computes something a second time."""
+        """Steps in which every slot draws one token, until a limit ends one. 0 where one prefills,
+        or computes something a second time."""
         slots = self.occupied()
         known, computed = self._num_known[slots], self._num_computed[slots]
         if not len(slots) or (known - computed > 1).any():
             return 0
         if (computed < self._num_computed_before[slots]).any():
             return 0
-        return max(0, int((self._ends[slots] - known).min()) - 1)
+        return int((self._ends[slots] - known).min())
+
+    def ended(self) -> Ints:
+        """Slots that a limit ends, by arrival."""
+        return self._by_order((self._num_known >= self._ends) & (self._num_known > 0))
 
     def num_lacking(self, steps: int) -> int:
         """Blocks that so many steps need beyond the tables."""

@@ -180,9 +180,9 @@ class Scheduler:
         return told
 
     def num_alike(self, most: int) -> int:
-        """Of the next ``most`` steps, how many let everybody in the batch draw one token and change
-        nothing else, if nobody is added or removed before and no stop token is drawn: none comes
-        in, gives way, or reaches its end."""
+        """Of the next ``most`` steps, how many let everybody in the batch draw one token and do
+        nothing else, if nobody is added or removed before and no stop token is drawn: none comes in
+        or gives way, or reaches its end before the last of them is over."""
         batch, limits = self._batch, self._limits
         is_plain = not limits.speculation.num_draft_tokens and not limits.num_host_blocks
         is_plain &= not self._policy.follows_time
@@ -198,7 +198,7 @@ class Scheduler:
         """Of each of so many of these steps, the blocks that are taken until it is over."""
         return self._batch.columns.taken(steps)
 
-    def decode(self, token: int, steps: int) -> None:
+    def decode(self, token: int, steps: int) -> list[Outcome]:
         """So many of the steps that ``num_alike`` counts, in each of which everybody draws
         ``token``: what as many calls of ``schedule`` and ``commit_drawn`` come to."""
         num_tokens = len(self._batch) * steps
@@ -213,6 +213,16 @@ class Scheduler:
         self._output_tokens += num_tokens
         self._counters.slot_steps += num_tokens
         self._batch.decode(token, steps)
+        return [self._ended(each) for each in self._batch.at(self._batch.columns.ended())]
+
+    def _ended(self, sequence: Sequence) -> Outcome:
+        """By its last token."""
+        offset, told = sequence.num_output - 1, sequence.tokens[-1:]
+        stop = sequence.stop(self._limits)
+        stop, error = (stop, None) if stop else self._outgrown(sequence)
+        computed = sequence.most_computed
+        self.remove(sequence)
+        return Outcome(sequence.key, offset, tuple(told), stop, error, num_computed=computed)
 
     # room
 
@@ -370,6 +380,10 @@ class Scheduler:
             self._output_tokens += 1
             if (stop := sequence.stop(self._limits)) is not None:
                 return stop, None
+        return self._outgrown(sequence)
+
+    def _outgrown(self, sequence: Sequence) -> tuple[Stop | None, EverliftError | None]:
+        """Whether it ends for want of blocks."""
         if blocks_for(sequence.num_known) > self._limits.num_blocks:
             blocks = self._limits.num_blocks
             return Stop.FAILED, EngineFailed(f"outgrew the worker's KV cache of {blocks} blocks")

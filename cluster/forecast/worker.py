@@ -177,7 +177,7 @@ class SimulatedWorker:
             if not (self._starts or self._aborts or self.is_draining or stretch.is_over):
                 self._go_on(stretch)
                 return
-            self._scheduler.decode(TOKEN, stretch.num_done)
+            self._outcomes += self._scheduler.decode(TOKEN, stretch.num_done)
             self.num_jumped += stretch.num_done - 1
             self._stretch = None
         self._report()
