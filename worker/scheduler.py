@@ -43,9 +43,9 @@ class Scheduler:
         self._limits = limits
         self._batch = Batch(limits)
         self._counters = Counters()
-        policy = policy_of(limits)
-        self._waiting = policy.waiting
-        self._selection = Selection(self._batch, policy, self._counters)
+        self._policy = policy_of(limits)
+        self._waiting = self._policy.waiting
+        self._selection = Selection(self._batch, self._policy, self._counters)
         self._budget = TokenBudget(limits.max_num_batched_tokens)
         self._epochs: dict[int, list[Sequence]] = {}
         self._arrivals = 0

@@ -77,7 +77,7 @@ bounds = st.builds(
     max_num_seqs=st.integers(1, 5),
     max_num_batched_tokens=st.sampled_from([8, 64]),
     max_model_len=st.sampled_from([200, 4096]),
-    scheduling=st.builds(Scheduling, policy=st.sampled_from(["continuous", "static", "slai"])),
+    scheduling=st.builds(Scheduling, policy=st.sampled_from(["continuous", "static", "slai", "magnus"])),
 )
 
 

@@ -22,6 +22,8 @@ class Magnus(Policy):
     This is asked once a batch, of the first one of each band of lengths, whatever waits.
     """
 
+    follows_time = True
+
     def __init__(self, limits: Limits) -> None:
         self._waiting = SimilarBatches(limits)
         self._serving_time = ServingTime()
