@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.worker_support import limits, sequence
+from tests.worker_support import POLICIES, limits, sequence
 from worker.config import Scheduling
 from worker.limits import Limits
 from worker.outcome import NO_NEWS, Outcome
@@ -77,7 +77,7 @@ bounds = st.builds(
     max_num_seqs=st.integers(1, 5),
     max_num_batched_tokens=st.sampled_from([8, 64]),
     max_model_len=st.sampled_from([200, 4096]),
-    scheduling=st.builds(Scheduling, policy=st.sampled_from(["continuous", "static", "slai", "magnus"])),
+    scheduling=st.sampled_from([*POLICIES.values()]),
 )
 
 
@@ -166,7 +166,7 @@ def test_many_steps_at_once_are_as_many_one_by_one(bounds: Limits, history: list
 @given(bounds, st.lists(comes, min_size=1, max_size=4))
 def test_all_steps_that_are_alike_are_counted(bounds: Limits, come: list[Come]) -> None:
     """After those somebody has ended, or a step does something else than to decode."""
-    scheduler = Scheduler(bounds)
+    scheduler = Scheduler(replace(bounds, scheduling=Scheduling()))
     for epoch, each in enumerate(come, 1):
         new = each.sequence(bounds, epoch)
         if new.num_known < 32 * bounds.num_blocks - 32 and new.stop(bounds) is None:
