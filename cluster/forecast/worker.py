@@ -138,7 +138,7 @@ class SimulatedWorker:
         self._is_stepping = self._step_s > 0
         if self._is_stepping:
             self._timeline.after(self._step_s, self._step_is_over)
-        else:
+        elif has_changed:
             self._report()
 
     def _take_orders(self) -> list[Outcome]:
