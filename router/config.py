@@ -64,6 +64,18 @@ class RouterConfig:
     #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED. This and what follows up
     #: to fair_share everlift policy sets at run time
     max_queued: int = 10_000
+    #: a request that no worker had by then is refused with RESOURCE_EXHAUSTED (queue_timeout); 0:
+    #: it waits on
+    queue_ttl: float = 0.0
+    #: a request whose first token will come after its deadline or its ttft_target_ms, as far as one
+    #: can tell, is refused with RESOURCE_EXHAUSTED (deadline_unmeetable) when it comes, or
+    #: (queue_timeout) when it has waited for too long. Off: it comes later rather than never, as
+    #: the contract has it
+    refuse_late: bool = False
+    #: who was refused and comes again before the time that it was told: of a tenant so many a
+    #: second are looked at, and so many at once; the others are refused (retried_too_soon)
+    retry_rate: float = 1.0
+    retry_burst: int = 10
     #: which request leaves the queue first, within a class: the one that came first (fifo), whose
     #: deadline or ttft_target_ms comes first (deadline), that probably takes the fewest tokens
     #: (shortest), whose outputs are predicted to be shorter than others' (ranked), or that has
@@ -157,8 +169,10 @@ class RouterConfig:
             raise ValueError("undated_due must be above 0")
         if not all(0 <= it < inf for it in (self.patience, self.rank_patience, self.starvation)):
             raise ValueError("patience, rank_patience and starvation must be at least 0")
-        if self.tpot_target < 0:
-            raise ValueError("tpot_target must be at least 0")
+        if self.tpot_target < 0 or self.queue_ttl < 0:
+            raise ValueError("tpot_target and queue_ttl must be at least 0")
+        if self.retry_rate < 0 or self.retry_burst < 0:
+            raise ValueError("retry_rate and retry_burst must be at least 0")
         if not -1 <= self.predictor_min_tau <= 1:
             raise ValueError("predictor_min_tau must be from -1 to 1")
         if not 0 <= self.class_floor <= 0.5:

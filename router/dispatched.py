@@ -6,8 +6,11 @@ from everlift.v1 import session_pb2
 from router.ledger.entry import Entry
 
 
-def dispatched(entry: Entry, overtaken: int = 0) -> session_pb2.Dispatched:
-    """``overtaken``: times that others left the queue before it that came later."""
+def dispatched(
+    entry: Entry, overtaken: int = 0, predicted_ttft_s: float | None = None
+) -> session_pb2.Dispatched:
+    """``overtaken``: times that others left the queue before it that came later. None is predicted
+    where nothing is known."""
     return session_pb2.Dispatched(
         request_id=entry.request_id,
         worker_id=entry.worker,
@@ -15,4 +18,5 @@ def dispatched(entry: Entry, overtaken: int = 0) -> session_pb2.Dispatched:
         attempt=entry.attempts,
         moves=entry.moves,
         overtaken=overtaken,
+        predicted_ttft_s=predicted_ttft_s,
     )

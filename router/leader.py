@@ -15,7 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,6 +30,7 @@ from typing import TypeAlias
 from everlift import logs
 from everlift.errors import LedgerUnavailable
 from everlift.v1 import inference_pb2, session_pb2
+from router.admission.bounds import Refusal
 from router.admission.fair_share import FairShare
 from router.admission.load import cluster_load
 from router.admission.placement import Placement
@@ -64,6 +72,10 @@ class Reservation:
     tenure: Tenure
     placed: Placed
     dispatch: Dispatch
+
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        return self.placed.waiting.predicted_ttft_s
 
     def begun(self) -> bool:
         """The ledger has let it begin. Whether who leads knows that."""
@@ -245,8 +257,7 @@ class Leader:
         if self._tenure is None:
             return
         heard = self._tenure.hear(gateway, message, now())
-        if heard.refused:
-            self._tell(gateway, session_pb2.LeaderMessage(refused=heard.refused))
+        self._refuse(heard.refused)
         for taken in heard.taken:
             self._tell(taken.gateway, session_pb2.LeaderMessage(stale=[taken.request_id]))
         self._wake.set()
@@ -274,6 +285,14 @@ class Leader:
             tenure.give_back(placed)
             self._wake.set()
         return tenure is self._tenure
+
+    def _refuse(self, refusals: Iterable[Refusal]) -> None:
+        for refusal in refusals:
+            cause = session_pb2.Refusal(slug=refusal.slug, retry_after_s=refusal.retry_after_s)
+            message = session_pb2.LeaderMessage(
+                refused=[refusal.waiting.request_id], refusals=[cause]
+            )
+            self._tell(refusal.waiting.gateway, message)
 
     def _tell(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
         message.queued = self.queued
@@ -341,6 +360,7 @@ class Leader:
         if not self._may_act():
             return []
         moment = now()
+        self._refuse(tenure.expire(moment + self._ledger_ahead))
         return tenure.place(moment, moment + self._ledger_ahead, self._limit, _fresh_epoch)
 
     @property
@@ -372,10 +392,8 @@ class Leader:
         # A gateway that is gone says itself what it has when it comes again.
         if entry.gateway in self._lines.gateways:
             tenure.begun(placed, entry.gateway)
-        self._tell(
-            entry.gateway,
-            session_pb2.LeaderMessage(dispatched=[dispatched(entry, placed.overtaken)]),
-        )
+        told = dispatched(entry, placed.overtaken, waiting.predicted_ttft_s)
+        self._tell(entry.gateway, session_pb2.LeaderMessage(dispatched=[told]))
         if entry.gateway != waiting.gateway:
             self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
         for victim in placed.victims:
@@ -415,13 +433,20 @@ class Leader:
             await asyncio.sleep(_TICK_S)
             self._placement.expire(now())
             if self._tenure is not None:
+                self._tenure.look(now())
                 self._tenure.forget(now())
                 if not self._is_reporting:
                     self._is_reporting = True
                     tasks.create_task(self._report(self._tenure))
             self._wake.set()
-            for gateway in self._lines.gateways:
-                self._tell(gateway, session_pb2.LeaderMessage())
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        """What gateways may rely on: that somebody leads, and what the queue is like."""
+        gateways = self._lines.gateways
+        outlooks = [self._tenure.outlook(len(gateways))] if self._tenure is not None else []
+        for gateway in gateways:
+            self._tell(gateway, session_pb2.LeaderMessage(outlooks=outlooks))
 
     def load(self) -> session_pb2.ClusterLoad | None:
         """What work there is; None where another replica knows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from contextlib import aclosing, contextmanager
+from itertools import zip_longest
 from typing import Protocol
 
 import grpc
@@ -45,7 +46,13 @@ class Gateway(Protocol):
 
     def dispatched(self, message: session_pb2.Dispatched) -> None: ...
 
-    def refused(self, request_id: str) -> None: ...
+    def refused(self, request_id: str, cause: session_pb2.Refusal | None) -> None:
+        """Out of the queue; without a cause: it is full."""
+        ...
+
+    def foresee(self, outlook: session_pb2.Outlook) -> None:
+        """What those that come now have to expect."""
+        ...
 
     def adopt_soon(self, request_id: str) -> None: ...
 
@@ -234,8 +241,10 @@ class AdmissionLine:
             if self._telling is not None:
                 self._telling.dispatched(dispatched.request_id)
             self._gateway.dispatched(dispatched)
-        for request_id in message.refused:
-            self._gateway.refused(request_id)
+        for request_id, cause in zip_longest(message.refused, message.refusals):
+            self._gateway.refused(request_id, cause)
+        for outlook in message.outlooks[-1:]:
+            self._gateway.foresee(outlook)
         for request_id in message.adopt:
             self._gateway.adopt_soon(request_id)
         for request_id in message.stale:

@@ -92,7 +92,8 @@ class Cluster:
         self, message: pb.GatewayMessage, gateway: str = "g", now: float = 0.0
     ) -> tuple[list[str], list[str]]:
         heard = self.tenure.hear(gateway, message, now)
-        return heard.refused, [taken.gateway for taken in heard.taken]
+        refused = [refusal.waiting.request_id for refusal in heard.refused]
+        return refused, [taken.gateway for taken in heard.taken]
 
     def enqueue(self, request_id: str, gateway: str = "g", **fields: object) -> None:
         told = pb.Waiting(**{"request_id": request_id, "prompt_tokens": 32, "choices": 1} | fields)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from cluster.forecast.frame import Frame
 from everlift.v1 import session_pb2
+from router.admission.bounds import Refusal
 from router.admission.moving import Move
 from router.admission.tenure import Placed
 from router.admission.worker_view import Capacity
@@ -37,8 +38,8 @@ class Dispatcher(Protocol):
 
     # requests
 
-    def enqueue(self, waiting: session_pb2.Waiting, now: float) -> bool:
-        """False: the queue is full."""
+    def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
+        """Who is refused: it, or somebody who makes room for it."""
         ...
 
     def withdraw(self, request_id: str, now: float) -> None:
@@ -54,6 +55,10 @@ class Dispatcher(Protocol):
         ...
 
     # what is decided
+
+    def expired(self, now: float) -> list[Refusal]:
+        """Requests that have waited for too long."""
+        ...
 
     def moves(self, now: float) -> list[Move]:
         """Preempted requests that go on sooner elsewhere."""

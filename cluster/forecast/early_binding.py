@@ -10,6 +10,7 @@ from cluster.forecast.dispatcher import GATEWAY
 from cluster.forecast.frame import Frame
 from cluster.forecast.scenario import Choice, EarlyBinding
 from everlift.v1 import session_pb2
+from router.admission.bounds import Refusal
 from router.admission.moving import Move
 from router.admission.placement import Placement
 from router.admission.tenure import Placed
@@ -59,16 +60,19 @@ class EarlyQueue:
             self._placement.acknowledge(frame.worker_id, epoch)
         self._placement.report(frame.worker_id, frame.load, now)
 
-    def enqueue(self, waiting: session_pb2.Waiting, now: float) -> bool:
+    def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
         told = Waiting.told(GATEWAY, waiting)
         self._waiting[told.request_id] = told
-        return True
+        return []
 
     def withdraw(self, request_id: str, now: float) -> None:
         self._waiting.pop(request_id, None)
 
     def running(self, running: session_pb2.Running, now: float) -> None:
         """It waits where it is."""
+
+    def expired(self, now: float) -> list[Refusal]:
+        return []
 
     def moves(self, now: float) -> list[Move]:
         return []

@@ -28,9 +28,9 @@ from everlift.errors import (
     EverliftError,
     NoWorker,
     PromptTooLong,
-    QueueFull,
 )
 from everlift.request_id import qualified
+from router.admission.bounds import Refusal
 from router.admission.served import ServedOutputs
 from router.admission.tenure import Placed
 from router.config import RouterConfig
@@ -113,10 +113,14 @@ class Gateway:
     def _enqueue(self, life: Life) -> None:
         moves_left = max(0, self._config.max_moves - life.num_moved)
         waiting = life.waiting(moves_left, self._is_suspect(life))
-        if not self._dispatcher.enqueue(waiting, self._timeline.now):
-            life.move(Move.END, State.FAILED)
-            life.record.refused = QueueFull.slug
-            self._over(life)
+        for refusal in self._dispatcher.enqueue(waiting, self._timeline.now):
+            self._refused(refusal)
+
+    def _refused(self, refusal: Refusal) -> None:
+        life = self._lives[refusal.waiting.request_id]
+        life.move(Move.END, State.FAILED)
+        life.record.refused = refusal.slug
+        self._over(life)
 
     def _is_suspect(self, life: Life) -> bool:
         """One more such loss ends it."""
@@ -125,6 +129,8 @@ class Gateway:
 
     def decide(self) -> None:
         """Whatever can be decided by now."""
+        for refusal in self._dispatcher.expired(self._timeline.now):
+            self._refused(refusal)
         for move in self._dispatcher.moves(self._timeline.now):
             if (life := self._take_off(move.running.epoch)) is not None:
                 life.num_moved += 1

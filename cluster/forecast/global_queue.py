@@ -8,6 +8,7 @@ from itertools import count
 from cluster.forecast.dispatcher import GATEWAY
 from cluster.forecast.frame import Frame
 from everlift.v1 import session_pb2
+from router.admission.bounds import Refusal
 from router.admission.fair_share import FairShare
 from router.admission.load import cluster_load
 from router.admission.moving import Move
@@ -67,8 +68,8 @@ class GlobalQueue:
             self._placement.acknowledge(frame.worker_id, epoch)
         self._placement.report(frame.worker_id, frame.load, now)
 
-    def enqueue(self, waiting: session_pb2.Waiting, now: float) -> bool:
-        return not self._hear(session_pb2.GatewayMessage(enqueue=[waiting]), now)
+    def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
+        return self._hear(session_pb2.GatewayMessage(enqueue=[waiting]), now)
 
     def withdraw(self, request_id: str, now: float) -> None:
         self._hear(session_pb2.GatewayMessage(withdraw=[request_id]), now)
@@ -79,8 +80,11 @@ class GlobalQueue:
     def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
         self._hear(session_pb2.GatewayMessage(served=outputs), now)
 
-    def _hear(self, message: session_pb2.GatewayMessage, now: float) -> list[str]:
+    def _hear(self, message: session_pb2.GatewayMessage, now: float) -> list[Refusal]:
         return self._tenure.hear(GATEWAY, message, now).refused
+
+    def expired(self, now: float) -> list[Refusal]:
+        return self._tenure.expire(now)
 
     def moves(self, now: float) -> list[Move]:
         if now < self._move_after:
@@ -96,6 +100,7 @@ class GlobalQueue:
 
     def tick(self, now: float) -> None:
         self._placement.expire(now)
+        self._tenure.look(now)
         self._tenure.forget(now)
 
 

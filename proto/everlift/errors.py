@@ -36,7 +36,11 @@
     ├── OffsetOutOfRange          Attach beyond what exists
     ├── RequestConflict           the request id is taken by another body
     ├── QueueFull                 try again later
+    │   └── Shed                  a higher class has its place
+    ├── QueueTimeout              the same: it has waited for as long as it may
+    ├── DeadlineUnmeetable        the same: its first token would come too late
     ├── RateLimited               the same: the tenant has had its share for now
+    │   └── RetriedTooSoon        before the time that it was told, and often
     ├── LedgerFull                the same: the ledger's memory is short
     ├── DeadlineExceeded
     ├── Cancelled
@@ -242,10 +246,30 @@ class QueueFull(EverliftError):
     http_status = 429
 
 
+class Shed(QueueFull):
+    slug = "shed"
+
+
+class QueueTimeout(EverliftError):
+    slug = "queue_timeout"
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 429
+
+
+class DeadlineUnmeetable(EverliftError):
+    slug = "deadline_unmeetable"
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 429
+
+
 class RateLimited(EverliftError):
     slug = "rate_limited"
     grpc_status = "RESOURCE_EXHAUSTED"
     http_status = 429
+
+
+class RetriedTooSoon(RateLimited):
+    slug = "retried_too_soon"
 
 
 class LedgerFull(EverliftError):

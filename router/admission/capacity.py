@@ -24,15 +24,6 @@ def capacity(
     if load is not None:
         answer.tokens_per_s = load.worker_rate * len(staying)
         answer.queued, answer.queued_tokens = load.queued, load.queued_tokens
-        if (wait_s := _wait_s(load, answer.tokens_per_s)) is not None:
-            answer.wait_s = wait_s
+        if load.HasField("wait_s"):
+            answer.wait_s = load.wait_s
     return answer
-
-
-def _wait_s(load: session_pb2.ClusterLoad, tokens_per_s: float) -> float | None:
-    """Until the last one that waits now has been computed, which is when it has been dispatched at
-    the latest: nobody knows how much of what runs is computed before. None where no worker has been
-    seen to do all it can."""
-    if not load.queued:
-        return 0.0
-    return load.queued_tokens / tokens_per_s if tokens_per_s else None

@@ -41,7 +41,7 @@ class Lane(ABC):
         """It is not present any more."""
 
 
-class _Line:
+class Line:
     """Places by their order, with the holes among them."""
 
     def __init__(self, present: Container[int]) -> None:
@@ -69,7 +69,7 @@ class KeyLane(Lane):
 
     def __init__(self, present: Container[int]) -> None:
         super().__init__(present)
-        self._line = _Line(present)
+        self._line = Line(present)
 
     def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
         self._line.push((*key, ticket))
@@ -92,12 +92,12 @@ class RatioLane(Lane):
     def __init__(self, present: Container[int]) -> None:
         super().__init__(present)
         #: by twice the binary logarithm of the tokens
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, Line] = {}
 
     def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
         line = self._lines.get(size := _size(waiting))
         if line is None:
-            line = self._lines[size] = _Line(self._present)
+            line = self._lines[size] = Line(self._present)
         line.push((waiting.arrived, key, ticket))
 
     def head(self, moment: float | None) -> int | None:
@@ -125,7 +125,7 @@ class StarvationLane(Lane):
         super().__init__(present)
         self._inner = inner
         self._limit_s = limit_s
-        self._by_arrival = _Line(present)
+        self._by_arrival = Line(present)
 
     def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
         self._inner.push(waiting, key, ticket)

@@ -30,4 +30,5 @@ def cluster_load(
         worker_rate=fmean(rates) if rates else 0.0,
         services=tenure.services(),
         service_gap=tenure.service_gap,
+        wait_s=tenure.wait_s,
     )

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from itertools import count, takewhile
 from typing import Any, TypeAlias
 
+from router.admission.backlog import Backlog
 from router.admission.classes import Classes
 from router.admission.fair_share import FairShare
 from router.admission.overtaking import Overtaking
@@ -53,6 +54,7 @@ class AdmissionQueue:
         self._numbers: dict[int, int] = {}
         self._fair_share = fair_share
         self._classes = self._make_classes(policy, class_floor, in_turns)
+        self.backlog = Backlog(self._rows)
         self._overtaking = Overtaking()
 
     def _make_classes(self, policy: Policy, floor: float, in_turns: bool) -> Classes:
@@ -84,6 +86,7 @@ class AdmissionQueue:
         self.work_tokens += waiting.work_tokens
         self._numbers[waiting.priority] = self._numbers.get(waiting.priority, 0) + 1
         self._classes.push(waiting, ticket)
+        self.backlog.add(waiting, ticket)
         return replaced
 
     def withdraw(self, request_id: str, gateway: str) -> bool:
@@ -101,13 +104,27 @@ class AdmissionQueue:
         for request_id in [row[_REQUEST_ID] for row in rows if row[_GATEWAY] == gateway]:
             self._take_out(request_id)
 
-    def _take_out(self, request_id: str) -> Waiting | None:
-        ticket = self._ticket_of.get(request_id)
-        if ticket is None:
+    def shed(self, priority: int) -> Waiting | None:
+        """Removes the newest of the lowest class that is below this one, if there is one that has
+        not run."""
+        lowest = self.backlog.lowest
+        if lowest is None or lowest >= priority:
             return None
+        return self._take(self.backlog.newest_of(lowest))
+
+    def expire(self, moment: float) -> Waiting | None:
+        """Removes one that has waited for too long at this moment."""
+        ticket = self.backlog.overdue(moment)
+        return None if ticket is None else self._take(ticket)
+
+    def _take(self, ticket: int) -> Waiting:
         waiting = Waiting._make(self._rows[ticket])
         self._remove(waiting, ticket)
         return waiting
+
+    def _take_out(self, request_id: str) -> Waiting | None:
+        ticket = self._ticket_of.get(request_id)
+        return None if ticket is None else self._take(ticket)
 
     def _remove(self, waiting: Waiting, ticket: int) -> None:
         del self._ticket_of[waiting.request_id], self._rows[ticket]
@@ -118,6 +135,7 @@ class AdmissionQueue:
         if self._fair_share is not None:
             self._fair_share.go(waiting)
         self._classes.left(waiting)
+        self.backlog.remove(waiting, ticket)
 
     def peek(self, moment: float | None = None) -> Waiting | None:
         """The request that leaves next at this moment. Without one: by class and key alone."""

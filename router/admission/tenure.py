@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from everlift.v1 import session_pb2
+from router.admission.bounds import Bounds, Refusal
 from router.admission.eviction import Evictions
 from router.admission.fair_share import FairShare
+from router.admission.forecast import Forecast
 from router.admission.generation import Generations
 from router.admission.growth import Growth
 from router.admission.moving import ROOM, Move, Moving
@@ -33,10 +35,10 @@ _RESPITE = 3
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What came of a gateway's message: requests that the full queue refuses, and those that had
-    been another gateway's until now."""
+    """What came of a gateway's message: who is refused, or has to leave for others; and requests
+    that had been another gateway's until now."""
 
-    refused: list[str]
+    refused: list[Refusal]
     taken: list[Waiting]
 
 
@@ -67,13 +69,14 @@ class Tenure:
         now: float,
         fair_share: FairShare | None = None,
     ) -> None:
-        self._max_queued = rules.max_queued
         self._order, self._in_turns = rules.order, rules.fair_share
         self._placement = placement
         self._fair_share = fair_share
         self._queue = AdmissionQueue(
             rules.order, rules.class_floor, fair_share, in_turns=rules.fair_share
         )
+        self._forecast = Forecast(placement.workers)
+        self._bounds = Bounds(config, rules.max_queued, self._queue, self._forecast)
         self._running = RunningTable()
         self._moving = Moving(config.move_reserve)
         self._growth = Growth(self._running)
@@ -114,7 +117,7 @@ class Tenure:
     def obey(self, rules: Rules) -> Iterator[None]:
         """Other rules. To go over to another order takes a while, which is gone through part by
         part; what is left off there changes no order."""
-        self._max_queued, self._queue.class_floor = rules.max_queued, rules.class_floor
+        self._bounds.max_queued, self._queue.class_floor = rules.max_queued, rules.class_floor
         if (rules.order, rules.fair_share) != (self._order, self._in_turns):
             yield from self._queue.reorder(rules.order, in_turns=rules.fair_share)
             self._order, self._in_turns = rules.order, rules.fair_share
@@ -173,10 +176,12 @@ class Tenure:
     def _enqueue(self, waiting: Waiting, accepted: bool, heard: Heard) -> None:
         # What was accepted once keeps its right to go on, however full the queue is.
         is_new = not accepted and waiting.request_id not in self._queue
-        if is_new and self.queued >= self._max_queued:
-            heard.refused.append(waiting.request_id)
-            return
+        waiting = self._bounds.foresee(waiting)
         if is_new:
+            if (refusal := self._bounds.refuse(waiting)) is not None:
+                heard.refused.append(refusal)
+                if refusal.waiting is waiting:
+                    return
             self.offered_tokens += waiting.work_tokens
         self._running.remove(waiting.request_id)
         replaced = self._queue.push(waiting)
@@ -188,6 +193,34 @@ class Tenure:
         running = self._running.get(request_id)
         if running is not None and running.gateway == gateway:
             self._running.remove(request_id)
+
+    # an overload
+
+    def look(self, now: float) -> None:
+        """At the workers, five times a second: what is predicted is as of now. O(workers)."""
+        self._forecast.look(self.queued, now)
+
+    def expire(self, ledger_now: float) -> list[Refusal]:
+        """Those that have waited for as long as they may."""
+        return self._bounds.expire(ledger_now)
+
+    @property
+    def wait_s(self) -> float | None:
+        """Until all that wait now have left the queue, as predicted; None: not known."""
+        return self._forecast.wait_s(self.queued_tokens)
+
+    def outlook(self, num_gateways: int) -> session_pb2.Outlook:
+        """What a gateway tells those that come."""
+        waits = (
+            session_pb2.ClassWait(priority=priority, wait_s=self._forecast.least_wait_s(wait_s))
+            for priority, work in self._queue.backlog.work.items()
+            if (wait_s := self._forecast.wait_s(work)) is not None
+        )
+        return session_pb2.Outlook(
+            rooms_per_s=self._forecast.rooms_per_s / max(1, num_gateways),
+            lowest=self._queue.backlog.lowest,
+            waits=waits,
+        )
 
     # what is decided
 
@@ -203,7 +236,10 @@ class Tenure:
                 break
             overtaken = self._queue.dispatch(one.waiting)
             self._placement.reserve(one.worker_id, one.epoch, one.waiting, now)
+            self._forecast.left(one.waiting, ledger_now)
             placed.append(replace(one, overtaken=overtaken))
+        if not self._queue:
+            self._forecast.drain.emptied()
         return placed
 
     def _head(self, now: float, ledger_now: float) -> Waiting | None:
@@ -234,8 +270,8 @@ class Tenure:
         return Placed(head, eviction.worker_id, make_epoch(), eviction.victims)
 
     def _respite_s(self, victim: Running) -> float:
-        rate = self._placement.workers[victim.worker_id].pace.prefill_rate
-        return max(_SPARED_S, _RESPITE * victim.known_tokens / rate) if rate else _SPARED_S
+        worker = self._placement.workers[victim.worker_id]
+        return max(_SPARED_S, _RESPITE * (worker.prefill_s(victim.known_tokens) or 0.0))
 
     def reserve(self, waiting: Waiting, now: float, make_epoch: Callable[[], int]) -> Placed | None:
         """A worker for a request that is about to come, where nobody has to be asked before it:
@@ -246,7 +282,7 @@ class Tenure:
         worker_id = self._placement.choose(waiting)
         if worker_id is None:
             return None
-        epoch = make_epoch()
+        waiting, epoch = self._bounds.foresee(waiting), make_epoch()
         self._placement.reserve(worker_id, epoch, waiting, now)
         self.offered_tokens += waiting.work_tokens
         return Placed(waiting, worker_id, epoch)

@@ -65,8 +65,13 @@ class Waiting(NamedTuple):
     predicted_rank: float = 0.0
     #: it was told before, or has run
     accepted: bool = False
-    #: it was dispatched before
+    #: some worker has had it
     has_run: bool = False
+    #: when it has waited for too long, ledger time
+    expires: float = inf
+    #: seconds until it leaves the queue, and until its first token, as predicted when it came
+    predicted_wait_s: float | None = None
+    predicted_ttft_s: float | None = None
 
     @property
     def due(self) -> float:
@@ -77,6 +82,11 @@ class Waiting(NamedTuple):
     def work_tokens(self) -> int:
         """To be computed for it, as predicted."""
         return self.prefill_tokens + self.predicted_tokens
+
+    @property
+    def patience_s(self) -> float:
+        """From its arrival until something of it is wanted; infinite: nothing is."""
+        return self.due - self.arrived
 
     @classmethod
     def told(cls, gateway: str, message: session_pb2.Waiting) -> Self:

@@ -69,6 +69,11 @@ class Reservation(Protocol):
     @property
     def dispatch(self) -> Dispatch: ...
 
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        """From its arrival to its first token; None: not known."""
+        ...
+
     def begun(self) -> bool:
         """The ledger has let it begin. Whether who leads knows that."""
         ...
@@ -153,7 +158,7 @@ class Attempts:
         if entry.epoch != reservation.dispatch.epoch:
             return False
         leader_knows = reservation.begun()
-        self.dispatched(dispatched(entry))
+        self.dispatched(dispatched(entry, predicted_ttft_s=reservation.predicted_ttft_s))
         if not leader_knows and live.runs_under(entry.epoch):
             self._line.running(told.running(live, self._moves_left(live)))
         return True

@@ -92,6 +92,7 @@ class LiveRequest:
         self._began = self._waiting_since = now
         self._queued_s = 0.0
         self._dispatched: float | None = None
+        self._predicted_ttft_s: float | None = None
         self._first_token: float | None = None
         self._ended: float | None = None
         #: who read its first token read it elsewhere
@@ -217,6 +218,8 @@ class LiveRequest:
         )
         self.migrations += bool(self.num_tokens)
         self.overtaken += dispatched.overtaken
+        if dispatched.HasField("predicted_ttft_s"):
+            self._predicted_ttft_s = dispatched.predicted_ttft_s
         self.at_worker = {choice.index for choice in self.unfinished}
         for choice in self.unfinished:
             choice.begin(dispatched.epoch)
@@ -259,6 +262,8 @@ class LiveRequest:
                 self.journal.readable(now - self._began)
             if self._dispatched is not None and not self._has_begun_elsewhere:
                 self._observer.first_token(now - self._began, now - self._dispatched)
+                if self._predicted_ttft_s is not None:
+                    self._observer.predicted(self._predicted_ttft_s, now - self._began)
         if (before := self._readable_since.get(choice.index)) is not None:
             self._observer.next_tokens(now - before)
         self._readable_since[choice.index] = now

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 
 from everlift import logs
 from everlift.errors import (
@@ -33,6 +34,7 @@ from everlift.messages import Request
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.access.limits import Limits
+from router.admission.entrance import Entrance
 from router.admission.policy import Policy, Rules
 from router.clock import now
 from router.config import RouterConfig
@@ -58,6 +60,8 @@ from router.prediction.predictor import Prediction, Predictor
 
 log = logs.get(__name__)
 
+_FULL = session_pb2.Refusal(slug=QueueFull.slug)
+
 
 class Requests:
     def __init__(
@@ -79,7 +83,7 @@ class Requests:
         self._ledger = ledger
         self._model = model
         self._line = line
-        self._max_queued = config.max_queued
+        self._entrance = Entrance(config)
         self._ledger_health = LedgerHealth(memory_limit)
         #: ledger time less that of our clock
         self._ledger_ahead_s = 0.0
@@ -115,8 +119,8 @@ class Requests:
     async def submit(self, request: Request, timeout_s: float | None) -> LiveRequest:
         """A new request, or the one that its id already names.
 
-        Raises RequestConflict, QueueFull, RateLimited, LedgerFull, RouterStopping,
-        LedgerUnavailable, Elsewhere.
+        Raises RequestConflict, QueueFull, DeadlineUnmeetable, RateLimited, LedgerFull,
+        RouterStopping, LedgerUnavailable, Elsewhere.
         """
         began = now()
         opening = self._custody.spawn(self._open(request, timeout_s, began))
@@ -135,7 +139,7 @@ class Requests:
         async with self._custody.moving.hold(request.request_id):
             if (known := self._known(request.request_id)) is not None:
                 return _same(known, request)
-            self._check_room()
+            self._check_room(request, timeout_s)
             if (live := await self._open_new(request, timeout_s, began)) is not None:
                 return live
         try:
@@ -230,12 +234,15 @@ class Requests:
         with suppress(UnknownRequest, Elsewhere):
             await self._adoption.adopt(request_id)
 
-    def _check_room(self) -> None:
+    def _check_room(self, request: Request, timeout_s: float | None) -> None:
         if self._custody.is_closing:
             raise RouterStopping("this router is stopping: send the request to another one")
         self._ledger_health.check_room()
-        if self._line.queued >= self._max_queued:
-            raise QueueFull(f"{self._line.queued} requests wait already", retry_after_s=1.0)
+        wanted_s = (timeout_s, request.ttft_target_s)
+        patience_s = min((each for each in wanted_s if each is not None), default=inf)
+        self._entrance.admit(
+            request.request_id, request.priority, patience_s, self._line.queued, now()
+        )
 
     async def attach(self, request_id: str) -> LiveRequest:
         """A known request, live or ended. One whose gateway is gone goes on here.
@@ -362,7 +369,7 @@ class Requests:
 
     def obey(self, rules: Rules) -> None:
         """Other rules hold of the queue."""
-        self._max_queued = rules.max_queued
+        self._entrance.max_queued = rules.max_queued
 
     # the leader speaks
 
@@ -386,14 +393,22 @@ class Requests:
     def stale(self, request_id: str) -> None:
         self.attempts.stale(request_id)
 
-    def refused(self, request_id: str) -> None:
-        """The queue is full: it is as if the request had never come."""
+    def foresee(self, outlook: session_pb2.Outlook) -> None:
+        self._entrance.hear(outlook)
+
+    def refused(self, request_id: str, cause: session_pb2.Refusal | None = None) -> None:
+        """It is as if the request had never come."""
         live = self._custody.get(request_id)
         if live is not None and live.phase is Phase.WAITING:
             live.phase = Phase.ENDING
-            self._custody.spawn_for(live, self._discard(live))
+            refusal = self._refusal(request_id, cause or _FULL)
+            self._custody.spawn_for(live, self._discard(live, refusal))
 
-    async def _discard(self, live: LiveRequest) -> None:
+    def _refusal(self, request_id: str, cause: session_pb2.Refusal) -> EverliftError:
+        retry_after_s = cause.retry_after_s if cause.HasField("retry_after_s") else None
+        return self._entrance.refuse(request_id, cause.slug, retry_after_s, now())
+
+    async def _discard(self, live: LiveRequest, refusal: EverliftError) -> None:
         async with self._custody.moving.hold(live.request_id):
             if live.is_over:
                 return
@@ -406,7 +421,6 @@ class Requests:
             else:
                 # Another gateway went on with it meanwhile, or it has ended.
                 self._custody.settle_as(live, entry)
-        refusal = QueueFull("too many requests wait", retry_after_s=1.0)
         self._custody.tracer.refused(
             live.request.trace, live.age_s(now()), refusal.slug, live.request.x_request_id
         )

@@ -35,6 +35,7 @@ _INTER_TOKEN_S = (
     *(0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1),
     *(0.15, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
+_ERROR_RATIO = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0, 10.0)
 _LEDGER_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 3.0)
 _TOKENS = (
     *(1.0, 10.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2000.0, 4000.0, 8000.0),
@@ -96,6 +97,15 @@ _REQUESTS = (
     _of_class(
         "everlift_time_to_first_token_seconds",
         "From a request's arrival until its first token could be read.",
+    ),
+    Metric(
+        "everlift_ttft_prediction_error_ratio",
+        "histogram",
+        "ratio",
+        "By how much a request's time to first token, as predicted when it came, was off, as a "
+        "part of what it was; of those of which anything was predicted.",
+        ("priority",),
+        _ERROR_RATIO,
     ),
     _of_class(
         "everlift_inter_token_latency_seconds",
@@ -309,6 +319,13 @@ _CLUSTER = (
         "Leader: sequences at workers, those that wait there counted in.",
     ),
     Metric("everlift_slots", "gauge", "slots", "Leader: sequences that may run at once."),
+    Metric(
+        "everlift_queue_predicted_wait_seconds",
+        "gauge",
+        "seconds",
+        "Leader: until all that wait now have left the queue, as predicted; 0 while that is not "
+        "known.",
+    ),
     Metric(
         "everlift_full_worker_tokens_per_second",
         "gauge",

@@ -164,6 +164,7 @@ def _of_cluster(load: session_pb2.ClusterLoad) -> Mapping[str, float]:
         "everlift_offered_tokens_total": load.offered_tokens,
         "everlift_sequences": load.running,
         "everlift_slots": load.slots,
+        "everlift_queue_predicted_wait_seconds": load.wait_s,
         "everlift_full_worker_tokens_per_second": load.worker_rate,
     }
 

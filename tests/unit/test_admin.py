@@ -225,7 +225,9 @@ async def test_the_command_says_what_no_setting_can_be(router: Router, option: s
 async def lead(router: Router) -> None:
     """Somebody says what work there is."""
     await router.ledger.lead("leader", "here:1", 5, 60.0)
-    load = session_pb2.ClusterLoad(term=5, queued=2, queued_tokens=900, worker_rate=150.0)
+    load = session_pb2.ClusterLoad(
+        term=5, queued=2, queued_tokens=900, worker_rate=150.0, wait_s=3.0
+    )
     await router.ledger.put_load(load)
 
 

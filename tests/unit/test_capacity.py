@@ -19,7 +19,7 @@ def test_workers_are_summed_but_for_those_that_drain() -> None:
         WorkerState(num_running=8, blocks_used=60),
         WorkerState(num_running=5, blocks_used=99, draining=True),
     ]
-    load = ClusterLoad(workers=3, worker_rate=250.0)
+    load = ClusterLoad(workers=3, worker_rate=250.0, wait_s=0.0)
     assert capacity(load, [(INFO, state) for state in states]) == CapacityResponse(
         workers=2,
         slots=16,
@@ -31,14 +31,9 @@ def test_workers_are_summed_but_for_those_that_drain() -> None:
     )
 
 
-def test_the_queue_takes_as_long_as_its_tokens() -> None:
-    load = ClusterLoad(queued=4, queued_tokens=3000, worker_rate=250.0)
+def test_how_long_the_queue_takes_is_the_leader_s_word() -> None:
+    load = ClusterLoad(queued=4, queued_tokens=3000, worker_rate=250.0, wait_s=6.5)
     answer = capacity(load, [(INFO, WorkerState())] * 2)
-    assert (answer.queued, answer.queued_tokens, answer.wait_s) == (4, 3000, 6.0)
-
-
-def test_nobody_knows_how_long_where_no_worker_has_been_full_or_none_is_there() -> None:
-    load = ClusterLoad(queued=4, queued_tokens=3000)
+    assert (answer.queued, answer.queued_tokens, answer.wait_s) == (4, 3000, 6.5)
+    load.ClearField("wait_s")
     assert not capacity(load, [(INFO, WorkerState())]).HasField("wait_s")
-    load.worker_rate = 250.0
-    assert not capacity(load, []).HasField("wait_s")

@@ -13,7 +13,7 @@ def say(cluster: Cluster, ledger_now: float = 0.0) -> pb.ClusterLoad:
 
 
 def test_without_workers_or_requests_there_is_none() -> None:
-    assert say(Cluster()) == pb.ClusterLoad(term=7)
+    assert say(Cluster()) == pb.ClusterLoad(term=7, wait_s=0.0)
 
 
 def test_what_waits_is_told_in_tokens_and_since_when() -> None:

@@ -615,7 +615,7 @@ async def test_of_two_changes_in_a_row_the_last_one_holds(
     monkeypatch.setattr("router.admission.queue._AT_ONCE", 1)
     gateway = Gateway(leader, "g")
     leader.obey(rules("deadline", 1000))
-    await until(lambda: leader._tenure and leader._tenure._max_queued == 1000)
+    await until(lambda: leader._tenure and leader._tenure._bounds.max_queued == 1000)
     leader.obey(rules("fifo", 1000))
     for number in range(100):
         gateway.enqueue(f"r{number}", arrived=float(number), deadline=1000.0 - number)
@@ -624,7 +624,7 @@ async def test_of_two_changes_in_a_row_the_last_one_holds(
     leader.obey(rules("fifo", 999))
     tenure = leader._tenure
     assert tenure is not None
-    await until(lambda: tenure._max_queued == 999)
+    await until(lambda: tenure._bounds.max_queued == 999)
     await until(lambda: tenure._order == policy_of("fifo", CONFIG))
     assert tenure._queue.peek().request_id == "r0"
 

@@ -38,6 +38,7 @@ class Gateway:
         self.total = total
         self.made = 0
         self.heard: list[str] = []
+        self.outlooks: list[pb.Outlook] = []
         self.line = AdmissionLine(name, leader, GRPC)
         self.line.serve(self)
 
@@ -54,8 +55,11 @@ class Gateway:
     def dispatched(self, message: pb.Dispatched) -> None:
         self.heard.append(f"dispatched {message.request_id}")
 
-    def refused(self, request_id: str) -> None:
-        self.heard.append(f"refused {request_id}")
+    def refused(self, request_id: str, cause: pb.Refusal | None) -> None:
+        self.heard.append(f"refused {request_id}" + (f" {cause.slug}" if cause else ""))
+
+    def foresee(self, outlook: pb.Outlook) -> None:
+        self.outlooks.append(outlook)
 
     def adopt_soon(self, request_id: str) -> None:
         self.heard.append(f"adopt {request_id}")
@@ -138,6 +142,10 @@ async def test_every_word_of_the_leader_finds_its_way(leader: Leader, gateway: G
     send = leader._lines._sends["g"]
     send(pb.LeaderMessage(refused=["a"], adopt=["b"], stale=["c"], move=[4], evict=[5]))
     await until(lambda: gateway.heard == ["refused a", "adopt b", "stale c", "move 4", "evict 5"])
+    send(pb.LeaderMessage(refused=["d", "e"], refusals=[pb.Refusal(slug="shed")]))
+    await until(lambda: gateway.heard[5:] == ["refused d shed", "refused e"])
+    send(pb.LeaderMessage(outlooks=[pb.Outlook(rooms_per_s=2.0)]))
+    await until(lambda: pb.Outlook(rooms_per_s=2.0) in gateway.outlooks)
 
 
 async def test_a_line_whose_leader_resigns_is_over(leader: Leader, gateway: Gateway) -> None:

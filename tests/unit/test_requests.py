@@ -17,14 +17,18 @@ from everlift.errors import (
     AttemptsExhausted,
     Cancelled,
     DeadlineExceeded,
+    DeadlineUnmeetable,
     EverliftError,
     LedgerUnavailable,
     Moved,
     NoWorker,
     OffsetOutOfRange,
     QueueFull,
+    QueueTimeout,
     RequestConflict,
+    RetriedTooSoon,
     RouterStopping,
+    Shed,
     UnknownModel,
     UnknownRequest,
 )
@@ -380,6 +384,49 @@ async def test_a_full_queue_refuses_at_the_door_and_leaves_nothing_behind(
         await gateway.read(live)
     again = await gateway.submit()
     assert again is not live
+
+
+@pytest.mark.parametrize(
+    "cause, error",
+    [
+        (session_pb2.Refusal(slug="shed"), Shed),
+        (session_pb2.Refusal(slug="queue_timeout"), QueueTimeout),
+        (session_pb2.Refusal(slug="deadline_unmeetable", retry_after_s=7.0), DeadlineUnmeetable),
+    ],
+)
+async def test_what_the_leader_refuses_says_why_and_when_to_come_again(
+    gateway: Gateway, cause: session_pb2.Refusal, error: type[EverliftError]
+) -> None:
+    gateway.requests.foresee(session_pb2.Outlook(rooms_per_s=0.25))
+    live = await gateway.submit()
+    gateway.requests.refused("r", cause)
+    with pytest.raises(error) as refused:
+        await gateway.read(live)
+    assert refused.value.retry_after_s == (cause.retry_after_s or 4.0)
+    assert await gateway.submit() is not live, "its id is free"
+
+
+async def test_who_comes_again_too_soon_is_refused_before_anything_is_looked_at(
+    ledger: MemoryLedger,
+) -> None:
+    gateway = Gateway(ledger, config=replace(CONFIG, retry_burst=0))
+    gateway.requests.foresee(session_pb2.Outlook(rooms_per_s=0.01))
+    live = await gateway.submit()
+    gateway.requests.refused("r")
+    await until(lambda: live.is_over)
+    with pytest.raises(RetriedTooSoon) as refused:
+        await gateway.submit()
+    assert 30.0 < (refused.value.retry_after_s or 0.0) <= 100.0
+    assert await gateway.submit(request_id="other")
+    await gateway.requests.stop(0.0)
+
+
+async def test_a_higher_class_passes_the_door_of_a_full_queue(gateway: Gateway) -> None:
+    gateway.line.queued = CONFIG.max_queued
+    gateway.requests.foresee(session_pb2.Outlook(lowest=0))
+    with pytest.raises(QueueFull):
+        await gateway.submit()
+    assert await gateway.submit(request_id="high", priority=1)
 
 
 async def test_a_worker_that_cannot_be_reached_costs_no_attempt(gateway: Gateway) -> None:

@@ -299,6 +299,7 @@ class ClusterLoad(google.protobuf.message.Message):
     WORKER_RATE_FIELD_NUMBER: builtins.int
     SERVICES_FIELD_NUMBER: builtins.int
     SERVICE_GAP_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
     term: builtins.int
     """of the leader"""
     workers: builtins.int
@@ -320,6 +321,8 @@ class ClusterLoad(google.protobuf.message.Message):
     """tokens per second of a worker that has all it can take; 0: not known"""
     service_gap: builtins.float
     """the largest difference between counters of tenants that wait in the same class"""
+    wait_s: builtins.float
+    """until all that wait now have left the queue, as predicted; unset: not known"""
     @property
     def services(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TenantService]:
         """Where tenants are told apart. Counters are prompt and output tokens by what they cost, divided by the
@@ -343,8 +346,11 @@ class ClusterLoad(google.protobuf.message.Message):
         worker_rate: builtins.float = ...,
         services: collections.abc.Iterable[Global___TenantService] | None = ...,
         service_gap: builtins.float = ...,
+        wait_s: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "term", b"term", "waited_s", b"waited_s", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "wait_s", b"wait_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "term", b"term", "wait_s", b"wait_s", "waited_s", b"waited_s", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_wait_s", b"_wait_s"]) -> typing.Literal["wait_s"] | None: ...
 
 Global___ClusterLoad: typing_extensions.TypeAlias = ClusterLoad
 
@@ -919,6 +925,7 @@ class Dispatched(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     MOVES_FIELD_NUMBER: builtins.int
     OVERTAKEN_FIELD_NUMBER: builtins.int
+    PREDICTED_TTFT_S_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
@@ -927,6 +934,8 @@ class Dispatched(google.protobuf.message.Message):
     """of the request in the ledger, this one counted in"""
     overtaken: builtins.int
     """by requests that came later and left the queue before it"""
+    predicted_ttft_s: builtins.float
+    """when it came; unset: not known, or it has run before"""
     def __init__(
         self,
         *,
@@ -936,10 +945,89 @@ class Dispatched(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         moves: builtins.int = ...,
         overtaken: builtins.int = ...,
+        predicted_ttft_s: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "epoch", b"epoch", "moves", b"moves", "overtaken", b"overtaken", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "predicted_ttft_s", b"predicted_ttft_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "attempt", b"attempt", "epoch", b"epoch", "moves", b"moves", "overtaken", b"overtaken", "predicted_ttft_s", b"predicted_ttft_s", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s"]) -> typing.Literal["predicted_ttft_s"] | None: ...
 
 Global___Dispatched: typing_extensions.TypeAlias = Dispatched
+
+@typing.final
+class Refusal(google.protobuf.message.Message):
+    """Why the leader refuses a request."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLUG_FIELD_NUMBER: builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: builtins.int
+    slug: builtins.str
+    """of an error"""
+    retry_after_s: builtins.float
+    """unset: when the queue has room"""
+    def __init__(
+        self,
+        *,
+        slug: builtins.str = ...,
+        retry_after_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s", "slug", b"slug"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_retry_after_s", b"_retry_after_s"]) -> typing.Literal["retry_after_s"] | None: ...
+
+Global___Refusal: typing_extensions.TypeAlias = Refusal
+
+@typing.final
+class Outlook(google.protobuf.message.Message):
+    """What a request that comes now has to expect of the queue."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROOMS_PER_S_FIELD_NUMBER: builtins.int
+    LOWEST_FIELD_NUMBER: builtins.int
+    WAITS_FIELD_NUMBER: builtins.int
+    rooms_per_s: builtins.float
+    """Requests that leave it in a second, of which this gateway may count on so many; 0: not known."""
+    lowest: builtins.int
+    """Of those that have not run, the lowest class that waits: a higher one takes its place when the queue is full.
+    Unset: nobody waits.
+    """
+    @property
+    def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
+        """For classes from the highest one down, how long a request of it waits at the least. One in between waits as
+        those of the next higher class.
+        """
+
+    def __init__(
+        self,
+        *,
+        rooms_per_s: builtins.float = ...,
+        lowest: builtins.int | None = ...,
+        waits: collections.abc.Iterable[Global___ClassWait] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_lowest", b"_lowest", "lowest", b"lowest"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_lowest", b"_lowest", "lowest", b"lowest", "rooms_per_s", b"rooms_per_s", "waits", b"waits"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_lowest", b"_lowest"]) -> typing.Literal["lowest"] | None: ...
+
+Global___Outlook: typing_extensions.TypeAlias = Outlook
+
+@typing.final
+class ClassWait(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    priority: builtins.int
+    wait_s: builtins.float
+    def __init__(
+        self,
+        *,
+        priority: builtins.int = ...,
+        wait_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["priority", b"priority", "wait_s", b"wait_s"]) -> None: ...
+
+Global___ClassWait: typing_extensions.TypeAlias = ClassWait
 
 @typing.final
 class LeaderMessage(google.protobuf.message.Message):
@@ -953,6 +1041,8 @@ class LeaderMessage(google.protobuf.message.Message):
     STALE_FIELD_NUMBER: builtins.int
     MOVE_FIELD_NUMBER: builtins.int
     EVICT_FIELD_NUMBER: builtins.int
+    REFUSALS_FIELD_NUMBER: builtins.int
+    OUTLOOKS_FIELD_NUMBER: builtins.int
     resigned: builtins.bool
     """no longer the leader: look for the new one"""
     queued: builtins.int
@@ -964,7 +1054,7 @@ class LeaderMessage(google.protobuf.message.Message):
 
     @property
     def refused(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """the queue is full"""
+        """out of the queue, or never in it"""
 
     @property
     def stale(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -980,6 +1070,14 @@ class LeaderMessage(google.protobuf.message.Message):
     def evict(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """it has to make room for a higher class"""
 
+    @property
+    def refusals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Refusal]:
+        """of each that is refused, in that order; none: the queue is full"""
+
+    @property
+    def outlooks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Outlook]:
+        """five times a second; the last one holds"""
+
     def __init__(
         self,
         *,
@@ -991,7 +1089,9 @@ class LeaderMessage(google.protobuf.message.Message):
         stale: collections.abc.Iterable[builtins.str] | None = ...,
         move: collections.abc.Iterable[builtins.int] | None = ...,
         evict: collections.abc.Iterable[builtins.int] | None = ...,
+        refusals: collections.abc.Iterable[Global___Refusal] | None = ...,
+        outlooks: collections.abc.Iterable[Global___Outlook] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "evict", b"evict", "move", b"move", "queued", b"queued", "refused", b"refused", "resigned", b"resigned", "stale", b"stale"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "evict", b"evict", "move", b"move", "outlooks", b"outlooks", "queued", b"queued", "refusals", b"refusals", "refused", b"refused", "resigned", b"resigned", "stale", b"stale"]) -> None: ...
 
 Global___LeaderMessage: typing_extensions.TypeAlias = LeaderMessage

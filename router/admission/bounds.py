@@ -1,0 +1,84 @@
+"""Who may wait, and for how long: what an overloaded queue refuses. Pure.
+
+    comes   its first token would come too late        DeadlineUnmeetable  (refuse_late)
+            the queue is full of its class and higher  QueueFull
+    waits   the queue is full, and a higher class came Shed
+            it has waited for as long as it may        QueueTimeout        (queue_ttl, refuse_late)
+
+What a worker has had is not refused any more, and what was told once is not found to be too late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from everlift.errors import DeadlineUnmeetable, QueueFull, QueueTimeout, Shed
+from router.admission.forecast import Forecast
+from router.admission.queue import AdmissionQueue
+from router.admission.waiting import Waiting
+from router.config import RouterConfig
+
+#: So many times its predicted prefill before its first token is wanted a request must leave: others
+#: come to its worker, too. With 1 a part of those that left last came a little late, and goodput at
+#: 1.3 times the load was 0.95 of that at 1.0; with 2 it was 1.02 (tests/perf/overload.py).
+_PREFILL_MARGIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """``slug`` is an error's. ``retry_after_s``: None: as soon as the queue has room."""
+
+    waiting: Waiting
+    slug: str
+    retry_after_s: float | None = None
+
+
+class Bounds:
+    """Times are ledger time in seconds. Every operation is O(log n), or O(classes)."""
+
+    def __init__(
+        self, config: RouterConfig, max_queued: int, queue: AdmissionQueue, forecast: Forecast
+    ) -> None:
+        self._ttl_s = config.queue_ttl or inf
+        self._refuses_late = config.refuse_late
+        self.max_queued = max_queued
+        self._queue = queue
+        self._forecast = forecast
+
+    def foresee(self, waiting: Waiting) -> Waiting:
+        """With what is predicted of it, and when it has waited for too long."""
+        if waiting.has_run:
+            return waiting
+        self._forecast.came(waiting)
+        wait_s = self._forecast.wait_s(self._queue.backlog.work_from(waiting.priority))
+        prefill_s = self._forecast.prefill_s(waiting)
+        expires = waiting.arrived + self._ttl_s
+        if self._refuses_late:
+            expires = min(expires, waiting.ttft_deadline - _PREFILL_MARGIN * prefill_s)
+        ttft_s = None if wait_s is None or not prefill_s else wait_s + prefill_s
+        return waiting._replace(expires=expires, predicted_wait_s=wait_s, predicted_ttft_s=ttft_s)
+
+    def refuse(self, waiting: Waiting) -> Refusal | None:
+        """Who comes, foreseen; or who makes room for it, which does not wait any more then."""
+        if (late_s := self._late_s(waiting)) > 0:
+            return Refusal(waiting, DeadlineUnmeetable.slug, late_s)
+        if len(self._queue) < self.max_queued:
+            return None
+        shed = self._queue.shed(waiting.priority)
+        return Refusal(waiting, QueueFull.slug) if shed is None else Refusal(shed, Shed.slug)
+
+    def _late_s(self, waiting: Waiting) -> float:
+        """By so much its first token would come after it is wanted, even if it waits no longer than
+        nearly all others that were told as much; 0: not at all, or nobody knows."""
+        if not self._refuses_late or not waiting.predicted_wait_s:
+            return 0.0
+        spare_s = waiting.patience_s - self._forecast.prefill_s(waiting)
+        return max(0.0, self._forecast.least_wait_s(waiting.predicted_wait_s) - spare_s)
+
+    def expire(self, ledger_now: float) -> list[Refusal]:
+        """Those that have waited for too long: they do not wait any more."""
+        expired = []
+        while (waiting := self._queue.expire(ledger_now)) is not None:
+            expired.append(Refusal(waiting, QueueTimeout.slug))
+        return expired

@@ -1,0 +1,76 @@
+"""What a gateway refuses before ledger and leader hear of it, by the leader's last word; and when
+those that are refused, here or there, should come again. Pure.
+"""
+
+from __future__ import annotations
+
+from everlift.errors import (
+    DeadlineUnmeetable,
+    EverliftError,
+    QueueFull,
+    QueueTimeout,
+    RetriedTooSoon,
+    Shed,
+    from_slug,
+)
+from everlift.v1 import session_pb2
+from router.admission.appointments import Appointments
+from router.admission.retrying import Retrying
+from router.config import RouterConfig
+
+_CAUSES = {
+    QueueFull.slug: "too many requests wait",
+    Shed.slug: "requests of a higher class came, and too many wait",
+    QueueTimeout.slug: "it waited for as long as it may",
+    DeadlineUnmeetable.slug: "by all that waits its first token would come too late",
+}
+
+
+class Entrance:
+    """``now`` is the router's clock in seconds."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.max_queued = config.max_queued
+        self._refuses_late = config.refuse_late
+        self._outlook = session_pb2.Outlook()
+        self._appointments = Appointments()
+        self._retrying = Retrying(config.retry_rate, config.retry_burst)
+
+    def hear(self, outlook: session_pb2.Outlook) -> None:
+        """The leader's word."""
+        self._outlook = outlook
+        self._appointments.rooms_per_s = outlook.rooms_per_s
+
+    def admit(
+        self, request_id: str, priority: int, patience_s: float, queued: int, now: float
+    ) -> None:
+        """``patience_s`` after it comes something of it is wanted; ``queued`` wait. Raises
+        RetriedTooSoon, QueueFull, DeadlineUnmeetable."""
+        if early_s := self._retrying.too_soon_s(request_id, now):
+            raise RetriedTooSoon("it was refused, and comes again too soon", retry_after_s=early_s)
+        if queued >= self.max_queued and not self._takes_place(priority):
+            raise self.refuse(request_id, QueueFull.slug, None, now)
+        late_s = self._wait_s(priority) - patience_s
+        if self._refuses_late and late_s > 0:
+            raise self.refuse(request_id, DeadlineUnmeetable.slug, late_s, now)
+
+    def _takes_place(self, priority: int) -> bool:
+        """Somebody of a lower class waits."""
+        return self._outlook.HasField("lowest") and self._outlook.lowest < priority
+
+    def _wait_s(self, priority: int) -> float:
+        """At the least."""
+        before = [it.wait_s for it in self._outlook.waits if it.priority >= priority]
+        return before[-1] if before else 0.0
+
+    def refuse(
+        self, request_id: str, slug: str, retry_after_s: float | None, now: float
+    ) -> EverliftError:
+        """The error that says so, and when to come again: when the queue has room, if that is not
+        given."""
+        if retry_after_s is None:
+            retry_after_s = self._appointments.next_s(self._retrying.part, now)
+        self._retrying.refused(request_id, retry_after_s, now)
+        error = from_slug(slug, _CAUSES.get(slug, ""))
+        error.retry_after_s = retry_after_s
+        return error

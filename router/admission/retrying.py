@@ -1,0 +1,66 @@
+"""Who was refused and comes again too soon. Pure.
+
+A refused request is told when to come again. Who comes then finds the door open; who comes sooner
+takes a token of its tenant's bucket, and where there is none it is refused without another look, so
+that who keeps asking gets no room before those that wait for their time.
+"""
+
+from __future__ import annotations
+
+from everlift.request_id import tenant_of
+
+#: Refusals and tenants that are remembered; of more the oldest are forgotten.
+_MOST_REFUSALS, _MOST_TENANTS = 1 << 16, 1 << 12
+#: So much before its time is in time: clocks and timers are not exact.
+_SLACK_S = 0.05
+#: Who has not come so long after its time does not come any more.
+_GIVEN_UP_S = 5.0
+#: The part that comes again is of the last so many.
+_MEMORY = 100
+
+
+class Retrying:
+    """``rate`` tokens a second for each tenant, of which ``burst`` may be saved. ``now`` is in
+    seconds."""
+
+    def __init__(self, rate: float, burst: float) -> None:
+        self._rate, self._burst = rate, burst
+        #: by request id, from when on it may come again
+        self._due: dict[str, float] = {}
+        #: by tenant, tokens as of a moment
+        self._buckets: dict[str, tuple[float, float]] = {}
+        #: of those that were refused, the part that came again
+        self.part = 1.0
+
+    def refused(self, request_id: str, retry_after_s: float, now: float) -> None:
+        self._due.pop(request_id, None)
+        self._due[request_id] = now + retry_after_s
+        while (oldest := next(iter(self._due))) != request_id and (
+            self._due[oldest] + _GIVEN_UP_S < now or len(self._due) > _MOST_REFUSALS
+        ):
+            del self._due[oldest]
+            self._note(0.0)
+
+    def too_soon_s(self, request_id: str, now: float) -> float:
+        """Seconds by which it comes too soon; 0 where it may come in."""
+        due = self._due.get(request_id)
+        if due is None:
+            return 0.0
+        early_s = due - now
+        if early_s > _SLACK_S and not self._take(tenant_of(request_id), now):
+            return early_s
+        del self._due[request_id]
+        self._note(1.0)
+        return 0.0
+
+    def _take(self, tenant: str, now: float) -> bool:
+        tokens, since = self._buckets.pop(tenant, (self._burst, now))
+        tokens = min(self._burst, tokens + (now - since) * self._rate)
+        has_one = tokens >= 1
+        self._buckets[tenant] = (tokens - has_one, now)
+        if len(self._buckets) > _MOST_TENANTS:
+            del self._buckets[next(iter(self._buckets))]
+        return has_one
+
+    def _note(self, came: float) -> None:
+        self.part += (came - self.part) / _MEMORY

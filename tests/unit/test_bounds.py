@@ -1,0 +1,122 @@
+"""What a leader refuses, of those that come and of those that wait."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from everlift.v1 import session_pb2 as pb
+from router.admission.worker_view import Load
+from tests.admission_support import CONFIG, Cluster, paced
+
+FULL = Load(1, num_running=4, num_waiting=2)
+
+
+def cluster(**settings: object) -> Cluster:
+    """Of one worker that has all that it can take, and computes 100 tokens a second then."""
+    made = Cluster(replace(CONFIG, **settings))
+    made.connect()
+    pace = paced()
+    pace.full_rate = 100.0
+    made.add_worker("w", FULL, pace)
+    made.tenure.look(0.0)
+    return made
+
+
+def come(cluster: Cluster, name: str, **fields: object) -> dict[str, str]:
+    """Who is refused for it, and why."""
+    told = pb.Waiting(**{"request_id": name, "prompt_tokens": 100, "choices": 1} | fields)
+    heard = cluster.tenure.hear("g", pb.GatewayMessage(enqueue=[told]), 0.0)
+    return {refusal.waiting.request_id: refusal.slug for refusal in heard.refused}
+
+
+def expired(cluster: Cluster, moment: float) -> dict[str, str]:
+    return {it.waiting.request_id: it.slug for it in cluster.tenure.expire(moment)}
+
+
+def test_a_higher_class_takes_the_place_of_the_newest_of_the_lowest() -> None:
+    full = cluster()
+    for name, priority in (("a", 0), ("b", -1), ("c", -1)):
+        assert come(full, name, priority=priority) == {}
+    assert come(full, "d", priority=-1) == {"d": "queue_full"}
+    assert come(full, "e", priority=5) == {"c": "shed"}
+    assert come(full, "f", priority=5) == {"b": "shed"}
+    assert come(full, "g", priority=0) == {"g": "queue_full"}
+    assert full.tenure.queued == 3
+
+
+def test_what_has_run_or_was_told_to_another_leader_is_never_refused() -> None:
+    full = cluster(refuse_late=True)
+    for number in range(5):
+        assert come(full, f"r{number}", attempt=1, accepted=True) == {}
+    assert come(full, "told", accepted=True, ttft_deadline=0.1) == {}
+    assert come(full, "high", priority=1) == {"told": "shed"}
+
+
+def test_who_waits_for_too_long_is_refused() -> None:
+    some = cluster(queue_ttl=5.0)
+    come(some, "a", arrived=0.0)
+    come(some, "b", arrived=1.0, attempt=1, accepted=True)
+    come(some, "c", arrived=2.0)
+    assert expired(some, 4.9) == {}
+    assert expired(some, 6.9) == {"a": "queue_timeout"}
+    assert expired(some, 100.0) == {"c": "queue_timeout"}
+    assert some.tenure.queued == 1
+
+
+def test_whose_first_token_would_come_too_late_is_refused_where_that_is_wanted() -> None:
+    strict, patient = cluster(refuse_late=True), cluster()
+    for some in (strict, patient):
+        come(some, "a", predicted_tokens=400)
+    # Five seconds of work wait, of which a request waits for four at the least; then its prompt
+    # takes a tenth of one.
+    assert come(strict, "b", ttft_deadline=3.9) == {"b": "deadline_unmeetable"}
+    assert come(strict, "c", deadline=3.9) == {"c": "deadline_unmeetable"}
+    assert come(strict, "d", ttft_deadline=4.2) == {}
+    assert come(patient, "b", ttft_deadline=3.9) == {}
+    assert expired(strict, 4.2) == {"d": "queue_timeout"}
+    assert expired(patient, 1000.0) == {}
+
+
+def test_it_is_told_when_the_queue_will_be_short_enough() -> None:
+    strict = cluster(refuse_late=True)
+    come(strict, "a", predicted_tokens=400)
+    told = pb.Waiting(request_id="b", prompt_tokens=100, choices=1, ttft_deadline=1.0)
+    (refusal,) = strict.tenure.hear("g", pb.GatewayMessage(enqueue=[told]), 0.0).refused
+    assert refusal.retry_after_s == pytest.approx(3.1, abs=0.01)
+
+
+def test_of_a_higher_class_only_what_goes_before_it_counts() -> None:
+    strict = cluster(refuse_late=True)
+    come(strict, "a", predicted_tokens=400)
+    assert come(strict, "b", priority=1, ttft_deadline=0.5) == {}
+
+
+def test_where_nobody_knows_how_long_it_takes_nobody_is_too_late() -> None:
+    strict = Cluster(replace(CONFIG, refuse_late=True))
+    strict.connect()
+    come(strict, "a", predicted_tokens=400)
+    assert come(strict, "b", ttft_deadline=0.1) == {}
+
+
+def test_gateways_are_told_what_those_that_come_have_to_expect() -> None:
+    some = cluster()
+    assert some.tenure.outlook(2) == pb.Outlook()
+    come(some, "a", priority=1, predicted_tokens=100)
+    come(some, "b", priority=-1, predicted_tokens=100)
+    some.tenure.look(0.2)
+    outlook = some.tenure.outlook(2)
+    assert (outlook.lowest, outlook.rooms_per_s) == (-1, pytest.approx(0.25))
+    waits = [(it.priority, it.wait_s) for it in outlook.waits]
+    assert waits == [(1, pytest.approx(1.6)), (-1, pytest.approx(3.2))]
+
+
+def test_what_was_predicted_goes_with_a_dispatch() -> None:
+    some = cluster()
+    come(some, "a", predicted_tokens=400)
+    come(some, "b")
+    some.placement.report("w", Load(2), 1.0)
+    first, second = some.place(1.0, 1.0)
+    assert (first.waiting.predicted_wait_s, second.waiting.predicted_wait_s) == (0.0, 5.0)
+    assert second.waiting.predicted_ttft_s == pytest.approx(5.1, abs=0.01)

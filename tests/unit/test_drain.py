@@ -1,0 +1,46 @@
+"""How fast the queue empties, with made-up clocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.admission.drain import Drain
+
+
+def drained(
+    seconds: int, tokens: int, *, drain: Drain | None = None, num_queued: int = 5, workers: int = 2
+) -> Drain:
+    """Of a queue that a request of so many tokens leaves five times a second."""
+    drain = drain or Drain()
+    for tick in range(5 * seconds + 1):
+        drain.measure(num_queued, workers, tick / 5)
+        drain.left(tokens)
+    return drain
+
+
+def test_what_leaves_while_others_wait_is_the_rate_of_so_many_workers() -> None:
+    drain = drained(10, tokens=40)
+    assert drain.is_known
+    assert drain.tokens_per_s(2) == pytest.approx(200)
+    assert drain.requests_per_s(2) == pytest.approx(5)
+    assert drain.tokens_per_s(3) == pytest.approx(300)
+
+
+def test_nothing_is_known_of_a_queue_that_is_empty_or_was_in_between() -> None:
+    assert not Drain().is_known
+    assert not drained(10, tokens=40, num_queued=0).is_known
+    drain = Drain()
+    for tick in range(50):
+        drain.measure(5, 2, tick / 5)
+        drain.left(40)
+        drain.emptied()
+    assert not drain.is_known
+
+
+def test_without_workers_nothing_is_learned() -> None:
+    assert not drained(10, tokens=40, workers=0).is_known
+
+
+def test_the_rate_follows_a_change() -> None:
+    drain = drained(30, tokens=80, drain=drained(30, tokens=40))
+    assert drain.tokens_per_s(2) == pytest.approx(400, rel=0.05)

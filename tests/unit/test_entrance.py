@@ -1,0 +1,131 @@
+"""What a gateway refuses by itself, and when those that are refused are to come again."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everlift.errors import DeadlineUnmeetable, EverliftError, QueueFull, RetriedTooSoon, Shed
+from everlift.v1.session_pb2 import ClassWait, Outlook
+from router.admission.appointments import Appointments
+from router.admission.entrance import Entrance
+from router.admission.retrying import Retrying
+from router.config import RouterConfig
+
+
+def entrance(outlook: Outlook | None = None, **settings: object) -> Entrance:
+    config = RouterConfig(**{"max_queued": 10, "retry_burst": 2, **settings})
+    made = Entrance(config)
+    made.hear(outlook or Outlook(rooms_per_s=2.0))
+    return made
+
+
+def admit(
+    entrance: Entrance,
+    name: str = "r",
+    priority: int = 0,
+    patience_s: float = inf,
+    queued: int = 0,
+    now: float = 0.0,
+) -> EverliftError | None:
+    """Why it may not come in."""
+    try:
+        entrance.admit(name, priority, patience_s, queued, now)
+    except EverliftError as error:
+        return error
+    return None
+
+
+def test_a_full_queue_refuses_and_tells_each_a_time_of_its_own() -> None:
+    door = entrance()
+    assert admit(door, queued=9) is None
+    errors = [admit(door, f"r{n}", queued=10) for n in range(4)]
+    assert [type(error) for error in errors] == [QueueFull] * 4
+    assert [error.retry_after_s for error in errors if error] == [0.5, 1.0, 1.5, 2.0]
+
+
+def test_a_higher_class_is_let_in_to_take_the_place_of_a_lower_one() -> None:
+    door = entrance(Outlook(lowest=0))
+    assert admit(door, priority=1, queued=10) is None
+    assert isinstance(admit(door, priority=0, queued=10), QueueFull)
+    assert isinstance(admit(entrance(), priority=9, queued=10), QueueFull), "all have run"
+
+
+def test_who_would_wait_for_too_long_is_refused_at_once_where_that_is_wanted() -> None:
+    waits = [ClassWait(priority=5, wait_s=1.0), ClassWait(priority=0, wait_s=4.0)]
+    door = entrance(Outlook(waits=waits), refuse_late=True)
+    assert admit(door, priority=5, patience_s=1.5) is None
+    assert admit(door, priority=7, patience_s=0.1) is None, "nobody goes before it"
+    error = admit(door, priority=3, patience_s=0.4)
+    assert isinstance(error, DeadlineUnmeetable)
+    assert error.retry_after_s == pytest.approx(0.6)
+    assert admit(door, "other", priority=-1, patience_s=5.0) is None
+    assert admit(entrance(Outlook(waits=waits)), patience_s=0.4) is None
+
+
+def test_the_leader_s_refusals_are_told_a_time_as_well() -> None:
+    door = entrance()
+    error = door.refuse("a", "shed", None, now=0.0)
+    assert isinstance(error, Shed) and error.retry_after_s == 0.5
+    assert door.refuse("b", "deadline_unmeetable", 7.0, now=0.0).retry_after_s == 7.0
+
+
+def test_who_comes_too_soon_may_do_so_twice_and_is_let_in_at_its_time() -> None:
+    door = entrance(retry_rate=0.0)
+    told = [admit(door, "r", queued=10, now=0.0) for _ in range(3)]
+    assert [type(error) for error in told] == [QueueFull] * 3
+    error = admit(door, "r", now=0.1)
+    assert isinstance(error, RetriedTooSoon), "also where there is room"
+    due = 0.1 + (error.retry_after_s or 0.0)
+    assert isinstance(admit(door, "r", now=due - 0.2), RetriedTooSoon)
+    assert admit(door, "other", now=0.1) is None
+    assert admit(door, "r", now=due) is None
+
+
+def test_tokens_come_back_with_time_and_each_tenant_has_its_own() -> None:
+    retrying = Retrying(rate=1.0, burst=1.0)
+    for name in ("a/1", "a/2", "a/3", "b/1"):
+        retrying.refused(name, 100.0, now=0.0)
+    assert retrying.too_soon_s("a/1", now=0.0) == 0.0
+    assert retrying.too_soon_s("a/2", now=0.5) == pytest.approx(99.5)
+    assert retrying.too_soon_s("b/1", now=0.5) == 0.0
+    assert retrying.too_soon_s("a/2", now=1.0) == 0.0
+
+
+def test_who_does_not_come_again_is_not_waited_for() -> None:
+    door = entrance()
+    now = 0.0
+    for number in range(4000):
+        error = admit(door, f"r{number}", queued=10, now=now)
+        now += 0.1
+    assert error is not None and error.retry_after_s == pytest.approx(0.5), "one room's time"
+
+
+def test_refusals_are_remembered_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.admission.retrying._MOST_REFUSALS", 10)
+    retrying = Retrying(rate=0.0, burst=0.0)
+    for number in range(100):
+        retrying.refused(f"t{number}/r", 50.0, now=0.0)
+        retrying.too_soon_s(f"t{number}/r", now=0.0)
+    assert retrying.too_soon_s("t89/r", now=0.0) == 0.0
+    assert retrying.too_soon_s("t90/r", now=0.0) == 50.0
+
+
+@given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=50), st.floats(0.5, 100.0))
+def test_no_more_are_told_to_come_than_there_is_room_for(gaps: list[float], rate: float) -> None:
+    appointments, now, moments = Appointments(), 0.0, []
+    appointments.rooms_per_s = rate
+    for gap in gaps:
+        now += gap
+        moments.append(now + appointments.next_s(1.0, now))
+        assert moments[-1] >= now + 1 / rate * 0.999
+    for earlier, later in pairwise(moments):
+        assert later - earlier >= 1 / rate * 0.999 or later >= now + 59
+
+
+def test_where_nobody_knows_how_fast_the_queue_empties_it_is_a_second() -> None:
+    assert Appointments().next_s(1.0, 0.0) == 1.0

@@ -1,0 +1,108 @@
+"""More requests than workers can serve, in virtual time: engines' own schedulers, the leader's and
+the gateway's decisions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from statistics import fmean, median
+
+import pytest
+
+from router.config import RouterConfig
+from tests.overload_support import TPOT_S, Asked, VirtualCluster, chats
+
+#: Requests a second that one worker serves of these; more make the queue grow.
+CAPACITY = 41.0
+#: The queue is as long as it becomes after that.
+_BEGIN_S, _END_S = 6.0, 20.0
+
+
+@cache
+def played(load: float, **settings: object) -> list[Asked]:
+    cluster = VirtualCluster(RouterConfig(**settings), num_workers=1)
+    return cluster.play(chats(load * CAPACITY, _END_S), _END_S + 3)
+
+
+def goodput(load: Iterable[Asked]) -> float:
+    """Requests a second that had all their tokens in time."""
+    good = sum(it.is_good for it in load if _BEGIN_S <= it.arrived < _END_S)
+    return good / (_END_S - _BEGIN_S)
+
+
+def slugs(load: Iterable[Asked]) -> Counter[str]:
+    return Counter(error.slug for asked in load for _, error in asked.refusals)
+
+
+def test_goodput_stays_when_more_come_than_can_be_served() -> None:
+    strict = {"refuse_late": True, "tpot_target": TPOT_S}
+    usual, overload = played(1.0, **strict), played(1.3, **strict)
+    assert goodput(overload) >= 0.95 * goodput(usual) > 0.8 * CAPACITY
+    assert slugs(overload).keys() <= {"deadline_unmeetable", "queue_timeout"}
+    assert goodput(played(1.3)) < 0.5 * goodput(usual), "all wait, and nobody is in time"
+
+
+def test_hardly_anybody_is_refused_whose_tokens_would_have_come_in_time() -> None:
+    load = played(0.8, refuse_late=True, tpot_target=TPOT_S)
+    assert slugs(load).total() <= 0.01 * len(load)
+
+
+def test_first_tokens_come_when_they_are_predicted() -> None:
+    load = [it for it in played(1.2) if it.first_token and it.predicted_ttft_s]
+    errors = [
+        abs(it.predicted_ttft_s / (it.first_token - it.arrived) - 1)
+        for it in load
+        if it.arrived > _BEGIN_S and it.first_token and it.predicted_ttft_s
+    ]
+    assert len(errors) > 300
+    assert median(errors) < 0.25
+
+
+def test_a_batch_is_no_larger_than_its_tokens_may_take() -> None:
+    wanted = 0.025
+    assert 0.9 * wanted < tpot_s(played(1.3, tpot_target=wanted)) < 1.02 * wanted
+    assert tpot_s(played(1.3)) > 1.05 * wanted
+
+
+def tpot_s(load: Iterable[Asked]) -> float:
+    """Mean of the requests that ended."""
+    return fmean(
+        (it.ended - it.first_token) / (it.output_tokens - 1)
+        for it in load
+        if it.ended and it.first_token and it.arrived > _BEGIN_S
+    )
+
+
+def test_who_comes_again_when_it_is_told_finds_room() -> None:
+    cluster = VirtualCluster(RouterConfig(max_queued=50), num_workers=1, comes_back=True)
+    burst = chats(2000.0, 0.1, seed=3)
+    for asked in burst:
+        asked.name, asked.arrived = f"burst-{asked.name}", 10.0 + asked.arrived
+    left: list[float] = []
+    place = cluster.tenure.place
+
+    def noted(now: float, *others: object) -> object:
+        placed = place(now, *others)  # type: ignore[arg-type]
+        left.extend([now] * len(placed) if now >= 10.0 else ())
+        return placed
+
+    cluster.tenure.place = noted  # type: ignore[assignment]
+    cluster.play([*chats(1.1 * CAPACITY, 10.0), *burst], 30.0)
+    refused = [it for it in burst if it.refusals]
+    assert len(refused) > 100
+    told = sorted(at + (error.retry_after_s or 0.0) for at, error in map(_first, refused))
+    errors = [abs(moment - room) for moment, room in zip(told, left, strict=False)]
+    assert fmean(errors) < 0.15 * fmean(room - 10.0 for room in left[: len(told)])
+    assert sum(len(it.refusals) == 1 for it in refused) >= 0.75 * len(refused)
+    assert all(it.ended for it in burst)
+
+
+def _first(asked: Asked) -> tuple[float, Exception]:
+    return asked.refusals[0]
+
+
+@pytest.mark.parametrize("order", ["deadline", "shortest"])
+def test_so_it_is_in_other_orders(order: str) -> None:
+    load = played(1.3, order=order, refuse_late=True, tpot_target=TPOT_S)
+    assert goodput(load) >= 0.9 * CAPACITY
