@@ -17,29 +17,35 @@ class Backlog:
     """``present`` are the tickets of those that wait. Times are ledger time in seconds."""
 
     def __init__(self, present: Container[int]) -> None:
-        #: tokens to be computed, as predicted, by class
+        #: to be computed for all, as predicted, and by class
+        self.work_tokens = 0
         self._work: dict[int, int] = {}
         #: tickets of those that have not run, by class, the newest last
         self._fresh: dict[int, dict[int, None]] = {}
         self._expiring = Line(present)
 
     def add(self, waiting: Waiting, ticket: int) -> None:
-        priority = waiting.priority
-        self._work[priority] = self._work.get(priority, 0) + waiting.work_tokens
+        priority, work = waiting.priority, waiting.work_tokens
+        self.work_tokens += work
+        self._work[priority] = self._work.get(priority, 0) + work
         if not waiting.has_run:
-            self._fresh.setdefault(priority, {})[ticket] = None
+            if priority not in self._fresh:
+                self._fresh[priority] = {}
+            self._fresh[priority][ticket] = None
         if waiting.expires < inf:
             self._expiring.push((waiting.expires, ticket))
 
     def remove(self, waiting: Waiting, ticket: int) -> None:
         """It is not present any more."""
-        priority = waiting.priority
-        self._work[priority] = self._work.get(priority, 0) - waiting.work_tokens
-        if not self._work[priority]:
+        priority, work = waiting.priority, waiting.work_tokens
+        self.work_tokens -= work
+        left = self._work[priority] = self._work.get(priority, 0) - work
+        if not left:
             del self._work[priority]
         if not waiting.has_run:
-            del self._fresh[priority][ticket]
-            if not self._fresh[priority]:
+            fresh = self._fresh[priority]
+            del fresh[ticket]
+            if not fresh:
                 del self._fresh[priority]
         if waiting.expires < inf:
             self._expiring.left()

@@ -48,8 +48,6 @@ class AdmissionQueue:
         #: by ticket, which names one stay of a request
         self._rows: dict[int, _Row] = {}
         self._ticket_of: dict[str, int] = {}
-        #: tokens to be computed for all that wait, as predicted
-        self.work_tokens = 0
         #: by class, none of which nobody waits
         self._numbers: dict[int, int] = {}
         self._fair_share = fair_share
@@ -75,6 +73,11 @@ class AdmissionQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ticket_of
 
+    @property
+    def work_tokens(self) -> int:
+        """To be computed for all that wait, as predicted."""
+        return self.backlog.work_tokens
+
     def push(self, waiting: Waiting) -> Waiting | None:
         """Adds a request; the one that waited under this id before is replaced, and returned."""
         # First: who is replaced by itself does not go meanwhile.
@@ -83,7 +86,6 @@ class AdmissionQueue:
         replaced = self._take_out(waiting.request_id)
         ticket = self._ticket_of[waiting.request_id] = next(self._tickets)
         self._rows[ticket] = tuple(waiting)
-        self.work_tokens += waiting.work_tokens
         self._numbers[waiting.priority] = self._numbers.get(waiting.priority, 0) + 1
         self._classes.push(waiting, ticket)
         self.backlog.add(waiting, ticket)
@@ -128,7 +130,6 @@ class AdmissionQueue:
 
     def _remove(self, waiting: Waiting, ticket: int) -> None:
         del self._ticket_of[waiting.request_id], self._rows[ticket]
-        self.work_tokens -= waiting.work_tokens
         self._numbers[waiting.priority] -= 1
         if not self._numbers[waiting.priority]:
             del self._numbers[waiting.priority]
