@@ -173,6 +173,35 @@ async def test_a_full_queue_refuses_what_is_new_and_nothing_else(leader: Leader)
     assert leader.queued == 3
 
 
+async def test_who_makes_room_in_a_full_queue_is_told_so_by_its_own_line(leader: Leader) -> None:
+    low, high = Gateway(leader, "low"), Gateway(leader, "high")
+    for request_id in ("a", "b"):
+        low.enqueue(request_id)
+    high.enqueue("c", priority=1)
+    assert (low.told("refused"), high.told("refused")) == (["b"], [])
+    assert [it.slug for message in low.heard for it in message.refusals] == ["shed"]
+
+
+async def test_gateways_are_told_what_the_queue_is_like(leader: Leader) -> None:
+    gateway = Gateway(leader, "g")
+    gateway.enqueue("a", priority=3)
+    outlook = session_pb2.Outlook(lowest=3)
+    await until(lambda: outlook in [it for m in gateway.heard for it in m.outlooks])
+
+
+async def test_who_has_waited_for_too_long_leaves(ledger: FlakyLedger) -> None:
+    leader = Leader(replace(CONFIG, queue_ttl=0.3), "router", "here:1", ledger)
+    run = asyncio.create_task(leader.run())
+    await until(lambda: leader.is_leading)
+    gateway = Gateway(leader, "g")
+    gateway.enqueue("a", arrived=now() + leader._ledger_ahead)
+    await until(lambda: gateway.told("refused") == ["a"])
+    assert [it.slug for m in gateway.heard for it in m.refusals] == ["queue_timeout"]
+    assert leader.queued == 0
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+
+
 def arriving(arrived: float) -> session_pb2.Waiting:
     return session_pb2.Waiting(request_id="new", arrived=arrived, prompt_tokens=3, choices=1)
 
