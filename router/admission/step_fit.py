@@ -38,14 +38,15 @@ _Stratum = tuple[int, int]
 
 @dataclass(slots=True)
 class _Sums:
-    """Of samples with features ``x`` and a relative target of 1: sums of x * x' and of x."""
+    """Of samples with features x and a target y: weighted sums of x * x' and of x * y."""
 
     products: list[float] = field(default_factory=lambda: [0.0] * _NUM_FEATURES**2)
     totals: list[float] = field(default_factory=lambda: [0.0] * _NUM_FEATURES)
 
-    def add(self, features: Sequence[float], weight: float, keep: float) -> None:
+    def add(self, features: Sequence[float], target: float, weight: float, keep: float) -> None:
         weighted = [weight * x for x in features]
-        self.totals = [keep * total + x for total, x in zip(self.totals, weighted, strict=True)]
+        totals = zip(self.totals, weighted, strict=True)
+        self.totals = [keep * total + x * target for total, x in totals]
         outer = (x * y for x in weighted for y in features)
         self.products = [keep * p + xy for p, xy in zip(self.products, outer, strict=True)]
 
@@ -67,7 +68,7 @@ class FittedStepTime:
     @property
     def error(self) -> float | None:
         """Mean absolute relative error of the last predictions, each made before its sample was
-        learned from; None where there was none."""
+        learned from, and 1 at most; None where there was none."""
         return self._error if self._num_errors else None
 
     def seconds(self, size: StepSize) -> float:
@@ -76,20 +77,23 @@ class FittedStepTime:
 
     def observe(self, size: StepSize, seconds: float) -> None:
         """Steps of this mean size took so long each; more than 0."""
-        weight = self._weigh(self.seconds(size) / seconds - 1) if self.is_known else 1.0
+        predicted = self.seconds(size) if self.is_known else seconds
+        weight = self._weigh(predicted / seconds - 1) if self.is_known else 1.0
         if self._num_errors == _ERROR_MEMORY and self._error > _WRONG:
             self._strata.clear()
             self._num_errors = 0
-        features = [x / seconds for x in (1.0, *size)]
+        # By the larger one: what was much too short to be true would outweigh all others.
+        scale = max(seconds, predicted)
+        features = [x / scale for x in (1.0, *size)]
         stratum = (int(size.num_tokens).bit_length(), int(size.num_rows).bit_length())
         sums = self._strata.setdefault(stratum, _Sums())
-        sums.add(features, weight, keep=1 - 1 / _MEMORY)
+        sums.add(features, seconds / scale, weight, keep=1 - 1 / _MEMORY)
         self._num_samples += 1
 
     def _weigh(self, error: float) -> float:
         """Of a sample with this relative error (as Huber's loss). Where all of them have a large
         one that is soon the usual one."""
-        size = abs(error)
+        size = min(1.0, abs(error))
         usual = max(_LEAST_OUTLIER, _OUTLIER * self._error) if self._num_errors else size
         self._num_errors = min(_ERROR_MEMORY, self._num_errors + 1)
         self._error += (size - self._error) / self._num_errors

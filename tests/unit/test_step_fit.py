@@ -74,7 +74,8 @@ def test_noise_and_outliers_hardly_change_it() -> None:
     dice = random.Random(3)
 
     def noisy(size: StepSize) -> float:
-        return linear(size) * dice.uniform(0.9, 1.1) * (50 if dice.random() < 0.05 else 1)
+        outlier = dice.choice((50, 0.001)) if dice.random() < 0.05 else 1
+        return linear(size) * dice.uniform(0.9, 1.1) * outlier
 
     assert relative_error(fitted(mixed(1000), noisy), mixed(100, seed=1)) < 0.1
 
@@ -92,10 +93,11 @@ def test_what_prompts_take_is_not_forgotten_while_there_are_none() -> None:
     assert fit.seconds(prefill(8, 1900)) == pytest.approx(linear(prefill(8, 1900)), rel=0.05)
 
 
-def test_another_speed_is_learned_however_large_the_step() -> None:
+@pytest.mark.parametrize("factor", [4, 0.25])
+def test_another_speed_is_learned_however_large_the_step(factor: float) -> None:
     fit = fitted(mixed(300))
-    fitted(mixed(1000, seed=2), lambda size: 4 * linear(size), fit)
-    error = fit.seconds(decode(32)) / (4 * linear(decode(32))) - 1
+    fitted(mixed(1000, seed=2), lambda size: factor * linear(size), fit)
+    error = fit.seconds(decode(32)) / (factor * linear(decode(32))) - 1
     assert abs(error) < 0.05
 
 
@@ -119,3 +121,14 @@ def test_a_larger_step_never_takes_less(
         fit.refit()
     larger = StepSize(*map(sum, zip(some, more, strict=True)))
     assert 0.0 <= fit.seconds(some) <= fit.seconds(larger) * (1 + 1e-9)
+
+
+def test_now_and_then_a_step_of_no_time_is_no_other_machine() -> None:
+    fit = fitted(mixed(300))
+    fitted(
+        mixed(300, seed=2),
+        lambda size: linear(size) * (1e-6 if size.num_rows % 20 == 3 else 1),
+        fit,
+    )
+    assert relative_error(fit, mixed(100, seed=1)) < 0.1
+    assert fit.error is not None and fit.error < 0.2
