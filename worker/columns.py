@@ -160,6 +160,12 @@ class Columns:
         most = self._num_known[slots] + steps - 1
         return int((-(-most // BLOCK_SIZE) - self._num_blocks[slots]).clip(0).sum())
 
+    def may_fill(self, index: int, steps: int) -> bool:
+        """Whether in so many steps somebody might fill the block with this index in its table."""
+        known = self._num_known[self.occupied()]
+        filling = (known // BLOCK_SIZE <= index) & (index <= (known + steps) // BLOCK_SIZE)
+        return bool(filling.any())
+
     def taken(self, steps: int) -> list[int]:
         """Of each of so many steps, the blocks that are taken until it is over."""
         slots = self.occupied()

@@ -190,9 +190,17 @@ class Scheduler:
             return 0
         if self._doubtful or self._victims or not (steps := batch.num_alike(most)):
             return 0
-        may_admit = not batch.is_full and self._policy.head(len(batch)) is not None
         has_news = any(sequence.news is not NO_NEWS for sequence in batch)
-        return 0 if may_admit or has_news else steps
+        return 0 if has_news or self._may_admit(steps) else steps
+
+    def _may_admit(self, steps: int) -> bool:
+        """Whether so many steps that only decode may let somebody in. Blocks become fewer by them;
+        but the head needs fewer as well if one of them fills the next block that it could share."""
+        if self._batch.is_full or (head := self._policy.head(len(self._batch))) is None:
+            return False
+        hits = self._batch.prefix_hits(head)
+        may_hit_more = self._batch.columns.may_fill(len(hits), steps)
+        return may_hit_more or self._batch.has_room(head, hits)
 
     def blocks_taken(self, steps: int) -> list[int]:
         """Of each of so many of these steps, the blocks that are taken until it is over."""
