@@ -162,9 +162,9 @@ class Columns:
 
     def may_fill(self, index: int, steps: int) -> bool:
         """Whether in so many steps somebody might fill the block with this index in its table."""
-        known = self._num_known[self.occupied()]
-        filling = (known // BLOCK_SIZE <= index) & (index <= (known + steps) // BLOCK_SIZE)
-        return bool(filling.any())
+        computed = self._num_computed[self.occupied()]
+        first, last = computed // BLOCK_SIZE, (computed + steps) // BLOCK_SIZE
+        return bool(((first <= index) & (index <= last)).any())
 
     def taken(self, steps: int) -> list[int]:
         """Of each of so many steps, the blocks that are taken until it is over."""

@@ -180,3 +180,21 @@ def test_all_steps_that_are_alike_are_counted(bounds: Limits, come: list[Come]) 
         else:
             scheduler.commit_drawn(plan, DRAWN)
     assert not len(scheduler)
+
+
+def test_who_waits_comes_in_when_a_block_is_filled_that_it_can_share() -> None:
+    bounds = limits(num_blocks=4)
+    one_by_one, at_once = Scheduler(bounds), Scheduler(bounds)
+    for scheduler in (one_by_one, at_once):
+        scheduler.add(sequence(bounds, 1, [DRAWN] * 40, max_tokens=60))
+        drawn_step(scheduler)
+        scheduler.add(sequence(bounds, 2, [*[DRAWN] * 64, 7], max_tokens=5))
+    steps = 0
+    while steps < 40:
+        count = at_once.num_alike(40 - steps)
+        told = at_once.decode(DRAWN, count) if count else drawn_step(at_once)
+        drawn = [it for _ in range(count or 1) for it in drawn_step(one_by_one)]
+        assert told == drawn
+        assert state(at_once) == state(one_by_one)
+        steps += count or 1
+    assert len(one_by_one) == 1, "the second one has not come in before blocks were free"
