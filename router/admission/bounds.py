@@ -23,11 +23,14 @@ from router.config import RouterConfig
 #: come to its worker, too. With 1 a part of those that left last came a little late, and goodput at
 #: 1.3 times the load was 0.95 of that at 1.0; with 2 it was 1.02 (tests/perf/overload.py).
 _PREFILL_MARGIN = 2
+#: Beside that, for a request on its way to its worker and its first token on the way back.
+_ON_THE_WAY_S = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """``slug`` is an error's. ``retry_after_s``: None: as soon as the queue has room."""
+    """``slug`` is an error's. It may come again when the queue has room, and not before
+    ``retry_after_s``."""
 
     waiting: Waiting
     slug: str
@@ -55,7 +58,8 @@ class Bounds:
         prefill_s = self._forecast.prefill_s(waiting)
         expires = waiting.arrived + self._ttl_s
         if self._refuses_late:
-            expires = min(expires, waiting.ttft_deadline - _PREFILL_MARGIN * prefill_s)
+            latest = waiting.ttft_deadline - _PREFILL_MARGIN * prefill_s - _ON_THE_WAY_S
+            expires = min(expires, latest)
         ttft_s = None if wait_s is None or not prefill_s else wait_s + prefill_s
         return waiting._replace(expires=expires, predicted_wait_s=wait_s, predicted_ttft_s=ttft_s)
 

@@ -66,10 +66,10 @@ class Entrance:
     def refuse(
         self, request_id: str, slug: str, retry_after_s: float | None, now: float
     ) -> EverliftError:
-        """The error that says so, and when to come again: when the queue has room, if that is not
-        given."""
-        if retry_after_s is None:
-            retry_after_s = self._appointments.next_s(self._retrying.part, now)
+        """The error that says so, and when to come again: when the queue has room for it, and not
+        before that time where one is given."""
+        room_s = self._appointments.next_s(self._retrying.part, now)
+        retry_after_s = max(room_s, retry_after_s or 0.0)
         self._retrying.refused(request_id, retry_after_s, now)
         error = from_slug(slug, _CAUSES.get(slug, ""))
         error.retry_after_s = retry_after_s

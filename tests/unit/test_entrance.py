@@ -57,7 +57,7 @@ def test_a_higher_class_is_let_in_to_take_the_place_of_a_lower_one() -> None:
 
 def test_who_would_wait_for_too_long_is_refused_at_once_where_that_is_wanted() -> None:
     waits = [ClassWait(priority=5, wait_s=1.0), ClassWait(priority=0, wait_s=4.0)]
-    door = entrance(Outlook(waits=waits), refuse_late=True)
+    door = entrance(Outlook(waits=waits, rooms_per_s=100.0), refuse_late=True)
     assert admit(door, priority=5, patience_s=1.5) is None
     assert admit(door, priority=7, patience_s=0.1) is None, "nobody goes before it"
     error = admit(door, priority=3, patience_s=0.4)

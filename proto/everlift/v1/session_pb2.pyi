@@ -964,7 +964,7 @@ class Refusal(google.protobuf.message.Message):
     slug: builtins.str
     """of an error"""
     retry_after_s: builtins.float
-    """unset: when the queue has room"""
+    """not before, and when the queue has room"""
     def __init__(
         self,
         *,
