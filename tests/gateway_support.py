@@ -50,6 +50,7 @@ class RecordedReservation:
     def __init__(self, dispatch: Dispatch, leader_knows: bool = True) -> None:
         self.dispatch = dispatch
         self.leader_knows = leader_knows
+        self.predicted_ttft_s: float | None = None
         self.came = ""
 
     def begun(self) -> bool:

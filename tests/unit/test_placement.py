@@ -246,7 +246,7 @@ def test_who_is_chosen_is_the_best_of_those_that_would_be_alone(data: st.DataObj
             choices=data.draw(st.integers(1, 3)),
         )._replace(is_suspect=data.draw(st.booleans()))
         ready = [
-            (asked.is_suspect and not view.is_calm, view.committed_tokens, view.pending_prefill, it)
+            (asked.is_suspect and not view.is_calm, view.pending_prefill, view.committed_tokens, it)
             for it in workers
             if it != asked.avoid and alone[it].choose(asked) is not None
             if (view := placement.workers[it])

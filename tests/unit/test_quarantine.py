@@ -47,7 +47,7 @@ def test_a_suspect_that_its_worker_never_got_holds_up_nobody_for_ever() -> None:
 
 def test_a_suspect_goes_where_everybody_else_makes_tokens() -> None:
     placement = placement_of(
-        a=Load(1, num_running=2, committed_tokens=10, pending_prefill_tokens=5),
+        a=Load(1, num_running=2, num_waiting=1, committed_tokens=10),
         b=Load(1, num_running=2, committed_tokens=50),
     )
     assert placement.choose(OTHER) == "a"
