@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from cluster.forecast.arrival import Arrival
-from router.prediction.forecast import Forecast
+from router.prediction.length_distribution import LengthDistribution
 from router.prediction.output_lengths import OutputLengths
 from router.prediction.recent_ranks import RecentRanks
 
@@ -23,7 +23,7 @@ _NO_RANK = 0.5
 class Foretold(NamedTuple):
     """``rank`` is the part of the requests lately whose outputs are foretold to be shorter."""
 
-    length: Forecast
+    length: LengthDistribution
     rank: float
 
 
@@ -39,9 +39,9 @@ class Foresight:
 
     def foretell(self, arrival: Arrival) -> Foretold:
         if self._sigma is None:
-            return Foretold(Forecast(self._lengths.mean), _NO_RANK)
+            return Foretold(LengthDistribution(self._lengths.mean), _NO_RANK)
         error = exp(self._dice.gauss(0.0, self._sigma))
-        length = Forecast(max(1.0, arrival.output_tokens * error))
+        length = LengthDistribution(max(1.0, arrival.output_tokens * error))
         return Foretold(length, self._ranks.rank(length.to_come(0, arrival.max_tokens)))
 
     def note(self, num_tokens: int) -> None:

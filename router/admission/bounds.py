@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import inf
 
 from everlift.errors import DeadlineUnmeetable, QueueFull, QueueTimeout, Shed
-from router.admission.forecast import Forecast
 from router.admission.queue import AdmissionQueue
+from router.admission.wait_predictor import WaitPredictor
 from router.admission.waiting import Waiting
 from router.config import RouterConfig
 
@@ -41,21 +41,21 @@ class Bounds:
     """Times are ledger time in seconds. Every operation is O(log n), or O(classes)."""
 
     def __init__(
-        self, config: RouterConfig, max_queued: int, queue: AdmissionQueue, forecast: Forecast
+        self, config: RouterConfig, max_queued: int, queue: AdmissionQueue, waits: WaitPredictor
     ) -> None:
         self._ttl_s = config.queue_ttl or inf
         self._refuses_late = config.refuse_late
         self.max_queued = max_queued
         self._queue = queue
-        self._forecast = forecast
+        self._waits = waits
 
     def foresee(self, waiting: Waiting) -> Waiting:
         """With what is predicted of it, and when it has waited for too long."""
         if waiting.has_run:
             return waiting
-        self._forecast.came(waiting)
-        wait_s = self._forecast.wait_s(self._queue.backlog.work_from(waiting.priority))
-        prefill_s = self._forecast.prefill_s(waiting)
+        self._waits.came(waiting)
+        wait_s = self._waits.wait_s(self._queue.backlog.work_from(waiting.priority))
+        prefill_s = self._waits.prefill_s(waiting)
         expires = waiting.arrived + self._ttl_s
         if self._refuses_late:
             latest = waiting.ttft_deadline - _PREFILL_MARGIN * prefill_s - _ON_THE_WAY_S
@@ -77,8 +77,8 @@ class Bounds:
         nearly all others that were told as much; 0: not at all, or nobody knows."""
         if not self._refuses_late or not waiting.predicted_wait_s:
             return 0.0
-        spare_s = waiting.patience_s - self._forecast.prefill_s(waiting)
-        return max(0.0, self._forecast.least_wait_s(waiting.predicted_wait_s) - spare_s)
+        spare_s = waiting.patience_s - self._waits.prefill_s(waiting)
+        return max(0.0, self._waits.least_wait_s(waiting.predicted_wait_s) - spare_s)
 
     def expire(self, ledger_now: float) -> list[Refusal]:
         """Those that have waited for too long: they do not wait any more."""

@@ -14,7 +14,6 @@ from everlift.v1 import session_pb2
 from router.admission.bounds import Bounds, Refusal
 from router.admission.eviction import Evictions
 from router.admission.fair_share import FairShare
-from router.admission.forecast import Forecast
 from router.admission.generation import Generations
 from router.admission.growth import Growth
 from router.admission.moving import ROOM, Move, Moving
@@ -23,6 +22,7 @@ from router.admission.policy import Rules
 from router.admission.queue import AdmissionQueue
 from router.admission.roll_call import RollCall
 from router.admission.running import Running, RunningTable
+from router.admission.wait_predictor import WaitPredictor
 from router.admission.waiting import Key, Ordered, Waiting
 from router.config import RouterConfig
 
@@ -75,8 +75,8 @@ class Tenure:
         self._queue = AdmissionQueue(
             rules.order, rules.class_floor, fair_share, in_turns=rules.fair_share
         )
-        self._forecast = Forecast(placement.workers)
-        self._bounds = Bounds(config, rules.max_queued, self._queue, self._forecast)
+        self._waits = WaitPredictor(placement.workers)
+        self._bounds = Bounds(config, rules.max_queued, self._queue, self._waits)
         self._running = RunningTable()
         self._moving = Moving(config.move_reserve)
         self._growth = Growth(self._running)
@@ -198,7 +198,7 @@ class Tenure:
 
     def look(self, now: float) -> None:
         """At the workers, five times a second: what is predicted is as of now. O(workers)."""
-        self._forecast.look(self.queued, now)
+        self._waits.look(self.queued, now)
 
     def expire(self, ledger_now: float) -> list[Refusal]:
         """Those that have waited for as long as they may."""
@@ -207,17 +207,17 @@ class Tenure:
     @property
     def wait_s(self) -> float | None:
         """Until all that wait now have left the queue, as predicted; None: not known."""
-        return self._forecast.wait_s(self.queued_tokens)
+        return self._waits.wait_s(self.queued_tokens)
 
     def outlook(self, num_gateways: int) -> session_pb2.Outlook:
         """What a gateway tells those that come."""
         waits = (
-            session_pb2.ClassWait(priority=priority, wait_s=self._forecast.least_wait_s(wait_s))
+            session_pb2.ClassWait(priority=priority, wait_s=self._waits.least_wait_s(wait_s))
             for priority, work in self._queue.backlog.work.items()
-            if (wait_s := self._forecast.wait_s(work)) is not None
+            if (wait_s := self._waits.wait_s(work)) is not None
         )
         return session_pb2.Outlook(
-            rooms_per_s=self._forecast.rooms_per_s / max(1, num_gateways),
+            rooms_per_s=self._waits.rooms_per_s / max(1, num_gateways),
             lowest=self._queue.backlog.lowest,
             waits=waits,
         )
@@ -236,10 +236,10 @@ class Tenure:
                 break
             overtaken = self._queue.dispatch(one.waiting)
             self._placement.reserve(one.worker_id, one.epoch, one.waiting, now)
-            self._forecast.left(one.waiting, ledger_now)
+            self._waits.left(one.waiting, ledger_now)
             placed.append(replace(one, overtaken=overtaken))
         if not self._queue:
-            self._forecast.drain.emptied()
+            self._waits.drain.emptied()
         return placed
 
     def _head(self, now: float, ledger_now: float) -> Waiting | None:

@@ -55,7 +55,7 @@ def _sampling(live: LiveRequest, choice: Choice) -> SamplingParams:
 
 def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:
     request, unfinished = live.request, live.unfinished
-    forecast = live.prediction.forecast
+    length = live.prediction.length
     return session_pb2.Waiting(
         request_id=request.request_id,
         arrived=live.arrived,
@@ -71,7 +71,7 @@ def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2
         moves_left=moves_left,
         suspect=is_suspect,
         predicted_tokens=sum(
-            forecast.to_come(len(choice.output), request.max_tokens) for choice in unfinished
+            length.to_come(len(choice.output), request.max_tokens) for choice in unfinished
         ),
         predicted_total=live.predicted_total,
         predicted_rank=live.predicted_rank,

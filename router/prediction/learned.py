@@ -9,8 +9,8 @@ from statistics import NormalDist
 
 from router.prediction.asked import Asked, narrowest
 from router.prediction.corrections import Corrections
-from router.prediction.forecast import Forecast
 from router.prediction.histories import Histories
+from router.prediction.length_distribution import LengthDistribution
 from router.prediction.model import QUANTILES, Model
 from router.prediction.trust import Trust
 
@@ -26,12 +26,12 @@ _SHORTEST, _LONGEST = 0.0, log(1 << 30)
 @dataclass(frozen=True, slots=True)
 class Guess:
     """What was predicted of a request's outputs, believed or not: ``logs``, the
-    corrected quantiles' natural logarithms, and the ``forecast`` that follows from them. Of the
+    corrected quantiles' natural logarithms, and the ``length`` that follows from them. Of the
     request it keeps its ``groups`` alone: a million may wait."""
 
     groups: tuple[str, ...]
     logs: tuple[float, ...]
-    forecast: Forecast
+    length: LengthDistribution
     #: expected of an output
     tokens: int
 
@@ -47,8 +47,8 @@ class Learned:
     def guess(self, asked: Asked) -> Guess:
         logs = self._forest.sums(self._histories.features(asked))
         corrected = tuple(self._corrections.apply(narrowest(asked.groups), logs))
-        forecast = _forecast(corrected)
-        return Guess(asked.groups, corrected, forecast, forecast.to_come(0, asked.max_tokens))
+        length = _length(corrected)
+        return Guess(asked.groups, corrected, length, length.to_come(0, asked.max_tokens))
 
     def note(self, guess: Guess, num_tokens: int) -> None:
         """An output ended."""
@@ -59,7 +59,7 @@ class Learned:
         self.trust.note(guess.tokens, within, num_tokens)
 
 
-def _forecast(logs: Sequence[float]) -> Forecast:
+def _length(logs: Sequence[float]) -> LengthDistribution:
     """With these quantiles."""
     low, high = sorted(min(max(_SHORTEST, each), _LONGEST) for each in logs)
-    return Forecast(exp(low), min(_WIDEST, (high - low) / _APART))
+    return LengthDistribution(exp(low), min(_WIDEST, (high - low) / _APART))

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from everlift.messages import Request
 from everlift.text import Tokenizer
 from router.prediction.asked import asked
-from router.prediction.forecast import Forecast
 from router.prediction.histories import Histories
 from router.prediction.learned import Guess, Learned
+from router.prediction.length_distribution import LengthDistribution
 from router.prediction.model import Model
 from router.prediction.output_lengths import OutputLengths
 from router.prediction.recent_ranks import RecentRanks
@@ -27,10 +27,10 @@ _NO_RANK = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of each output of a request the ``forecast``, which knows nothing of its ``max_tokens``;
+    """Of each output of a request the ``length``, which knows nothing of its ``max_tokens``;
     ``rank`` is the part of the requests lately whose outputs together are shorter."""
 
-    forecast: Forecast
+    length: LengthDistribution
     rank: float = _NO_RANK
     guess: Guess | None = None
     #: who made the guess
@@ -40,7 +40,7 @@ class Prediction:
 
     def output_tokens(self, request: Request) -> int:
         """Of all its outputs."""
-        return request.n * self.forecast.to_come(0, request.max_tokens)
+        return request.n * self.length.to_come(0, request.max_tokens)
 
     def total_tokens(self, request: Request) -> int:
         """Of its prompt and all its outputs."""
@@ -48,7 +48,7 @@ class Prediction:
 
 
 #: Before anything is predicted.
-NOTHING = Prediction(Forecast(0.0), is_certain=True)
+NOTHING = Prediction(LengthDistribution(0.0), is_certain=True)
 
 
 class Predictor:
@@ -77,20 +77,22 @@ class Predictor:
     def predict(self, request: Request, moment: float) -> Prediction:
         """``moment`` is ledger time in seconds."""
         if not request.stop and not request.stop_token_ids:
-            forecast = Forecast(request.max_tokens)
-            return Prediction(forecast, self._rank(request, forecast), is_certain=True)
+            length = LengthDistribution(request.max_tokens)
+            return Prediction(length, self._rank(request, length), is_certain=True)
         if self._learned is None:
-            return Prediction(Forecast(self._lengths.mean))
+            return Prediction(LengthDistribution(self._lengths.mean))
         guess = self._learned.guess(asked(request, self._tokenizer, moment))
         if not self._learned.trust.is_trusted:
-            return Prediction(Forecast(self._lengths.mean), guess=guess, learned=self._learned)
-        rank = self._rank(request, guess.forecast)
-        return Prediction(guess.forecast, rank, guess, self._learned)
+            return Prediction(
+                LengthDistribution(self._lengths.mean), guess=guess, learned=self._learned
+            )
+        rank = self._rank(request, guess.length)
+        return Prediction(guess.length, rank, guess, self._learned)
 
-    def _rank(self, request: Request, forecast: Forecast) -> float:
+    def _rank(self, request: Request, length: LengthDistribution) -> float:
         if self._learned is None or not self._learned.trust.is_trusted:
             return _NO_RANK
-        return self._ranks.rank(request.n * forecast.to_come(0, request.max_tokens))
+        return self._ranks.rank(request.n * length.to_come(0, request.max_tokens))
 
     def note(self, prediction: Prediction, num_tokens: int) -> bool:
         """An output ended, by itself or by its ``max_tokens``. Whether others are trusted from now

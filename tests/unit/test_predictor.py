@@ -114,7 +114,7 @@ def test_predictions_that_are_worth_nothing_become_constant_and_come_back() -> N
     assert made.trust is not None and not made.trust.is_trusted
     assert abs(made.trust.tau) < 0.1
     predictions = [made.predict(request(it), it.arrived) for it in requests[:50]]
-    assert len({it.forecast for it in predictions}) == 1
+    assert len({it.length for it in predictions}) == 1
     assert {it.rank for it in predictions} == {0.5}
     told(made, requests)
     assert made.trust.is_trusted and made.trust.tau > 0.5

@@ -46,7 +46,7 @@ class Least:
         self.part = min(1.0, self.part * exp(_STEP * (_QUANTILE - is_below)))
 
 
-class Forecast:
+class WaitPredictor:
     """``workers`` are those of the leader. Between two times that it looks at them a prediction
     costs O(1)."""
 

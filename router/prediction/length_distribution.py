@@ -12,7 +12,7 @@ _LEAST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class LengthDistribution:
     """A log-normal length in tokens, of one output that nothing cuts off: ``median``, and ``sigma``
     the standard deviation of its logarithm. With a sigma of 0 it is the median."""
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from router.admission.forecast import Forecast, Least
 from router.admission.pace import Pace, Work
 from router.admission.step_fit import FittedStepTime
 from router.admission.step_time import Roofline, StepSize
+from router.admission.wait_predictor import Least, WaitPredictor
 from router.admission.worker_view import Capacity, Load, WorkerView
 from tests.admission_support import waiting
 
@@ -35,8 +35,8 @@ def worker(load: Load | None = None, fit: FittedStepTime | None = None) -> Worke
     return WorkerView(CAPACITY, load, fit or known(), pace)
 
 
-def forecast_of(*workers: WorkerView) -> Forecast:
-    forecast = Forecast({f"w{number}": it for number, it in enumerate(workers)})
+def forecast_of(*workers: WorkerView) -> WaitPredictor:
+    forecast = WaitPredictor({f"w{number}": it for number, it in enumerate(workers)})
     forecast.look(0, now=0.0)
     return forecast
 

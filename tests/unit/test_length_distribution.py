@@ -10,27 +10,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prediction.forecast import Forecast
+from router.prediction.length_distribution import LengthDistribution
 
 
 def test_a_length_without_a_spread_is_what_it_is() -> None:
-    assert Forecast(100).to_come(0, 1000) == 100
-    assert Forecast(100).to_come(30, 1000) == 70
-    assert Forecast(100).to_come(100, 1000) == 1
-    assert Forecast(100).to_come(400, 1000) == 1
+    assert LengthDistribution(100).to_come(0, 1000) == 100
+    assert LengthDistribution(100).to_come(30, 1000) == 70
+    assert LengthDistribution(100).to_come(100, 1000) == 1
+    assert LengthDistribution(100).to_come(400, 1000) == 1
 
 
 def test_no_output_gets_longer_than_it_may() -> None:
-    assert Forecast(100).to_come(0, 16) == 16
-    assert Forecast(100).to_come(15, 16) == 1
-    assert Forecast(100).to_come(16, 16) == 0
-    assert Forecast(100, 3.0).to_come(0, 16) == 16
+    assert LengthDistribution(100).to_come(0, 16) == 16
+    assert LengthDistribution(100).to_come(15, 16) == 1
+    assert LengthDistribution(100).to_come(16, 16) == 0
+    assert LengthDistribution(100, 3.0).to_come(0, 16) == 16
 
 
 def test_a_mean_is_that_of_the_distribution() -> None:
     dice = random.Random(5)
     drawn = [dice.lognormvariate(log(200), 0.7) for _ in range(200_000)]
-    forecast = Forecast(200, 0.7)
+    forecast = LengthDistribution(200, 0.7)
     for made in (0, 50, 200, 600):
         left = [each - made for each in drawn if each > made]
         assert forecast.to_come(made, 1 << 30) == pytest.approx(fmean(left), rel=0.03)
@@ -40,7 +40,7 @@ def test_within_a_quantile_stays_its_part_of_the_outputs() -> None:
     dice = random.Random(6)
     drawn = [dice.lognormvariate(log(200), 0.7) for _ in range(20_000)]
     for part in (0.1, 0.5, 0.9):
-        within = fmean(each <= Forecast(200, 0.7).quantile(part) for each in drawn)
+        within = fmean(each <= LengthDistribution(200, 0.7).quantile(part) for each in drawn)
         assert within == pytest.approx(part, abs=0.01)
 
 
@@ -48,5 +48,5 @@ def test_within_a_quantile_stays_its_part_of_the_outputs() -> None:
 def test_whatever_is_predicted_at_least_one_token_comes_and_never_too_many(
     median: float, sigma: float, made: int, max_tokens: int
 ) -> None:
-    to_come = Forecast(median, sigma).to_come(made, max_tokens)
+    to_come = LengthDistribution(median, sigma).to_come(made, max_tokens)
     assert to_come == max(0, max_tokens - made) or 1 <= to_come <= max_tokens - made
