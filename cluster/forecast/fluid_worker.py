@@ -14,10 +14,10 @@ few. What is not as there:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil
 
+from cluster.forecast.flow import Flow, Steps, blocks_of
 from cluster.forecast.frame import Frame
 from cluster.forecast.scenario import WorkerSpec
 from cluster.forecast.sequence import TOKEN, NamedSequence
@@ -29,48 +29,6 @@ from router.admission.step_time import StepSize
 from router.admission.worker_view import Capacity, Load
 from worker.limits import blocks_for
 from worker.outcome import NO_NEWS, News, Outcome, Residence, Stop
-
-
-@dataclass(slots=True, eq=False)
-class _Flow:
-    """One sequence. While it decodes it knows one token more with each step after ``since``."""
-
-    sequence: NamedSequence
-    order: int
-    known: int
-    #: of the known ones, to be computed before the next token is drawn
-    left: int
-    #: of the known ones, computed at some time
-    computed: int
-    #: known tokens when it has drawn its last one
-    last: int
-    since: int = 0
-    decodes: bool = False
-    has_slot: bool = False
-    is_preempted: bool = False
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Who comes in first has the smallest."""
-        return (-self.sequence.priority, self.order)
-
-
-@dataclass(slots=True)
-class _Steps:
-    """So many steps under way, which all take as long."""
-
-    number: int
-    began: float
-    step_s: float
-    size: StepSize
-    #: prompt tokens that each of these computes
-    shares: list[tuple[_Flow, int]]
-
-    def over(self, now: float) -> int:
-        """As many have come to their end."""
-        if self.shares:
-            return 0
-        return min(self.number, int((now - self.began) / self.step_s + 1e-9))
 
 
 class FluidWorker:
@@ -86,23 +44,23 @@ class FluidWorker:
         self._spec = spec
         self._timeline = timeline
         self._tell_router = tell
-        self._flows: dict[int, _Flow] = {}
+        self._flows: dict[int, Flow] = {}
         self._orders = 0
-        self._starts: list[_Flow] = []
+        self._starts: list[Flow] = []
         self._aborts: list[int] = []
         self._accepted: list[int] = []
         #: who has no slot, and who has one and prefills; those that are gone are left in the first
-        self._waiting: list[tuple[tuple[int, int], _Flow]] = []
+        self._waiting: list[tuple[tuple[int, int], Flow]] = []
         self._num_waiting = 0
-        self._prefilling: list[_Flow] = []
+        self._prefilling: list[Flow] = []
         #: of those that decode: their ends, by step, and their known tokens
-        self._ends: list[tuple[int, int, _Flow]] = []
+        self._ends: list[tuple[int, int, Flow]] = []
         self._num_decoding = 0
         self._decoding_tokens = 0
         #: known tokens of all others, and what is left of them
         self._other_tokens = 0
         self._pending_tokens = 0
-        self._steps: _Steps | None = None
+        self._steps: Steps | None = None
         self._turns = 0
         self._frames = 0
         self._told_at = timeline.now
@@ -133,7 +91,7 @@ class FluidWorker:
             self._orders += 1
             before = sequence.num_computed_before
             last = min(sequence.num_prompt + sequence.max_tokens, self.limits.max_model_len)
-            self._starts.append(_Flow(sequence, self._orders, known, known, before, last))
+            self._starts.append(Flow(sequence, self._orders, known, known, before, last))
             self._other_tokens += known
             self._pending_tokens += known
         self._tell([end] if end else [])
@@ -175,7 +133,7 @@ class FluidWorker:
             steps.number = number
             self._expect(steps)
 
-    def _expect(self, steps: _Steps) -> None:
+    def _expect(self, steps: Steps) -> None:
         self._turns += 1
         moment = max(self._timeline.now, steps.began + steps.number * steps.step_s)
         self._timeline.at(moment, self._are_over, self._turns)
@@ -213,7 +171,7 @@ class FluidWorker:
         number = 1 if shares else self._number_alike()
         size = self._size(shares, number)
         seconds = self._spec.step_time.seconds(size) * self._spec.slowness
-        self._steps = _Steps(number, self._timeline.now, seconds, size, shares)
+        self._steps = Steps(number, self._timeline.now, seconds, size, shares)
         self._expect(self._steps)
 
     def _take_orders(self) -> list[Outcome]:
@@ -229,13 +187,13 @@ class FluidWorker:
         self._starts, self._aborts = [], []
         return returned
 
-    def _wait(self, flow: _Flow) -> None:
+    def _wait(self, flow: Flow) -> None:
         heappush(self._waiting, (flow.place, flow))
         self._num_waiting += 1
 
     # slots and blocks
 
-    def _leave(self, flow: _Flow) -> None:
+    def _leave(self, flow: Flow) -> None:
         """It is here no more."""
         del self._flows[flow.sequence.key.epoch]
         if flow.has_slot:
@@ -245,7 +203,7 @@ class FluidWorker:
         self._other_tokens -= flow.known
         self._pending_tokens -= flow.left
 
-    def _give_up(self, flow: _Flow) -> None:
+    def _give_up(self, flow: Flow) -> None:
         """Its slot and its blocks. What is known of it has all to be computed again."""
         if flow.decodes:
             known = flow.known + self._step - flow.since
@@ -268,7 +226,7 @@ class FluidWorker:
     @property
     def _blocks_used(self) -> float:
         tokens = self._decoding_tokens + sum(it.known for it in self._prefilling)
-        return _blocks(tokens, self._num_running)
+        return blocks_of(tokens, self._num_running)
 
     def _make_room(self) -> list[Outcome]:
         """For the next token of all that decode: of the lowest class, who knows least gives up its
@@ -283,7 +241,7 @@ class FluidWorker:
             told.append(self._outcome(victim, (), news=News(Residence.PREEMPTED, 1)))
         return told
 
-    def _known(self, flow: _Flow) -> int:
+    def _known(self, flow: Flow) -> int:
         return flow.known + (self._step - flow.since if flow.decodes else 0)
 
     def _admit(self) -> None:
@@ -296,7 +254,7 @@ class FluidWorker:
             if not self._is_here(head):
                 heappop(self._waiting)
                 continue
-            needed = _blocks(head.known, 1)
+            needed = blocks_of(head.known, 1)
             watermark = limits.watermark_blocks if self._num_running else 0
             if used + needed + watermark > limits.num_blocks:
                 break
@@ -307,12 +265,12 @@ class FluidWorker:
             used += needed
             budget -= head.left
 
-    def _is_here(self, flow: _Flow) -> bool:
+    def _is_here(self, flow: Flow) -> bool:
         return self._flows.get(flow.sequence.key.epoch) is flow and not flow.has_slot
 
     # steps
 
-    def _shares(self) -> list[tuple[_Flow, int]]:
+    def _shares(self) -> list[tuple[Flow, int]]:
         budget = self.limits.max_num_batched_tokens - self._num_decoding
         shares = []
         for flow in self._prefilling:
@@ -333,7 +291,7 @@ class FluidWorker:
         room = (self.limits.num_blocks - self._blocks_used) * BLOCK_SIZE / self._num_decoding
         return max(1, min(self._ends[0][0] - self._step, ceil(room)))
 
-    def _size(self, shares: Sequence[tuple[_Flow, int]], number: int) -> StepSize:
+    def _size(self, shares: Sequence[tuple[Flow, int]], number: int) -> StepSize:
         """Of the step in the middle."""
         decoding = self._num_decoding
         kv_tokens = self._decoding_tokens + decoding * (number - 1) / 2
@@ -345,14 +303,14 @@ class FluidWorker:
             pairs += share * (2 * end - share + 1) / 2
         return StepSize(decoding + len(shares), tokens, kv_tokens, pairs)
 
-    def _prefilled(self, shares: Sequence[tuple[_Flow, int]]) -> Iterator[Outcome]:
+    def _prefilled(self, shares: Sequence[tuple[Flow, int]]) -> Iterator[Outcome]:
         for flow, share in shares:
             flow.left -= share
             self._pending_tokens -= share
             if not flow.left:
                 yield self._begin_to_decode(flow)
 
-    def _begin_to_decode(self, flow: _Flow) -> Outcome:
+    def _begin_to_decode(self, flow: Flow) -> Outcome:
         """It draws its next token."""
         news = NO_NEWS
         if flow.computed or flow.is_preempted:
@@ -386,7 +344,7 @@ class FluidWorker:
 
     def _outcome(
         self,
-        flow: _Flow,
+        flow: Flow,
         tokens: tuple[int, ...],
         stop: Stop | None = None,
         news: News = NO_NEWS,
@@ -440,8 +398,3 @@ class FluidWorker:
         if self._timeline.now >= self._told_at + beat_s:
             self._tell()
         self._timeline.at(self._told_at + beat_s, self._beat)
-
-
-def _blocks(tokens: int, sequences: int) -> float:
-    """Of the last one of each sequence half is in use, about."""
-    return tokens / BLOCK_SIZE + sequences / 2

@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 
 from cluster.forecast.arrival import Arrival
+from cluster.forecast.forecast import Forecast
 from cluster.forecast.scenario import Scenario, WorkerSpec
 from cluster.forecast.simulate import simulate
 from router.admission.step_time import Roofline
@@ -60,6 +61,14 @@ class Clock:
         self.cpu_s = time.process_time() - self._began
 
 
+def measure(workers: int, rate: float, seconds: float) -> tuple[float, Forecast]:
+    """Seconds of CPU, and what it came to; ``rate`` requests a second for each worker."""
+    scenario = Scenario.uniform(workers, WorkerSpec(ENGINE, H200_8B))
+    clock = Clock(conversations(rate * workers, WARM_UP_S + seconds))
+    forecast = simulate(clock, scenario)
+    return clock.cpu_s, forecast
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workers", type=int, default=100)
@@ -67,11 +76,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--out", type=Path, default=Path("build/bench/forecast_speed.json"))
     args = parser.parse_args()
-    rate = args.rate * args.workers
-    scenario = Scenario.uniform(args.workers, WorkerSpec(ENGINE, H200_8B))
-    clock = Clock(conversations(rate, WARM_UP_S + args.seconds))
-    forecast = simulate(clock, scenario)
-    cpu_s = clock.cpu_s
+    cpu_s, forecast = measure(args.workers, args.rate, args.seconds)
     summary, speed = forecast.summary(), args.seconds / cpu_s
     report.write(
         args.out,
@@ -82,7 +87,7 @@ def main() -> None:
             "requests": summary.requests,
             "steps": forecast.num_steps,
             "jumped": forecast.num_jumped,
-            "cpu_ms_per_request": 1e3 * cpu_s / (rate * args.seconds),
+            "cpu_ms_per_request": 1e3 * cpu_s / (args.rate * args.workers * args.seconds),
             "ttft_p99_s": summary.ttft_s.p99,
             "tpot_mean_s": summary.tpot_s.mean,
         },

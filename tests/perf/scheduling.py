@@ -1,10 +1,13 @@
 """Admission: what the queue costs, and what its orders do to requests.
 
-    python tests/perf/scheduling.py [--parts queue turns live] [--out FILE]
+    python tests/perf/scheduling.py [--parts queue turns forecast live] [--out FILE]
 
 queue   a push and a pop, by how many wait (scheduling_queue.py)
 turns   how far tenants are apart in what they were served, and what turns cost
         (scheduling_turns.py)
+forecast
+        bindings, orders and bounds at sizes and loads that no machine here has, in virtual time
+        (scheduling_forecast.py)
 live    the orders under an overload of a real engine (scheduling_live.py); takes eight minutes for
         each case and round
 
@@ -23,7 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from router.admission.policy import ORDERS
-from tests.perf import checkpoints, report, scheduling_live, scheduling_queue, scheduling_turns
+from tests.perf import (
+    checkpoints,
+    report,
+    scheduling_forecast,
+    scheduling_live,
+    scheduling_queue,
+    scheduling_turns,
+)
 from tests.perf.online_parts import adopt_orphans
 from tests.perf.scheduling_live import Figures, Plan
 
@@ -86,7 +96,12 @@ def live(options: argparse.Namespace) -> Part:
     }
 
 
-PARTS = {"queue": queue, "turns": turns, "live": live}
+def forecast(options: argparse.Namespace) -> Part:
+    raw = scheduling_forecast.measure()
+    return {"settings": {}, "raw": raw, "ratios": scheduling_forecast.ratios(raw)}
+
+
+PARTS = {"queue": queue, "turns": turns, "forecast": forecast, "live": live}
 
 
 def main() -> None:

@@ -1,0 +1,271 @@
+"""What decides who boards next, and where, at sizes and loads that no machine here has.
+
+Everything is in virtual time, so these figures are the same on every machine, but for the speed of
+forecasting itself. Workers are H200s with a model of 8 billion parameters (cluster/forecast). Loads
+are parts of the rate at which such workers finish requests when they always have enough, which is
+found by giving them 1.5 times what an estimate says.
+
+    binding     the global queue, and workers that are bound early: p99 TTFT of conversations
+    orders      who leaves first, under loads up to 1.3: chats, 64 slots
+    overload    goodput, with and without bounds: conversations
+    fluid       workers in a few numbers each against exact ones
+    speed       virtual seconds by seconds of CPU, a hundred exact workers (forecast_speed.py)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from math import inf
+from typing import Any
+
+from cluster.forecast.forecast import Forecast
+from cluster.forecast.hardware.gpu import GPUS
+from cluster.forecast.hardware.kind import on_gpus
+from cluster.forecast.hardware.model_size import MODELS
+from cluster.forecast.saturation import saturation_rate
+from cluster.forecast.scenario import EarlyBinding, Scenario, WorkerSpec
+from cluster.forecast.simulate import simulate
+from cluster.forecast.summary import Slo, Summary
+from cluster.forecast.workloads.known import WORKLOADS
+from cluster.forecast.workloads.workload import Workload
+from everlift import settings
+from router.config import Order, RouterConfig
+from tests.perf import forecast_speed
+from worker.config import WorkerConfig
+
+Figures = dict[str, float]
+
+_KIND = on_gpus(GPUS["h200"], MODELS["llama-3.1-8b"])
+#: Until queues and batches are as they stay.
+_WARM_UP_S = 20.0
+_SEED = 1
+SLO = Slo(ttft_s=1.0, tpot_s=0.05)
+#: What an output's predicted length is off by: Kendall's tau of these is that of the names (a
+#: normal error of a logarithm whose own deviation is 0.9).
+TAUS: Mapping[str, float] = {"tau 0.3": 1.77, "tau 0.6": 0.65, "oracle": 0.0}
+
+
+def plain(name: str) -> Workload:
+    """Of one tenant and class, without targets, at a steady rate."""
+    return replace(
+        WORKLOADS[name].without_drift(),
+        tenants={"": 1.0},
+        classes={0: 1.0},
+        ttft_target_s=inf,
+        deadline_s=inf,
+    )
+
+
+CONVERSATIONS, CHATS = plain("azure-conversation"), plain("chat")
+
+
+def spec(slowness: float = 1.0, **changes: Any) -> WorkerSpec:
+    config = settings.load(WorkerConfig, {"model": "fake", **_KIND.worker, **changes})
+    return WorkerSpec(config, _KIND.step_time, slowness)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``load`` of what ``workers`` can do; what comes in the warm-up does not count. Everybody is
+    waited for."""
+
+    workload: Workload
+    workers: tuple[WorkerSpec, ...]
+    load: float
+    duration_s: float
+    router: RouterConfig = RouterConfig(max_queued=10**9)  # noqa: RUF009 it is frozen
+    early: EarlyBinding | None = None
+    fluid: bool = False
+    foresight_sigma: float | None = None
+
+    def forecast(self) -> Forecast:
+        rate = self.load * sum(_rate(self.workload, it) for it in self.workers)
+        arrivals = self.workload.at_rate(rate).arrivals(_SEED)
+        until = _WARM_UP_S + self.duration_s
+        scenario = Scenario(
+            self.workers,
+            self.router,
+            early=self.early,
+            fluid=self.fluid,
+            foresight_sigma=self.foresight_sigma,
+            weights=None,
+        )
+        return simulate(takewhile(lambda it: it.at < until, arrivals), scenario)
+
+    def summary(self) -> Summary:
+        return self.forecast().summary(SLO, lambda record: record.arrival.at >= _WARM_UP_S)
+
+
+_rates: dict[tuple[str, WorkerSpec], float] = {}
+
+
+def _rate(workload: Workload, worker: WorkerSpec) -> float:
+    """Requests a second that it finishes when it always has enough."""
+    key = workload.name, worker
+    if key not in _rates:
+        sample = workload.arrivals(_SEED)
+        estimate = saturation_rate([next(sample) for _ in range(2000)], worker)
+        rate, until = 1.5 * estimate, 4 * _WARM_UP_S
+        arrivals = workload.at_rate(rate).arrivals(_SEED)
+        scenario = Scenario((worker,), RouterConfig(max_queued=10**9), fluid=True, weights=None)
+        forecast = simulate(takewhile(lambda it: it.at < until, arrivals), scenario)
+        ended = sum(_WARM_UP_S <= it.finished < until for it in forecast.records)
+        _rates[key] = ended / (until - _WARM_UP_S)
+    return _rates[key]
+
+
+# binding
+
+BINDINGS: Mapping[str, EarlyBinding | None] = {
+    "global": None,
+    "jsq": EarlyBinding("jsq"),
+    "p2c": EarlyBinding("p2c"),
+    "round robin": EarlyBinding("round_robin"),
+    "jsq, 1 s old": EarlyBinding("jsq", 1.0),
+    "p2c, 1 s old": EarlyBinding("p2c", 1.0),
+}
+
+
+def binding(runs: Mapping[str, Run]) -> dict[str, Figures]:
+    """p99 TTFT in ms, by run and binding."""
+    return {
+        name: {
+            how: 1e3 * replace(run, early=early).summary().ttft_s.p99
+            for how, early in BINDINGS.items()
+        }
+        for name, run in runs.items()
+    }
+
+
+def binding_runs() -> dict[str, Run]:
+    uniform = (spec(),)
+    short = (spec(num_blocks=60_000 // 32),)
+    return {
+        "8 workers, load 0.7": Run(CONVERSATIONS, 8 * uniform, 0.7, 120.0),
+        "8 workers, load 0.9": Run(CONVERSATIONS, 8 * uniform, 0.9, 120.0),
+        "8 workers, one at half speed, load 0.9": Run(
+            CONVERSATIONS, (*7 * uniform, spec(slowness=2.0)), 0.9, 120.0
+        ),
+        "8 workers, 60,000 tokens of KV, reasoning, load 0.85": Run(
+            plain("reasoning"), 8 * short, 0.85, 600.0, fluid=True
+        ),
+        "64 workers, load 0.9": Run(CONVERSATIONS, 64 * uniform, 0.9, 60.0, fluid=True),
+        "1,000 workers, load 0.9": Run(CONVERSATIONS, 1000 * uniform, 0.9, 10.0, fluid=True),
+    }
+
+
+# orders
+
+ORDERS: tuple[Order, ...] = ("fifo", "shortest", "ranked", "hrrn")
+LOADS = (0.7, 0.9, 1.1, 1.3)
+
+
+def orders() -> dict[str, dict[str, Figures]]:
+    """By load, then by order and how well lengths are foreseen."""
+    found: dict[str, dict[str, Figures]] = {}
+    for load in LOADS:
+        of_load = found[f"{load:g}"] = {}
+        for order in ORDERS:
+            for how, sigma in TAUS.items() if order != "fifo" else {"": 0.0}.items():
+                run = Run(
+                    CHATS,
+                    4 * (spec(max_num_seqs=64),),
+                    load,
+                    120.0,
+                    RouterConfig(order=order, max_queued=10**9),
+                    fluid=True,
+                    foresight_sigma=sigma,
+                )
+                of_load[f"{order} {how}".strip()] = _latencies(run.summary())
+    return found
+
+
+def _latencies(summary: Summary) -> Figures:
+    return {
+        "ttft_mean_s": summary.ttft_s.mean,
+        "ttft_p99_s": summary.ttft_s.p99,
+        "normalised_latency_mean_ms": 1e3 * summary.normalised_latency_s.mean,
+        "good_share": summary.good_share,
+        "overtaken_p99": summary.overtaken.p99,
+    }
+
+
+# overload
+
+
+def overload() -> dict[str, Figures]:
+    """Requests a second that kept the SLO, by what the workers can do."""
+    targeted = replace(CONVERSATIONS, ttft_target_s=SLO.ttft_s)
+    bounded = RouterConfig(max_queued=10**9, refuse_late=True, tpot_target=SLO.tpot_s)
+    routers = {"unbounded": RouterConfig(max_queued=10**9), "bounded": bounded}
+    workers = 8 * (spec(),)
+    capacity = sum(_rate(targeted, it) for it in workers)
+    found: dict[str, Figures] = {}
+    for name, router in routers.items():
+        found[name] = {}
+        for load in (0.8, 1.0, 1.1, 1.3, 1.6):
+            run = Run(targeted, workers, load, 60.0, router, fluid=True)
+            summary = run.summary()
+            found[name][f"{load:g}"] = summary.good_share * load
+    return found | {"capacity": {"requests_per_s": capacity}}
+
+
+# fluid workers, and speed
+
+
+def fluid() -> dict[str, dict[str, Figures]]:
+    """Of fluid and of exact workers the same figures, and by how much the first are off."""
+    found = {}
+    for number, duration_s in ((8, 60.0), (64, 10.0)):
+        run = Run(CONVERSATIONS, number * (spec(),), 0.9, duration_s)
+        exact, rough = (_both(replace(run, fluid=it).summary()) for it in (False, True))
+        errors = {name: rough[name] / exact[name] - 1 for name in exact}
+        found[f"{number} workers"] = {"exact": exact, "fluid": rough, "error": errors}
+    return found
+
+
+def _both(summary: Summary) -> Figures:
+    ttft, latency = summary.ttft_s, summary.latency_s
+    return {
+        "ttft_p50_s": ttft.p50,
+        "ttft_p90_s": ttft.p90,
+        "latency_p50_s": latency.p50,
+        "latency_p90_s": latency.p90,
+    }
+
+
+def speed(workers: int = 100, seconds: float = 5.0) -> float:
+    """Virtual seconds by seconds of CPU, at 0.8 of saturation."""
+    cpu_s, _ = forecast_speed.measure(workers, rate=15.5, seconds=seconds)
+    return seconds / cpu_s
+
+
+def measure() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, part in {
+        "binding_p99_ttft_ms": lambda: binding(binding_runs()),
+        "orders": orders,
+        "goodput": overload,
+        "fluid": fluid,
+        "speed_100_workers": speed,
+    }.items():
+        began = time.perf_counter()
+        found[name] = part()
+        print(name, round(time.perf_counter() - began), "s", found[name], flush=True)
+    return found
+
+
+def ratios(found: Mapping[str, Any]) -> Figures:
+    at_90 = found["binding_p99_ttft_ms"]["8 workers, load 0.9"]
+    bounded = found["goodput"]["bounded"]
+    errors = [abs(it) for run in found["fluid"].values() for it in run["error"].values()]
+    return {
+        "global_p99_ttft_vs_p2c": at_90["global"] / at_90["p2c"],
+        "global_p99_ttft_vs_jsq": at_90["global"] / at_90["jsq"],
+        "goodput_1_3_vs_1_0": bounded["1.3"] / bounded["1"],
+        "fluid_model_error": max(errors),
+        "simulator_speed_100_workers": found["speed_100_workers"],
+    }
