@@ -32,6 +32,7 @@ from cluster.forecast.summary import Slo, Summary
 from cluster.forecast.workloads.known import WORKLOADS
 from cluster.forecast.workloads.workload import Workload
 from everlift import settings
+from everlift.blockhash import BLOCK_SIZE
 from router.config import Order, RouterConfig
 from tests.perf import forecast_speed
 from worker.config import WorkerConfig
@@ -141,19 +142,20 @@ def binding(runs: Mapping[str, Run]) -> dict[str, Figures]:
 
 
 def binding_runs() -> dict[str, Run]:
-    uniform = (spec(),)
-    short = (spec(num_blocks=60_000 // 32),)
+    """Exact workers where the ratios are taken from."""
+    uniform, slow = (spec(),), (spec(slowness=2.0),)
+    short = (spec(num_blocks=60_000 // BLOCK_SIZE),)
+    exact = Run(CONVERSATIONS, 8 * uniform, 0.9, 60.0)
+    rough = replace(exact, duration_s=120.0, fluid=True)
     return {
-        "8 workers, load 0.7": Run(CONVERSATIONS, 8 * uniform, 0.7, 120.0),
-        "8 workers, load 0.9": Run(CONVERSATIONS, 8 * uniform, 0.9, 120.0),
-        "8 workers, one at half speed, load 0.9": Run(
-            CONVERSATIONS, (*7 * uniform, spec(slowness=2.0)), 0.9, 120.0
-        ),
+        "8 workers, load 0.9": exact,
+        "8 workers, load 0.7": replace(rough, load=0.7),
+        "8 workers, one at half speed, load 0.9": replace(rough, workers=7 * uniform + slow),
         "8 workers, 60,000 tokens of KV, reasoning, load 0.85": Run(
             plain("reasoning"), 8 * short, 0.85, 600.0, fluid=True
         ),
-        "64 workers, load 0.9": Run(CONVERSATIONS, 64 * uniform, 0.9, 60.0, fluid=True),
-        "1,000 workers, load 0.9": Run(CONVERSATIONS, 1000 * uniform, 0.9, 10.0, fluid=True),
+        "64 workers, load 0.9": replace(rough, workers=64 * uniform, duration_s=30.0),
+        "1,000 workers, load 0.9": replace(rough, workers=1000 * uniform, duration_s=5.0),
     }
 
 
@@ -219,7 +221,7 @@ def overload() -> dict[str, Figures]:
 def fluid() -> dict[str, dict[str, Figures]]:
     """Of fluid and of exact workers the same figures, and by how much the first are off."""
     found = {}
-    for number, duration_s in ((8, 60.0), (64, 10.0)):
+    for number, duration_s in ((8, 60.0), (64, 5.0)):
         run = Run(CONVERSATIONS, number * (spec(),), 0.9, duration_s)
         exact, rough = (_both(replace(run, fluid=it).summary()) for it in (False, True))
         errors = {name: rough[name] / exact[name] - 1 for name in exact}
