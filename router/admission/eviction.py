@@ -67,11 +67,19 @@ def _wait(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:
 
 
 class Evictions:
-    """``occupants`` answers the ids of the requests that have a slot of a worker."""
+    """``occupants`` answers the ids of the requests that have a slot of a worker. Before one that
+    comes this way no more than ``max_pending_prefill`` tokens may be pending with its own, as with
+    a credit; but only those of its class and higher ones count, which go before it."""
 
-    def __init__(self, running: RunningTable, occupants: Callable[[str], Collection[str]]) -> None:
+    def __init__(
+        self,
+        running: RunningTable,
+        occupants: Callable[[str], Collection[str]],
+        max_pending_prefill: int,
+    ) -> None:
         self._running = running
         self._occupants = occupants
+        self._max_pending_prefill = max_pending_prefill
 
     def choose(
         self,
@@ -103,18 +111,26 @@ class Evictions:
     def _cheapest(
         self, waiting: Waiting, workers: Mapping[str, WorkerView], spared: Collection[str]
     ) -> Eviction | None:
-        """Where the victims' known tokens are the fewest, none of them among the ``spared``; None
-        where no victims make enough room."""
+        """Where the victims' known tokens are the fewest, none of them among the ``spared``, then
+        the least prefill pending; None where no victims make enough room."""
         found = [
-            (sum(victim.known_tokens for victim in victims), worker_id, victims)
-            for worker_id, worker in workers.items()
+            (sum(victim.known_tokens for victim in victims), worker.pending_prefill, it, victims)
+            for it, worker in workers.items()
             if worker.is_open and not worker.is_slow
-            if (victims := self._victims(waiting, worker_id, worker, spared)) is not None
+            if (victims := self._victims(waiting, it, worker, spared)) is not None
         ]
-        if not found:
-            return None
-        _, worker_id, victims = min(found, key=lambda it: it[:2])
-        return Eviction(worker_id, victims)
+        found.sort(key=lambda it: it[:3])
+        cheapest = (
+            Eviction(worker_id, victims)
+            for *_, worker_id, victims in found
+            if self._is_soon(waiting, worker_id, workers[worker_id])
+        )
+        return next(cheapest, None)
+
+    def _is_soon(self, waiting: Waiting, worker_id: str, worker: WorkerView) -> bool:
+        """Whether it would be computed there about as soon as with a credit."""
+        ahead = self._ahead(waiting, worker_id, worker)
+        return not ahead or ahead + waiting.prefill_tokens <= self._max_pending_prefill
 
     def _victims(
         self, waiting: Waiting, worker_id: str, worker: WorkerView, spared: Collection[str]

@@ -80,7 +80,7 @@ class Tenure:
         self._running = RunningTable()
         self._moving = Moving(config.move_reserve)
         self._growth = Growth(self._running)
-        self._evictions = Evictions(self._running, occupants)
+        self._evictions = Evictions(self._running, occupants, config.max_pending_prefill)
         #: by request id, until when
         self._spared: dict[str, float] = {}
         # By then every gateway has looked twice who leads.

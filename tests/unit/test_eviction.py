@@ -184,3 +184,29 @@ def test_a_lower_class_whose_turn_it_is_keeps_nobody_above_from_making_room() ->
     assert turn is not None and turn.request_id == "low"
     assert victims(cluster, now=9.6)
     assert cluster.tenure.queued == 1
+
+
+def test_prompts_that_would_be_computed_first_leave_no_room_either() -> None:
+    """Slots and blocks are free, and who is pending is of its own class: it would come as late."""
+    pending = CONFIG.max_pending_prefill
+    cluster = Cluster(CONFIG)
+    cluster.connect()
+    for name in ("first", "second"):
+        load = Load(1, num_running=1, pending_prefill_tokens=pending)
+        cluster.add_worker(name, load, paced())
+        cluster.runs(f"at {name}", name, priority=1, known_tokens=pending)
+        cluster.slots[name] = [f"at {name}"]
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0, prompt_tokens=100)
+    assert not cluster.place(ledger_now=9.9)
+
+
+def test_of_workers_where_nobody_has_to_leave_the_one_with_the_least_pending_is_chosen() -> None:
+    cluster = Cluster(CONFIG)
+    cluster.connect()
+    for name, pending in (("a", CONFIG.max_pending_prefill), ("b", CONFIG.max_pending_prefill - 9)):
+        load = Load(1, num_running=1, pending_prefill_tokens=pending)
+        cluster.add_worker(name, load, paced())
+        cluster.runs(f"at {name}", name, known_tokens=pending)
+    cluster.enqueue("high", priority=1, ttft_deadline=10.0, prompt_tokens=100)
+    (placed,) = cluster.place(ledger_now=9.9)
+    assert (placed.worker_id, placed.victims) == ("b", ())
