@@ -84,7 +84,7 @@ class RouterConfig:
     #: deadline: a request without one is due so long after it came
     undated_due: float = 60.0
     #: shortest: for each of its own tokens a request gives way to shorter ones for so long
-    patience: float = 0.05
+    patience: float = 0.02
     #: ranked: the request with the longest outputs of all gives way to others for so long, one in
     #: the middle for half of it
     rank_patience: float = 20.0

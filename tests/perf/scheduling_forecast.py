@@ -7,6 +7,7 @@ found by giving them 1.5 times what an estimate says.
 
     binding     the global queue, and workers that are bound early: p99 TTFT of conversations
     orders      who leaves first, under loads up to 1.3: chats, 64 slots
+    patience    how long a request gives way to shorter ones
     overload    goodput, with and without bounds: conversations
     fluid       workers in a few numbers each against exact ones
     speed       virtual seconds by seconds of CPU, a hundred exact workers (forecast_speed.py)
@@ -185,6 +186,22 @@ def orders() -> dict[str, dict[str, Figures]]:
     return found
 
 
+PATIENCES = (0.05, 0.02, 0.01, 0.005)
+
+
+def patience() -> dict[str, dict[str, Figures]]:
+    """What shortest first does at 1.15 of saturation, by how long a request gives way, and fifo."""
+    found: dict[str, dict[str, Figures]] = {}
+    for workload, slots in ((CHATS, 64), (CONVERSATIONS, 256)):
+        run = Run(workload, 2 * (spec(max_num_seqs=slots),), 1.15, 120.0, fluid=True)
+        run = replace(run, foresight_sigma=TAUS["tau 0.6"])
+        of_workload = found[workload.name] = {"fifo": _latencies(run.summary())}
+        for seconds in PATIENCES:
+            router = replace(run.router, order="shortest", patience=seconds)
+            of_workload[f"{seconds:g} s"] = _latencies(replace(run, router=router).summary())
+    return found
+
+
 def _latencies(summary: Summary) -> Figures:
     return {
         "ttft_mean_s": summary.ttft_s.mean,
@@ -250,6 +267,7 @@ def measure() -> dict[str, Any]:
     for name, part in {
         "binding_p99_ttft_ms": lambda: binding(binding_runs()),
         "orders": orders,
+        "patience": patience,
         "goodput": overload,
         "fluid": fluid,
         "speed_100_workers": speed,
