@@ -1,9 +1,11 @@
 """The queue's orders beside each other, with a real engine under an overload.
 
 A cluster of plain processes on this machine: router, embedded ledger, and one worker with the 125M
-checkpoint and SLOTS slots. In each turn all cases get the same requests (scheduling_mix.py), for
-``duration_s`` and ``load`` times as many of them as the worker was just seen to get done when it
-was saturated; then all that waits is waited for.
+checkpoint and SLOTS slots. In each round all cases get the same requests at the same moments
+(scheduling_mix.py), for ``duration_s`` and ``load`` times as many of them as a worker was seen to
+get done when it was saturated, before the first one; then all that waits is waited for. Where the
+machine became slower or faster meanwhile, which a case's own saturation tells, they are not
+comparable.
 
 The router predicts outputs by a model that was trained on other requests of the same kind.
 
@@ -84,8 +86,9 @@ def train(plan: Plan) -> dict[str, Any]:
     return report
 
 
-async def turn(case: Case, plan: Plan, seed: int) -> Figures:
-    """One case, from a cluster's start to its end. Raises NotServing, and Incomplete in a group."""
+async def turn(case: Case, plan: Plan, seed: int, saturated: float | None) -> Figures:
+    """One case, from a cluster's start to its end, under a load by ``saturated`` tokens a second;
+    None: by its own. Raises NotServing, and Incomplete in a group."""
     settings = {
         "worker.max_num_seqs": SLOTS,
         "router.predictor": plan.predictor,
@@ -96,7 +99,7 @@ async def turn(case: Case, plan: Plan, seed: int) -> Figures:
         await _send(client, case, mix(_WARM_UP, 0.0, 2 * seed))
         rate = saturation(await _send(client, case, mix(_SATURATING, 0.0, 2 * seed + 1)))
         mean_tokens = statistics.fmean(it.tokens for it in mix(10_000, 0.0, seed))
-        per_s = plan.load * rate / mean_tokens
+        per_s = plan.load * (saturated or rate) / mean_tokens
         requests = mix(round(per_s * plan.duration_s), per_s, seed)
         answers = await _send(client, case, requests)
     return figures(requests, answers) | {"saturation_tokens_per_s": rate, "requests_per_s": per_s}
