@@ -28,9 +28,9 @@ class Life:
     #: output tokens that have come, until step ``draws_since`` of its worker: from then on one in
     #: each step, if it is not None
     num_tokens: int = 0
-    #: of which the leader was told as served
-    num_served: int = 0
     draws_since: int | None = None
+    #: output tokens of which the leader was told as served
+    num_served: int = 0
     #: known tokens that were ever computed
     num_computed: int = 0
     #: the leader has had it before

@@ -13,8 +13,10 @@ import hashlib
 
 from cluster.forecast.arrival import Arrival
 from everlift.blockhash import BLOCK_SIZE
+from everlift.errors import PromptTooLong
 from everlift.sampling import SamplingParams
-from worker.outcome import SequenceKey
+from worker.limits import Limits
+from worker.outcome import Outcome, SequenceKey, Stop
 from worker.sequence import Sequence
 
 #: Every token is this one: nobody looks at them.
@@ -81,6 +83,15 @@ class NamedSequence(Sequence):
 
     def block_hash(self, index: int) -> bytes:
         return self.names[index]
+
+    def end_at_start(self, limits: Limits, is_draining: bool) -> Outcome | None:
+        """How it ends at a worker that does not begin with it, as in ``worker.sessions``."""
+        most = limits.max_model_len
+        if is_draining:
+            return self.outcome(Stop.RETURNED)
+        if self.num_prompt >= most or self.num_known > most:
+            return self.outcome(Stop.REFUSED, PromptTooLong())
+        return None if (stop := self.stop(limits)) is None else self.outcome(stop)
 
 
 def num_outputs(arrival: Arrival) -> int:

@@ -19,7 +19,6 @@ from cluster.forecast.sequence import TOKEN, NamedSequence
 from cluster.forecast.stretch import NOTHING, Stretch
 from cluster.forecast.timeline import Timeline
 from everlift.blockhash import BLOCK_SIZE
-from everlift.errors import PromptTooLong
 from router.admission.pace import Work
 from router.admission.step_time import StepSize
 from router.admission.worker_view import Capacity, Load
@@ -85,23 +84,13 @@ class SimulatedWorker:
         if self.is_gone:
             return
         self._accepted.append(sequence.key.epoch)
-        end = self._end_at_start(sequence)
+        end = sequence.end_at_start(self.limits, self.is_draining)
         if end is None:
             sequence.came = self._timeline.now
             self._pending.add(sequence.key, sequence.num_known)
             self._starts.append(sequence)
         self._tell([end] if end else [])
         self._wake()
-
-    def _end_at_start(self, sequence: NamedSequence) -> Outcome | None:
-        key, offset, most = sequence.key, sequence.num_output, self.limits.max_model_len
-        if self.is_draining:
-            return Outcome(key, offset, (), Stop.RETURNED)
-        if sequence.num_prompt >= most or sequence.num_known > most:
-            return Outcome(key, offset, (), Stop.REFUSED, PromptTooLong())
-        if (stop := sequence.stop(self.limits)) is not None:
-            return Outcome(key, offset, (), stop)
-        return None
 
     def abort(self, epoch: int) -> None:
         if not self.is_gone:

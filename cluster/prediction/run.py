@@ -9,16 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.config import Config
-from cluster.errors import ClusterFailed
+from cluster.ledger_connection import connected_ledger
 from cluster.prediction.examples import Example, from_ledger, from_lines
 from cluster.prediction.report import Report
 from cluster.prediction.training import trained
 from everlift import model_files
 from everlift.settings import SettingsError
 from router.gateway.model import ServedModel
-from router.ledger.config import EMBEDDED
-from router.ledger.embedded import running_url
-from router.ledger.redis_ledger import connect
 
 
 async def train(
@@ -65,16 +62,10 @@ def _of_file(file: Path, model: ServedModel) -> list[Example]:
 async def _of_ledger(
     config: Config, url: str | None, model: ServedModel, limit: int
 ) -> list[Example]:
-    url = url or config.ledger.url
-    if url == EMBEDDED:
-        url = running_url(config.state_dir)
-    if url is None:
-        raise ClusterFailed(f"no ledger has ever run on {config.state_dir}: name one by --ledger")
-    ledger = await connect(replace(config.ledger, url=url))
-    try:
+    if url:
+        config = replace(config, ledger=replace(config.ledger, url=url))
+    async with connected_ledger(config) as ledger:
         return await from_ledger(ledger, model, limit)
-    finally:
-        await ledger.close()
 
 
 def _write(path: Path, text: str) -> None:
