@@ -288,11 +288,13 @@ class Leader:
 
     def _refuse(self, refusals: Iterable[Refusal]) -> None:
         for refusal in refusals:
-            cause = session_pb2.Refusal(slug=refusal.slug, retry_after_s=refusal.retry_after_s)
-            message = session_pb2.LeaderMessage(
-                refused=[refusal.waiting.request_id], refusals=[cause]
+            waiting = refusal.waiting
+            told = session_pb2.Refusal(
+                request_id=waiting.request_id,
+                slug=refusal.slug,
+                retry_after_s=refusal.retry_after_s,
             )
-            self._tell(refusal.waiting.gateway, message)
+            self._tell(waiting.gateway, session_pb2.LeaderMessage(refusals=[told]))
 
     def _tell(self, gateway: str, message: session_pb2.LeaderMessage) -> None:
         message.queued = self.queued

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from contextlib import aclosing, contextmanager
-from itertools import zip_longest
 from typing import Protocol
 
 import grpc
@@ -46,8 +45,8 @@ class Gateway(Protocol):
 
     def dispatched(self, message: session_pb2.Dispatched) -> None: ...
 
-    def refused(self, request_id: str, cause: session_pb2.Refusal | None) -> None:
-        """Out of the queue; without a cause: it is full."""
+    def refused(self, refusal: session_pb2.Refusal) -> None:
+        """Out of the queue, or never in it."""
         ...
 
     def foresee(self, outlook: session_pb2.Outlook) -> None:
@@ -241,8 +240,8 @@ class AdmissionLine:
             if self._telling is not None:
                 self._telling.dispatched(dispatched.request_id)
             self._gateway.dispatched(dispatched)
-        for request_id, cause in zip_longest(message.refused, message.refusals):
-            self._gateway.refused(request_id, cause)
+        for refusal in message.refusals:
+            self._gateway.refused(refusal)
         for outlook in message.outlooks[-1:]:
             self._gateway.foresee(outlook)
         for request_id in message.adopt:

@@ -23,7 +23,6 @@ from everlift.errors import (
     EverliftError,
     LedgerUnavailable,
     Moved,
-    QueueFull,
     RateLimited,
     RequestConflict,
     RouterStopping,
@@ -59,8 +58,6 @@ from router.ledger.entry import Dispatch, Entry, Event, State, Stored
 from router.prediction.predictor import Prediction, Predictor
 
 log = logs.get(__name__)
-
-_FULL = session_pb2.Refusal(slug=QueueFull.slug)
 
 
 class Requests:
@@ -396,17 +393,16 @@ class Requests:
     def foresee(self, outlook: session_pb2.Outlook) -> None:
         self._entrance.hear(outlook)
 
-    def refused(self, request_id: str, cause: session_pb2.Refusal | None = None) -> None:
+    def refused(self, refusal: session_pb2.Refusal) -> None:
         """It is as if the request had never come."""
-        live = self._custody.get(request_id)
+        live = self._custody.get(refusal.request_id)
         if live is not None and live.phase is Phase.WAITING:
             live.phase = Phase.ENDING
-            refusal = self._refusal(request_id, cause or _FULL)
-            self._custody.spawn_for(live, self._discard(live, refusal))
+            self._custody.spawn_for(live, self._discard(live, self._error_of(refusal)))
 
-    def _refusal(self, request_id: str, cause: session_pb2.Refusal) -> EverliftError:
-        retry_after_s = cause.retry_after_s if cause.HasField("retry_after_s") else None
-        return self._entrance.refuse(request_id, cause.slug, retry_after_s, now())
+    def _error_of(self, refusal: session_pb2.Refusal) -> EverliftError:
+        retry_after_s = refusal.retry_after_s if refusal.HasField("retry_after_s") else None
+        return self._entrance.refuse(refusal.request_id, refusal.slug, retry_after_s, now())
 
     async def _discard(self, live: LiveRequest, refusal: EverliftError) -> None:
         async with self._custody.moving.hold(live.request_id):

@@ -169,7 +169,7 @@ async def test_a_full_queue_refuses_what_is_new_and_nothing_else(leader: Leader)
         gateway.enqueue(request_id)
     gateway.enqueue("b")
     gateway.enqueue("adopted", accepted=True)
-    assert gateway.told("refused") == ["c"]
+    assert gateway.told("refusals") == ["c"]
     assert leader.queued == 3
 
 
@@ -178,7 +178,7 @@ async def test_who_makes_room_in_a_full_queue_is_told_so_by_its_own_line(leader:
     for request_id in ("a", "b"):
         low.enqueue(request_id)
     high.enqueue("c", priority=1)
-    assert (low.told("refused"), high.told("refused")) == (["b"], [])
+    assert (low.told("refusals"), high.told("refusals")) == (["b"], [])
     assert [it.slug for message in low.heard for it in message.refusals] == ["shed"]
 
 
@@ -195,7 +195,7 @@ async def test_who_has_waited_for_too_long_leaves(ledger: FlakyLedger) -> None:
     await until(lambda: leader.is_leading)
     gateway = Gateway(leader, "g")
     gateway.enqueue("a", arrived=now() + leader._ledger_ahead)
-    await until(lambda: gateway.told("refused") == ["a"])
+    await until(lambda: gateway.told("refusals") == ["a"])
     assert [it.slug for m in gateway.heard for it in m.refusals] == ["queue_timeout"]
     assert leader.queued == 0
     run.cancel()
@@ -625,7 +625,7 @@ async def test_a_leader_goes_by_what_is_set_while_it_leads(leader: Leader) -> No
     await until(lambda: tenure._queue.peek().request_id == "b")
     for request_id in ("c", "d"):
         gateway.enqueue(request_id)
-    await until(lambda: gateway.told("refused") == ["d"])
+    await until(lambda: gateway.told("refusals") == ["d"])
 
 
 async def test_who_leads_next_goes_by_it_from_the_beginning(ledger: FlakyLedger) -> None:

@@ -55,8 +55,8 @@ class Gateway:
     def dispatched(self, message: pb.Dispatched) -> None:
         self.heard.append(f"dispatched {message.request_id}")
 
-    def refused(self, request_id: str, cause: pb.Refusal | None) -> None:
-        self.heard.append(f"refused {request_id}" + (f" {cause.slug}" if cause else ""))
+    def refused(self, refusal: pb.Refusal) -> None:
+        self.heard.append(f"refused {refusal.request_id} {refusal.slug}")
 
     def foresee(self, outlook: pb.Outlook) -> None:
         self.outlooks.append(outlook)
@@ -140,10 +140,13 @@ async def test_the_leader_hears_which_ledger_has_been_told(
 async def test_every_word_of_the_leader_finds_its_way(leader: Leader, gateway: Gateway) -> None:
     await until(lambda: tenure(leader) == (3, 1))
     send = leader._lines._sends["g"]
-    send(pb.LeaderMessage(refused=["a"], adopt=["b"], stale=["c"], move=[4], evict=[5]))
-    await until(lambda: gateway.heard == ["refused a", "adopt b", "stale c", "move 4", "evict 5"])
-    send(pb.LeaderMessage(refused=["d", "e"], refusals=[pb.Refusal(slug="shed")]))
-    await until(lambda: gateway.heard[5:] == ["refused d shed", "refused e"])
+    full = pb.Refusal(request_id="a", slug="queue_full")
+    send(pb.LeaderMessage(refusals=[full], adopt=["b"], stale=["c"], move=[4], evict=[5]))
+    heard = ["refused a queue_full", "adopt b", "stale c", "move 4", "evict 5"]
+    await until(lambda: gateway.heard == heard)
+    both = [pb.Refusal(request_id=name, slug="shed") for name in "de"]
+    send(pb.LeaderMessage(refusals=both))
+    await until(lambda: gateway.heard[5:] == ["refused d shed", "refused e shed"])
     send(pb.LeaderMessage(outlooks=[pb.Outlook(rooms_per_s=2.0)]))
     await until(lambda: pb.Outlook(rooms_per_s=2.0) in gateway.outlooks)
 

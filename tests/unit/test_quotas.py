@@ -179,7 +179,7 @@ async def test_a_worker_that_fails_it_frees_the_slot(ledger: Counting) -> None:
 async def test_who_finds_the_queue_full_pays_nothing(ledger: Counting) -> None:
     async with limited(ledger, Limits(requests_per_minute=1)) as gateway:
         live = await gateway.submit(request_id=R)
-        gateway.requests.refused(R)
+        gateway.requests.refused(session_pb2.Refusal(request_id=R, slug=QueueFull.slug))
         await until(lambda: live.is_over)
         assert isinstance(live.error, QueueFull)
         await gateway.submit(request_id="acme/next")

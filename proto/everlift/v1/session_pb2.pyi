@@ -955,24 +955,27 @@ Global___Dispatched: typing_extensions.TypeAlias = Dispatched
 
 @typing.final
 class Refusal(google.protobuf.message.Message):
-    """Why the leader refuses a request."""
+    """A request that has to leave the queue, or does not come into it, and why."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SLUG_FIELD_NUMBER: builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     slug: builtins.str
     """of an error"""
     retry_after_s: builtins.float
     """not before, and when the queue has room"""
+    request_id: builtins.str
     def __init__(
         self,
         *,
         slug: builtins.str = ...,
         retry_after_s: builtins.float | None = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s", "slug", b"slug"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "slug", b"slug"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_retry_after_s", b"_retry_after_s"]) -> typing.Literal["retry_after_s"] | None: ...
 
 Global___Refusal: typing_extensions.TypeAlias = Refusal
@@ -1035,7 +1038,6 @@ class LeaderMessage(google.protobuf.message.Message):
 
     DISPATCHED_FIELD_NUMBER: builtins.int
     ADOPT_FIELD_NUMBER: builtins.int
-    REFUSED_FIELD_NUMBER: builtins.int
     RESIGNED_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
     STALE_FIELD_NUMBER: builtins.int
@@ -1053,10 +1055,6 @@ class LeaderMessage(google.protobuf.message.Message):
         """requests of a dead gateway that this one takes over"""
 
     @property
-    def refused(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """out of the queue, or never in it"""
-
-    @property
     def stale(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """the ledger did not let these be dispatched: look there"""
 
@@ -1071,9 +1069,7 @@ class LeaderMessage(google.protobuf.message.Message):
         """it has to make room for a higher class"""
 
     @property
-    def refusals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Refusal]:
-        """of each that is refused, in that order; none: the queue is full"""
-
+    def refusals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Refusal]: ...
     @property
     def outlooks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Outlook]:
         """five times a second; the last one holds"""
@@ -1083,7 +1079,6 @@ class LeaderMessage(google.protobuf.message.Message):
         *,
         dispatched: collections.abc.Iterable[Global___Dispatched] | None = ...,
         adopt: collections.abc.Iterable[builtins.str] | None = ...,
-        refused: collections.abc.Iterable[builtins.str] | None = ...,
         resigned: builtins.bool = ...,
         queued: builtins.int = ...,
         stale: collections.abc.Iterable[builtins.str] | None = ...,
@@ -1092,6 +1087,6 @@ class LeaderMessage(google.protobuf.message.Message):
         refusals: collections.abc.Iterable[Global___Refusal] | None = ...,
         outlooks: collections.abc.Iterable[Global___Outlook] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "evict", b"evict", "move", b"move", "outlooks", b"outlooks", "queued", b"queued", "refusals", b"refusals", "refused", b"refused", "resigned", b"resigned", "stale", b"stale"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "evict", b"evict", "move", b"move", "outlooks", b"outlooks", "queued", b"queued", "refusals", b"refusals", "resigned", b"resigned", "stale", b"stale"]) -> None: ...
 
 Global___LeaderMessage: typing_extensions.TypeAlias = LeaderMessage
