@@ -15,8 +15,10 @@ from rich.console import Console
 
 from cluster import config as configuration
 from cluster.config import Config
+from cluster.connection import Address, connected
 from cluster.errors import ForecastFailed
 from cluster.forecast import as_json
+from cluster.forecast.hardware import learned
 from cluster.threads import threads_per_rank, wait_passively
 from everlift import logs
 
@@ -33,6 +35,8 @@ meanwhile.
 
 - `everlift measure --model ~/models/llama me.json`, then `everlift simulate --workers me.json=4`
 - `everlift measure here.json --set worker.max_num_batched_tokens=256`
+- `everlift measure ours.json --running`: of a cluster that runs, as it has learned from its steps,
+  with all that goes on there beside them
 """
 
 
@@ -51,15 +55,42 @@ def measure(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting of a worker."),
     ] = None,
+    running: Annotated[
+        bool, typer.Option("--running", help="Measure nothing: ask a cluster what it has learned.")
+    ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="--running: of its workers, those on this device."),
+    ] = None,
+    address: Address = None,
 ) -> None:
     """Measure what this machine's steps take, for forecasts."""
+    if file.suffix != ".json":
+        raise ForecastFailed(f"{file}: its name must end with .json")
+    if running:
+        if model or config or assignments:
+            raise ForecastFailed("--running: the cluster has its model and settings")
+        asyncio.run(_ask(file, device, address))
+    else:
+        _measure(file, model, config, assignments or ())
+
+
+async def _ask(file: Path, device: str | None, address: str | None) -> None:
+    async with connected(address) as client:
+        kind = learned.only((await client.capacity()).kinds, device)
+    as_json.write(learned.content(kind), file)
+    error = kind.step_time.error
+    typer.echo(f"{file}: as learned from the steps of {kind.workers}; off by {error:.1%} of late")
+
+
+def _measure(
+    file: Path, model: str | None, config: Path | None, assignments: Sequence[str]
+) -> None:
     from cluster.forecast.hardware.fit import fitted
     from cluster.forecast.measurement import Measurement
 
-    if file.suffix != ".json":
-        raise ForecastFailed(f"{file}: its name must end with .json")
     options = {} if model is None else {"model": model}
-    loaded = configuration.load(config, os.environ, assignments or (), options)
+    loaded = configuration.load(config, os.environ, assignments, options)
     if loaded.worker.is_fake:
         raise ForecastFailed("the fake runner takes what worker.fake says")
     if loaded.worker.tensor_parallel > 1:

@@ -235,7 +235,9 @@ class Router:
         services = (
             server.handlers(door),
             KserveServer(self._inference, self._requests, self._model).handlers(door),
-            AdminServer(self._sessions, self._rulebook, self._ledger).handlers(door),
+            AdminServer(self._sessions, self._rulebook, self._ledger, self._leader.view).handlers(
+                door
+            ),
             ChaosServer(chaos).handlers(door),
         )
         names = [*map(service_name, services)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.admission.step_time import StepSize
+from router.admission.step_time import Roofline, StepSize
 
 #: Samples of a stratum after which an older one has a weight of 1/e.
 _MEMORY = 32.0
@@ -70,6 +70,12 @@ class FittedStepTime:
         """Mean absolute relative error of the last predictions, each made before its sample was
         learned from, and 1 at most; None where there was none."""
         return self._error if self._num_errors else None
+
+    @property
+    def roofline(self) -> Roofline:
+        """The same in its parts."""
+        overhead_s, row_s, token_s, kv_token_s, pair_s = self._coefficients
+        return Roofline(overhead_s, 0.0, token_s, kv_token_s, pair_s, row_s)
 
     def seconds(self, size: StepSize) -> float:
         constant, *others = self._coefficients

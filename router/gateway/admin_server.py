@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 
 from everlift import logs
@@ -10,13 +12,14 @@ from everlift.settings import SettingsError
 from everlift.v1 import admin_pb2 as pb
 from everlift.v1 import session_pb2
 from router import beginnings
-from router.admission.capacity import capacity
+from router.admission.capacity import Connected, capacity
+from router.admission.worker_view import WorkerView
 from router.gateway.caller import Scope
 from router.gateway.door import Door
 from router.gateway.handlers import Call, Handlers, parse
 from router.ledger.base import Ledger
 from router.rulebook import Rulebook
-from router.sessions import Sessions
+from router.sessions import Sessions, WorkerLink
 
 log = logs.get(__name__)
 
@@ -25,10 +28,18 @@ _STALE_S = 5.0
 
 
 class AdminServer:
-    def __init__(self, sessions: Sessions, rulebook: Rulebook, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        rulebook: Rulebook,
+        ledger: Ledger,
+        view: Callable[[str], WorkerView | None],
+    ) -> None:
+        """``view`` answers what is known of a worker by its id."""
         self._sessions = sessions
         self._rulebook = rulebook
         self._ledger = ledger
+        self._view = view
 
     async def drain(self, data: bytes, call: Call) -> pb.DrainResponse:
         message = parse(pb.DrainRequest, data)
@@ -58,8 +69,12 @@ class AdminServer:
     async def capacity(self, data: bytes, call: Call) -> pb.CapacityResponse:
         parse(pb.CapacityRequest, data)
         load = await self._load()
-        links = [(link.info, link.state) for link in self._sessions.links if link.is_up]
-        return capacity(load, links)
+        links = (link for link in self._sessions.links if link.is_up)
+        return capacity(load, map(self._connected, links))
+
+    def _connected(self, link: WorkerLink) -> Connected:
+        view = self._view(link.info.worker_id)
+        return Connected(link.info, link.state, None if view is None else view.step_time)
 
     async def _load(self) -> session_pb2.ClusterLoad | None:
         """What the leader says of the queue; None where that is not known."""

@@ -74,6 +74,7 @@ class Served:
                 cast("Any", _NoWorkers()),
                 Rulebook(_CONFIG, self.gateway.ledger, ()),
                 self.gateway.ledger,
+                lambda _: None,
             ).handlers(OPEN),
             *ReflectionServer(["everlift.v1.Inference"]).handlers(),
         )

@@ -97,7 +97,8 @@ async def router() -> AsyncIterator[Router]:
     server, status = grpc.aio.server(), Emptying(sessions)
     clock = Clock()
     ledger = FailingLedger(clock)
-    admin = AdminServer(sessions, Rulebook(CONFIG, ledger, ()), ledger)  # type: ignore[arg-type]
+    rulebook = Rulebook(CONFIG, ledger, ())
+    admin = AdminServer(sessions, rulebook, ledger, lambda _: None)  # type: ignore[arg-type]
     server.add_generic_rpc_handlers((admin.handlers(OPEN),))
     inference_pb2_grpc.add_InferenceServicer_to_server(status, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -231,10 +232,22 @@ async def lead(router: Router) -> None:
     await router.ledger.put_load(load)
 
 
+async def test_a_cluster_that_has_done_nothing_cannot_say_how_long_steps_take(
+    router: Router, tmp_path: Path
+) -> None:
+    file = tmp_path / "ours.json"
+    result = await run("measure", str(file), "--running", "--address", router.address)
+    assert (result.exit_code, file.exists()) == (1, False)
+    assert "send some requests" in result.stderr
+
+
 async def test_capacity_is_that_of_the_workers_and_of_the_leaders_queue(router: Router) -> None:
     await lead(router)
     result = await run("capacity", "--json", "--address", router.address)
-    assert json.loads(result.stdout) == {
+    answer = json.loads(result.stdout)
+    (kind,) = answer.pop("kinds")
+    assert (kind["workers"], kind["num_blocks"], "step_time" in kind) == (2, 100, False)
+    assert answer == {
         "workers": 2,
         "slots": 16,
         "slots_used": 6,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from everlift.v1.admin_pb2 import CapacityResponse
 from everlift.v1.session_pb2 import ClusterLoad, WorkerInfo, WorkerState
-from router.admission.capacity import capacity
+from router.admission.capacity import Connected, capacity
+from router.admission.step_fit import FittedStepTime
+from router.admission.step_time import Roofline, StepSize
 
 INFO = WorkerInfo(max_num_seqs=8, num_blocks=100)
 
@@ -20,7 +24,9 @@ def test_workers_are_summed_but_for_those_that_drain() -> None:
         WorkerState(num_running=5, blocks_used=99, draining=True),
     ]
     load = ClusterLoad(workers=3, worker_rate=250.0, wait_s=0.0)
-    assert capacity(load, [(INFO, state) for state in states]) == CapacityResponse(
+    answer = capacity(load, [Connected(INFO, state) for state in states])
+    del answer.kinds[:]
+    assert answer == CapacityResponse(
         workers=2,
         slots=16,
         slots_used=11,
@@ -33,7 +39,33 @@ def test_workers_are_summed_but_for_those_that_drain() -> None:
 
 def test_how_long_the_queue_takes_is_the_leader_s_word() -> None:
     load = ClusterLoad(queued=4, queued_tokens=3000, worker_rate=250.0, wait_s=6.5)
-    answer = capacity(load, [(INFO, WorkerState())] * 2)
+    answer = capacity(load, [Connected(INFO, WorkerState())] * 2)
     assert (answer.queued, answer.queued_tokens, answer.wait_s) == (4, 3000, 6.5)
     load.ClearField("wait_s")
-    assert not capacity(load, [(INFO, WorkerState())]).HasField("wait_s")
+    assert not capacity(load, [Connected(INFO, WorkerState())]).HasField("wait_s")
+
+
+def test_kinds_of_workers_are_told_by_what_they_can_hold_and_how_long_steps_take() -> None:
+    known, unknown = FittedStepTime(), FittedStepTime()
+    hardware = Roofline(0.01, 0.0, 1e-4, 1e-7)
+    for n in range(1, 40):
+        size = StepSize(n, 10 * n % 37 + n, 50 * n, 60 * n)
+        known.observe(size, hardware.seconds(size))
+    known.refit()
+    large, small = WorkerInfo(device="L", num_blocks=9), WorkerInfo(device="S", num_blocks=5)
+    there = [
+        Connected(small, WorkerState(), unknown),
+        Connected(small, WorkerState(draining=True), unknown),
+        *[Connected(large, WorkerState(num_running=n), known) for n in range(3)],
+    ]
+    most, few = capacity(None, there).kinds
+    assert (most.device, most.workers, most.num_blocks) == ("L", 3, 9)
+    assert (few.device, few.workers, few.HasField("step_time")) == ("S", 1, False)
+    parts = most.step_time
+    told = Roofline(
+        parts.overhead_s, 0.0, parts.token_s, parts.kv_token_s, parts.pair_s, parts.row_s
+    )
+    for size in (StepSize(1, 1, 10, 10), StepSize(16, 30, 900, 950)):
+        assert told.seconds(size) == pytest.approx(known.seconds(size))
+        assert told.seconds(size) == pytest.approx(hardware.seconds(size), rel=0.01)
+    assert parts.error < 0.05

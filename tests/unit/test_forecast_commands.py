@@ -143,6 +143,8 @@ async def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
     assert "must end with .json" in await run("measure", "here", status=1)
     file = str(tmp_path / "here.json")
     assert "takes what worker.fake says" in await run("measure", file, "--model", "fake", status=1)
+    said = await run("measure", file, "--running", "--model", "fake", status=1)
+    assert "the cluster has its model and settings" in said
     said = await run("measure", file, "--set", "worker.tensor_parallel=2", status=1)
     assert "one rank" in said
     assert not (tmp_path / "here.json").exists()

@@ -195,6 +195,7 @@ class CapacityResponse(google.protobuf.message.Message):
     QUEUED_FIELD_NUMBER: builtins.int
     QUEUED_TOKENS_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    KINDS_FIELD_NUMBER: builtins.int
     workers: builtins.int
     """that are connected and not draining"""
     slots: builtins.int
@@ -213,6 +214,10 @@ class CapacityResponse(google.protobuf.message.Message):
     """Until what waits now is dispatched, as predicted by the tokens that wait; what runs may be in the way of them for
     longer. Unset: not known.
     """
+    @property
+    def kinds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerKind]:
+        """of these workers, that of most of them first"""
+
     def __init__(
         self,
         *,
@@ -225,9 +230,92 @@ class CapacityResponse(google.protobuf.message.Message):
         queued: builtins.int = ...,
         queued_tokens: builtins.int = ...,
         wait_s: builtins.float | None = ...,
+        kinds: collections.abc.Iterable[Global___WorkerKind] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "wait_s", b"wait_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "blocks", b"blocks", "blocks_used", b"blocks_used", "queued", b"queued", "queued_tokens", b"queued_tokens", "slots", b"slots", "slots_used", b"slots_used", "tokens_per_s", b"tokens_per_s", "wait_s", b"wait_s", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "blocks", b"blocks", "blocks_used", b"blocks_used", "kinds", b"kinds", "queued", b"queued", "queued_tokens", b"queued_tokens", "slots", b"slots", "slots_used", b"slots_used", "tokens_per_s", b"tokens_per_s", "wait_s", b"wait_s", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_wait_s", b"_wait_s"]) -> typing.Literal["wait_s"] | None: ...
 
 Global___CapacityResponse: typing_extensions.TypeAlias = CapacityResponse
+
+@typing.final
+class WorkerKind(google.protobuf.message.Message):
+    """Workers that have the same room, and take about as long for the same step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
+    STEP_TIME_FIELD_NUMBER: builtins.int
+    workers: builtins.int
+    device: builtins.str
+    """what a rank computes on, by its maker's name"""
+    tensor_parallel: builtins.int
+    max_num_seqs: builtins.int
+    num_blocks: builtins.int
+    max_model_len: builtins.int
+    max_num_batched_tokens: builtins.int
+    @property
+    def step_time(self) -> Global___StepTimeModel:
+        """as learned from their steps; unset: from too few yet"""
+
+    def __init__(
+        self,
+        *,
+        workers: builtins.int = ...,
+        device: builtins.str = ...,
+        tensor_parallel: builtins.int = ...,
+        max_num_seqs: builtins.int = ...,
+        num_blocks: builtins.int = ...,
+        max_model_len: builtins.int = ...,
+        max_num_batched_tokens: builtins.int = ...,
+        step_time: Global___StepTimeModel | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["step_time", b"step_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "step_time", b"step_time", "tensor_parallel", b"tensor_parallel", "workers", b"workers"]) -> None: ...
+
+Global___WorkerKind: typing_extensions.TypeAlias = WorkerKind
+
+@typing.final
+class StepTimeModel(google.protobuf.message.Message):
+    """Seconds of a step: overhead_s, and the sum of what each of its parts takes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OVERHEAD_S_FIELD_NUMBER: builtins.int
+    ROW_S_FIELD_NUMBER: builtins.int
+    TOKEN_S_FIELD_NUMBER: builtins.int
+    KV_TOKEN_S_FIELD_NUMBER: builtins.int
+    PAIR_S_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    overhead_s: builtins.float
+    row_s: builtins.float
+    """a sequence"""
+    token_s: builtins.float
+    """a token that is computed"""
+    kv_token_s: builtins.float
+    """a known token, whose keys and values are read"""
+    pair_s: builtins.float
+    """a computed token and one that it attends to"""
+    error: builtins.float
+    """by what part it was wrong of late, on the average"""
+    def __init__(
+        self,
+        *,
+        overhead_s: builtins.float = ...,
+        row_s: builtins.float = ...,
+        token_s: builtins.float = ...,
+        kv_token_s: builtins.float = ...,
+        pair_s: builtins.float = ...,
+        error: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_error", b"_error", "error", b"error"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_error", b"_error", "error", b"error", "kv_token_s", b"kv_token_s", "overhead_s", b"overhead_s", "pair_s", b"pair_s", "row_s", b"row_s", "token_s", b"token_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_error", b"_error"]) -> typing.Literal["error"] | None: ...
+
+Global___StepTimeModel: typing_extensions.TypeAlias = StepTimeModel

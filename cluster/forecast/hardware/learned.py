@@ -1,0 +1,49 @@
+"""What a running cluster has learned of its workers' steps, as a kind of worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.errors import ForecastFailed
+from everlift.v1 import admin_pb2 as pb
+
+
+def content(kind: pb.WorkerKind) -> dict[str, object]:
+    """Of a file of it (kind_file.py). Raises ForecastFailed where nothing was learned yet."""
+    if not kind.HasField("step_time"):
+        raise ForecastFailed("nothing is known of the workers' steps yet: send some requests")
+    parts = kind.step_time
+    return {
+        "step_time": {
+            "overhead_s": parts.overhead_s,
+            # With the overhead: nobody saw a step that did not read them.
+            "weights_s": 0.0,
+            "token_s": parts.token_s,
+            "kv_token_s": parts.kv_token_s,
+            "pair_s": parts.pair_s,
+            "row_s": parts.row_s,
+        },
+        "worker": {
+            "num_blocks": kind.num_blocks,
+            "max_model_len": kind.max_model_len,
+            "max_num_seqs": kind.max_num_seqs,
+            "max_num_batched_tokens": kind.max_num_batched_tokens,
+        },
+        "learned": {
+            "device": kind.device,
+            "tensor_parallel": kind.tensor_parallel,
+            "error": parts.error,
+        },
+    }
+
+
+def only(kinds: Sequence[pb.WorkerKind], device: str | None) -> pb.WorkerKind:
+    """The one there is, or the one of which there are most on this ``device``. Raises
+    ForecastFailed."""
+    found = [kind for kind in kinds if device in (None, kind.device)]
+    if not found:
+        raise ForecastFailed(f"no worker runs on {device}" if kinds else "no worker is connected")
+    if device is None and len({kind.device for kind in found}) > 1:
+        names = ", ".join(sorted({kind.device for kind in found}))
+        raise ForecastFailed(f"workers run on {names}: say which with --device")
+    return found[0]

@@ -1,0 +1,56 @@
+"""What a cluster has learned of its workers' steps, in a file for forecasts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import ForecastFailed
+from cluster.forecast.hardware import kind_file, learned
+from everlift.v1.admin_pb2 import StepTimeModel, WorkerKind
+from router.admission.step_time import Roofline
+
+STEPS = StepTimeModel(
+    overhead_s=0.01, row_s=2e-6, token_s=1e-4, kv_token_s=3e-8, pair_s=1e-9, error=0.04
+)
+LARGE = WorkerKind(
+    workers=3,
+    device="L",
+    max_num_seqs=16,
+    num_blocks=400,
+    max_model_len=1024,
+    max_num_batched_tokens=512,
+    step_time=STEPS,
+)
+SMALL = WorkerKind(workers=1, device="S", num_blocks=5)
+
+
+def test_it_is_a_kind_of_worker_like_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps(learned.content(LARGE)))
+    kind = kind_file.read(path)
+    assert kind.step_time == Roofline(0.01, 0.0, 1e-4, 3e-8, 1e-9, 2e-6)
+    assert kind.worker == {
+        "num_blocks": 400,
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+    }
+
+
+def test_of_several_devices_one_has_to_be_named() -> None:
+    assert learned.only([LARGE], None) is LARGE
+    assert learned.only([LARGE, SMALL], "S") is SMALL
+    with pytest.raises(ForecastFailed, match="L, S: say which with --device"):
+        learned.only([LARGE, SMALL], None)
+    with pytest.raises(ForecastFailed, match="no worker runs on T"):
+        learned.only([LARGE], "T")
+    with pytest.raises(ForecastFailed, match="no worker is connected"):
+        learned.only([], None)
+
+
+def test_what_has_done_nothing_yet_has_taught_nothing() -> None:
+    with pytest.raises(ForecastFailed, match="send some requests"):
+        learned.content(SMALL)
