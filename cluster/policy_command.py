@@ -42,10 +42,8 @@ def policy(
         _Text, _option("SECONDS", "deadline: after these a request without one is due.")
     ] = None,
     patience: Annotated[
-        _Text, _option("SECONDS", "shortest: for so long it gives way for each of its tokens.")
-    ] = None,
-    rank_patience: Annotated[
-        _Text, _option("SECONDS", "ranked: for so long times its rank it gives way.")
+        _Text,
+        _option("TIMES", "shortest, ranked: for so many foreseen waits it gives way."),
     ] = None,
     starvation: Annotated[
         _Text, _option("SECONDS", "Who has waited for these leaves first; 0: nobody.")
@@ -64,7 +62,6 @@ def policy(
         "max_queued": max_queued,
         "undated_due": undated_due,
         "patience": patience,
-        "rank_patience": rank_patience,
         "starvation": starvation,
         "class_floor": class_floor,
         "fair_share": fair_share,

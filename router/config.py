@@ -83,11 +83,9 @@ class RouterConfig:
     order: Order = "fifo"
     #: deadline: a request without one is due so long after it came
     undated_due: float = 60.0
-    #: shortest: for each of its own tokens a request gives way to shorter ones for so long
-    patience: float = 0.02
-    #: ranked: the request with the longest outputs of all gives way to others for so long, one in
-    #: the middle for half of it
-    rank_patience: float = 20.0
+    #: shortest, ranked: a request gives way to shorter ones for so many times the wait that was
+    #: foreseen when it came, on the average; shorter ones for less of it, and longer ones for more
+    patience: float = 1.5
     #: file that everlift train-predictor makes, by which outputs' lengths are predicted; a new one
     #: is taken at once. Empty: each is expected to be as long as those before it
     predictor: str = ""
@@ -167,8 +165,8 @@ class RouterConfig:
             raise ValueError("max_queued and max_losses must be at least 1")
         if not 0 < self.undated_due < inf:
             raise ValueError("undated_due must be above 0")
-        if not all(0 <= it < inf for it in (self.patience, self.rank_patience, self.starvation)):
-            raise ValueError("patience, rank_patience and starvation must be at least 0")
+        if not all(0 <= it < inf for it in (self.patience, self.starvation)):
+            raise ValueError("patience and starvation must be at least 0")
         if self.tpot_target < 0 or self.queue_ttl < 0:
             raise ValueError("tpot_target and queue_ttl must be at least 0")
         if self.retry_rate < 0 or self.retry_burst < 0:

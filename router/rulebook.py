@@ -20,7 +20,6 @@ SETTINGS = (
     "max_queued",
     "undated_due",
     "patience",
-    "rank_patience",
     "starvation",
     "class_floor",
     "fair_share",

@@ -38,6 +38,10 @@ class Dispatcher(Protocol):
 
     # requests
 
+    def foreseen_wait_s(self, priority: int, work_tokens: int) -> float:
+        """Of a request that comes now, by what waits; 0: not known."""
+        ...
+
     def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
         """Who is refused: it, or somebody who makes room for it."""
         ...

@@ -60,6 +60,9 @@ class EarlyQueue:
             self._placement.acknowledge(frame.worker_id, epoch)
         self._placement.report(frame.worker_id, frame.load, now)
 
+    def foreseen_wait_s(self, priority: int, work_tokens: int) -> float:
+        return 0.0
+
     def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
         told = Waiting.told(GATEWAY, waiting)
         self._waiting[told.request_id] = told

@@ -16,15 +16,17 @@ from router.prediction.length_distribution import LengthDistribution
 from router.prediction.output_lengths import OutputLengths
 from router.prediction.recent_ranks import RecentRanks
 
-#: Where nothing tells requests apart: the middle.
-_NO_RANK = 0.5
+#: As in router.prediction, where nothing tells requests apart.
+_NO_RANK = 0.0
 
 
 class Foretold(NamedTuple):
-    """``rank`` is the part of the requests lately whose outputs are foretold to be shorter."""
+    """``rank`` is the part of the requests lately whose outputs are foretold to be shorter,
+    ``work_rank`` that of those which take less, prompts and outputs."""
 
     length: LengthDistribution
     rank: float
+    work_rank: float
 
 
 class Foresight:
@@ -36,13 +38,17 @@ class Foresight:
         self._dice = Random(seed)
         self._lengths = OutputLengths()
         self._ranks = RecentRanks()
+        self._work_ranks = RecentRanks()
 
     def foretell(self, arrival: Arrival) -> Foretold:
         if self._sigma is None:
-            return Foretold(LengthDistribution(self._lengths.mean), _NO_RANK)
-        error = exp(self._dice.gauss(0.0, self._sigma))
-        length = LengthDistribution(max(1.0, arrival.output_tokens * error))
-        return Foretold(length, self._ranks.rank(length.to_come(0, arrival.max_tokens)))
+            length = LengthDistribution(self._lengths.mean)
+        else:
+            error = exp(self._dice.gauss(0.0, self._sigma))
+            length = LengthDistribution(max(1.0, arrival.output_tokens * error))
+        output = length.to_come(0, arrival.max_tokens)
+        rank = _NO_RANK if self._sigma is None else self._ranks.rank(output)
+        return Foretold(length, rank, self._work_ranks.rank(arrival.prompt_tokens + output))
 
     def note(self, num_tokens: int) -> None:
         """An output came to its end."""

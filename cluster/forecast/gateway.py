@@ -86,6 +86,9 @@ class Gateway:
         name = qualified(arrival.tenant, f"r{index}")
         foretold = self._foresight.foretell(arrival)
         life = Life(record, name, BlockNames(index, arrival), foretold)
+        life.foreseen_wait_s = self._dispatcher.foreseen_wait_s(
+            arrival.priority, life.predicted_total
+        )
         self._lives[life.request_id] = life
         self._enqueue(life)
         if not life.state.is_final and life.deadline < inf:

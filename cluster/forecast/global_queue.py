@@ -10,6 +10,7 @@ from cluster.forecast.frame import Frame
 from everlift.v1 import session_pb2
 from router.admission.bounds import Refusal
 from router.admission.fair_share import FairShare
+from router.admission.foreseen_wait import ForeseenWait
 from router.admission.load import cluster_load
 from router.admission.moving import Move
 from router.admission.placement import Placement
@@ -42,6 +43,7 @@ class GlobalQueue:
         self._tenure.roll_call.living([GATEWAY])
         self._tenure.connect(GATEWAY, now)
         self._hear(session_pb2.GatewayMessage(is_complete=True), now)
+        self._wait = ForeseenWait()
         self._epochs = count(1)
         self._move_after = 0.0
 
@@ -67,6 +69,9 @@ class GlobalQueue:
         for epoch in frame.accepted:
             self._placement.acknowledge(frame.worker_id, epoch)
         self._placement.report(frame.worker_id, frame.load, now)
+
+    def foreseen_wait_s(self, priority: int, work_tokens: int) -> float:
+        return self._wait.come(priority, work_tokens)
 
     def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:
         return self._hear(session_pb2.GatewayMessage(enqueue=[waiting]), now)
@@ -102,6 +107,7 @@ class GlobalQueue:
         self._placement.expire(now)
         self._tenure.look(now)
         self._tenure.forget(now)
+        self._wait.hear(self._tenure.outlook(1))
 
 
 def _fair_share(config: RouterConfig, weights: Mapping[str, float]) -> FairShare:

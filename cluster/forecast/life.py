@@ -22,6 +22,8 @@ class Life:
     request_id: str
     names: BlockNames
     foretold: Foretold
+    #: seconds that what waited when it came will take; 0: not known
+    foreseen_wait_s: float = 0.0
     state: State = State.QUEUED
     worker_id: str = ""
     epoch: int = 0
@@ -126,6 +128,8 @@ class Life:
             predicted_tokens=self.foretold.length.to_come(self.num_tokens, arrival.max_tokens),
             predicted_total=self.predicted_total,
             predicted_rank=self.foretold.rank,
+            predicted_work_rank=self.foretold.work_rank,
+            foreseen_wait_s=self.foreseen_wait_s,
         )
 
     def running(self, moves_left: int) -> session_pb2.Running:
@@ -143,6 +147,8 @@ class Life:
             due=_moment(min(self.deadline, self.ttft_deadline)),
             predicted_total=self.predicted_total,
             predicted_rank=self.foretold.rank,
+            predicted_work_rank=self.foretold.work_rank,
+            foreseen_wait_s=self.foreseen_wait_s,
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from math import inf
+from math import inf, log1p
 from typing import Protocol, Self, get_args
 
 from router.admission.lanes import KeyLane, Lane, RatioLane, StarvationLane
@@ -86,15 +86,19 @@ class EarliestDeadline:
 @dataclass(frozen=True, slots=True)
 class ShortestWork:
     """By predicted work, prompt and output, and by arrival: a request gives way to shorter ones for
-    ``patience_s`` seconds for each of its own tokens. So nobody goes before it who came later than
+    ``patience`` times the wait that was foreseen when it came, on the average of all requests, and
+    for longer the more of those that came lately take less than it does:
 
-        patience_s * its predicted tokens
+        patience * its foreseen wait * -log(1 - its rank)
 
-    after it, whatever the load. This ageing is relative to what the request itself will take; a
-    fixed time would turn the order into fifo as soon as everybody waits longer than that.
+    (0.7 times in the middle, 4.6 for the longest of a hundred: as if work were exponentially
+    distributed, whatever its unit and its tail). Nobody goes before it who came later than that
+    after it. This ageing is relative to how long requests wait: a fixed time, or one for each
+    token, turns the order into fifo where everybody waits much longer than that, and lets the
+    longest starve where nobody waits so long.
     """
 
-    patience_s: float
+    patience: float
 
     @property
     def name(self) -> Order:
@@ -102,11 +106,10 @@ class ShortestWork:
 
     @property
     def key_name(self) -> str:
-        return f"shortest {self.patience_s:g}"
+        return f"shortest {self.patience:g}"
 
     def key(self, waiting: Ordered) -> Key:
-        let_by_until = waiting.arrived + self.patience_s * waiting.predicted_total
-        return (-waiting.priority, let_by_until, waiting.arrived, waiting.request_id)
+        return _yielding(waiting, self.patience, waiting.predicted_work_rank)
 
     def lane(self, present: Container[int]) -> Lane:
         return KeyLane(present)
@@ -115,17 +118,11 @@ class ShortestWork:
 @dataclass(frozen=True, slots=True)
 class PredictedRank:
     """By where a request's outputs stand among those predicted lately (learning to rank, arXiv
-    2408.15792), and by arrival: a request gives way to others for ``patience_s`` seconds times its
-    rank, which is from 0 to 1. So nobody goes before it who came later than
-
-        patience_s * its rank
-
-    after it, whatever the load. Of lengths nothing but their order counts here: neither how far
-    apart they are nor how long the prompt is. Where nothing is predicted all have the same rank,
+    2408.15792), and by arrival, as ShortestWork with that rank. Where nothing is predicted it is 0,
     and this is fifo.
     """
 
-    patience_s: float
+    patience: float
 
     @property
     def name(self) -> Order:
@@ -133,14 +130,23 @@ class PredictedRank:
 
     @property
     def key_name(self) -> str:
-        return f"ranked {self.patience_s:g}"
+        return f"ranked {self.patience:g}"
 
     def key(self, waiting: Ordered) -> Key:
-        let_by_until = waiting.arrived + self.patience_s * waiting.predicted_rank
-        return (-waiting.priority, let_by_until, waiting.arrived, waiting.request_id)
+        return _yielding(waiting, self.patience, waiting.predicted_rank)
 
     def lane(self, present: Container[int]) -> Lane:
         return KeyLane(present)
+
+
+def yields_s(waiting: Ordered, patience: float, rank: float) -> float:
+    """How long after its arrival those may still come that go before it. ``rank`` is below 1."""
+    return -patience * waiting.foreseen_wait_s * log1p(-rank)
+
+
+def _yielding(waiting: Ordered, patience: float, rank: float) -> Key:
+    until = waiting.arrived + yields_s(waiting, patience, rank)
+    return (-waiting.priority, until, waiting.arrived, waiting.request_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +206,7 @@ def policy_of(order: Order, config: RouterConfig) -> Policy:
         "fifo": _FIFO,
         "deadline": EarliestDeadline(config.undated_due),
         "shortest": ShortestWork(config.patience),
-        "ranked": PredictedRank(config.rank_patience),
+        "ranked": PredictedRank(config.patience),
         "hrrn": HighestResponseRatio(),
     }
     policy = policies[order]

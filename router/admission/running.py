@@ -39,6 +39,8 @@ class Running:
     due: float = inf
     predicted_total: int = 0
     predicted_rank: float = 0.0
+    predicted_work_rank: float = 0.0
+    foreseen_wait_s: float = 0.0
 
     @classmethod
     def dispatched(cls, waiting: Waiting, gateway: str, worker_id: str, epoch: int) -> Self:
@@ -55,6 +57,8 @@ class Running:
             due=waiting.due,
             predicted_total=waiting.predicted_total,
             predicted_rank=waiting.predicted_rank,
+            predicted_work_rank=waiting.predicted_work_rank,
+            foreseen_wait_s=waiting.foreseen_wait_s,
         )
 
     @classmethod
@@ -73,6 +77,8 @@ class Running:
             due=message.due or inf,
             predicted_total=message.predicted_total,
             predicted_rank=message.predicted_rank,
+            predicted_work_rank=message.predicted_work_rank,
+            foreseen_wait_s=message.foreseen_wait_s,
         )
 
     @property

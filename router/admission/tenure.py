@@ -212,12 +212,15 @@ class Tenure:
     def outlook(self, num_gateways: int) -> session_pb2.Outlook:
         """What a gateway tells those that come."""
         waits = (
-            session_pb2.ClassWait(priority=priority, wait_s=self._waits.least_wait_s(wait_s))
+            session_pb2.ClassWait(
+                priority=priority, wait_s=self._waits.least_wait_s(wait_s), work_s=wait_s
+            )
             for priority, work in self._queue.backlog.work.items()
             if (wait_s := self._waits.wait_s(work)) is not None
         )
         return session_pb2.Outlook(
             rooms_per_s=self._waits.rooms_per_s / max(1, num_gateways),
+            tokens_per_s=self._waits.tokens_per_s / max(1, num_gateways),
             lowest=self._queue.backlog.lowest,
             waits=waits,
         )

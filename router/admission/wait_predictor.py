@@ -54,12 +54,13 @@ class WaitPredictor:
         self._workers = workers
         self.drain = Drain()
         self.least = Least()
-        self._tokens_per_s = 0.0
+        #: work that leaves the queue in a second while anybody waits; 0: not known
+        self.tokens_per_s = 0.0
         self._next: WorkerView | None = None
         #: mean work of a request
         self._usual_tokens = 0.0
         self._num_came = 0
-        #: requests that leave the queue in a second while anybody waits; 0: not known
+        #: the same in requests
         self.rooms_per_s = 0.0
 
     def look(self, num_queued: int, now: float) -> None:
@@ -68,13 +69,13 @@ class WaitPredictor:
         self.drain.measure(num_queued, len(open_), now)
         self._next = _next_of(open_)
         if self.drain.is_known:
-            self._tokens_per_s = self.drain.tokens_per_s(len(open_))
+            self.tokens_per_s = self.drain.tokens_per_s(len(open_))
             self.rooms_per_s = self.drain.requests_per_s(len(open_))
         else:
             rates = [rate for worker in open_ if (rate := _full_rate(worker)) is not None]
-            self._tokens_per_s = fmean(rates) * len(open_) if rates else 0.0
+            self.tokens_per_s = fmean(rates) * len(open_) if rates else 0.0
             usual = self._usual_tokens
-            self.rooms_per_s = self._tokens_per_s / usual if usual else 0.0
+            self.rooms_per_s = self.tokens_per_s / usual if usual else 0.0
 
     def came(self, waiting: Waiting) -> None:
         """To the queue, or past it."""
@@ -85,7 +86,7 @@ class WaitPredictor:
         """Until so much work has left the queue. None: nobody knows."""
         if not work_tokens:
             return 0.0
-        return work_tokens / self._tokens_per_s if self._tokens_per_s else None
+        return work_tokens / self.tokens_per_s if self.tokens_per_s else None
 
     def left(self, waiting: Waiting, ledger_now: float) -> None:
         """It left the queue for a worker."""

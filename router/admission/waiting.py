@@ -32,6 +32,12 @@ class Ordered(Protocol):
     @property
     def predicted_rank(self) -> float: ...
 
+    @property
+    def predicted_work_rank(self) -> float: ...
+
+    @property
+    def foreseen_wait_s(self) -> float: ...
+
 
 class Waiting(NamedTuple):
     """What order and placement may look at.
@@ -63,6 +69,10 @@ class Waiting(NamedTuple):
     predicted_total: int = 0
     #: the part of the requests lately whose outputs were predicted to be shorter; it stays too
     predicted_rank: float = 0.0
+    #: the same of its prompt and all its output
+    predicted_work_rank: float = 0.0
+    #: seconds until what waited when it came has left the queue; 0: nobody knew. It stays too
+    foreseen_wait_s: float = 0.0
     #: it was told before, or has run
     accepted: bool = False
     #: some worker has had it
@@ -106,6 +116,8 @@ class Waiting(NamedTuple):
             message.predicted_tokens,
             message.predicted_total,
             message.predicted_rank,
+            message.predicted_work_rank,
+            message.foreseen_wait_s,
             message.accepted,
             message.attempt > 0,
         )

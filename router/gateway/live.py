@@ -142,6 +142,16 @@ class LiveRequest:
         return self.prediction.rank
 
     @property
+    def predicted_work_rank(self) -> float:
+        """The same of its prompt and all its outputs."""
+        return self.prediction.work_rank
+
+    @property
+    def foreseen_wait_s(self) -> float:
+        """By what waited when it came here."""
+        return self.prediction.foreseen_wait_s
+
+    @property
     def attempts(self) -> int:
         return self.entry.attempts
 

@@ -34,6 +34,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.access.limits import Limits
 from router.admission.entrance import Entrance
+from router.admission.foreseen_wait import ForeseenWait
 from router.admission.policy import Policy, Rules
 from router.clock import now
 from router.config import RouterConfig
@@ -81,6 +82,7 @@ class Requests:
         self._model = model
         self._line = line
         self._entrance = Entrance(config)
+        self._wait = ForeseenWait()
         self._ledger_health = LedgerHealth(memory_limit)
         #: ledger time less that of our clock
         self._ledger_ahead_s = 0.0
@@ -149,7 +151,7 @@ class Requests:
     ) -> LiveRequest | None:
         """None of one that the ledger has already."""
         is_charged = await self._charge(request)
-        prediction = self.predictor.predict(request, now() + self._ledger_ahead_s)
+        prediction = self._foresee(request)
         reservation, has_begun = self.attempts.reserve(request, timeout_s, prediction), False
         try:
             dispatch = None if reservation is None else reservation.dispatch
@@ -166,6 +168,11 @@ class Requests:
             self.attempts.enqueue(live)
         self._patience.expire_in(live, timeout_s)
         return live
+
+    def _foresee(self, request: Request) -> Prediction:
+        prediction = self.predictor.predict(request, now() + self._ledger_ahead_s)
+        work = prediction.total_tokens(request)
+        return replace(prediction, foreseen_wait_s=self._wait.come(request.priority, work))
 
     async def _open_in_ledger(
         self,
@@ -392,6 +399,7 @@ class Requests:
 
     def foresee(self, outlook: session_pb2.Outlook) -> None:
         self._entrance.hear(outlook)
+        self._wait.hear(outlook)
 
     def refused(self, refusal: session_pb2.Refusal) -> None:
         """It is as if the request had never come."""

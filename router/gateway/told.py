@@ -75,6 +75,8 @@ def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2
         ),
         predicted_total=live.predicted_total,
         predicted_rank=live.predicted_rank,
+        predicted_work_rank=live.predicted_work_rank,
+        foreseen_wait_s=live.foreseen_wait_s,
     )
 
 
@@ -100,6 +102,8 @@ def arriving(
         predicted_tokens=prediction.output_tokens(request),
         predicted_total=prediction.total_tokens(request),
         predicted_rank=prediction.rank,
+        predicted_work_rank=prediction.work_rank,
+        foreseen_wait_s=prediction.foreseen_wait_s,
     )
 
 
@@ -117,6 +121,8 @@ def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
         due=_moment(live.due),
         predicted_total=live.predicted_total,
         predicted_rank=live.predicted_rank,
+        predicted_work_rank=live.predicted_work_rank,
+        foreseen_wait_s=live.foreseen_wait_s,
     )
 
 

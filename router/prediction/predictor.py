@@ -8,7 +8,7 @@ itself is expected to be as long as the last ones were by and large.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everlift.messages import Request
 from everlift.text import Tokenizer
@@ -21,8 +21,8 @@ from router.prediction.output_lengths import OutputLengths
 from router.prediction.recent_ranks import RecentRanks
 from router.prediction.trust import Trust
 
-#: Where nothing tells requests apart: the middle.
-_NO_RANK = 0.5
+#: Where nothing tells requests apart nobody gives way to others.
+_NO_RANK = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,10 @@ class Prediction:
 
     length: LengthDistribution
     rank: float = _NO_RANK
+    #: the same of its prompt and all its outputs
+    work_rank: float = _NO_RANK
+    #: seconds that what waited when it came will take; 0: nobody knew
+    foreseen_wait_s: float = 0.0
     guess: Guess | None = None
     #: who made the guess
     learned: Learned | None = None
@@ -60,6 +64,7 @@ class Predictor:
         self._lengths = OutputLengths()
         self._histories = Histories()
         self._ranks = RecentRanks()
+        self._work_ranks = RecentRanks()
         self._learned: Learned | None = None
 
     @property
@@ -76,6 +81,11 @@ class Predictor:
 
     def predict(self, request: Request, moment: float) -> Prediction:
         """``moment`` is ledger time in seconds."""
+        prediction = self._predict(request, moment)
+        work_rank = self._work_ranks.rank(prediction.total_tokens(request))
+        return replace(prediction, work_rank=work_rank)
+
+    def _predict(self, request: Request, moment: float) -> Prediction:
         if not request.stop and not request.stop_token_ids:
             length = LengthDistribution(request.max_tokens)
             return Prediction(length, self._rank(request, length), is_certain=True)
@@ -87,7 +97,7 @@ class Predictor:
                 LengthDistribution(self._lengths.mean), guess=guess, learned=self._learned
             )
         rank = self._rank(request, guess.length)
-        return Prediction(guess.length, rank, guess, self._learned)
+        return Prediction(guess.length, rank, guess=guess, learned=self._learned)
 
     def _rank(self, request: Request, length: LengthDistribution) -> float:
         if self._learned is None or not self._learned.trust.is_trusted:

@@ -34,6 +34,7 @@ class Bench:
         self._dice = random.Random(0)
         self._came = 0
         self._tenants = tenants
+        self._wait_s = waiting / PER_S
         share = FairShare(1.0, 2.0, lambda tenant: 1.0) if tenants else None
         policy = policy_of(order, config)
         self._queue = AdmissionQueue(policy, config.class_floor, share, in_turns=tenants > 0)
@@ -63,6 +64,9 @@ class Bench:
             max_tokens=500,
             predicted_tokens=output,
             predicted_total=prompt + output,
+            predicted_rank=output / 500,
+            predicted_work_rank=(prompt + output) / 2500,
+            foreseen_wait_s=self._wait_s,
         )
 
 

@@ -172,8 +172,7 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
         "order         fifo      configured\n"
         "max queued    7         configured\n"
         "undated due   60.0      configured\n"
-        "patience      0.02      configured\n"
-        "rank patience 20.0      configured\n"
+        "patience      1.5       configured\n"
         "starvation    0.0       configured\n"
         "class floor   0.05      configured\n"
         "fair share    true      configured\n"
@@ -184,8 +183,7 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
         "order         deadline  set\n"
         "max queued    500       set\n"
         "undated due   30.0      set\n"
-        "patience      0.02      configured\n"
-        "rank patience 20.0      configured\n"
+        "patience      1.5       configured\n"
         "starvation    0.0       configured\n"
         "class floor   0.0       set\n"
         "fair share    false     set\n"
@@ -201,7 +199,7 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
     ("changes", "why"),
     [
         ({"order": "lifo"}, "fifo, deadline, shortest, ranked, hrrn, not 'lifo'"),
-        ({"patience": -1.0}, "patience, rank_patience and starvation must be at least 0"),
+        ({"patience": -1.0}, "patience and starvation must be at least 0"),
         ({"max_queued": 5, "reset": ["beat"]}, "beat: must be one of order, max_queued"),
     ],
 )

@@ -105,7 +105,7 @@ async def test_the_leader_hears_of_a_preemption_and_of_its_end_once(gateway: Gat
         arrived=gateway.line.enqueued[0].arrived,
         choices=1,
         predicted_total=10,
-        predicted_rank=0.5,
+        predicted_work_rank=0.5,
     )
     gateway.make(epoch, 3, "", residence=RESUMED)
     gateway.make(epoch, 3, "d")

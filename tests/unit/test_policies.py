@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from math import inf
+from math import exp, inf, log
 from typing import get_args
 
 import pytest
@@ -29,10 +29,10 @@ from router.config import Order, RouterConfig
 POLICIES: tuple[Policy, ...] = (
     Fifo(),
     EarliestDeadline(5.0),
-    ShortestWork(0.1),
-    PredictedRank(8.0),
+    ShortestWork(1.5),
+    PredictedRank(2.0),
     HighestResponseRatio(),
-    NeverLonger(ShortestWork(0.1), 7.0),
+    NeverLonger(ShortestWork(1.5), 7.0),
 )
 
 #: Seconds until it comes after the one before it, tokens, seconds until it is due, class.
@@ -52,6 +52,8 @@ def waiting(request_id: str, arrived: float = 0.0, tokens: int = 10, **fields: o
         max_tokens=5,
         predicted_total=tokens,
         predicted_rank=min(tokens, 400) / 401,
+        predicted_work_rank=min(tokens, 400) / 401,
+        foreseen_wait_s=10.0,
     )
     return made._replace(**fields)  # type: ignore[arg-type]
 
@@ -69,12 +71,12 @@ def queue_of(policy: Policy, *requests: Waiting, class_floor: float = 0.0) -> Ad
 
 def test_an_order_is_known_by_its_name() -> None:
     assert get_args(Order) == ORDERS
-    config = RouterConfig(undated_due=7.0, patience=0.2, rank_patience=9.0)
+    config = RouterConfig(undated_due=7.0, patience=0.2)
     assert [policy_of(order, config) for order in ORDERS] == [
         Fifo(),
         EarliestDeadline(7.0),
         ShortestWork(0.2),
-        PredictedRank(9.0),
+        PredictedRank(0.2),
         HighestResponseRatio(),
     ]
     assert [policy_of(order, config).name for order in ORDERS] == list(ORDERS)
@@ -114,26 +116,27 @@ def test_what_is_due_first_leaves_first_and_the_undated_some_time_after_they_cam
     ]
 
 
-def test_the_shortest_leaves_first_unless_another_has_let_others_by_for_long_enough() -> None:
-    queue = queue_of(
-        ShortestWork(0.1),
-        waiting("long", 0.0, 100),
-        waiting("short", 1.0, 10),
-        waiting("in time", 8.9, 10),
-        waiting("too late", 9.1, 10),
-    )
-    assert drain(queue) == ["short", "in time", "long", "too late"]
+#: Of an average request, and of one that is ten times as short as it.
+AVERAGE, SHORT = 1 - exp(-1), 1 - exp(-0.1)
 
 
-def test_the_predicted_shortest_leaves_first_unless_another_has_let_others_by() -> None:
+@pytest.mark.parametrize(
+    ("policy", "by"),
+    [(ShortestWork(2.0), "predicted_work_rank"), (PredictedRank(2.0), "predicted_rank")],
+)
+def test_the_shortest_leaves_first_unless_another_has_let_others_by_for_long_enough(
+    policy: Policy, by: str
+) -> None:
+    """For two foreseen waits of 5 seconds, or a tenth of that."""
     queue = queue_of(
-        PredictedRank(10.0),
-        waiting("long", 0.0, predicted_rank=0.9),
-        waiting("short", 1.0, predicted_rank=0.1),
-        waiting("in time", 7.9, predicted_rank=0.1),
-        waiting("too late", 8.1, predicted_rank=0.1),
+        policy,
+        waiting("long", 0.0, **{by: AVERAGE}, foreseen_wait_s=5.0),
+        waiting("short", 1.0, **{by: SHORT}, foreseen_wait_s=5.0),
+        waiting("in time", 8.9, **{by: SHORT}, foreseen_wait_s=5.0),
+        waiting("too late", 9.1, **{by: SHORT}, foreseen_wait_s=5.0),
+        waiting("nothing waited", 9.5, **{by: AVERAGE}, foreseen_wait_s=0.0),
     )
-    assert drain(queue) == ["short", "in time", "long", "too late"]
+    assert drain(queue) == ["short", "nothing waited", "in time", "long", "too late"]
 
 
 @given(ARRIVALS)
@@ -143,7 +146,7 @@ def test_where_nothing_is_predicted_an_order_by_rank_is_fifo(
     moment, requests = 0.0, []
     for number, (pause, tokens, _, _) in enumerate(arrivals):
         moment += pause
-        requests.append(waiting(str(number), moment, tokens, predicted_rank=0.5))
+        requests.append(waiting(str(number), moment, tokens, predicted_rank=0.0))
     by_rank = sorted(requests, key=PredictedRank(20.0).key)
     assert by_rank == sorted(requests, key=Fifo().key)
 
@@ -180,10 +183,10 @@ def _window(policy: Policy, older: Waiting, moment: float) -> float:
     match policy:
         case EarliestDeadline(undated_s):
             return older.deadline - older.arrived if older.deadline < inf else undated_s
-        case ShortestWork(patience_s):
-            return patience_s * older.predicted_total
-        case PredictedRank(patience_s):
-            return patience_s * older.predicted_rank
+        case ShortestWork(patience):
+            return patience * older.foreseen_wait_s * -log(1 - older.predicted_work_rank)
+        case PredictedRank(patience):
+            return patience * older.foreseen_wait_s * -log(1 - older.predicted_rank)
         case HighestResponseRatio():
             # It takes less, and has waited for as many times less; up to the rounding of sizes.
             return moment - older.arrived
@@ -251,7 +254,7 @@ def _places(queue: AdmissionQueue) -> int:
 
 
 def test_who_has_waited_too_long_leaves_first_by_arrival() -> None:
-    policy = NeverLonger(ShortestWork(10.0), 5.0)
+    policy = NeverLonger(ShortestWork(1000.0), 5.0)
     requests = [waiting(str(n), float(n), 100 - n) for n in range(6)]
     assert queue_of(policy, *requests).peek(4.9) == requests[5]
     queue = queue_of(policy, *requests)

@@ -41,7 +41,7 @@ def test_without_a_model_outputs_are_as_long_as_those_before_them() -> None:
         bare.note(bare.predict(request(long), 0.0), tokens)
     predictions = [bare.predict(request(it), 0.0) for it in (long, short)]
     assert [it.output_tokens(request(long)) for it in predictions] == [30, 30]
-    assert [it.rank for it in predictions] == [0.5, 0.5]
+    assert [it.rank for it in predictions] == [0.0, 0.0]
     assert bare.trust is None
 
 
@@ -115,7 +115,7 @@ def test_predictions_that_are_worth_nothing_become_constant_and_come_back() -> N
     assert abs(made.trust.tau) < 0.1
     predictions = [made.predict(request(it), it.arrived) for it in requests[:50]]
     assert len({it.length for it in predictions}) == 1
-    assert {it.rank for it in predictions} == {0.5}
+    assert {it.rank for it in predictions} == {0.0}
     told(made, requests)
     assert made.trust.is_trusted and made.trust.tau > 0.5
 

@@ -46,6 +46,14 @@ from router.ledger.memory import MemoryLedger
 from tests.gateway_support import CONFIG, TERM, Gateway, texts, until
 
 
+def _told(slug: str, retry_after_s: float | None = None) -> session_pb2.Refusal:
+    """The leader's word of the request that these tests have."""
+    return session_pb2.Refusal(request_id="r", slug=slug, retry_after_s=retry_after_s)
+
+
+FULL = _told(QueueFull.slug)
+
+
 @pytest.fixture
 async def ledger() -> MemoryLedger:
     ledger = MemoryLedger(time.monotonic)
@@ -379,7 +387,7 @@ async def test_a_full_queue_refuses_at_the_door_and_leaves_nothing_behind(
         await gateway.submit()
     gateway.line.queued = 0
     live = await gateway.submit()
-    gateway.requests.refused("r")
+    gateway.requests.refused(FULL)
     with pytest.raises(QueueFull):
         await gateway.read(live)
     again = await gateway.submit()
@@ -389,10 +397,10 @@ async def test_a_full_queue_refuses_at_the_door_and_leaves_nothing_behind(
 @pytest.mark.parametrize(
     "cause, error",
     [
-        (session_pb2.Refusal(slug="shed"), Shed),
-        (session_pb2.Refusal(slug="queue_timeout"), QueueTimeout),
-        (session_pb2.Refusal(slug="deadline_unmeetable", retry_after_s=7.0), DeadlineUnmeetable),
-        (session_pb2.Refusal(slug="deadline_unmeetable", retry_after_s=1.0), DeadlineUnmeetable),
+        (_told("shed"), Shed),
+        (_told("queue_timeout"), QueueTimeout),
+        (_told("deadline_unmeetable", 7.0), DeadlineUnmeetable),
+        (_told("deadline_unmeetable", 1.0), DeadlineUnmeetable),
     ],
 )
 async def test_what_the_leader_refuses_says_why_and_when_to_come_again(
@@ -400,7 +408,7 @@ async def test_what_the_leader_refuses_says_why_and_when_to_come_again(
 ) -> None:
     gateway.requests.foresee(session_pb2.Outlook(rooms_per_s=0.25))
     live = await gateway.submit()
-    gateway.requests.refused("r", cause)
+    gateway.requests.refused(cause)
     with pytest.raises(error) as refused:
         await gateway.read(live)
     assert refused.value.retry_after_s == max(4.0, cause.retry_after_s), "a room comes free then"
@@ -413,7 +421,7 @@ async def test_who_comes_again_too_soon_is_refused_before_anything_is_looked_at(
     gateway = Gateway(ledger, config=replace(CONFIG, retry_burst=0))
     gateway.requests.foresee(session_pb2.Outlook(rooms_per_s=0.01))
     live = await gateway.submit()
-    gateway.requests.refused("r")
+    gateway.requests.refused(FULL)
     await until(lambda: live.is_over)
     with pytest.raises(RetriedTooSoon) as refused:
         await gateway.submit()
@@ -540,7 +548,7 @@ async def test_a_client_that_leaves_what_was_refused_brings_nothing_back(
         return await discard(*args)
 
     monkeypatch.setattr(ledger, "discard", slow_discard)
-    gateway.requests.refused("r")
+    gateway.requests.refused(FULL)
     await until(lambda: live.phase is Phase.ENDING)
     await _leave(gateway, live)
     let.set()
@@ -554,7 +562,7 @@ async def test_a_cancel_in_the_moment_of_a_refusal_brings_nothing_back(
     gateway: Gateway, ledger: MemoryLedger
 ) -> None:
     live = await gateway.submit()
-    gateway.requests.refused("r")
+    gateway.requests.refused(FULL)
     with pytest.raises(UnknownRequest):
         await gateway.requests.cancel("r")
     assert isinstance(live.error, QueueFull)
@@ -575,7 +583,7 @@ async def test_a_deadline_in_the_moment_of_a_refusal_brings_nothing_back(
 
     monkeypatch.setattr(ledger, "end", late_end)
     gateway.requests._patience._expire(live)
-    gateway.requests.refused("r")
+    gateway.requests.refused(FULL)
     await until(lambda: live.is_over)
     await asyncio.sleep(0.01)
     assert not ledger._records
@@ -588,7 +596,7 @@ async def test_a_refusal_that_comes_late_leaves_the_heirs_request_alone(
     """The gateway was frozen meanwhile."""
     live = await gateway.submit()
     taken = await ledger.take_over("r", "heir", "gateway")
-    gateway.requests.refused("r")
+    gateway.requests.refused(FULL)
     await until(lambda: live.is_over)
     assert isinstance(live.error, Moved)
     assert await ledger.get("r") == taken.entry

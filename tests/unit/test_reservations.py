@@ -73,7 +73,7 @@ async def test_what_has_a_worker_begins_there_and_is_never_queued(gateway: Gatew
         moves_left=3,
         predicted_tokens=8,
         predicted_total=10,
-        predicted_rank=0.5,
+        predicted_work_rank=0.5,
     )
 
 

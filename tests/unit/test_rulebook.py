@@ -111,7 +111,6 @@ async def test_every_setting_is_kept_as_it_was_said(replica: Replica) -> None:
         "max_queued": 9,
         "undated_due": 0.1 + 0.2,
         "patience": 0.0,
-        "rank_patience": 5.0,
         "starvation": 1e-7,
         "class_floor": 0.0,
         "fair_share": False,

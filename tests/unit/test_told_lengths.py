@@ -42,9 +42,23 @@ async def test_a_request_is_predicted_once_and_told_so_each_time(gateway: Gatewa
         assert queued.predicted_total == queued.prompt_tokens + queued.predicted_tokens
 
 
-async def test_what_nothing_predicts_is_in_the_middle(gateway: Gateway) -> None:
-    await gateway.submit(text="Yes or no?", stop=["\x00"])
-    assert gateway.line.enqueued[0].predicted_rank == 0.5
+async def test_what_nothing_predicts_gives_way_by_its_prompt_alone(gateway: Gateway) -> None:
+    for text in ("Yes or no?", "Write an essay about tea, thorough and complete."):
+        await gateway.submit(text=text, request_id=text[:3], stop=["\x00"])
+    short, long = gateway.line.enqueued
+    assert (short.predicted_rank, long.predicted_rank) == (0.0, 0.0)
+    assert 1.0 > long.predicted_work_rank > short.predicted_work_rank > 0.0
+
+
+async def test_a_wait_is_foreseen_by_the_leaders_word(gateway: Gateway) -> None:
+    waits = [session_pb2.ClassWait(priority=0, work_s=4.0)]
+    gateway.requests.foresee(session_pb2.Outlook(waits=waits, tokens_per_s=10.0))
+    for number in range(2):
+        await gateway.submit(request_id=str(number))
+    first, second = gateway.line.enqueued
+    assert first.foreseen_wait_s == 4.0
+    assert second.foreseen_wait_s == 4.0 + first.predicted_total / 10.0
+    assert gateway.line.arriving[1].foreseen_wait_s == second.foreseen_wait_s
 
 
 async def test_an_output_that_ended_is_learnt_from_and_one_that_was_cancelled_is_not(

@@ -63,8 +63,7 @@ _CONFIGURED = admin_pb2.SetPolicyResponse(
     order="fifo",
     max_queued=1000,
     undated_due=60.0,
-    patience=0.02,
-    rank_patience=20.0,
+    patience=1.5,
     class_floor=0.05,
     fair_share=True,
 )

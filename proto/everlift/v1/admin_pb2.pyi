@@ -68,7 +68,6 @@ class SetPolicyRequest(google.protobuf.message.Message):
     STARVATION_FIELD_NUMBER: builtins.int
     CLASS_FLOOR_FIELD_NUMBER: builtins.int
     FAIR_SHARE_FIELD_NUMBER: builtins.int
-    RANK_PATIENCE_FIELD_NUMBER: builtins.int
     RESET_FIELD_NUMBER: builtins.int
     order: builtins.str
     """Which request leaves first, within a priority class: the one that came first (fifo), whose deadline or
@@ -81,15 +80,15 @@ class SetPolicyRequest(google.protobuf.message.Message):
     undated_due: builtins.float
     """deadline: seconds after which a request without one is due"""
     patience: builtins.float
-    """shortest: seconds for which it gives way for each of its tokens"""
+    """shortest, ranked: a request gives way to shorter ones for so many times the wait that was foreseen when it came,
+    on the average.
+    """
     starvation: builtins.float
     """seconds after which a request leaves before all others of its class; 0: never"""
     class_floor: builtins.float
     """of the work of higher classes, the part that one that waits gets as well"""
     fair_share: builtins.bool
     """tenants take turns by the tokens that they were served"""
-    rank_patience: builtins.float
-    """ranked: seconds for which it gives way, times its rank from 0 to 1"""
     @property
     def reset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of settings that shall be as the routers are configured"""
@@ -104,11 +103,10 @@ class SetPolicyRequest(google.protobuf.message.Message):
         starvation: builtins.float | None = ...,
         class_floor: builtins.float | None = ...,
         fair_share: builtins.bool | None = ...,
-        rank_patience: builtins.float | None = ...,
         reset: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_rank_patience", b"_rank_patience", "_starvation", b"_starvation", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "rank_patience", b"rank_patience", "starvation", b"starvation", "undated_due", b"undated_due"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_rank_patience", b"_rank_patience", "_starvation", b"_starvation", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "rank_patience", b"rank_patience", "reset", b"reset", "starvation", b"starvation", "undated_due", b"undated_due"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_starvation", b"_starvation", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "starvation", b"starvation", "undated_due", b"undated_due"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_starvation", b"_starvation", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "reset", b"reset", "starvation", b"starvation", "undated_due", b"undated_due"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_class_floor", b"_class_floor"]) -> typing.Literal["class_floor"] | None: ...
     @typing.overload
@@ -119,8 +117,6 @@ class SetPolicyRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_order", b"_order"]) -> typing.Literal["order"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_patience", b"_patience"]) -> typing.Literal["patience"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_rank_patience", b"_rank_patience"]) -> typing.Literal["rank_patience"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_starvation", b"_starvation"]) -> typing.Literal["starvation"] | None: ...
     @typing.overload
@@ -141,7 +137,6 @@ class SetPolicyResponse(google.protobuf.message.Message):
     STARVATION_FIELD_NUMBER: builtins.int
     CLASS_FLOOR_FIELD_NUMBER: builtins.int
     FAIR_SHARE_FIELD_NUMBER: builtins.int
-    RANK_PATIENCE_FIELD_NUMBER: builtins.int
     OVERRIDDEN_FIELD_NUMBER: builtins.int
     order: builtins.str
     max_queued: builtins.int
@@ -150,7 +145,6 @@ class SetPolicyResponse(google.protobuf.message.Message):
     starvation: builtins.float
     class_floor: builtins.float
     fair_share: builtins.bool
-    rank_patience: builtins.float
     @property
     def overridden(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of those that were set; the others are as the routers are configured"""
@@ -165,10 +159,9 @@ class SetPolicyResponse(google.protobuf.message.Message):
         starvation: builtins.float = ...,
         class_floor: builtins.float = ...,
         fair_share: builtins.bool = ...,
-        rank_patience: builtins.float = ...,
         overridden: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "overridden", b"overridden", "patience", b"patience", "rank_patience", b"rank_patience", "starvation", b"starvation", "undated_due", b"undated_due"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "overridden", b"overridden", "patience", b"patience", "starvation", b"starvation", "undated_due", b"undated_due"]) -> None: ...
 
 Global___SetPolicyResponse: typing_extensions.TypeAlias = SetPolicyResponse
 

@@ -732,6 +732,8 @@ class Waiting(google.protobuf.message.Message):
     PREDICTED_TOKENS_FIELD_NUMBER: builtins.int
     PREDICTED_TOTAL_FIELD_NUMBER: builtins.int
     PREDICTED_RANK_FIELD_NUMBER: builtins.int
+    PREDICTED_WORK_RANK_FIELD_NUMBER: builtins.int
+    FORESEEN_WAIT_S_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """ledger time in seconds; the key under which it queues, kept over requeues"""
@@ -762,6 +764,10 @@ class Waiting(google.protobuf.message.Message):
     """tokens of the prompt and all outputs, as predicted when it came"""
     predicted_rank: builtins.float
     """of all its outputs among those predicted lately, from 0 to 1, when it came"""
+    predicted_work_rank: builtins.float
+    """the same of its prompt and all its outputs together"""
+    foreseen_wait_s: builtins.float
+    """by what waited when it came; 0: not known"""
     def __init__(
         self,
         *,
@@ -781,8 +787,10 @@ class Waiting(google.protobuf.message.Message):
         predicted_tokens: builtins.int = ...,
         predicted_total: builtins.int = ...,
         predicted_rank: builtins.float = ...,
+        predicted_work_rank: builtins.float = ...,
+        foreseen_wait_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "foreseen_wait_s", b"foreseen_wait_s", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 
@@ -804,6 +812,8 @@ class Running(google.protobuf.message.Message):
     DUE_FIELD_NUMBER: builtins.int
     PREDICTED_TOTAL_FIELD_NUMBER: builtins.int
     PREDICTED_RANK_FIELD_NUMBER: builtins.int
+    PREDICTED_WORK_RANK_FIELD_NUMBER: builtins.int
+    FORESEEN_WAIT_S_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
@@ -821,7 +831,9 @@ class Running(google.protobuf.message.Message):
     predicted_total: builtins.int
     """as of what waits"""
     predicted_rank: builtins.float
-    """as of what waits"""
+    """as of what waits, and the two below"""
+    predicted_work_rank: builtins.float
+    foreseen_wait_s: builtins.float
     def __init__(
         self,
         *,
@@ -837,8 +849,10 @@ class Running(google.protobuf.message.Message):
         due: builtins.float = ...,
         predicted_total: builtins.int = ...,
         predicted_rank: builtins.float = ...,
+        predicted_work_rank: builtins.float = ...,
+        foreseen_wait_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_total", b"predicted_total", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arrived", b"arrived", "choices", b"choices", "due", b"due", "epoch", b"epoch", "foreseen_wait_s", b"foreseen_wait_s", "known_tokens", b"known_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "preempted", b"preempted", "priority", b"priority", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
 
 Global___Running: typing_extensions.TypeAlias = Running
 
@@ -989,12 +1003,15 @@ class Outlook(google.protobuf.message.Message):
     ROOMS_PER_S_FIELD_NUMBER: builtins.int
     LOWEST_FIELD_NUMBER: builtins.int
     WAITS_FIELD_NUMBER: builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: builtins.int
     rooms_per_s: builtins.float
     """Requests that leave it in a second, of which this gateway may count on so many; 0: not known."""
     lowest: builtins.int
     """Of those that have not run, the lowest class that waits: a higher one takes its place when the queue is full.
     Unset: nobody waits.
     """
+    tokens_per_s: builtins.float
+    """of what waits, that leave it in a second; 0: not known"""
     @property
     def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
         """For classes from the highest one down, how long a request of it waits at the least. One in between waits as
@@ -1007,9 +1024,10 @@ class Outlook(google.protobuf.message.Message):
         rooms_per_s: builtins.float = ...,
         lowest: builtins.int | None = ...,
         waits: collections.abc.Iterable[Global___ClassWait] | None = ...,
+        tokens_per_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_lowest", b"_lowest", "lowest", b"lowest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lowest", b"_lowest", "lowest", b"lowest", "rooms_per_s", b"rooms_per_s", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_lowest", b"_lowest", "lowest", b"lowest", "rooms_per_s", b"rooms_per_s", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lowest", b"_lowest"]) -> typing.Literal["lowest"] | None: ...
 
 Global___Outlook: typing_extensions.TypeAlias = Outlook
@@ -1020,15 +1038,19 @@ class ClassWait(google.protobuf.message.Message):
 
     PRIORITY_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    WORK_S_FIELD_NUMBER: builtins.int
     priority: builtins.int
     wait_s: builtins.float
+    work_s: builtins.float
+    """until all that waits now of this class and of higher ones has left the queue"""
     def __init__(
         self,
         *,
         priority: builtins.int = ...,
         wait_s: builtins.float = ...,
+        work_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["priority", b"priority", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["priority", b"priority", "wait_s", b"wait_s", "work_s", b"work_s"]) -> None: ...
 
 Global___ClassWait: typing_extensions.TypeAlias = ClassWait
 

@@ -1,0 +1,33 @@
+"""How long a request that comes will wait, as its gateway foresees it."""
+
+from __future__ import annotations
+
+from everlift.v1.session_pb2 import ClassWait, Outlook
+from router.admission.foreseen_wait import ForeseenWait
+
+OUTLOOK = Outlook(
+    waits=[ClassWait(priority=5, work_s=1.0), ClassWait(priority=0, work_s=4.0)],
+    tokens_per_s=100.0,
+)
+
+
+def test_nobody_foresees_anything_before_the_leader_has_spoken() -> None:
+    wait = ForeseenWait()
+    assert [wait.come(0, 500) for _ in range(3)] == [0.0, 0.0, 0.0]
+
+
+def test_a_class_waits_for_those_of_its_own_and_of_higher_ones() -> None:
+    for priority, wait_s in ((9, 0.0), (5, 1.0), (3, 1.0), (0, 4.0), (-1, 4.0)):
+        wait = ForeseenWait()
+        wait.hear(OUTLOOK)
+        assert wait.come(priority, 7) == wait_s
+
+
+def test_who_comes_at_once_waits_for_those_before_it_until_the_leader_counts_them() -> None:
+    wait = ForeseenWait()
+    wait.hear(OUTLOOK)
+    assert [wait.come(0, 50) for _ in range(3)] == [4.0, 4.5, 5.0]
+    assert wait.come(5, 200) == 1.0
+    assert wait.come(0, 50) == 4.0 + 3.5
+    wait.hear(OUTLOOK)
+    assert wait.come(0, 50) == 4.0
