@@ -1,6 +1,6 @@
 """Admission: what the queue costs, and what its orders do to requests.
 
-    python tests/perf/scheduling.py [--parts queue turns forecast live] [--out FILE]
+    python tests/perf/scheduling.py [--parts queue turns forecast faithful live] [--out FILE]
 
 queue   a push and a pop, by how many wait (scheduling_queue.py)
 turns   how far tenants are apart in what they were served, and what turns cost
@@ -8,6 +8,8 @@ turns   how far tenants are apart in what they were served, and what turns cost
 forecast
         bindings, orders and bounds at sizes and loads that no machine here has, in virtual time
         (scheduling_forecast.py)
+faithful
+        a forecast against a live cluster that gets the same requests (scheduling_faithful.py)
 live    the orders under an overload of a real engine (scheduling_live.py); takes eight minutes for
         each case and round
 
@@ -29,6 +31,7 @@ from router.admission.policy import ORDERS
 from tests.perf import (
     checkpoints,
     report,
+    scheduling_faithful,
     scheduling_forecast,
     scheduling_live,
     scheduling_queue,
@@ -103,7 +106,20 @@ def forecast(options: argparse.Namespace) -> Part:
     return {"settings": {}, "raw": raw, "ratios": scheduling_forecast.ratios(raw)}
 
 
-PARTS = {"queue": queue, "turns": turns, "forecast": forecast, "live": live}
+def faithful(options: argparse.Namespace) -> Part:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    adopt_orphans()
+    model = options.model or checkpoints.ensure("small")
+    logs = Path("build/bench/scheduling")
+    raw = asyncio.run(scheduling_faithful.measure(model, logs, options.duration / 2))
+    return {
+        "settings": {"loads": scheduling_faithful.LOADS, "duration_s": options.duration / 2},
+        "raw": raw,
+        "ratios": scheduling_faithful.ratios(raw["found"]),
+    }
+
+
+PARTS = {"queue": queue, "turns": turns, "forecast": forecast, "faithful": faithful, "live": live}
 
 
 def main() -> None:

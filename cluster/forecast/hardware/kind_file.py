@@ -27,16 +27,24 @@ from router.admission.step_time import Roofline
 
 def read(path: Path) -> Kind:
     """Raises ForecastFailed."""
-    content = _object(path, _content(path))
     try:
-        step_time = settings.load(Roofline, _object(path, content.get("step_time")))
+        return made(path.stem, _content(path))
+    except ValueError as error:
+        raise ForecastFailed(f"{path}: {error}") from None
+
+
+def made(name: str, content: object) -> Kind:
+    """Of what such a file has in it. Raises ValueError."""
+    sections = _object(content)
+    try:
+        step_time = settings.load(Roofline, _object(sections.get("step_time")))
     except SettingsError as error:
-        raise ForecastFailed(f"{path}: step_time.{error}") from None
+        raise ValueError(f"step_time.{error}") from None
     if not all(isfinite(value) and value >= 0 for value in astuple(step_time)):
-        raise ForecastFailed(f"{path}: step_time: no value is below 0 or without end")
+        raise ValueError("step_time: no value is below 0 or without end")
     if not step_time.overhead_s + step_time.weights_s > 0:
-        raise ForecastFailed(f"{path}: step_time: a step takes some time")
-    return Kind(path.stem, step_time, _object(path, content.get("worker", {})))
+        raise ValueError("step_time: a step takes some time")
+    return Kind(name, step_time, _object(sections.get("worker", {})))
 
 
 def _content(path: Path) -> object:
@@ -48,7 +56,7 @@ def _content(path: Path) -> object:
         raise ForecastFailed(f"{path}: is no JSON") from None
 
 
-def _object(path: Path, value: object) -> Mapping[str, object]:
+def _object(value: object) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise ForecastFailed(f"{path}: must have a section step_time, and may have one worker")
+        raise ValueError("must have a section step_time, and may have one worker")
     return value

@@ -1,0 +1,160 @@
+"""A forecast held against a live cluster that gets the same requests at the same moments.
+
+The cluster is that of scheduling_live.py. It gets a minute of other requests of the same kind, from
+which the router learns how long its worker's steps take; what it has learned is the forecast's kind
+of worker (``everlift measure --running``). What a request takes beside its steps is measured too:
+one after the other, each with one token, on an idle cluster.
+
+Then it is saturated, and gets LOADS of what it did; everybody is waited for. The forecast gets the
+prompts' lengths, the outputs' lengths and the moments.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from cluster import endpoint
+from cluster.forecast.arrival import Arrival
+from cluster.forecast.hardware import kind_file, learned
+from cluster.forecast.scenario import Scenario, WorkerSpec
+from cluster.forecast.simulate import simulate
+from everlift import AsyncClient, settings
+from everlift.v1 import admin_pb2
+from router.admission.step_time import StepSize
+from router.config import RouterConfig
+from tests.perf.online_load import Answer, Client, percentile
+from tests.perf.online_servers import everlift, serving
+from tests.perf.scheduling_live import SLOTS, saturation
+from tests.perf.scheduling_mix import MAX_TOKENS, Request, mix
+from worker.config import WorkerConfig
+
+Figures = dict[str, float]
+
+LOADS = (0.7, 0.9)
+_WARM_UP = 40
+_LEARNED_FROM_S = 60.0
+_SATURATING = 320
+_ALONE = 30
+_SEED = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the cluster did with some requests, whose prompts have so many tokens."""
+
+    requests: Sequence[Request]
+    prompt_tokens: Sequence[int]
+    answers: Sequence[Answer]
+
+    @property
+    def arrivals(self) -> list[Arrival]:
+        pairs = zip(self.requests, self.prompt_tokens, strict=True)
+        return [Arrival(it.due, tokens, it.tokens, MAX_TOKENS) for it, tokens in pairs]
+
+
+async def measure(model: Path, logs: Path, duration_s: float) -> dict[str, Any]:
+    """Live and forecast figures, and by how much they differ."""
+    with TemporaryDirectory(prefix="everlift-faithful-") as state:
+        server = everlift(
+            "faithful",
+            with_ray=False,
+            more={"worker.max_num_seqs": SLOTS, "state_dir": state},
+        )
+        async with serving(server, model, logs) as client:
+            async with AsyncClient(endpoint.find(Path(state))) as direct:
+                return await _measure(Bench(client, direct), duration_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    client: Client
+    direct: AsyncClient
+
+    async def send(self, requests: Sequence[Request]) -> Seen:
+        prompts = [len((await self.direct.tokenize(it.prompt)).token_ids) for it in requests]
+        return Seen(requests, prompts, await self.client.send([it.ask() for it in requests]))
+
+    async def one_by_one(self) -> Seen:
+        """Each with one token, on its own."""
+        requests = [replace(it, tokens=1, due=0.0) for it in mix(_ALONE, 0.0, _SEED)]
+        each = [await self.send([it]) for it in requests]
+        return Seen(
+            requests,
+            [it.prompt_tokens[0] for it in each],
+            [it.answers[0] for it in each],
+        )
+
+    async def kind(self) -> admin_pb2.WorkerKind:
+        return learned.only((await self.direct.capacity()).kinds, None)
+
+
+async def _measure(bench: Bench, duration_s: float) -> dict[str, Any]:
+    await bench.send(mix(_WARM_UP, 0.0, _SEED + 1))
+    rough = saturation((await bench.send(mix(_SATURATING // 2, 0.0, _SEED + 2))).answers)
+    per_s = rough / statistics.fmean(it.tokens for it in mix(10_000, 0.0, _SEED))
+    await bench.send(mix(round(0.8 * per_s * _LEARNED_FROM_S), 0.8 * per_s, _SEED + 3))
+    kind, alone = await bench.kind(), await bench.one_by_one()
+    scenario = _scenario(kind, alone)
+    saturated = await bench.send(mix(_SATURATING, 0.0, _SEED + 4))
+    found = {"saturated": _compared(saturated, scenario)}
+    rate = saturation(saturated.answers)
+    for number, load in enumerate(LOADS):
+        per_s = load * rate / statistics.fmean(it.tokens for it in mix(10_000, 0.0, _SEED))
+        requests = mix(round(per_s * duration_s), per_s, _SEED + 5 + number)
+        found[f"{load:g}"] = _compared(await bench.send(requests), scenario)
+        print(load, found[f"{load:g}"], file=sys.stderr, flush=True)
+    return {"kind": learned.content(kind), "link_s": scenario.link_s, "found": found}
+
+
+def _scenario(kind: admin_pb2.WorkerKind, alone: Seen) -> Scenario:
+    made = kind_file.made("live", learned.content(kind))
+    steps = [
+        made.step_time.seconds(StepSize(1, tokens, tokens, tokens * (tokens + 1) / 2))
+        for tokens in alone.prompt_tokens
+    ]
+    taken = [answer.e2e_s for answer in alone.answers]
+    beside = statistics.median(t - s for t, s in zip(taken, steps, strict=True))
+    config = settings.load(WorkerConfig, {"model": "fake", **made.worker})
+    worker = WorkerSpec(config, made.step_time)
+    # There and back.
+    return Scenario((worker,), RouterConfig(), link_s=max(0.0, beside / 2), weights=None)
+
+
+def _compared(seen: Seen, scenario: Scenario) -> dict[str, Figures]:
+    records = simulate(seen.arrivals, scenario).records
+    forecast = [
+        Answer(it.arrival.at, it.first_token, it.finished, it.output_tokens) for it in records
+    ]
+    live, foreseen = figures(seen.answers), figures(forecast)
+    return {
+        "live": live,
+        "forecast": foreseen,
+        "error": {name: foreseen[name] / live[name] - 1 for name in live},
+    }
+
+
+def figures(answers: Sequence[Answer]) -> Figures:
+    found = {"tokens_per_s": saturation(answers)}
+    for name, values in (
+        ("ttft", [it.ttft_s for it in answers]),
+        ("latency", [it.e2e_s for it in answers]),
+    ):
+        found |= {f"{name}_p{percent}_s": percentile(values, percent) for percent in (50, 90)}
+    return found
+
+
+def ratios(found: Mapping[str, Mapping[str, Figures]]) -> Figures:
+    """The largest errors over the loads; that of the rate is of the saturated cluster."""
+    errors = [found[f"{load:g}"]["error"] for load in LOADS]
+    each = {
+        f"simulator_{name}_error": max(abs(error[f"{name}_s"]) for error in errors)
+        for name in ("ttft_p50", "ttft_p90", "latency_p50", "latency_p90")
+    }
+    rate = found["saturated"]["error"]["tokens_per_s"]
+    return each | {"simulator_saturation_error": abs(rate)}
