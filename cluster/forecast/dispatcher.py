@@ -39,7 +39,7 @@ class Dispatcher(Protocol):
     # requests
 
     def foreseen_wait_s(self, priority: int, work_tokens: int) -> float:
-        """Of a request that comes now, by what waits; 0: not known."""
+        """Of a request that comes now, by what waits; 0 where each has its worker at once."""
         ...
 
     def enqueue(self, waiting: session_pb2.Waiting, now: float) -> list[Refusal]:

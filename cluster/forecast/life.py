@@ -22,7 +22,7 @@ class Life:
     request_id: str
     names: BlockNames
     foretold: Foretold
-    #: seconds that what waited when it came will take; 0: not known
+    #: seconds that what waited when it came will take
     foreseen_wait_s: float = 0.0
     state: State = State.QUEUED
     worker_id: str = ""

@@ -1,13 +1,16 @@
 """How long a request that comes will wait, by what waits then, as its gateway knows it. Pure.
 
-The leader says five times a second how long what waits will take. In between a gateway counts what
-it sends there itself: of a thousand requests that come at once each has those before it to wait
-for.
+The leader says five times a second how much work waits. In between a gateway counts what it sends
+there itself: of a thousand requests that come at once each has those before it to wait for.
 """
 
 from __future__ import annotations
 
 from everlift.v1 import session_pb2
+
+#: Tokens a second that a cluster is taken to compute until it has shown what it can: few, so that
+#: orders that need a wait to go by have one from the first request on.
+_UNKNOWN_RATE = 1000.0
 
 
 class ForeseenWait:
@@ -22,11 +25,10 @@ class ForeseenWait:
         self._came.clear()
 
     def come(self, priority: int, work_tokens: int) -> float:
-        """Seconds until what goes before a request of this class has left the queue; 0 where nobody
-        knows. From now on it is one of those that came."""
-        before = [it.work_s for it in self._outlook.waits if it.priority >= priority]
-        wait_s = before[-1] if before else 0.0
-        if rate := self._outlook.tokens_per_s:
-            wait_s += sum(work for its, work in self._came.items() if its >= priority) / rate
+        """Seconds until what goes before a request of this class has left the queue. From now on it
+        is one of those that came."""
+        waits = [it.work_tokens for it in self._outlook.waits if it.priority >= priority]
+        came = sum(tokens for its, tokens in self._came.items() if its >= priority)
         self._came[priority] = self._came.get(priority, 0) + work_tokens
-        return wait_s
+        rate = self._outlook.tokens_per_s or _UNKNOWN_RATE
+        return (came + max(waits, default=0)) / rate

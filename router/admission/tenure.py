@@ -213,14 +213,15 @@ class Tenure:
         """What a gateway tells those that come."""
         waits = (
             session_pb2.ClassWait(
-                priority=priority, wait_s=self._waits.least_wait_s(wait_s), work_s=wait_s
+                priority=priority,
+                wait_s=self._waits.least_wait_s(self._waits.wait_s(work) or 0.0),
+                work_tokens=work,
             )
             for priority, work in self._queue.backlog.work.items()
-            if (wait_s := self._waits.wait_s(work)) is not None
         )
         return session_pb2.Outlook(
             rooms_per_s=self._waits.rooms_per_s / max(1, num_gateways),
-            tokens_per_s=self._waits.tokens_per_s / max(1, num_gateways),
+            tokens_per_s=self._waits.tokens_per_s,
             lowest=self._queue.backlog.lowest,
             waits=waits,
         )

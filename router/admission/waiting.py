@@ -71,7 +71,7 @@ class Waiting(NamedTuple):
     predicted_rank: float = 0.0
     #: the same of its prompt and all its output
     predicted_work_rank: float = 0.0
-    #: seconds until what waited when it came has left the queue; 0: nobody knew. It stays too
+    #: seconds until what waited when it came has left the queue, as was foreseen. It stays too
     foreseen_wait_s: float = 0.0
     #: it was told before, or has run
     accepted: bool = False

@@ -34,7 +34,7 @@ class Prediction:
     rank: float = _NO_RANK
     #: the same of its prompt and all its outputs
     work_rank: float = _NO_RANK
-    #: seconds that what waited when it came will take; 0: nobody knew
+    #: seconds that what waited when it came will take
     foreseen_wait_s: float = 0.0
     guess: Guess | None = None
     #: who made the guess

@@ -102,15 +102,14 @@ def test_where_nobody_knows_how_long_it_takes_nobody_is_too_late() -> None:
 
 def test_gateways_are_told_what_those_that_come_have_to_expect() -> None:
     some = cluster()
-    assert some.tenure.outlook(2) == pb.Outlook(tokens_per_s=50.0)
+    assert some.tenure.outlook(2) == pb.Outlook(tokens_per_s=100.0)
     come(some, "a", priority=1, predicted_tokens=100)
     come(some, "b", priority=-1, predicted_tokens=100)
     some.tenure.look(0.2)
     outlook = some.tenure.outlook(2)
     assert (outlook.lowest, outlook.rooms_per_s) == (-1, pytest.approx(0.25))
-    waits = [(it.priority, it.wait_s, it.work_s) for it in outlook.waits]
-    least, least_of_both = pytest.approx(1.6), pytest.approx(3.2)
-    assert waits == [(1, least, pytest.approx(2.0)), (-1, least_of_both, pytest.approx(4.0))]
+    waits = [(it.priority, it.wait_s, it.work_tokens) for it in outlook.waits]
+    assert waits == [(1, pytest.approx(1.6), 200), (-1, pytest.approx(3.2), 400)]
 
 
 def test_what_was_predicted_goes_with_a_dispatch() -> None:

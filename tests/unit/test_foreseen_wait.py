@@ -6,14 +6,16 @@ from everlift.v1.session_pb2 import ClassWait, Outlook
 from router.admission.foreseen_wait import ForeseenWait
 
 OUTLOOK = Outlook(
-    waits=[ClassWait(priority=5, work_s=1.0), ClassWait(priority=0, work_s=4.0)],
+    waits=[ClassWait(priority=5, work_tokens=100), ClassWait(priority=0, work_tokens=400)],
     tokens_per_s=100.0,
 )
 
 
-def test_nobody_foresees_anything_before_the_leader_has_spoken() -> None:
+def test_a_cluster_that_has_shown_nothing_yet_is_taken_for_a_slow_one() -> None:
     wait = ForeseenWait()
-    assert [wait.come(0, 500) for _ in range(3)] == [0.0, 0.0, 0.0]
+    assert [wait.come(0, 500) for _ in range(3)] == [0.0, 0.5, 1.0]
+    wait.hear(Outlook(waits=OUTLOOK.waits))
+    assert wait.come(0, 500) == 0.4
 
 
 def test_a_class_waits_for_those_of_its_own_and_of_higher_ones() -> None:

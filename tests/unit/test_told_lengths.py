@@ -51,7 +51,7 @@ async def test_what_nothing_predicts_gives_way_by_its_prompt_alone(gateway: Gate
 
 
 async def test_a_wait_is_foreseen_by_the_leaders_word(gateway: Gateway) -> None:
-    waits = [session_pb2.ClassWait(priority=0, work_s=4.0)]
+    waits = [session_pb2.ClassWait(priority=0, work_tokens=40)]
     gateway.requests.foresee(session_pb2.Outlook(waits=waits, tokens_per_s=10.0))
     for number in range(2):
         await gateway.submit(request_id=str(number))

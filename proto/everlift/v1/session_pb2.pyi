@@ -767,7 +767,7 @@ class Waiting(google.protobuf.message.Message):
     predicted_work_rank: builtins.float
     """the same of its prompt and all its outputs together"""
     foreseen_wait_s: builtins.float
-    """by what waited when it came; 0: not known"""
+    """by what waited when it came"""
     def __init__(
         self,
         *,
@@ -1011,7 +1011,7 @@ class Outlook(google.protobuf.message.Message):
     Unset: nobody waits.
     """
     tokens_per_s: builtins.float
-    """of what waits, that leave it in a second; 0: not known"""
+    """of work, that leave it in a second; 0: not known"""
     @property
     def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
         """For classes from the highest one down, how long a request of it waits at the least. One in between waits as
@@ -1038,19 +1038,20 @@ class ClassWait(google.protobuf.message.Message):
 
     PRIORITY_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
-    WORK_S_FIELD_NUMBER: builtins.int
+    WORK_TOKENS_FIELD_NUMBER: builtins.int
     priority: builtins.int
     wait_s: builtins.float
-    work_s: builtins.float
-    """until all that waits now of this class and of higher ones has left the queue"""
+    """0: not known"""
+    work_tokens: builtins.int
+    """that wait now, of this class and of higher ones"""
     def __init__(
         self,
         *,
         priority: builtins.int = ...,
         wait_s: builtins.float = ...,
-        work_s: builtins.float = ...,
+        work_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["priority", b"priority", "wait_s", b"wait_s", "work_s", b"work_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["priority", b"priority", "wait_s", b"wait_s", "work_tokens", b"work_tokens"]) -> None: ...
 
 Global___ClassWait: typing_extensions.TypeAlias = ClassWait
 
