@@ -371,6 +371,8 @@ class AsyncClient:
             router, remaining = self._routers.current, patience.remaining()
             try:
                 return await self._try(method, request, remaining)
+            except DeadlineExceeded as error:
+                raise patience.cut_off(error) from None
             except EverliftError as error:
                 if is_unavailable(error) and tries < len(self._routers):
                     self._routers.failed(router)

@@ -22,6 +22,7 @@ class Patience:
         self._routers = routers
         self._retries = retries
         self._deadline = deadline
+        self._passed: EverliftError | None = None
 
     def succeeded(self) -> None:
         self._retries.succeeded()
@@ -40,9 +41,15 @@ class Patience:
             self._routers.failed(router)
         if self._deadline.passes_before(now() + delay):
             raise _too_late(error)
+        self._passed = error
         turn = min(self._routers.num_waiting / _RESUMED_PER_S, _LONGEST_TURN_S)
         with self._routers.waiting():
             await asyncio.sleep(max(delay, turn))
+
+    def cut_off(self, late: DeadlineExceeded) -> EverliftError:
+        """The end of a try that had what was left of the time, as ``late`` says, or of those before
+        it."""
+        return late if self._passed is None else _too_late(self._passed)
 
 
 def _too_late(error: EverliftError) -> EverliftError:

@@ -24,6 +24,7 @@ from everlift import (
     Unreachable,
 )
 from everlift.deadline import Deadline
+from everlift.patience import Patience
 from everlift.retries import Retries
 from everlift.testing import FakeTransport, Hold, Refuse
 from everlift.v1 import chaos_pb2
@@ -170,6 +171,19 @@ async def test_a_deadline_covers_all_tries_of_a_single_call() -> None:
     async with AsyncClient("fake", transport=FakeTransport(faults=refusals)) as client:
         with pytest.raises(QueueFull, match="no room"):
             await client.status(timeout_s=0.3)
+
+
+@in_virtual_time
+async def test_a_last_try_that_is_cut_off_ends_as_those_before_it() -> None:
+    cut = DeadlineExceeded("cut off")
+    async with AsyncClient("fake", transport=FakeTransport()) as client:
+        patience = Patience(client._routers, retries(), Deadline(9.0))
+        assert patience.cut_off(cut) is cut
+        await patience.wait(RouterStopping(), "fake")
+        assert "no router answered" in str(patience.cut_off(cut))
+        full = QueueFull("no room")
+        await patience.wait(full, "fake")
+        assert patience.cut_off(cut) is full
 
 
 @in_virtual_time
