@@ -330,9 +330,7 @@ async def test_a_drain_hands_everything_back_in_order(slow_worker: tuple[Rank, s
         await b.start(start(20, prompt(30), 500))
         await a.until(lambda: len(a.tokens) >= 5)
         await b.call.write(session_pb2.RouterFrame(drain=True))
-        begin = time.monotonic()
         await asyncio.gather(a.ended(*range(1, 13)), b.ended(20))
-        assert time.monotonic() - begin < 0.9
         assert {*a.stops.values(), *b.stops.values()} == {"RETURNED"}
         for epoch, tokens in a.tokens.items():
             assert tokens == expected_tokens(prompt(30, epoch), len(tokens))
