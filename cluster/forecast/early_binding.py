@@ -29,7 +29,7 @@ class EarlyQueue:
         self._epochs = count(1)
         self._turn = -1
         self._waiting: dict[str, Waiting] = {}
-        #: of each worker, as it is known
+        #: of each worker, when all were asked last; nothing where what is known is fresh
         self._numbers: dict[str, int] = {}
         self._ask_again = 0.0
         choices: Mapping[Choice, Callable[[list[str]], str]] = {
@@ -81,6 +81,8 @@ class EarlyQueue:
         return []
 
     def place(self, now: float) -> list[Placed]:
+        if not self._waiting:
+            return []
         workers = [name for name, view in self._placement.workers.items() if view.is_open]
         if not workers:
             return []
@@ -89,10 +91,9 @@ class EarlyQueue:
         return placed
 
     def _place(self, waiting: Waiting, workers: list[str], now: float) -> Placed:
-        if now >= self._ask_again:
+        if self._age_s and now >= self._ask_again:
             self._ask_again = now + self._age_s
-            views = self._placement.workers.items()
-            self._numbers = {name: it.load.num_running + it.ahead for name, it in views}
+            self._numbers = {name: self._has(name) for name in self._placement.workers}
         placed = Placed(waiting, self._choose(workers), next(self._epochs))
         self._placement.reserve(placed.worker_id, placed.epoch, waiting, now)
         return placed
@@ -102,7 +103,15 @@ class EarlyQueue:
         return workers[self._turn % len(workers)]
 
     def _shortest(self, workers: list[str]) -> str:
-        return min(workers, key=lambda name: (self._numbers.get(name, 0), self._dice.random()))
+        return min(workers, key=lambda name: (self._number(name), self._dice.random()))
+
+    def _number(self, name: str) -> int:
+        """Of its requests, as far as is known."""
+        return self._numbers.get(name, 0) if self._age_s else self._has(name)
+
+    def _has(self, name: str) -> int:
+        worker = self._placement.workers[name]
+        return worker.load.num_running + worker.ahead
 
     def _shorter_of_two(self, workers: list[str]) -> str:
         return self._shortest(self._dice.sample(workers, min(2, len(workers))))
