@@ -89,7 +89,7 @@ def live(options: argparse.Namespace) -> Part:
         saturated: float | None = None
         for case in scheduling_live.cases(dict(options.set)):
             found = asyncio.run(scheduling_live.turn(case, plan, number, saturated))
-            saturated = saturated or found["saturation_tokens_per_s"]
+            saturated = found["saturation_tokens_per_s"]
             print(case.name, {name: round(value, 3) for name, value in found.items()}, flush=True)
             rounds.setdefault(case.name, []).append(found)
     medians = {

@@ -4,7 +4,7 @@ A cluster of plain processes on this machine: router, embedded ledger, and one w
 checkpoint and SLOTS slots. In each round all cases get the same requests at the same moments
 (scheduling_mix.py), for ``duration_s`` and ``load`` times as many of them as a worker was seen to
 get done when it was saturated, before the first one; then all that waits is waited for. Where the
-machine became slower or faster meanwhile, which a case's own saturation tells, they are not
+machine became slower or faster meanwhile, which the cases' tokens a second tell, they are not
 comparable.
 
 The router predicts outputs by a model that was trained on other requests of the same kind.
@@ -88,7 +88,7 @@ def train(plan: Plan) -> dict[str, Any]:
 
 async def turn(case: Case, plan: Plan, seed: int, saturated: float | None) -> Figures:
     """One case, from a cluster's start to its end, under a load by ``saturated`` tokens a second;
-    None: by its own. Raises NotServing, and Incomplete in a group."""
+    None: as it is seen to do. Raises NotServing, and Incomplete in a group."""
     settings = {
         "worker.max_num_seqs": SLOTS,
         "router.predictor": plan.predictor,
@@ -97,12 +97,17 @@ async def turn(case: Case, plan: Plan, seed: int, saturated: float | None) -> Fi
     server = everlift(case.name, with_ray=False, more=settings)
     async with serving(server, plan.model, plan.logs) as client:
         await _send(client, case, mix(_WARM_UP, 0.0, 2 * seed))
-        rate = saturation(await _send(client, case, mix(_SATURATING, 0.0, 2 * seed + 1)))
+        if saturated is None:
+            seen = await _send(client, case, mix(_SATURATING, 0.0, 2 * seed + 1))
+            saturated = saturation(seen)
         mean_tokens = statistics.fmean(it.tokens for it in mix(10_000, 0.0, seed))
-        per_s = plan.load * (saturated or rate) / mean_tokens
+        per_s = plan.load * saturated / mean_tokens
         requests = mix(round(per_s * plan.duration_s), per_s, seed)
         answers = await _send(client, case, requests)
-    return figures(requests, answers) | {"saturation_tokens_per_s": rate, "requests_per_s": per_s}
+    return figures(requests, answers) | {
+        "saturation_tokens_per_s": saturated,
+        "requests_per_s": per_s,
+    }
 
 
 async def _send(client: Client, case: Case, requests: Sequence[Request]) -> list[Answer]:
