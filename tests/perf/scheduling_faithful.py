@@ -11,6 +11,7 @@ prompts' lengths, the outputs' lengths and the moments.
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -67,8 +68,15 @@ async def measure(model: Path, logs: Path, duration_s: float) -> dict[str, Any]:
             more={"worker.max_num_seqs": SLOTS, "state_dir": state},
         )
         async with serving(server, model, logs) as client:
-            async with AsyncClient(endpoint.find(Path(state))) as direct:
+            async with AsyncClient(await _addresses(Path(state))) as direct:
                 return await _measure(Bench(client, direct), duration_s)
+
+
+async def _addresses(state: Path) -> list[str]:
+    """It answers before it says where it is."""
+    while not (found := endpoint.find(state)):
+        await asyncio.sleep(0.1)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
