@@ -2,16 +2,18 @@
 
 The cluster is that of scheduling_live.py. It gets a minute of other requests of the same kind, from
 which the router learns how long its worker's steps take; what it has learned is the forecast's kind
-of worker (``everlift measure --running``). What a request takes beside its steps is measured too:
-one after the other, each with one token, on an idle cluster.
+of worker (``everlift measure --running``). What a request takes beside its worker's steps is
+measured too: one after the other, each with one token, on an idle cluster.
 
 Then it is saturated, and gets LOADS of what it did; everybody is waited for. The forecast gets the
-prompts' lengths, the outputs' lengths and the moments.
+prompts' lengths, the outputs' lengths and the moments. Near saturation an error of the rate is a
+much larger one of the time to the first token, as it would be of any two runs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import aiohttp
+
 from cluster import endpoint
 from cluster.forecast.arrival import Arrival
 from cluster.forecast.hardware import kind_file, learned
@@ -27,7 +31,6 @@ from cluster.forecast.scenario import Scenario, WorkerSpec
 from cluster.forecast.simulate import simulate
 from everlift import AsyncClient, settings
 from everlift.v1 import admin_pb2
-from router.admission.step_time import StepSize
 from router.config import RouterConfig
 from tests.perf.online_load import Answer, Client, percentile
 from tests.perf.online_servers import everlift, serving
@@ -43,6 +46,9 @@ _LEARNED_FROM_S = 60.0
 _SATURATING = 320
 _ALONE = 30
 _SEED = 5000
+#: A worker tells of itself at least so often.
+_FRAME_S = 0.5
+_BUSY = re.compile(r"^everlift_worker_busy_seconds_total\{.*\} (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +94,23 @@ class Bench:
         prompts = [len((await self.direct.tokenize(it.prompt)).token_ids) for it in requests]
         return Seen(requests, prompts, await self.client.send([it.ask() for it in requests]))
 
-    async def one_by_one(self) -> Seen:
-        """Each with one token, on its own."""
-        requests = [replace(it, tokens=1, due=0.0) for it in mix(_ALONE, 0.0, _SEED)]
-        each = [await self.send([it]) for it in requests]
-        return Seen(
-            requests,
-            [it.prompt_tokens[0] for it in each],
-            [it.answers[0] for it in each],
-        )
+    async def beside_s(self) -> float:
+        """What a request takes that is on its own, less the worker's steps."""
+        busy_s = await self._busy_s()
+        seconds = 0.0
+        for each in mix(_ALONE, 0.0, _SEED):
+            (answer,) = await self.client.send([replace(each, tokens=1, due=0.0).ask()])
+            seconds += answer.e2e_s
+        await asyncio.sleep(_FRAME_S)
+        return (seconds - (await self._busy_s() - busy_s)) / _ALONE
+
+    async def _busy_s(self) -> float:
+        """That the worker has spent in steps."""
+        address = (await self.direct.status()).metrics_address
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://{address}/metrics") as response:
+                (found,) = _BUSY.findall(await response.text())
+        return float(found)
 
     async def kind(self) -> admin_pb2.WorkerKind:
         return learned.only((await self.direct.capacity()).kinds, None)
@@ -107,31 +121,32 @@ async def _measure(bench: Bench, duration_s: float) -> dict[str, Any]:
     rough = saturation((await bench.send(mix(_SATURATING // 2, 0.0, _SEED + 2))).answers)
     per_s = rough / statistics.fmean(it.tokens for it in mix(10_000, 0.0, _SEED))
     await bench.send(mix(round(0.8 * per_s * _LEARNED_FROM_S), 0.8 * per_s, _SEED + 3))
-    kind, alone = await bench.kind(), await bench.one_by_one()
-    scenario = _scenario(kind, alone)
+    kind = await bench.kind()
+    scenario = _scenario(kind, await bench.beside_s())
     saturated = await bench.send(mix(_SATURATING, 0.0, _SEED + 4))
     found = {"saturated": _compared(saturated, scenario)}
     rate = saturation(saturated.answers)
     for number, load in enumerate(LOADS):
-        per_s = load * rate / statistics.fmean(it.tokens for it in mix(10_000, 0.0, _SEED))
-        requests = mix(round(per_s * duration_s), per_s, _SEED + 5 + number)
+        requests = _at_load(load * rate, duration_s, _SEED + 5 + number)
         found[f"{load:g}"] = _compared(await bench.send(requests), scenario)
         print(load, found[f"{load:g}"], file=sys.stderr, flush=True)
     return {"kind": learned.content(kind), "link_s": scenario.link_s, "found": found}
 
 
-def _scenario(kind: admin_pb2.WorkerKind, alone: Seen) -> Scenario:
+def _at_load(tokens_per_s: float, duration_s: float, seed: int) -> list[Request]:
+    """Of so many output tokens a second, these very ones."""
+    mean = statistics.fmean(it.tokens for it in mix(10_000, 0.0, _SEED))
+    requests = mix(round(duration_s * tokens_per_s / mean), 1.0, seed)
+    scale = sum(it.tokens for it in requests) / tokens_per_s / requests[-1].due
+    return [replace(it, due=scale * it.due) for it in requests]
+
+
+def _scenario(kind: admin_pb2.WorkerKind, beside_s: float) -> Scenario:
     made = kind_file.made("live", learned.content(kind))
-    steps = [
-        made.step_time.seconds(StepSize(1, tokens, tokens, tokens * (tokens + 1) / 2))
-        for tokens in alone.prompt_tokens
-    ]
-    taken = [answer.e2e_s for answer in alone.answers]
-    beside = statistics.median(t - s for t, s in zip(taken, steps, strict=True))
     config = settings.load(WorkerConfig, {"model": "fake", **made.worker})
     worker = WorkerSpec(config, made.step_time)
     # There and back.
-    return Scenario((worker,), RouterConfig(), link_s=max(0.0, beside / 2), weights=None)
+    return Scenario((worker,), RouterConfig(), link_s=beside_s / 2, weights=None)
 
 
 def _compared(seen: Seen, scenario: Scenario) -> dict[str, Figures]:
