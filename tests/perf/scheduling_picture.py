@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
 
 Figures = Mapping[str, float]
 
@@ -25,7 +26,7 @@ _FORESEEN = "tau 0.6"
 
 
 def draw(raw: Mapping[str, Any], path: Path) -> None:
-    """A panel for each part that was measured; nothing where there is none."""
+    """Two panels for each part that was measured; nothing where there is none."""
     parts = {"live": _live, "forecast": _forecast}
     known = {name: panels for name, panels in parts.items() if name in raw}
     if not known:
@@ -34,7 +35,7 @@ def draw(raw: Mapping[str, Any], path: Path) -> None:
     for row, (name, draw_both) in zip(panels, known.items(), strict=True):
         draw_both(row[0], row[1], raw[name])
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=80)
     pyplot.close(figure)
 
 
@@ -69,5 +70,7 @@ def _forecast(by_load: Axes, by_binding: Axes, forecast: Mapping[str, Any]) -> N
     bars = by_binding.barh([*binding], [*binding.values()])
     by_binding.bar_label(bars, fmt="%.0f")
     by_binding.set_xscale("log")
+    by_binding.set_xlim(min(binding.values()) / 3, max(binding.values()) * 3)
+    by_binding.xaxis.set_minor_formatter(NullFormatter())
     by_binding.invert_yaxis()
     by_binding.set_title(f"forecast, {name}: p99 TTFT, ms")
