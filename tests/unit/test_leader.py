@@ -185,7 +185,8 @@ async def test_who_makes_room_in_a_full_queue_is_told_so_by_its_own_line(leader:
 async def test_gateways_are_told_what_the_queue_is_like(leader: Leader) -> None:
     gateway = Gateway(leader, "g")
     gateway.enqueue("a", priority=3)
-    outlook = session_pb2.Outlook(lowest=3)
+    waits = [session_pb2.ClassWait(priority=3, work_tokens=3)]
+    outlook = session_pb2.Outlook(lowest=3, waits=waits)
     await until(lambda: outlook in [it for m in gateway.heard for it in m.outlooks])
 
 
