@@ -79,8 +79,9 @@ async def _ask(file: Path, device: str | None, address: str | None) -> None:
     async with connected(address) as client:
         kind = learned.only((await client.capacity()).kinds, device)
     as_json.write(learned.content(kind), file)
-    error = kind.step_time.error
-    typer.echo(f"{file}: as learned from the steps of {kind.workers}; off by {error:.1%} of late")
+    step = kind.step_time
+    error = f"; off by {step.error:.1%} of late" if step.HasField("error") else ""
+    typer.echo(f"{file}: as learned from the steps of {kind.workers}{error}")
 
 
 def _measure(

@@ -139,13 +139,9 @@ class PredictedRank:
         return KeyLane(present)
 
 
-def yields_s(waiting: Ordered, patience: float, rank: float) -> float:
-    """How long after its arrival those may still come that go before it. ``rank`` is below 1."""
-    return -patience * waiting.foreseen_wait_s * log1p(-rank)
-
-
 def _yielding(waiting: Ordered, patience: float, rank: float) -> Key:
-    until = waiting.arrived + yields_s(waiting, patience, rank)
+    """By when those have to come that go before it. ``rank`` is below 1."""
+    until = waiting.arrived - patience * waiting.foreseen_wait_s * log1p(-rank)
     return (-waiting.priority, until, waiting.arrived, waiting.request_id)
 
 

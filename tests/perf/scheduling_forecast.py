@@ -40,6 +40,9 @@ from worker.config import WorkerConfig
 
 Figures = dict[str, float]
 
+#: What the figures of that part are called.
+BINDING = "binding_p99_ttft_ms"
+
 _KIND = on_gpus(GPUS["h200"], MODELS["llama-3.1-8b"])
 #: Until queues and batches are as they stay.
 _WARM_UP_S = 20.0
@@ -272,7 +275,7 @@ def speed(workers: int = 100, seconds: float = 5.0) -> float:
 def measure() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, part in {
-        "binding_p99_ttft_ms": lambda: binding(binding_runs()),
+        BINDING: lambda: binding(binding_runs()),
         "orders": orders,
         "patience": patience,
         "goodput": overload,
@@ -286,7 +289,7 @@ def measure() -> dict[str, Any]:
 
 
 def ratios(found: Mapping[str, Any]) -> Figures:
-    at_90 = found["binding_p99_ttft_ms"]["8 workers, load 0.9"]
+    at_90 = found[BINDING]["8 workers, load 0.9"]
     bounded = found["goodput"]["bounded"]
     errors = [abs(it) for run in found["fluid"].values() for it in run["error"].values()]
     return {

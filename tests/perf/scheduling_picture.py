@@ -13,6 +13,8 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
+from tests.perf.scheduling_forecast import BINDING
+
 Figures = Mapping[str, float]
 
 COLOURS = {
@@ -42,11 +44,11 @@ def draw(raw: Mapping[str, Any], path: Path) -> None:
 def _live(latencies: Axes, first_tokens: Axes, live: Mapping[str, Any]) -> None:
     medians: Mapping[str, Figures] = live["medians"]
     _bars(latencies, {it: medians[it]["normalised_latency_mean_ms"] / 1e3 for it in medians})
-    latencies.set_title("live, 1.15 of saturation: mean normalised latency, s a token")
+    latencies.set_title("live: mean normalised latency, s a token")
     _bars(first_tokens, {it: medians[it]["ttft_p99_s"] for it in medians})
     high = [medians[it]["high_ttft_p99_s"] for it in medians]
     first_tokens.plot(range(len(high)), high, "k_", markersize=24, label="the tenth that is high")
-    first_tokens.set_title("p99 of the time to first token, s")
+    first_tokens.set_title("live: p99 of the time to first token, s")
     first_tokens.legend(frameon=False)
 
 
@@ -66,7 +68,7 @@ def _forecast(by_load: Axes, by_binding: Axes, forecast: Mapping[str, Any]) -> N
     by_load.set_title("forecast, chats: mean normalised latency, ms a token")
     by_load.legend(frameon=False)
     name = "8 workers, load 0.9"
-    binding: Figures = forecast["binding"][name]
+    binding: Figures = forecast[BINDING][name]
     bars = by_binding.barh([*binding], [*binding.values()])
     by_binding.bar_label(bars, fmt="%.0f")
     by_binding.set_xscale("log")

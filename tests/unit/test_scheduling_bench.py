@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from tests.perf import scheduling_turns
+from tests.perf import scheduling_forecast, scheduling_picture, scheduling_turns
 from tests.perf.online_load import Answer
 from tests.perf.scheduling_live import figures, ratios, saturation
 from tests.perf.scheduling_mix import APPLICATIONS, MAX_TOKENS, Request, mix
@@ -70,3 +71,21 @@ def test_with_turns_tenants_stay_as_near_as_is_promised_and_without_they_do_not(
     steps = 3000
     assert scheduling_turns.gap("fifo", in_turns=True, steps=steps) <= scheduling_turns.bound()
     assert scheduling_turns.gap("fifo", in_turns=False, steps=steps) > scheduling_turns.bound()
+
+
+def test_what_was_measured_is_drawn(tmp_path: Path) -> None:
+    figures = {"normalised_latency_mean_ms": 9.0, "ttft_p99_s": 2.0, "high_ttft_p99_s": 1.0}
+    names = ["fifo", *(f"{order} tau 0.6" for order in ("shortest", "ranked", "hrrn"))]
+    orders = {load: dict.fromkeys(names, figures) for load in ("0.9", "1.1")}
+    raw = {
+        "live": {"medians": {"fifo": figures, "classes": figures}},
+        "forecast": {
+            "orders": orders,
+            scheduling_forecast.BINDING: {"8 workers, load 0.9": {"global": 1.0, "p2c": 3.0}},
+        },
+    }
+    picture, nothing = tmp_path / "all.png", tmp_path / "none.png"
+    scheduling_picture.draw(raw, picture)
+    scheduling_picture.draw({"queue": {}}, nothing)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not nothing.exists()

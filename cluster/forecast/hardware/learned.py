@@ -32,7 +32,7 @@ def content(kind: pb.WorkerKind) -> dict[str, object]:
         "learned": {
             "device": kind.device,
             "tensor_parallel": kind.tensor_parallel,
-            "error": parts.error,
+            "error": parts.error if parts.HasField("error") else None,
         },
     }
 
