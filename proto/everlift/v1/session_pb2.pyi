@@ -551,6 +551,7 @@ class Progress(google.protobuf.message.Message):
     NUM_COMPUTED_FIELD_NUMBER: builtins.int
     WAITED_S_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    ACCOUNT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     choice: builtins.int
     offset: builtins.int
@@ -583,6 +584,10 @@ class Progress(google.protobuf.message.Message):
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.TokenLogprobs]:
         """if asked for; from the prompt's second token on"""
 
+    @property
+    def account(self) -> Global___Account:
+        """With the last progress of a sequence here, and at least once a second before: what has come of it here so far."""
+
     def __init__(
         self,
         *,
@@ -602,12 +607,73 @@ class Progress(google.protobuf.message.Message):
         num_computed: builtins.int = ...,
         waited_s: builtins.float | None = ...,
         cached_tokens: builtins.int = ...,
+        account: Global___Account | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "waited_s", b"waited_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "cached_tokens", b"cached_tokens", "choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "num_computed", b"num_computed", "offset", b"offset", "preemptions", b"preemptions", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "recomputed_tokens", b"recomputed_tokens", "residence", b"residence", "stop", b"stop", "token_ids", b"token_ids", "waited_s", b"waited_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "account", b"account", "waited_s", b"waited_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "account", b"account", "cached_tokens", b"cached_tokens", "choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "num_computed", b"num_computed", "offset", b"offset", "preemptions", b"preemptions", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "recomputed_tokens", b"recomputed_tokens", "residence", b"residence", "stop", b"stop", "token_ids", b"token_ids", "waited_s", b"waited_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_waited_s", b"_waited_s"]) -> typing.Literal["waited_s"] | None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
+
+@typing.final
+class Account(google.protobuf.message.Message):
+    """Where a sequence's time at a worker went, in seconds by rank 0's clock. What is set sums up to the time from its
+    start to the end of the step that this came with.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WAITING_S_FIELD_NUMBER: builtins.int
+    PREFILL_S_FIELD_NUMBER: builtins.int
+    STALLED_S_FIELD_NUMBER: builtins.int
+    DECODE_S_FIELD_NUMBER: builtins.int
+    CO_TENANCY_S_FIELD_NUMBER: builtins.int
+    PREEMPTED_S_FIELD_NUMBER: builtins.int
+    RECOMPUTE_S_FIELD_NUMBER: builtins.int
+    PASSED_OVER_S_FIELD_NUMBER: builtins.int
+    BETWEEN_STEPS_S_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    MOST_NEIGHBOURS_FIELD_NUMBER: builtins.int
+    waiting_s: builtins.float
+    """for its first step"""
+    prefill_s: builtins.float
+    """its prompt's share of the steps that computed some of it"""
+    stalled_s: builtins.float
+    """others' prompts' share of its steps"""
+    decode_s: builtins.float
+    """what its tokens would have taken alone, by the model of step times"""
+    co_tenancy_s: builtins.float
+    """what they took longer since others decoded in the same steps"""
+    preempted_s: builtins.float
+    """without KV blocks"""
+    recompute_s: builtins.float
+    """its share of steps that computed again what had been computed before"""
+    passed_over_s: builtins.float
+    """in the batch, in steps that computed nothing of it"""
+    between_steps_s: builtins.float
+    """no step ran"""
+    steps: builtins.int
+    """that computed something of it"""
+    most_neighbours: builtins.int
+    """in one of these"""
+    def __init__(
+        self,
+        *,
+        waiting_s: builtins.float = ...,
+        prefill_s: builtins.float = ...,
+        stalled_s: builtins.float = ...,
+        decode_s: builtins.float = ...,
+        co_tenancy_s: builtins.float = ...,
+        preempted_s: builtins.float = ...,
+        recompute_s: builtins.float = ...,
+        passed_over_s: builtins.float = ...,
+        between_steps_s: builtins.float = ...,
+        steps: builtins.int = ...,
+        most_neighbours: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["between_steps_s", b"between_steps_s", "co_tenancy_s", b"co_tenancy_s", "decode_s", b"decode_s", "most_neighbours", b"most_neighbours", "passed_over_s", b"passed_over_s", "preempted_s", b"preempted_s", "prefill_s", b"prefill_s", "recompute_s", b"recompute_s", "stalled_s", b"stalled_s", "steps", b"steps", "waiting_s", b"waiting_s"]) -> None: ...
+
+Global___Account: typing_extensions.TypeAlias = Account
 
 @typing.final
 class StepLogHello(google.protobuf.message.Message):
