@@ -586,7 +586,10 @@ class Progress(google.protobuf.message.Message):
 
     @property
     def account(self) -> Global___Account:
-        """With the last progress of a sequence here, and at least once a second before: what has come of it here so far."""
+        """Where its time here went so far: with its last progress, when it is preempted, and at least once a second while
+        it is in the batch. While nothing more is told it stays as it was: in the batch, or without KV blocks. One of which
+        nothing was told waits for its first step.
+        """
 
     def __init__(
         self,
@@ -643,7 +646,7 @@ class Account(google.protobuf.message.Message):
     decode_s: builtins.float
     """what its tokens would have taken alone, by the model of step times"""
     co_tenancy_s: builtins.float
-    """what they took longer since others decoded in the same steps"""
+    """what its steps took longer since others decoded in them"""
     preempted_s: builtins.float
     """without KV blocks"""
     recompute_s: builtins.float
@@ -651,7 +654,7 @@ class Account(google.protobuf.message.Message):
     passed_over_s: builtins.float
     """in the batch, in steps that computed nothing of it"""
     between_steps_s: builtins.float
-    """no step ran"""
+    """in the batch, while no step ran"""
     steps: builtins.int
     """that computed something of it"""
     most_neighbours: builtins.int
