@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from everlift.errors import EverliftError
+from everlift.step_time import Roofline, StepSize
 from everlift.v1 import session_pb2 as pb
 from router.admission.entrance import Entrance
-from router.admission.step_time import Roofline, StepSize
 from router.admission.worker_view import Capacity, Load
 from router.config import RouterConfig
 from router.prediction.output_lengths import OutputLengths

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.forecast.arrival import Arrival
 from cluster.forecast.scenario import Scenario, WorkerSpec
-from router.admission.step_time import Roofline
+from everlift.step_time import Roofline
 from worker.config import WorkerConfig
 
 #: 10 ms a step, and 100 us for each token of a prompt beyond a hundred.

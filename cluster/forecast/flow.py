@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cluster.forecast.sequence import NamedSequence
 from everlift.blockhash import BLOCK_SIZE
-from router.admission.step_time import StepSize
+from everlift.step_time import StepSize
 
 
 @dataclass(slots=True, eq=False)

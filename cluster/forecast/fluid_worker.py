@@ -23,8 +23,8 @@ from cluster.forecast.scenario import WorkerSpec
 from cluster.forecast.sequence import TOKEN, NamedSequence
 from cluster.forecast.timeline import Timeline
 from everlift.blockhash import BLOCK_SIZE
+from everlift.step_time import StepSize
 from router.admission.pace import Work
-from router.admission.step_time import StepSize
 from router.admission.worker_view import Capacity, Load
 from worker.limits import blocks_for
 from worker.outcome import NO_NEWS, News, Outcome, Residence, Stop

@@ -10,8 +10,8 @@ from statistics import median
 
 from cluster.forecast.hardware.fit import Step
 from everlift.sampling import SamplingParams
+from everlift.step_time import StepSize
 from everlift.v1 import session_pb2
-from router.admission.step_time import StepSize
 from worker.engine import Engine
 from worker.limits import Limits, blocks_for
 from worker.outcome import Abort

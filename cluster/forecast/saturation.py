@@ -8,7 +8,7 @@ from statistics import fmean
 from cluster.forecast.arrival import Arrival
 from cluster.forecast.scenario import WorkerSpec
 from everlift.blockhash import BLOCK_SIZE
-from router.admission.step_time import StepSize
+from everlift.step_time import StepSize
 
 
 def saturation_rate(arrivals: Sequence[Arrival], spec: WorkerSpec) -> float:

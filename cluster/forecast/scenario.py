@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from cluster.autoscale.config import AutoscaleConfig
-from router.admission.step_time import StepTime
+from everlift.step_time import StepTime
 from router.config import RouterConfig
 from worker.config import WorkerConfig
 from worker.limits import Limits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from router.admission.step_time import StepSize
+from everlift.step_time import StepSize
 from worker.load import Load
 
 

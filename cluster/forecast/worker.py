@@ -19,8 +19,8 @@ from cluster.forecast.sequence import TOKEN, NamedSequence
 from cluster.forecast.stretch import NOTHING, Stretch
 from cluster.forecast.timeline import Timeline
 from everlift.blockhash import BLOCK_SIZE
+from everlift.step_time import StepSize
 from router.admission.pace import Work
-from router.admission.step_time import StepSize
 from router.admission.worker_view import Capacity, Load
 from worker.outcome import Outcome, SequenceKey, Stop
 from worker.pending import Pending

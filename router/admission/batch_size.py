@@ -8,7 +8,7 @@ shares.
 
 from __future__ import annotations
 
-from router.admission.step_time import StepSize, StepTime
+from everlift.step_time import StepSize, StepTime
 
 
 def batch_of(num_rows: int, row: StepSize) -> StepSize:

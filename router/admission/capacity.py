@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from everlift.v1 import admin_pb2, session_pb2
-from router.admission.step_fit import FittedStepTime
+from everlift.step_fit import FittedStepTime
 
 
 class Connected(NamedTuple):
@@ -64,12 +64,12 @@ def _kind(worker: Connected) -> admin_pb2.WorkerKind:
 def _model(step_time: FittedStepTime | None) -> admin_pb2.StepTimeModel | None:
     if step_time is None or not step_time.is_known:
         return None
-    parts = step_time.roofline
+    overhead_s, each = step_time.coefficients
     return admin_pb2.StepTimeModel(
-        overhead_s=parts.overhead_s,
-        row_s=parts.row_s,
-        token_s=parts.token_s,
-        kv_token_s=parts.kv_token_s,
-        pair_s=parts.pair_s,
+        overhead_s=overhead_s,
+        row_s=each.num_rows,
+        token_s=each.num_tokens,
+        kv_token_s=each.kv_tokens,
+        pair_s=each.num_pairs,
         error=step_time.error,
     )

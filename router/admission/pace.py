@@ -17,7 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 from everlift.blockhash import BLOCK_SIZE
-from router.admission.step_time import StepSize
+from everlift.step_time import StepSize
 
 #: Shorter than this nothing is measured.
 _SAMPLE_S = 0.2

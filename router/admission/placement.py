@@ -15,10 +15,10 @@ from itertools import chain
 from math import inf
 from typing import NamedTuple
 
+from everlift.step_fit import FittedStepTime
 from router.admission.batch_size import largest_batch
 from router.admission.pace import slow
 from router.admission.roster import Roster
-from router.admission.step_fit import FittedStepTime
 from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Claim, Load, Need, WorkerView, blocks_of
 from router.config import RouterConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from router.admission.step_time import StepSize, StepTime
+from everlift.step_time import StepSize, StepTime
 
 
 def prefill_s(step_time: StepTime, decoding: StepSize, tokens: int, budget: int) -> float:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from everlift.blockhash import BLOCK_SIZE
+from everlift.step_fit import FittedStepTime
+from everlift.step_time import StepSize
 from everlift.v1 import session_pb2
 from router.admission.batch_size import batch_of
 from router.admission.pace import Pace, Work
 from router.admission.prefill import prefill_s
-from router.admission.step_fit import FittedStepTime
-from router.admission.step_time import StepSize
 
 
 class Need(Protocol):

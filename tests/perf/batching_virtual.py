@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from router.admission.step_time import Roofline, StepSize, StepTime
+from everlift.step_time import Roofline, StepSize, StepTime
 from worker.plan import Plan, RowResult
 
 #: Weights of a model of 8 billion parameters in bf16, with 8 KV heads of 128 in 32 layers, on an

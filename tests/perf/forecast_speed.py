@@ -19,7 +19,7 @@ from cluster.forecast.arrival import Arrival
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.scenario import Scenario, WorkerSpec
 from cluster.forecast.simulate import simulate
-from router.admission.step_time import Roofline
+from everlift.step_time import Roofline
 from tests.perf import report
 from worker.config import WorkerConfig
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everlift.step_time import Roofline, StepSize
 from router.admission.batch_size import batch_of, largest_batch
 from router.admission.pace import Work
 from router.admission.placement import Placement
-from router.admission.step_time import Roofline, StepSize
 from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Load
 from router.config import RouterConfig

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.admission.step_time import Roofline
+from everlift.step_time import Roofline
 from tests.perf import batching
 from tests.perf.batching_engines import Virtual
 from tests.perf.batching_player import Played, Player, Request

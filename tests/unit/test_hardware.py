@@ -15,7 +15,7 @@ from cluster.forecast.hardware.gpu import GPUS
 from cluster.forecast.hardware.kind import Kind, on_gpus, roofline
 from cluster.forecast.hardware.model_size import MODELS, ModelSize
 from everlift.blockhash import BLOCK_SIZE
-from router.admission.step_time import Roofline, StepSize
+from everlift.step_time import Roofline, StepSize
 
 LLAMA_8B = MODELS["llama-3.1-8b"]
 LLAMA_70B = MODELS["llama-3.3-70b"]

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.forecast.hardware.fit import Step, fitted
 from cluster.forecast.measurement import Measurement
-from router.admission.step_time import Roofline, StepSize
+from everlift.step_time import Roofline, StepSize
 from worker.config import FakeModel, WorkerConfig
 from worker.engine import Engine
 from worker.fake_runner import FakeRunner

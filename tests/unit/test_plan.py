@@ -26,7 +26,7 @@ from cluster.forecast.simulate import simulate
 from cluster.forecast.summary import Slo
 from cluster.forecast.target import Target, slo, targets
 from cluster.forecast.workloads.known import WORKLOADS
-from router.admission.step_time import Roofline
+from everlift.step_time import Roofline
 from tests import forecasts
 from worker.config import WorkerConfig
 

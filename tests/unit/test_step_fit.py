@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.step_fit import FittedStepTime
-from router.admission.step_time import Roofline, StepSize
+from everlift.step_fit import FittedStepTime
+from everlift.step_time import Roofline, StepSize
 
 #: An 8B model on a large GPU, about.
 ROOFLINE = Roofline(

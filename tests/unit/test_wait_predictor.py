@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from everlift.step_fit import FittedStepTime
+from everlift.step_time import Roofline, StepSize
 from router.admission.pace import Pace, Work
-from router.admission.step_fit import FittedStepTime
-from router.admission.step_time import Roofline, StepSize
 from router.admission.wait_predictor import Least, WaitPredictor
 from router.admission.worker_view import Capacity, Load, WorkerView
 from tests.admission_support import waiting

@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from router.admission.step_time import Roofline, StepSize
+from everlift.step_time import Roofline, StepSize
 
 _Floats = NDArray[np.float64]
 

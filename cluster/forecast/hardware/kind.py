@@ -15,7 +15,7 @@ from cluster.forecast.hardware.gpu import (
 )
 from cluster.forecast.hardware.model_size import ModelSize
 from everlift.blockhash import BLOCK_SIZE
-from router.admission.step_time import Roofline
+from everlift.step_time import Roofline
 
 #: Of a GPU's memory, for weights and KV cache; the rest is for what a step computes.
 _USED_MEMORY = 0.9

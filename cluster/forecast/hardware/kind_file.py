@@ -22,7 +22,7 @@ from cluster.errors import ForecastFailed
 from cluster.forecast.hardware.kind import Kind
 from everlift import settings
 from everlift.settings import SettingsError
-from router.admission.step_time import Roofline
+from everlift.step_time import Roofline
 
 
 def read(path: Path) -> Kind:

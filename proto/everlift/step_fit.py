@@ -1,4 +1,4 @@
-"""How long steps take on one kind of worker, learned from what such workers say. Pure.
+"""How long steps take on one kind of worker, learned from steps of such workers. Pure.
 
     seconds = a + b * num_rows + c * num_tokens + d * kv_tokens + e * num_pairs
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.admission.step_time import Roofline, StepSize
+from everlift.step_time import StepSize
 
 #: Samples of a stratum after which an older one has a weight of 1/e.
 _MEMORY = 32.0
@@ -72,10 +72,10 @@ class FittedStepTime:
         return self._error if self._num_errors else None
 
     @property
-    def roofline(self) -> Roofline:
-        """The same in its parts."""
-        overhead_s, row_s, token_s, kv_token_s, pair_s = self._coefficients
-        return Roofline(overhead_s, 0.0, token_s, kv_token_s, pair_s, row_s)
+    def coefficients(self) -> tuple[float, StepSize]:
+        """Seconds that any step takes, and those of each of what a StepSize counts."""
+        constant, *others = self._coefficients
+        return constant, StepSize(*others)
 
     def seconds(self, size: StepSize) -> float:
         constant, *others = self._coefficients
