@@ -120,9 +120,14 @@ class Batch:
         """One that is not in the batch wants nothing kept any more."""
         self._store.unwant(sequence.hashes_before())
 
+    @property
+    def vacated(self) -> tuple[int, ...]:
+        """The slots that were left since they were last taken, and that nobody has again."""
+        return tuple(self._vacated)
+
     def take_vacated(self) -> tuple[int, ...]:
-        """The slots that were left since this was last asked, and not taken again."""
-        slots = tuple(self._vacated)
+        """The same, and from now on nothing of them."""
+        slots = self.vacated
         self._vacated.clear()
         return slots
 

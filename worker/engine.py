@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from everlift import logs
 from everlift.errors import EngineFailed
+from worker.accounts import Accounts
 from worker.digest import plan_digest
 from worker.limits import Limits
 from worker.load import Load, Occupant
@@ -53,6 +54,8 @@ class Engine:
         self._survivable = survivable
         self._last_failed = False
         self._plan = Plan(0, NO_ROWS)
+        #: kept where there is a clock: who is told of them makes nothing depend on it
+        self.accounts: Accounts | None = None
 
     @property
     def has_work(self) -> bool:
@@ -90,6 +93,9 @@ class Engine:
         rank 0's clock. Raises EngineBroken."""
         self._stopwatch.start()
         self._plan = self._scheduler.schedule(held, now)
+        if self.accounts is not None and self._plan.rows:
+            scheduler = self._scheduler
+            self.accounts.begin(self._plan.rows, scheduler.vacated, scheduler.newcomers, now)
         self._stopwatch.end(Part.SCHEDULE)
         if not self._plan.rows:
             return []
@@ -123,6 +129,8 @@ class Engine:
     def _release(self) -> None:
         if slots := self._scheduler.take_vacated():
             self._runner.release(slots)
+            if self.accounts is not None:
+                self.accounts.left(slots)
 
     def digest(self) -> bytes:
         """Of the last step's plan."""

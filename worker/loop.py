@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from everlift.v1 import chaos_pb2, session_pb2
+from worker.accounts import Accounts, Told
 from worker.engine import Engine
 from worker.fault import Slowness, strike
 from worker.load import Load, Occupant
@@ -40,7 +41,8 @@ class StepLog(Protocol):
 class Report:
     """One turn of the loop. ``started`` are counted in ``load`` from now on. ``occupants`` is None
     where it was told a short while ago. ``busy_s`` was spent in steps since the engine started,
-    ``step_times`` in their parts."""
+    ``step_times`` in their parts. ``accounts`` are of some of the sequences, among them all that
+    ended."""
 
     started: tuple[SequenceKey, ...]
     outcomes: tuple[Outcome, ...]
@@ -48,6 +50,7 @@ class Report:
     occupants: tuple[Occupant, ...] | None
     busy_s: float = 0.0
     step_times: StepTimes = NO_TIME
+    accounts: tuple[Told, ...] = ()
 
 
 class LeadingLoop:
@@ -68,6 +71,7 @@ class LeadingLoop:
         self._log = log
         self._clock = clock
         self._sleep = sleep
+        self._accounts = engine.accounts = Accounts(engine.limits.max_num_seqs)
         self._slowness = Slowness()
         self._busy_s = 0.0
         self._occupants_told = 0.0
@@ -79,23 +83,26 @@ class LeadingLoop:
 
     def turn(self, orders: Orders) -> bool:
         """One turn; False after the stop order. Raises as ``run`` does."""
-        returned = self._give_back(orders) if orders.drain else []
+        leaving = self._give_back(orders) if orders.drain else []
         held, now = self._engine.unready_slots(), self._clock()
+        returned = [sequence.outcome(Stop.RETURNED) for sequence in leaving]
+        accounts = [self._accounts.so_far(sequence, now) for sequence in leaving]
         self._write(orders, held, self._fault(orders), now)
         if orders.stop:
             return False
         _apply(self._engine, orders.starts, orders.aborts)
-        self._tell(orders, [*returned, *self._step(held, now)])
+        outcomes, told = self._step(held, now)
+        self._tell(orders, [*returned, *outcomes], [*accounts, *told])
         return True
 
-    def _step(self, held: Collection[int], began: float) -> list[Outcome]:
+    def _step(self, held: Collection[int], began: float) -> tuple[list[Outcome], list[Told]]:
         outcomes = self._engine.step(held, began)
         now = self._clock()
         if extra_s := self._slowness.extra_s(now - began, now):
             self._sleep(extra_s)
             now = self._clock()
         self._busy_s += now - began
-        return outcomes
+        return outcomes, self._accounts.end(now)
 
     def _fault(self, orders: Orders) -> chaos_pb2.Fault | None:
         """One for another rank; a second one waits for the next turn."""
@@ -117,8 +124,8 @@ class LeadingLoop:
         self._engine.check_integrity()
         return self._inbox.take(timeout_s=None)
 
-    def _give_back(self, orders: Orders) -> list[Outcome]:
-        """Turns the drain into aborts, which is how the other ranks see it."""
+    def _give_back(self, orders: Orders) -> list[Sequence]:
+        """Turns the drain into aborts, which is how the other ranks see it. Who leaves by it."""
         leaving = [
             sequence
             for sequence in [*self._engine.sequences(), *orders.starts]
@@ -126,7 +133,7 @@ class LeadingLoop:
         ]
         epochs = dict.fromkeys(sequence.key.epoch for sequence in leaving)
         orders.aborts.extend(Abort(epoch) for epoch in epochs)
-        return [sequence.outcome(Stop.RETURNED) for sequence in leaving]
+        return leaving
 
     def _write(
         self,
@@ -148,13 +155,14 @@ class LeadingLoop:
                 )
             )
 
-    def _tell(self, orders: Orders, outcomes: Iterable[Outcome]) -> None:
+    def _tell(self, orders: Orders, outcomes: Iterable[Outcome], accounts: Iterable[Told]) -> None:
         now, occupants = self._clock(), None
         if now - self._occupants_told >= _OCCUPANTS_S:
             self._occupants_told, occupants = now, self._engine.occupants()
         started = tuple(sequence.key for sequence in orders.starts)
         load, times = self._engine.load(), self._engine.step_times()
-        self._report(Report(started, tuple(outcomes), load, occupants, self._busy_s, times))
+        told = tuple(outcomes), load, occupants, self._busy_s, times, tuple(accounts)
+        self._report(Report(started, *told))
 
 
 def follow(

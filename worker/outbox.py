@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from everlift.v1 import inference_pb2, session_pb2
+from worker.accounts import Told
 from worker.load import Occupant
 from worker.outcome import NO_NEWS, News, Outcome, SequenceKey
 
@@ -56,6 +57,15 @@ class Outbox:
         if outcome.error is not None:
             progress.error, progress.error_slug = str(outcome.error), outcome.error.slug
         self.notify()
+
+    def account(self, told: Told) -> None:
+        """For the next frame, whenever it goes; after the outcomes of the same step."""
+        epoch, choice = key = told.key
+        if (progress := self._progress.get(key)) is None:
+            self._progress[key] = progress = self._frame.progress.add(
+                epoch=epoch, choice=choice, offset=told.offset
+            )
+        progress.account.CopyFrom(told.account.to_proto())
 
     def accept(self, epoch: int) -> None:
         self._accepted.append(epoch)

@@ -101,6 +101,16 @@ class Scheduler:
         """The slots that were left since this was last asked, and not taken again."""
         return self._batch.take_vacated()
 
+    @property
+    def vacated(self) -> tuple[int, ...]:
+        """The same, which are there to be taken still."""
+        return self._batch.vacated
+
+    @property
+    def newcomers(self) -> list[Sequence]:
+        """Who has come into the batch by the plan that is to be executed."""
+        return [self._batch[slot] for slot in self._newcomers]
+
     # one step
 
     def schedule(self, held: Collection[int] = (), now: float = 0.0) -> Plan:

@@ -26,6 +26,7 @@ from everlift.errors import (
 )
 from everlift.sampling import SamplingParams, TokenLogprobs
 from everlift.v1 import session_pb2
+from worker.account import Account
 from worker.drafter import Drafter
 from worker.limits import Limits, blocks_for
 from worker.outcome import NO_NEWS, News, Outcome, Residence, SequenceKey, Stop
@@ -67,6 +68,8 @@ class Sequence:
     is_preempted: bool = False
     #: when it came here, on the clock of who has its first step begin
     came: float = 0.0
+    #: where its time went until it last left the batch; None where it never did, or nobody counts
+    account: Account | None = None
     #: still to be told
     news: News = NO_NEWS
     #: where its prompt is scored, the first position of which nothing was told

@@ -241,13 +241,23 @@ class Sessions:
         self._step_times = report.step_times
         for key in report.started:
             self._pending.discard(key)
+        # While who ends now is known still.
+        accounts = [(self._outbox_of(told.key), told) for told in report.accounts]
         ended = [self._forward(outcome) for outcome in report.outcomes]
+        for outbox, told in accounts:
+            if outbox is not None:
+                outbox.account(told)
         for session in self._sessions.values():
             if report.occupants is not None:
                 session.outbox.show(report.occupants)
             # Whoever leads wants to know of the room, whosever sequence it was.
             if any(ended):
                 session.outbox.notify()
+
+    def _outbox_of(self, key: SequenceKey) -> Outbox | None:
+        """What was aborted meanwhile is nobody's."""
+        claim = self._claims.get(key.epoch)
+        return claim.session.outbox if claim is not None and key.choice in claim.choices else None
 
     def _forward(self, outcome: Outcome) -> bool:
         """Whether it is a sequence's end. What was aborted meanwhile is nobody's."""

@@ -3,6 +3,8 @@
 from everlift.errors import EngineFailed
 from everlift.v1 import session_pb2
 from tests.worker_support import prompt
+from worker.account import Account
+from worker.accounts import Told
 from worker.load import Occupant
 from worker.outbox import _MAX_ACCEPTED, Outbox
 from worker.outcome import News, Outcome, Residence, SequenceKey, Stop
@@ -63,6 +65,28 @@ def test_where_a_sequence_stands_merges_too() -> None:
         ),
         session_pb2.Progress(
             epoch=1, choice=1, residence=session_pb2.RESIDENCE_PREEMPTED, preemptions=1
+        ),
+    ]
+
+
+def test_the_last_account_of_a_frame_goes_with_the_tokens_and_is_no_reason_for_one() -> None:
+    calls: list[int] = []
+    this = Outbox(lambda: calls.append(1))
+    this.account(Told(A, 5, Account(2.0, prefill_s=1.5, decode_s=0.5, steps=2.0)))
+    assert not calls
+    this.push(Outcome(A, 5, (10,), Stop.EOS))
+    this.account(Told(A, 6, Account(3.0, prefill_s=1.5, decode_s=1.5, steps=3.0)))
+    this.account(Told(B, 7, Account(3.0, waiting_s=3.0)))
+    assert list(cut(this).progress) == [
+        session_pb2.Progress(
+            epoch=1,
+            offset=5,
+            token_ids=[10],
+            stop=session_pb2.STOP_CAUSE_EOS,
+            account=session_pb2.Account(prefill_s=1.5, decode_s=1.5, steps=3),
+        ),
+        session_pb2.Progress(
+            epoch=1, choice=1, offset=7, account=session_pb2.Account(waiting_s=3.0)
         ),
     ]
 

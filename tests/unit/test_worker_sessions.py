@@ -4,6 +4,8 @@ from dataclasses import asdict, replace
 
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.worker_support import limits, prompt, start
+from worker.account import Account
+from worker.accounts import Told
 from worker.counters import Counters
 from worker.grammar.absent import NoGrammars
 from worker.load import Load
@@ -81,6 +83,22 @@ def test_an_outcome_goes_to_the_router_that_started_it() -> None:
     desk.sessions.deliver(report(Outcome(SequenceKey(2, 0), 0, (7,))))
     assert not desk.sessions.cut(a).progress
     assert desk.sessions.cut(b).progress[0].token_ids == [7]
+
+
+def test_an_account_goes_where_its_sequence_came_from_with_its_end_too() -> None:
+    desk = Desk()
+    a, b = desk.join("a"), desk.join("b")
+    desk.send(a, start(1, prompt(3)), start(2, prompt(3)))
+    accounts = tuple(
+        Told(SequenceKey(epoch, 0), 1, Account(9.0, decode_s=float(epoch))) for epoch in (1, 2, 3)
+    )
+    ended = report(Outcome(SequenceKey(1, 0), 0, (7,), Stop.EOS))
+    desk.sessions.deliver(replace(ended, accounts=accounts))
+    progress = {p.epoch: (p.offset, p.account.decode_s) for p in desk.sessions.cut(a).progress}
+    assert progress == {1: (0, 1.0), 2: (1, 2.0)}
+    assert not desk.sessions.cut(b).progress
+    desk.sessions.deliver(replace(report(), accounts=accounts))
+    assert {p.epoch for p in desk.sessions.cut(a).progress} == {2}, "the other is over"
 
 
 def test_a_start_counts_from_its_acknowledgement_on_and_once() -> None:

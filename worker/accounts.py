@@ -1,0 +1,214 @@
+"""Where the time of all sequences goes that are here. Pure: rank 0's clock comes in.
+
+    came --waiting--> in the batch --> gone
+                         |  ^
+                     preempted
+
+In the batch, a step's time is that of its decodes and what its prompts make it longer:
+
+                       |---------- decodes ----------|-------- prompts --------|
+    one that decodes   |  decode  |    co-tenancy    |         stalled         |
+    a prompt's chunk   |         co-tenancy          | stalled |    prefill    |
+    one without a row  |                      passed over                      |
+
+A chunk that was computed before is no prefill, but recompute. What of a row would have been alone,
+and what a prompt makes a step longer, says ``StepCosts``.
+
+What passes for all in the batch alike goes on a clock, and only how a sequence differs from it into
+columns by slot. So a step costs a few operations on columns, coming and going one on a slot's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from worker.account import Account, Part
+from worker.outcome import SequenceKey
+from worker.plan import Flags, Ints, Rows
+from worker.sequence import NO_SLOT, Sequence
+from worker.step_costs import Costs, Floats, StepCosts
+
+#: Everybody in the batch is told of in so long, or after the step in which it ends.
+_ROUND_S = 0.9
+
+
+class Told(NamedTuple):
+    """``account`` of a sequence, the next of whose output tokens is the one at ``offset``."""
+
+    key: SequenceKey
+    offset: int
+    account: Account
+
+
+class Accounts:
+    """Of the sequences of an engine with ``num_slots`` batch slots. ``begin`` and ``end`` surround
+    the execution of a plan; ``left`` comes whenever the runner is told of slots that were left."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._there: list[Sequence | None] = [None] * num_slots
+        self._num_there = 0
+        self._is_there = np.zeros(num_slots, np.bool_)
+        self._clocks = [0.0] * len(Part)
+        #: of each part and slot, what is to be added to the clock
+        self._columns = np.zeros((len(Part), num_slots))
+        #: a row that begins before these known tokens is a chunk of a prompt
+        self._prompt_ends = np.zeros(num_slots, np.int64)
+        self._computed_before = np.zeros(num_slots, np.int64)
+        self._costs = StepCosts()
+        #: when the last step was over, or the one in progress began
+        self._now = 0.0
+        #: of the step in progress
+        self._rows: Rows | None = None
+        self._preempted: list[Sequence] = []
+        self._left: Collection[int] = ()
+        #: of whose turn it is to be told of
+        self._next_slot = 0
+        self._round_since = 0.0
+
+    # who comes and goes
+
+    def begin(
+        self, rows: Rows, left: Iterable[int], newcomers: Iterable[Sequence], now: float
+    ) -> None:
+        """A step that computes ``rows`` begins. By its plan the slots ``left`` are empty, whose
+        sequences were preempted, and ``newcomers`` have theirs."""
+        self._clocks[Part.BETWEEN_STEPS] += now - self._now
+        self._now, self._rows = now, rows
+        newcomers = tuple(newcomers)
+        gone = self._leave((*left, *(it.slot for it in newcomers)))
+        for sequence in newcomers:
+            self._enter(sequence)
+        self._preempted = [it for it in (*self._preempted, *gone) if it.slot == NO_SLOT]
+
+    def left(self, slots: Collection[int]) -> None:
+        """Nobody is in ``slots`` any more."""
+        if self._rows is not None:
+            self._left = slots
+            return
+        gone = self._leave(slots)
+        self._preempted += [sequence for sequence in gone if sequence.is_preempted]
+
+    def end(self, now: float) -> list[Told]:
+        """The step, if there was one, is over. Accounts of those that ended by it or have lost
+        their blocks, and of some others, all of whom have their turn in a second."""
+        rows, self._rows = self._rows, None
+        if rows is None:
+            return []
+        self._charge(rows, now)
+        self._now = now
+        gone = (*self._preempted, *self._leave(self._left))
+        self._preempted, self._left = [], ()
+        return [*(self.so_far(sequence, now) for sequence in gone), *self._turns(now)]
+
+    def so_far(self, sequence: Sequence, now: float) -> Told:
+        """Between two steps."""
+        if sequence.slot == NO_SLOT:
+            account = _outside(sequence, now)
+        else:
+            ((_, _, account),) = self._read([sequence.slot], now)
+        return Told(sequence.key, sequence.num_output, account)
+
+    def _turns(self, now: float) -> list[Told]:
+        """Slots have their turns one after the other, evenly over the time."""
+        num_slots = len(self._there)
+        due = int((now - self._round_since) / _ROUND_S * num_slots)
+        if due >= num_slots:
+            due, self._round_since = num_slots, now
+        else:
+            self._round_since += due * _ROUND_S / num_slots
+        slots = [(self._next_slot + i) % num_slots for i in range(due)]
+        self._next_slot = (self._next_slot + due) % num_slots
+        return [
+            Told(sequence.key, sequence.num_output, account)
+            for _, sequence, account in self._read(slots, now)
+        ]
+
+    # by slot
+
+    def _enter(self, sequence: Sequence) -> None:
+        """It has its slot from now on."""
+        slot, account = sequence.slot, _outside(sequence, self._now)
+        self._there[slot], self._is_there[slot] = sequence, True
+        self._num_there += 1
+        self._columns[:, slot] = np.subtract(account.parts, self._clocks)
+        before, known = sequence.num_computed_before, sequence.num_known
+        self._computed_before[slot] = before
+        # Of one that goes on, all that is known but the last token, which is next in its output.
+        self._prompt_ends[slot] = max(sequence.num_prompt, known - 1, before)
+
+    def _leave(self, slots: Iterable[int]) -> list[Sequence]:
+        """Whoever has them leaves them now, with an account."""
+        read = self._read(slots, self._now)
+        for slot, sequence, account in read:
+            sequence.account = account
+            self._there[slot], self._is_there[slot] = None, False
+        self._num_there -= len(read)
+        return [sequence for _, sequence, _ in read]
+
+    def _read(self, slots: Iterable[int], now: float) -> list[tuple[int, Sequence, Account]]:
+        """Who has them, by the books here, and how they stand."""
+        there = [(slot, it) for slot in slots if (it := self._there[slot]) is not None]
+        if not there:
+            return []
+        clocks = np.array(self._clocks)
+        clocks[Part.BETWEEN_STEPS] += now - self._now
+        parts = self._columns[:, [slot for slot, _ in there]] + clocks[:, np.newaxis]
+        accounts = (Account(now, *values) for values in parts.clip(0.0).T.tolist())
+        return [(*who, account) for who, account in zip(there, accounts, strict=True)]
+
+    # a step
+
+    def _charge(self, rows: Rows, now: float) -> None:
+        """It is over."""
+        seconds, costs = now - self._now, self._costs.of(rows)
+        is_prompt: Flags = rows.starts < self._prompt_ends[rows.slots]
+        has_prompts = bool(is_prompt.any())
+        prompts_s = seconds * costs.part(is_prompt) if has_prompts else 0.0
+        decodes_s = seconds - prompts_s
+        self._clocks[Part.STALLED] += prompts_s
+        self._clocks[Part.CO_TENANCY] += decodes_s
+        self._clocks[Part.STEPS] += 1
+        if has_prompts:
+            self._charge_prompts(rows, costs, is_prompt, prompts_s)
+        decoding = ~is_prompt if has_prompts else slice(None)
+        alone_s = decodes_s * costs.alone(decoding)
+        self._move(Part.CO_TENANCY, Part.DECODE, rows.slots[decoding], alone_s)
+        if len(rows) < self._num_there:
+            self._pass_over(rows.slots, decodes_s, prompts_s)
+        neighbours = self._columns[Part.MOST_NEIGHBOURS]
+        neighbours[rows.slots] = np.maximum(neighbours[rows.slots], len(rows) - 1)
+        self._costs.observe(rows, seconds, has_prompts, now)
+
+    def _charge_prompts(self, rows: Rows, costs: Costs, is_prompt: Flags, prompts_s: float) -> None:
+        """To each of these rows its own chunk."""
+        slots, starts, counts = (it[is_prompt] for it in (rows.slots, rows.starts, rows.counts))
+        own = costs.rows[is_prompt]
+        own_s = prompts_s * own / own.sum()
+        computed_before = (self._computed_before[slots] - starts).clip(0, counts)
+        again_s = own_s * computed_before / counts
+        self._move(Part.STALLED, Part.RECOMPUTE, slots, again_s)
+        self._move(Part.STALLED, Part.PREFILL, slots, own_s - again_s)
+
+    def _pass_over(self, slots: Ints, decodes_s: float, prompts_s: float) -> None:
+        """Whoever is there in none of ``slots``, which are those of the step."""
+        is_absent = self._is_there.copy()
+        is_absent[slots] = False
+        absent = is_absent.nonzero()[0]
+        self._move(Part.CO_TENANCY, Part.PASSED_OVER, absent, decodes_s)
+        self._move(Part.STALLED, Part.PASSED_OVER, absent, prompts_s)
+        self._columns[Part.STEPS][absent] -= 1
+
+    def _move(self, source: Part, target: Part, slots: Ints, seconds: Floats | float) -> None:
+        """From one part of their accounts to another."""
+        self._columns[source][slots] -= seconds
+        self._columns[target][slots] += seconds
+
+
+def _outside(sequence: Sequence, now: float) -> Account:
+    """Of one that is not in the batch, or is only now."""
+    if sequence.account is None:
+        return Account.waiting(sequence.came, now)
+    return sequence.account.preempted(now)
