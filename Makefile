@@ -31,7 +31,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -146,6 +146,9 @@ bench-overload: $(VENV)/.installed ## goodput when more comes than can be served
 
 bench-scheduler: $(VENV)/.installed ## what a step costs beside the model (build/bench/scheduler.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/scheduler.py
+
+bench-explain: $(VENV)/.installed ## what it costs to be able to say where a request's time went (build/bench/explain.json)
+	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 PYTHONPATH=. $(BIN)/python tests/perf/explain.py
 
 bench-engine: $(VENV)/.installed $(PEERS)/vllm/.installed ## the engine against vLLM and transformers on this CPU (build/bench/engine.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/engine.py

@@ -86,6 +86,21 @@ async def test_a_start_brings_its_tokens_and_its_end(worker: str) -> None:
         await idle(router)
 
 
+async def test_with_its_end_comes_where_its_time_went(slow_worker: tuple[Rank, str]) -> None:
+    _, address = slow_worker
+    async with connected(address) as router:
+        began = time.monotonic()
+        await router.start(start(1, prompt(40), max_tokens=20), start(2, prompt(9), max_tokens=9))
+        await router.ended(1)
+        elapsed = time.monotonic() - began
+        ends = {p.epoch: p for frame in router.frames for p in frame.progress if p.stop}
+    account = ends[1].account
+    seconds = [value for field, value in account.ListFields() if field.name.endswith("_s")]
+    assert 20 * SLOW.fake.step_time <= sum(seconds) <= elapsed
+    assert (account.steps, account.most_neighbours) == (20, 1)
+    assert account.stalled_s and ends[2].account.steps == 9
+
+
 async def test_starts_may_come_with_the_hello(worker: str) -> None:
     router = Router(worker)
     await router.hello(start(1, prompt(3), max_tokens=2))

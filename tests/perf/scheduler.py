@@ -10,6 +10,7 @@ line take their places. Medians over the steps, in ms, by where the time goes:
     inputs     what the runner makes of the plan before the model runs, attention's tables included
     sample     what it makes of the logits
     commit     Scheduler.commit
+    account    where the sequences' time goes, but for what schedule has of it
     load       what routers are told of the load
     deliver    in the event loop's thread: the step's outcomes, merged into one frame of bytes
 
@@ -23,7 +24,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from tests.perf import report
+from worker.accounts import Accounts
 from worker.attention.choice import choose_attention
 from worker.config import Speculation
 from worker.engine import Engine
@@ -42,6 +44,7 @@ from worker.loop import Report
 from worker.model.layers import Placement
 from worker.orders import Inbox
 from worker.parallel import Group
+from worker.plan import Runner
 from worker.runner import TorchRunner
 from worker.sequence import Sequence as EngineSequence
 from worker.sessions import Sessions
@@ -52,7 +55,7 @@ HEAD_DIM = 16
 PROMPT, OUTPUT = 64, 512
 RUNNING = (64, 256, 1024)
 WAITING = (100, 10_000, 1_000_000)
-PARTS = ("schedule", "inputs", "sample", "commit", "load", "deliver")
+PARTS = ("schedule", "inputs", "sample", "commit", "account", "load", "deliver")
 _WARM = 20
 _CPU = torch.device("cpu")
 _PROMPT_IDS = [i % VOCAB for i in range(PROMPT)]
@@ -79,41 +82,53 @@ class NoModel:
         return self._logits.expand(len(hidden), VOCAB).clone()
 
 
+def no_model(num_blocks: int, stopwatch: Stopwatch) -> TorchRunner:
+    cache = KVCache(num_blocks, 1, 1, HEAD_DIM, torch.float32, _CPU)
+    place = Placement(Group.single(), torch.float32, _CPU)
+    attention = choose_attention(cache)
+    return TorchRunner(VOCAB, 4096, NoModel(), cache, attention, place, stopwatch=stopwatch)
+
+
 class Bench:
     """An engine with ``running`` sequences that decode and ``waiting`` behind them, and the one
-    router that started them all."""
+    router that started them all. ``clock`` is what accounts are kept by; None: there are none.
+    ``build_runner`` is told the number of blocks."""
 
-    def __init__(self, running: int, waiting: int) -> None:
-        num_blocks = running * blocks_for(PROMPT + OUTPUT + 1) + 64
+    def __init__(
+        self,
+        running: int,
+        waiting: int,
+        output: int = OUTPUT,
+        clock: Callable[[], float] | None = time.perf_counter,
+        build_runner: Callable[[int, Stopwatch], Runner] = no_model,
+    ) -> None:
+        num_blocks = running * blocks_for(PROMPT + output + 1) + 64
         self._limits = Limits(num_blocks, VOCAB, 4096, running, 4096, 1, 0, Speculation())
         self._stopwatch = Stopwatch(time.perf_counter)
-        self._engine = Engine(self._runner(num_blocks), self._limits, stopwatch=self._stopwatch)
+        runner = build_runner(num_blocks, self._stopwatch)
+        self._engine = Engine(runner, self._limits, stopwatch=self._stopwatch)
+        self.accounts = self._engine.accounts = Accounts(running) if clock else None
+        self._clock = clock or float
+        self._output = output
         self._inbox = Inbox()
         self._sessions = Sessions(self._limits, self._engine.load(), self._inbox, NoGrammars())
-        self._session = self._sessions.join("router", lambda: None)
+        self.session = self._sessions.join("router", lambda: None)
         self._present = running + waiting
         self._arrived = 0
         self._started: list[EngineSequence] = []
         self._start(running, waiting)
 
-    def _runner(self, num_blocks: int) -> TorchRunner:
-        cache = KVCache(num_blocks, 1, 1, HEAD_DIM, torch.float32, _CPU)
-        place = Placement(Group.single(), torch.float32, _CPU)
-        attention = choose_attention(cache)
-        return TorchRunner(
-            VOCAB, 4096, NoModel(), cache, attention, place, stopwatch=self._stopwatch
-        )
-
     def _start(self, running: int, waiting: int) -> None:
-        lengths = [OUTPUT * (i + 1) // running + 20 for i in range(running)]
-        self._take_in([*lengths, *[OUTPUT] * waiting])
+        lengths = [self._output * (i + 1) // running + 20 for i in range(running)]
+        self._take_in([*lengths, *[self._output] * waiting])
         while self._engine.load().pending_prefill_tokens > waiting * PROMPT:
             self.step()
 
     def _take_in(self, lengths: Sequence[int]) -> None:
         starts = [_start(epoch, length) for epoch, length in enumerate(lengths, self._arrived)]
         self._arrived += len(starts)
-        self._sessions.receive(self._session, session_pb2.RouterFrame(starts=starts), now=0.0)
+        frame = session_pb2.RouterFrame(starts=starts)
+        self._sessions.receive(self.session, frame, self._clock())
         self._started = self._inbox.take(timeout_s=0).starts
         for sequence in self._started:
             self._engine.add(sequence)
@@ -121,21 +136,25 @@ class Bench:
     def step(self) -> dict[str, float]:
         """Seconds by part."""
         before = self._stopwatch.times
-        outcomes = self._engine.step()
-        after, began = self._stopwatch.times, time.perf_counter()
+        outcomes = self._engine.step(now=self._clock())
+        after, over = self._stopwatch.times, time.perf_counter()
+        told = self.accounts.end(self._clock()) if self.accounts is not None else []
+        began = time.perf_counter()
         load = self._engine.load()
         loaded = time.perf_counter()
         started = tuple(sequence.key for sequence in self._started)
         self._started = []
-        self._sessions.deliver(Report(started, tuple(outcomes), load, None))
-        self._sessions.cut(self._session).SerializeToString()
+        news = Report(started, tuple(outcomes), load, None, accounts=tuple(told))
+        self._sessions.deliver(news)
+        self._sessions.cut(self.session).SerializeToString()
         delivered = time.perf_counter()
-        self._take_in([OUTPUT] * (self._present - load.num_running - load.num_waiting))
+        self._take_in([self._output] * (self._present - load.num_running - load.num_waiting))
         return {
             "schedule": after.schedule_s - before.schedule_s,
             "inputs": after.model_s - before.model_s,
             "sample": after.sample_s - before.sample_s,
             "commit": after.commit_s - before.commit_s,
+            "account": began - over,
             "load": loaded - began,
             "deliver": delivered - loaded,
         }
