@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ class Worker:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def sequence(self, epoch: int, length: int, max_tokens: int = 1000, **fields: int) -> Sequence:
+    def sequence(self, epoch: int, length: int, max_tokens: int = 1000, **fields: Any) -> Sequence:
         tokens = prompt(length, 10 * epoch)
         this = sequence(self.limits, epoch, tokens, max_tokens=max_tokens, **fields)
         this.came = self.now
@@ -271,3 +272,13 @@ def test_what_another_worker_had_computed_is_computed_again() -> None:
     parts = worker.account(moved)
     assert parts.recompute_s == pytest.approx(48e-3 * 31 / 32)
     assert parts.prefill_s == pytest.approx(48e-3 / 32), "and its last token for the first time"
+
+
+def test_output_that_a_sequence_brings_along_is_prefill_where_nobody_had_computed_it() -> None:
+    worker = Worker()
+    moved = worker.sequence(1, 20, output=[5] * 80)
+    worker.turn(moved)
+    worker.turn()
+    assert milliseconds(worker.account(moved)) == {"prefill": 80.0 + 52.0}
+    worker.turn()
+    assert milliseconds(worker.account(moved)) == {"prefill": 80.0 + 52.0, "decode": 17.0}
