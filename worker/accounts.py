@@ -14,8 +14,8 @@ In the batch, a step's time is that of its decodes and what its prompts make it 
 A chunk that was computed before is no prefill, but recompute. What of a row would have been alone,
 and what a prompt makes a step longer, says ``StepCosts``.
 
-What passes for all in the batch alike goes on a clock, and only how a sequence differs from it into
-columns by slot. So a step costs a few operations on columns, coming and going one on a slot's.
+What passes for all in the batch alike goes on clocks, and into columns by slot only how a sequence
+differs from them. So a step is a few operations on columns, and to come or to go is one on a slot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from worker.plan import Flags, Ints, Rows
 from worker.sequence import NO_SLOT, Sequence
 from worker.step_costs import Costs, Floats, StepCosts
 
-#: Everybody in the batch is told of in so long, or after the step in which it ends.
+#: Every slot has its turn to be told of in so long: with a step's length within a second.
 _ROUND_S = 0.9
 
 
@@ -92,8 +92,8 @@ class Accounts:
         self._preempted += [sequence for sequence in gone if sequence.is_preempted]
 
     def end(self, now: float) -> list[Told]:
-        """The step, if there was one, is over. Accounts of those that ended by it or have lost
-        their blocks, and of some others, all of whom have their turn in a second."""
+        """The step, if there was one, is over. What is to be told after it: of those that ended or
+        lost their blocks, and of those whose turn it is."""
         rows, self._rows = self._rows, None
         if rows is None:
             return []

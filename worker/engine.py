@@ -54,7 +54,7 @@ class Engine:
         self._survivable = survivable
         self._last_failed = False
         self._plan = Plan(0, NO_ROWS)
-        #: kept where there is a clock: who is told of them makes nothing depend on it
+        #: on rank 0, where there is a clock; no plan depends on them
         self.accounts: Accounts | None = None
 
     @property

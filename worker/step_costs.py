@@ -2,9 +2,9 @@
 
     seconds = step + the sum of what its rows cost
 
-Alone, a row would have taken ``step`` and what it costs itself. The model is the routers'
-(``everlift.step_fit``), which learn of whole kinds of workers from sums over many steps; here it is
-this worker's own, learned from single ones, and nobody waits for it.
+Alone, a row would have taken ``step`` and what it costs itself. The model is that of the routers
+(``everlift.step_fit``). They learn of a kind of workers from sums over many steps; here it is of
+this worker alone, from single steps.
 """
 
 from __future__ import annotations
