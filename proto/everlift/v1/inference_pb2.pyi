@@ -94,6 +94,140 @@ REQUEST_STATE_CANCELLED: RequestState.ValueType  # 5
 REQUEST_STATE_EXPIRED: RequestState.ValueType  # 6
 Global___RequestState: typing_extensions.TypeAlias = RequestState
 
+class _SpanKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SpanKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SpanKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SPAN_KIND_UNSPECIFIED: _SpanKind.ValueType  # 0
+    SPAN_KIND_DOOR: _SpanKind.ValueType  # 1
+    """its call was read and checked, and its prompt tokenised"""
+    SPAN_KIND_LIMITS: _SpanKind.ValueType  # 2
+    """the ledger was asked what its tenant's limits leave"""
+    SPAN_KIND_OPENING: _SpanKind.ValueType  # 3
+    """the ledger filed it"""
+    SPAN_KIND_ELSEWHERE: _SpanKind.ValueType  # 4
+    """with another router, which did not tell more of it"""
+    SPAN_KIND_LINE: _SpanKind.ValueType  # 5
+    """between its gateway and the leader, also while nobody led"""
+    SPAN_KIND_LEADER: _SpanKind.ValueType  # 6
+    """the leader was still told what waits, or the ledger what it had lost"""
+    SPAN_KIND_NO_WORKER: _SpanKind.ValueType  # 7
+    """there was no worker"""
+    SPAN_KIND_BEHIND_EARLIER: _SpanKind.ValueType  # 8
+    """behind requests that came before it"""
+    SPAN_KIND_BEHIND_CLASS: _SpanKind.ValueType  # 9
+    """behind later ones, of higher classes"""
+    SPAN_KIND_BEHIND_TURN: _SpanKind.ValueType  # 10
+    """behind later ones, where tenants take turns"""
+    SPAN_KIND_BEHIND_ORDER: _SpanKind.ValueType  # 11
+    """behind later ones, by the queue's order"""
+    SPAN_KIND_BEHIND_FLOOR: _SpanKind.ValueType  # 12
+    """behind later ones, of lower classes that were owed a part"""
+    SPAN_KIND_NO_CREDIT: _SpanKind.ValueType  # 13
+    """it was the next one, and no worker had room"""
+    SPAN_KIND_DISPATCH: _SpanKind.ValueType  # 14
+    """the ledger was asked for its dispatch"""
+    SPAN_KIND_ON_THE_WAY: _SpanKind.ValueType  # 15
+    """between its gateway and the worker"""
+    SPAN_KIND_WORKER_WAIT: _SpanKind.ValueType  # 16
+    """at the worker, for its first step"""
+    SPAN_KIND_PREFILL: _SpanKind.ValueType  # 17
+    """its prompt's share of steps"""
+    SPAN_KIND_STALLED: _SpanKind.ValueType  # 18
+    """others' prompts' share of its steps"""
+    SPAN_KIND_DECODE: _SpanKind.ValueType  # 19
+    """what its tokens would have taken alone"""
+    SPAN_KIND_CO_TENANCY: _SpanKind.ValueType  # 20
+    """what they took longer since others decoded in the same steps"""
+    SPAN_KIND_PREEMPTED: _SpanKind.ValueType  # 21
+    """without KV blocks"""
+    SPAN_KIND_RECOMPUTE: _SpanKind.ValueType  # 22
+    """computed again after a preemption, a loss or a move"""
+    SPAN_KIND_PASSED_OVER: _SpanKind.ValueType  # 23
+    """in steps that computed nothing of it"""
+    SPAN_KIND_BETWEEN_STEPS: _SpanKind.ValueType  # 24
+    """the worker ran no step"""
+    SPAN_KIND_UNTOLD: _SpanKind.ValueType  # 25
+    """at a worker that told nothing of it"""
+    SPAN_KIND_DETECTION: _SpanKind.ValueType  # 26
+    """its worker was lost, and nobody knew"""
+    SPAN_KIND_REQUEUE: _SpanKind.ValueType  # 27
+    """its tokens went into the ledger, and it back into the queue"""
+    SPAN_KIND_STORING: _SpanKind.ValueType  # 28
+    """its last tokens, or its end, went into the ledger"""
+    SPAN_KIND_DELIVERY: _SpanKind.ValueType  # 29
+    """it had ended, and its client had not read all of it"""
+    SPAN_KIND_QUEUED: _SpanKind.ValueType  # 30
+    """in the queue, which tells why when it leaves"""
+
+class SpanKind(_SpanKind, metaclass=_SpanKindEnumTypeWrapper):
+    """What a part of a request's time went into."""
+
+SPAN_KIND_UNSPECIFIED: SpanKind.ValueType  # 0
+SPAN_KIND_DOOR: SpanKind.ValueType  # 1
+"""its call was read and checked, and its prompt tokenised"""
+SPAN_KIND_LIMITS: SpanKind.ValueType  # 2
+"""the ledger was asked what its tenant's limits leave"""
+SPAN_KIND_OPENING: SpanKind.ValueType  # 3
+"""the ledger filed it"""
+SPAN_KIND_ELSEWHERE: SpanKind.ValueType  # 4
+"""with another router, which did not tell more of it"""
+SPAN_KIND_LINE: SpanKind.ValueType  # 5
+"""between its gateway and the leader, also while nobody led"""
+SPAN_KIND_LEADER: SpanKind.ValueType  # 6
+"""the leader was still told what waits, or the ledger what it had lost"""
+SPAN_KIND_NO_WORKER: SpanKind.ValueType  # 7
+"""there was no worker"""
+SPAN_KIND_BEHIND_EARLIER: SpanKind.ValueType  # 8
+"""behind requests that came before it"""
+SPAN_KIND_BEHIND_CLASS: SpanKind.ValueType  # 9
+"""behind later ones, of higher classes"""
+SPAN_KIND_BEHIND_TURN: SpanKind.ValueType  # 10
+"""behind later ones, where tenants take turns"""
+SPAN_KIND_BEHIND_ORDER: SpanKind.ValueType  # 11
+"""behind later ones, by the queue's order"""
+SPAN_KIND_BEHIND_FLOOR: SpanKind.ValueType  # 12
+"""behind later ones, of lower classes that were owed a part"""
+SPAN_KIND_NO_CREDIT: SpanKind.ValueType  # 13
+"""it was the next one, and no worker had room"""
+SPAN_KIND_DISPATCH: SpanKind.ValueType  # 14
+"""the ledger was asked for its dispatch"""
+SPAN_KIND_ON_THE_WAY: SpanKind.ValueType  # 15
+"""between its gateway and the worker"""
+SPAN_KIND_WORKER_WAIT: SpanKind.ValueType  # 16
+"""at the worker, for its first step"""
+SPAN_KIND_PREFILL: SpanKind.ValueType  # 17
+"""its prompt's share of steps"""
+SPAN_KIND_STALLED: SpanKind.ValueType  # 18
+"""others' prompts' share of its steps"""
+SPAN_KIND_DECODE: SpanKind.ValueType  # 19
+"""what its tokens would have taken alone"""
+SPAN_KIND_CO_TENANCY: SpanKind.ValueType  # 20
+"""what they took longer since others decoded in the same steps"""
+SPAN_KIND_PREEMPTED: SpanKind.ValueType  # 21
+"""without KV blocks"""
+SPAN_KIND_RECOMPUTE: SpanKind.ValueType  # 22
+"""computed again after a preemption, a loss or a move"""
+SPAN_KIND_PASSED_OVER: SpanKind.ValueType  # 23
+"""in steps that computed nothing of it"""
+SPAN_KIND_BETWEEN_STEPS: SpanKind.ValueType  # 24
+"""the worker ran no step"""
+SPAN_KIND_UNTOLD: SpanKind.ValueType  # 25
+"""at a worker that told nothing of it"""
+SPAN_KIND_DETECTION: SpanKind.ValueType  # 26
+"""its worker was lost, and nobody knew"""
+SPAN_KIND_REQUEUE: SpanKind.ValueType  # 27
+"""its tokens went into the ledger, and it back into the queue"""
+SPAN_KIND_STORING: SpanKind.ValueType  # 28
+"""its last tokens, or its end, went into the ledger"""
+SPAN_KIND_DELIVERY: SpanKind.ValueType  # 29
+"""it had ended, and its client had not read all of it"""
+SPAN_KIND_QUEUED: SpanKind.ValueType  # 30
+"""in the queue, which tells why when it leaves"""
+Global___SpanKind: typing_extensions.TypeAlias = SpanKind
+
 @typing.final
 class Sampling(google.protobuf.message.Message):
     """How the next token is drawn. Unset fields take the defaults named here."""
@@ -324,6 +458,7 @@ class GenerateRequest(google.protobuf.message.Message):
     SESSION_ID_FIELD_NUMBER: builtins.int
     FAIRNESS_ID_FIELD_NUMBER: builtins.int
     APPLICATION_FIELD_NUMBER: builtins.int
+    EXPLAIN_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: the model that the cluster serves"""
     text: builtins.str
@@ -358,6 +493,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """What it is for, as chat or code-completion: outputs of one application are likely to be alike, and their
     lengths are predicted by it. At most 128 bytes.
     """
+    explain: builtins.bool
+    """The last piece's timing says where the time went."""
     @property
     def tokens(self) -> Global___TokenIds: ...
     @property
@@ -391,9 +528,10 @@ class GenerateRequest(google.protobuf.message.Message):
         session_id: builtins.str = ...,
         fairness_id: builtins.str = ...,
         application: builtins.str = ...,
+        explain: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "application", b"application", "best_of", b"best_of", "cache_salt", b"cache_salt", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "application", b"application", "best_of", b"best_of", "cache_salt", b"cache_salt", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload
@@ -504,7 +642,10 @@ class AttachRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     FROM_OFFSETS_FIELD_NUMBER: builtins.int
     DIGESTS_FIELD_NUMBER: builtins.int
+    EXPLAIN_FIELD_NUMBER: builtins.int
     request_id: builtins.str
+    explain: builtins.bool
+    """as in GenerateRequest"""
     @property
     def from_offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """By choice, the first token offset that the client has not seen; 0 where none is given."""
@@ -522,8 +663,9 @@ class AttachRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         from_offsets: collections.abc.Iterable[builtins.int] | None = ...,
         digests: collections.abc.Iterable[builtins.int] | None = ...,
+        explain: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digests", b"digests", "from_offsets", b"from_offsets", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digests", b"digests", "explain", b"explain", "from_offsets", b"from_offsets", "request_id", b"request_id"]) -> None: ...
 
 Global___AttachRequest: typing_extensions.TypeAlias = AttachRequest
 
@@ -559,6 +701,7 @@ class Timing(google.protobuf.message.Message):
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
     OVERTAKEN_FIELD_NUMBER: builtins.int
+    SPANS_FIELD_NUMBER: builtins.int
     queued_s: builtins.float
     """waiting in the admission queue"""
     time_to_first_token_s: builtins.float
@@ -575,6 +718,12 @@ class Timing(google.protobuf.message.Message):
     """computed again after a preemption, a loss or a move"""
     overtaken: builtins.int
     """Times that a request which came later left the admission queue before it, as far as this router knows."""
+    @property
+    def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Span]:
+        """Where it is asked for: what total_s went into, and what went before the request was accepted, the seconds of
+        each kind together.
+        """
+
     def __init__(
         self,
         *,
@@ -586,8 +735,9 @@ class Timing(google.protobuf.message.Message):
         preemptions: builtins.int = ...,
         recomputed_tokens: builtins.int = ...,
         overtaken: builtins.int = ...,
+        spans: collections.abc.Iterable[Global___Span] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "migrations", b"migrations", "overtaken", b"overtaken", "preemptions", b"preemptions", "queued_s", b"queued_s", "recomputed_tokens", b"recomputed_tokens", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "migrations", b"migrations", "overtaken", b"overtaken", "preemptions", b"preemptions", "queued_s", b"queued_s", "recomputed_tokens", b"recomputed_tokens", "spans", b"spans", "time_to_first_token_s", b"time_to_first_token_s", "total_s", b"total_s"]) -> None: ...
 
 Global___Timing: typing_extensions.TypeAlias = Timing
 
@@ -800,6 +950,222 @@ class RequestEvent(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["detail", b"detail", "move", b"move", "time", b"time"]) -> None: ...
 
 Global___RequestEvent: typing_extensions.TypeAlias = RequestEvent
+
+@typing.final
+class ExplainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+
+Global___ExplainRequest: typing_extensions.TypeAlias = ExplainRequest
+
+@typing.final
+class Span(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    kind: Global___SpanKind.ValueType
+    seconds: builtins.float
+    attempt: builtins.int
+    """that it led to or was part of, from 1; 0: of no single one"""
+    def __init__(
+        self,
+        *,
+        kind: Global___SpanKind.ValueType = ...,
+        seconds: builtins.float = ...,
+        attempt: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "kind", b"kind", "seconds", b"seconds"]) -> None: ...
+
+Global___Span: typing_extensions.TypeAlias = Span
+
+@typing.final
+class Explanation(google.protobuf.message.Message):
+    """Where the time of a request went. A request with several choices is told by the one that ended last in each
+    attempt.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    TOTAL_S_FIELD_NUMBER: builtins.int
+    SPANS_FIELD_NUMBER: builtins.int
+    ATTEMPTS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    PREDICTED_OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    TTFT_S_FIELD_NUMBER: builtins.int
+    PREDICTED_TTFT_S_FIELD_NUMBER: builtins.int
+    DROPPED_ATTEMPTS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    state: Global___RequestState.ValueType
+    total_s: builtins.float
+    """Seconds from its call to its end, or until now: what the spans add up to. Its end is when the ledger had it;
+    or, for as long as the router that had it remembers it, when the first client had read all of it.
+    """
+    prompt_tokens: builtins.int
+    output_tokens: builtins.int
+    """of all choices"""
+    predicted_output_tokens: builtins.int
+    """when it came; 0: nothing was predicted"""
+    ttft_s: builtins.float
+    """from its call to its first token"""
+    predicted_ttft_s: builtins.float
+    """when it came"""
+    dropped_attempts: builtins.int
+    """the first ones, of which only their time is told"""
+    @property
+    def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Span]:
+        """One after the other, without gaps. Of what a worker has told only the sums are known: these stand in the order
+        of their kinds.
+        """
+
+    @property
+    def attempts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ExplainedAttempt]: ...
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        state: Global___RequestState.ValueType = ...,
+        total_s: builtins.float = ...,
+        spans: collections.abc.Iterable[Global___Span] | None = ...,
+        attempts: collections.abc.Iterable[Global___ExplainedAttempt] | None = ...,
+        prompt_tokens: builtins.int = ...,
+        output_tokens: builtins.int = ...,
+        predicted_output_tokens: builtins.int = ...,
+        ttft_s: builtins.float | None = ...,
+        predicted_ttft_s: builtins.float | None = ...,
+        dropped_attempts: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "predicted_ttft_s", b"predicted_ttft_s", "ttft_s", b"ttft_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "dropped_attempts", b"dropped_attempts", "output_tokens", b"output_tokens", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s"]) -> typing.Literal["predicted_ttft_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ttft_s", b"_ttft_s"]) -> typing.Literal["ttft_s"] | None: ...
+
+Global___Explanation: typing_extensions.TypeAlias = Explanation
+
+@typing.final
+class ExplainedAttempt(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    KNOWN_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    NEW_TOKENS_FIELD_NUMBER: builtins.int
+    PREEMPTIONS_FIELD_NUMBER: builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    MOST_NEIGHBOURS_FIELD_NUMBER: builtins.int
+    NEIGHBOURS_FIELD_NUMBER: builtins.int
+    QUEUE_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """from 1"""
+    worker_id: builtins.str
+    known_tokens: builtins.int
+    """when it came there: its prompt, and what it had of outputs"""
+    cached_tokens: builtins.int
+    """of these, found in the KV cache"""
+    new_tokens: builtins.int
+    preemptions: builtins.int
+    recomputed_tokens: builtins.int
+    end: builtins.str
+    """finished, returned, moved, evicted, or why it was lost; empty: it goes on"""
+    steps: builtins.int
+    """that computed something of it"""
+    most_neighbours: builtins.int
+    """in one of these"""
+    @property
+    def neighbours(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Requests of its own tenant that the worker had when it came there, as far as its router knew: at most 8."""
+
+    @property
+    def queue(self) -> Global___QueueStay:
+        """before it"""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        worker_id: builtins.str = ...,
+        known_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
+        new_tokens: builtins.int = ...,
+        preemptions: builtins.int = ...,
+        recomputed_tokens: builtins.int = ...,
+        end: builtins.str = ...,
+        steps: builtins.int = ...,
+        most_neighbours: builtins.int = ...,
+        neighbours: collections.abc.Iterable[builtins.str] | None = ...,
+        queue: Global___QueueStay | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["queue", b"queue"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "end", b"end", "known_tokens", b"known_tokens", "most_neighbours", b"most_neighbours", "neighbours", b"neighbours", "new_tokens", b"new_tokens", "number", b"number", "preemptions", b"preemptions", "queue", b"queue", "recomputed_tokens", b"recomputed_tokens", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
+
+Global___ExplainedAttempt: typing_extensions.TypeAlias = ExplainedAttempt
+
+@typing.final
+class QueueStay(google.protobuf.message.Message):
+    """A stay in the admission queue."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FOUND_FIELD_NUMBER: builtins.int
+    EARLIER_FIELD_NUMBER: builtins.int
+    HIGHER_FIELD_NUMBER: builtins.int
+    TURNS_FIELD_NUMBER: builtins.int
+    ORDERED_FIELD_NUMBER: builtins.int
+    LOWER_FIELD_NUMBER: builtins.int
+    BEFORE_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
+    found: builtins.int
+    """that waited when it came"""
+    earlier: builtins.int
+    """Those that left it meanwhile, and why they did so first.
+    they had come before
+    """
+    higher: builtins.int
+    """they came later, and were of higher classes"""
+    turns: builtins.int
+    """they came later, and it was their tenants' turn"""
+    ordered: builtins.int
+    """they came later, and were before it by the queue's order"""
+    lower: builtins.int
+    """they came later, and were of lower classes that were owed a part"""
+    order: builtins.str
+    """the queue's, when it left"""
+    @property
+    def before(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of its own tenant, the last of those that left: at most 8"""
+
+    def __init__(
+        self,
+        *,
+        found: builtins.int = ...,
+        earlier: builtins.int = ...,
+        higher: builtins.int = ...,
+        turns: builtins.int = ...,
+        ordered: builtins.int = ...,
+        lower: builtins.int = ...,
+        before: collections.abc.Iterable[builtins.str] | None = ...,
+        order: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["before", b"before", "earlier", b"earlier", "found", b"found", "higher", b"higher", "lower", b"lower", "order", b"order", "ordered", b"ordered", "turns", b"turns"]) -> None: ...
+
+Global___QueueStay: typing_extensions.TypeAlias = QueueStay
 
 @typing.final
 class ListRequestsRequest(google.protobuf.message.Message):

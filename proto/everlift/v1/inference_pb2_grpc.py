@@ -59,6 +59,11 @@ class InferenceStub(object):
                 request_serializer=everlift_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
                 response_deserializer=everlift_dot_v1_dot_inference__pb2.GetRequestResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/everlift.v1.Inference/Explain',
+                request_serializer=everlift_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_inference__pb2.Explanation.FromString,
+                _registered_method=True)
         self.ListRequests = channel.unary_unary(
                 '/everlift.v1.Inference/ListRequests',
                 request_serializer=everlift_dot_v1_dot_inference__pb2.ListRequestsRequest.SerializeToString,
@@ -126,6 +131,13 @@ class InferenceServicer(object):
 
     def GetRequest(self, request, context):
         """What the ledger knows of a request, without its tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Where the time of a request went; of one that goes on, so far.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,6 +212,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetRequest,
                     request_deserializer=everlift_dot_v1_dot_inference__pb2.GetRequestRequest.FromString,
                     response_serializer=everlift_dot_v1_dot_inference__pb2.GetRequestResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=everlift_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_inference__pb2.Explanation.SerializeToString,
             ),
             'ListRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRequests,
@@ -367,6 +384,33 @@ class Inference(object):
             '/everlift.v1.Inference/GetRequest',
             everlift_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
             everlift_dot_v1_dot_inference__pb2.GetRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.Inference/Explain',
+            everlift_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+            everlift_dot_v1_dot_inference__pb2.Explanation.FromString,
             options,
             channel_credentials,
             insecure,

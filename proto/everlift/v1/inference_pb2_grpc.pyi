@@ -107,6 +107,22 @@ _InferenceGetRequestType = typing_extensions.TypeVar(
     ],
 )
 
+_InferenceExplainType = typing_extensions.TypeVar(
+    '_InferenceExplainType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ExplainRequest,
+        everlift.v1.inference_pb2.Explanation,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ExplainRequest,
+        everlift.v1.inference_pb2.Explanation,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ExplainRequest,
+        everlift.v1.inference_pb2.Explanation,
+    ],
+)
+
 _InferenceListRequestsType = typing_extensions.TypeVar(
     '_InferenceListRequestsType',
     grpc.UnaryUnaryMultiCallable[
@@ -203,7 +219,7 @@ _InferenceGetStatusType = typing_extensions.TypeVar(
     ],
 )
 
-class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceGenerateManyType, _InferenceAttachType, _InferenceCancelType, _InferenceGetRequestType, _InferenceListRequestsType, _InferenceForgetType, _InferenceTokenizeType, _InferenceDetokenizeType, _InferenceListModelsType, _InferenceGetStatusType]):
+class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceGenerateManyType, _InferenceAttachType, _InferenceCancelType, _InferenceGetRequestType, _InferenceExplainType, _InferenceListRequestsType, _InferenceForgetType, _InferenceTokenizeType, _InferenceDetokenizeType, _InferenceListModelsType, _InferenceGetStatusType]):
     @typing.overload
     def __init__(self: InferenceStub[
         grpc.UnaryStreamMultiCallable[
@@ -225,6 +241,10 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceGenerateMan
         grpc.UnaryUnaryMultiCallable[
             everlift.v1.inference_pb2.GetRequestRequest,
             everlift.v1.inference_pb2.GetRequestResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.inference_pb2.ExplainRequest,
+            everlift.v1.inference_pb2.Explanation,
         ],
         grpc.UnaryUnaryMultiCallable[
             everlift.v1.inference_pb2.ListRequestsRequest,
@@ -275,6 +295,10 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceGenerateMan
             everlift.v1.inference_pb2.GetRequestResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.inference_pb2.ExplainRequest,
+            everlift.v1.inference_pb2.Explanation,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             everlift.v1.inference_pb2.ListRequestsRequest,
             everlift.v1.inference_pb2.ListRequestsResponse,
         ],
@@ -319,6 +343,9 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceGenerateMan
     GetRequest: _InferenceGetRequestType
     """What the ledger knows of a request, without its tokens."""
 
+    Explain: _InferenceExplainType
+    """Where the time of a request went; of one that goes on, so far."""
+
     ListRequests: _InferenceListRequestsType
     """The caller's own requests that the ledger knows, newest first."""
 
@@ -357,6 +384,10 @@ InferenceAsyncStub: typing_extensions.TypeAlias = InferenceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.inference_pb2.GetRequestRequest,
         everlift.v1.inference_pb2.GetRequestResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.inference_pb2.ExplainRequest,
+        everlift.v1.inference_pb2.Explanation,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.inference_pb2.ListRequestsRequest,
@@ -428,6 +459,14 @@ class InferenceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[everlift.v1.inference_pb2.GetRequestResponse, collections.abc.Awaitable[everlift.v1.inference_pb2.GetRequestResponse]]:
         """What the ledger knows of a request, without its tokens."""
+
+    @abc.abstractmethod
+    def Explain(
+        self,
+        request: everlift.v1.inference_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.inference_pb2.Explanation, collections.abc.Awaitable[everlift.v1.inference_pb2.Explanation]]:
+        """Where the time of a request went; of one that goes on, so far."""
 
     @abc.abstractmethod
     def ListRequests(

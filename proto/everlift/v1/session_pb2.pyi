@@ -1009,6 +1009,7 @@ class Dispatched(google.protobuf.message.Message):
     MOVES_FIELD_NUMBER: builtins.int
     OVERTAKEN_FIELD_NUMBER: builtins.int
     PREDICTED_TTFT_S_FIELD_NUMBER: builtins.int
+    STAY_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
@@ -1019,6 +1020,10 @@ class Dispatched(google.protobuf.message.Message):
     """by requests that came later and left the queue before it"""
     predicted_ttft_s: builtins.float
     """when it came; unset: not known, or it has run before"""
+    @property
+    def stay(self) -> Global___Stay:
+        """in the queue; unset: it did not come there"""
+
     def __init__(
         self,
         *,
@@ -1029,12 +1034,54 @@ class Dispatched(google.protobuf.message.Message):
         moves: builtins.int = ...,
         overtaken: builtins.int = ...,
         predicted_ttft_s: builtins.float | None = ...,
+        stay: Global___Stay | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "predicted_ttft_s", b"predicted_ttft_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "attempt", b"attempt", "epoch", b"epoch", "moves", b"moves", "overtaken", b"overtaken", "predicted_ttft_s", b"predicted_ttft_s", "request_id", b"request_id", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "predicted_ttft_s", b"predicted_ttft_s", "stay", b"stay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "attempt", b"attempt", "epoch", b"epoch", "moves", b"moves", "overtaken", b"overtaken", "predicted_ttft_s", b"predicted_ttft_s", "request_id", b"request_id", "stay", b"stay", "worker_id", b"worker_id"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s"]) -> typing.Literal["predicted_ttft_s"] | None: ...
 
 Global___Dispatched: typing_extensions.TypeAlias = Dispatched
+
+@typing.final
+class Stay(google.protobuf.message.Message):
+    """How long a request was in the leader's queue, in seconds by its clock. The parts do not overlap; what is left of it
+    others left before it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: builtins.int
+    NO_WORKER_S_FIELD_NUMBER: builtins.int
+    LEADER_S_FIELD_NUMBER: builtins.int
+    FIRST_S_FIELD_NUMBER: builtins.int
+    DISPATCH_S_FIELD_NUMBER: builtins.int
+    QUEUE_FIELD_NUMBER: builtins.int
+    seconds: builtins.float
+    """since the leader was told of it"""
+    no_worker_s: builtins.float
+    """there was none"""
+    leader_s: builtins.float
+    """nothing might be dispatched"""
+    first_s: builtins.float
+    """it was the next one, and no worker had room"""
+    dispatch_s: builtins.float
+    """and then, for the ledger's word"""
+    @property
+    def queue(self) -> everlift.v1.inference_pb2.QueueStay: ...
+    def __init__(
+        self,
+        *,
+        seconds: builtins.float = ...,
+        no_worker_s: builtins.float = ...,
+        leader_s: builtins.float = ...,
+        first_s: builtins.float = ...,
+        dispatch_s: builtins.float = ...,
+        queue: everlift.v1.inference_pb2.QueueStay | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["queue", b"queue"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dispatch_s", b"dispatch_s", "first_s", b"first_s", "leader_s", b"leader_s", "no_worker_s", b"no_worker_s", "queue", b"queue", "seconds", b"seconds"]) -> None: ...
+
+Global___Stay: typing_extensions.TypeAlias = Stay
 
 @typing.final
 class Refusal(google.protobuf.message.Message):
