@@ -113,4 +113,5 @@ def _joined(earlier: Append, later: Append) -> Append:
         logprobs=first.logprobs + second.logprobs[overlap:],
         finish_reason=later.finish_reason or earlier.finish_reason,
         tally=later.tally or earlier.tally,
+        explanation=later.explanation or earlier.explanation,
     )

@@ -3,7 +3,7 @@
 -- ARGV: retention_ms, and all items as one MessagePack array, since every argument of its own costs the
 --       client as much as a token: for each item id, epoch, offset, tokens, and '' if they are of choice 0
 --       and that is all, else 'more' and: choice, letter of its end or '', logprobs, prompt_logprobs, and
---       the tally that comes with an end, or ''. All but the offset are text.
+--       the tally and the explanation that come with an end, or ''. All but the offset are text.
 
 local retention_ms = ARGV[1]
 
@@ -38,7 +38,7 @@ local function end_choice(id, epoch, choice, letter, finishes, tally)
 end
 
 -- `choice` is text, as keys need it; numbers are costly to write down.
-local function append(id, epoch, offset, tokens, choice, letter, logprobs, prompt_logprobs, tally)
+local function append(id, epoch, offset, tokens, choice, letter, logprobs, prompt_logprobs, tally, explanation)
     local known = redis.call('HMGET', request_key(id), 'state', 'epoch', 'max_tokens', 'finishes')
     local state, its_epoch, max_tokens, finishes = unpack(known)
     if not state or choice ~= '0' and tonumber(choice) >= #finishes then
@@ -56,7 +56,10 @@ local function append(id, epoch, offset, tokens, choice, letter, logprobs, promp
     local answer = store(id, choice, offset * 4, tokens, logprobs, max_tokens * 4)
     if answer ~= 'ok' then return answer end
     if prompt_logprobs ~= '' then store_prompt_once(id, prompt_logprobs) end
-    return letter == '' and 'ok' or end_choice(id, epoch, choice, letter, finishes, tally)
+    if letter == '' then return 'ok' end
+    answer = end_choice(id, epoch, choice, letter, finishes, tally)
+    explain(id, explanation)
+    return answer
 end
 
 local items, answers = cmsgpack.unpack(ARGV[2]), {}
@@ -65,11 +68,11 @@ while i <= last do
     local id, epoch, offset, tokens = items[i], items[i + 1], items[i + 2], items[i + 3]
     local answer
     if items[i + 4] == '' then
-        answer = append(id, epoch, offset, tokens, '0', '', '', '', '')
+        answer = append(id, epoch, offset, tokens, '0', '', '', '', '', '')
         i = i + 5
     else
-        answer = append(id, epoch, offset, tokens, unpack(items, i + 5, i + 9))
-        i = i + 10
+        answer = append(id, epoch, offset, tokens, unpack(items, i + 5, i + 10))
+        i = i + 11
     end
     number = number + 1
     if answer ~= 'ok' then

@@ -198,11 +198,12 @@ class Ledger(Protocol):
         loss: str | None,
         max_losses: int,
         tally: Tally = NOTHING,
+        explanation: bytes = b"",
     ) -> Entry:
         """RUNNING -> QUEUED. With ``loss``, its cause in words, one more loss is counted, and at
         ``max_losses`` it goes to FAILED (attempts_exhausted) with that cause instead. ``tally`` is
-        stored as it is. Answers the entry as it is when the epoch is not current. Raises
-        UnknownRequest."""
+        stored as it is, ``explanation`` unless it is empty. Answers the entry as it is when the
+        epoch is not current. Raises UnknownRequest."""
         ...
 
     async def take_over(self, request_id: str, gateway: str, owner: str) -> Stored:
@@ -217,10 +218,17 @@ class Ledger(Protocol):
         ...
 
     async def end(
-        self, request_id: str, state: State, slug: str, message: str, owner: str | None = None
+        self,
+        request_id: str,
+        state: State,
+        slug: str,
+        message: str,
+        owner: str | None = None,
+        explanation: bytes = b"",
     ) -> Entry:
         """QUEUED or RUNNING -> ``state`` (FAILED, CANCELLED or EXPIRED). A request that is final,
-        or not ``owner``'s where one is given, is answered as it is. Raises UnknownRequest."""
+        or not ``owner``'s where one is given, is answered as it is; else ``explanation`` is stored
+        unless it is empty. Raises UnknownRequest."""
         ...
 
     async def forget(self, request_id: str) -> Entry | None:

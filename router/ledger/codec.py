@@ -121,6 +121,7 @@ def _append_fields(item: Append) -> Sequence[str | int | bytes]:
         pack_logprobs(item.logprobs),
         pack_logprobs(item.prompt_logprobs),
         tally_text(item.tally) if letter and item.tally else "",
+        item.explanation if letter else "",
     )
 
 
@@ -145,6 +146,7 @@ def told_fields(stored: Stored, retention_ms: int, unfinished_ms: int) -> list[s
         retention_ms,
         unfinished_ms,
         pack_logprobs(stored.prompt_logprobs),
+        stored.explanation,
         *chain.from_iterable(
             (pack_tokens(choice.tokens), pack_logprobs(choice.logprobs))
             for choice in stored.choices
@@ -195,7 +197,7 @@ def entry(request_id: str, fields: Sequence[Any]) -> Entry:
 
 def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> Stored:
     """The answer of common.lua's ``continuation``, less its first word."""
-    fields, data, deadline, choices, prompt_logprobs, now = answer
+    fields, data, deadline, choices, prompt_logprobs, now, explanation = answer
     request = Request.from_bytes(data)
     sampling = request.sampling
     return Stored(
@@ -209,6 +211,7 @@ def stored(request_id: str, offsets: Sequence[int], answer: Sequence[Any]) -> St
         ),
         now=seconds(now),
         prompt_logprobs=unpack_logprobs(prompt_logprobs, sampling.prompt_logprobs or 0),
+        explanation=explanation,
     )
 
 

@@ -12,6 +12,8 @@
 --                                                    or empty
 --                                      finished_by   epoch whose append finished it
 --                                      logprobs      1 if there are keys for log probabilities
+--                                      explanation   where its time went, as its gateway told it last; not there
+--                                                    before that
 --   t:<request id>:<choice>  STRING  generated tokens, uint32 little endian: offset = byte / 4
 --   l:<request id>:<choice>  STRING  their log probabilities, one record a token (codec.py)
 --   p:<request id>           STRING  those of the prompt's tokens from the second on, or empty
@@ -115,15 +117,16 @@ local function stored_choice(id, choice, offset)
 end
 
 -- The entry, and what goes on with it takes: request, deadline, choices each from its offset on (0
--- where `offsets` ends), log probabilities of the prompt, now.
+-- where `offsets` ends), log probabilities of the prompt, now, explanation.
 local function continuation(id, offsets)
-    local request, deadline = unpack(redis.call('HMGET', request_key(id), 'request', 'deadline'))
+    local request, deadline, explanation = unpack(redis.call(
+        'HMGET', request_key(id), 'request', 'deadline', 'explanation'))
     local choices = {}
     for choice = 0, num_choices(id) - 1 do
         choices[#choices + 1] = stored_choice(id, choice, offsets[choice + 1] or 0)
     end
     local prompt = redis.call('GETRANGE', prompt_logprobs_key(id), 0, -1)
-    return {'ok', entry(id), request, deadline, choices, prompt, digits(now())}
+    return {'ok', entry(id), request, deadline, choices, prompt, digits(now()), explanation or ''}
 end
 
 local function own(id, gateway)
@@ -212,6 +215,11 @@ end
 
 local function keep_for(id, ms)
     for _, key in ipairs(all_keys(id)) do redis.call('PEXPIRE', key, ms) end
+end
+
+-- Where its time went; what was told before stays where nothing is told. After a move's first write.
+local function explain(id, explanation)
+    if explanation ~= '' then redis.call('HSET', request_key(id), 'explanation', explanation) end
 end
 
 -- A server that is full refuses a script's first write if that needs memory, and none after it. The

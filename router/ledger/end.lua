@@ -1,8 +1,8 @@
 -- queued or running -> failed, cancelled or expired, if there is no `owner` or it is owned by that one.
 -- Answers ok, or unknown.
--- ARGV: id, state, slug, message, retention_ms, and maybe owner
+-- ARGV: id, state, slug, message, retention_ms, explanation, and maybe owner
 
-local id, final, slug, message, retention_ms, owner = unpack(ARGV)
+local id, final, slug, message, retention_ms, explanation, owner = unpack(ARGV)
 
 local known = redis.call('HMGET', request_key(id), 'state', 'gateway', 'moves')
 local state, gateway, moves = unpack(known)
@@ -12,5 +12,6 @@ elseif not is_final(state) and (not owner or owner == gateway) then
     finish(id, gateway, final, retention_ms,
         'error_slug', slug, 'error_message', message, 'moves', moves + 1)
     note(id, 'end', slug)
+    explain(id, explanation)
 end
 return {'ok', entry(id)}

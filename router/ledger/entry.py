@@ -146,6 +146,8 @@ class Stored:
     """An entry with its request and what its choices have, as of ``now`` (ledger time).
 
     ``prompt_logprobs`` are of the prompt's tokens from the second one on, all of them or none.
+
+    ``explanation`` is where its time went, as its gateway told it last: bytes of no meaning here.
     """
 
     entry: Entry
@@ -153,6 +155,7 @@ class Stored:
     choices: tuple[StoredChoice, ...]
     now: float
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    explanation: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,8 @@ class Append:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     #: with a finish reason: what the request has been through so far
     tally: Tally | None = None
+    #: with a finish reason: where its time went so far; empty: what was told before stays
+    explanation: bytes = b""
 
     def __post_init__(self) -> None:
         if self.logprobs and len(self.logprobs) != len(self.tokens):

@@ -200,12 +200,14 @@ class MemoryLedger:
         loss: str | None,
         max_losses: int,
         tally: Tally = NOTHING,
+        explanation: bytes = b"",
     ) -> Entry:
         record = self._get(request_id)
         if record.entry.state not in Move.RELEASE.sources or record.entry.epoch != epoch:
             return record.entry
         losses = record.entry.losses + (loss is not None)
         record.put(losses=losses, tally=tally)
+        record.explain(explanation)
         if loss is not None and losses >= max_losses:
             message = lost_too_often(max_losses, loss)
             self._end(record, "release", loss, State.FAILED, AttemptsExhausted.slug, message)
@@ -231,11 +233,18 @@ class MemoryLedger:
         return None
 
     async def end(
-        self, request_id: str, state: State, slug: str, message: str, owner: str | None = None
+        self,
+        request_id: str,
+        state: State,
+        slug: str,
+        message: str,
+        owner: str | None = None,
+        explanation: bytes = b"",
     ) -> Entry:
         check_end(state)
         record = self._get(request_id)
         if record.entry.state in Move.END.sources and owner in (None, record.entry.gateway):
+            record.explain(explanation)
             self._end(record, "end", slug, state, slug, message)
         return record.entry
 

@@ -1,8 +1,8 @@
 -- (any) -> as its gateway has it, where the server came back with less than it had acknowledged.
 -- Answers one word of Reasserted, and the entry.
 -- ARGV: id, the fields of ENTRY, deadline in µs or '', body, request, max_tokens, 1 if it has log
---       probabilities else 0, retention_ms, unfinished_ms, prompt_logprobs, and for each choice all its
---       tokens and logprobs
+--       probabilities else 0, retention_ms, unfinished_ms, prompt_logprobs, explanation, and for each choice all
+--       its tokens and logprobs
 --
 -- No term is compared. What is told here is a dispatch that was made, under the term of its day; its epoch
 -- was drawn at random for it alone, so no other dispatch has it, neither one that the server forgot nor
@@ -14,11 +14,11 @@ for i, name in ipairs(ENTRY) do
     told[name] = ARGV[i + 1]
     fields[2 * i - 1], fields[2 * i] = name, ARGV[i + 1]
 end
-local deadline, body, request, max_tokens, logprobs, retention_ms, unfinished_ms, prompt_logprobs =
-    unpack(ARGV, #ENTRY + 2, #ENTRY + 9)
+local deadline, body, request, max_tokens, logprobs, retention_ms, unfinished_ms, prompt_logprobs, explanation =
+    unpack(ARGV, #ENTRY + 2, #ENTRY + 10)
 
 local function told_choice(choice)
-    local at = #ENTRY + 10 + 2 * choice
+    local at = #ENTRY + 11 + 2 * choice
     return ARGV[at], ARGV[at + 1]
 end
 
@@ -90,6 +90,7 @@ local function learn(state, gateway, moves, finishes)
     elseif is_complete(finishes) then
         complete(gateway, knows_more)
     end
+    explain(id, explanation)
 end
 
 local function known()

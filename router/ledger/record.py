@@ -83,6 +83,7 @@ class Record:
     entry: Entry
     choices: tuple[Choice, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    explanation: bytes = b""
     #: the epoch whose append finished it
     finished_by: int = 0
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
@@ -124,7 +125,12 @@ class Record:
             self.prompt_logprobs = self.prompt_logprobs or item.prompt_logprobs
             tally = item.tally if item.finish_reason else None
             self.put(tally=tally or self.entry.tally)
+            self.explain(item.explanation if item.finish_reason else b"")
         return answer
+
+    def explain(self, explanation: bytes) -> None:
+        """What was told before stays where nothing is told."""
+        self.explanation = explanation or self.explanation
 
     def judge(self, told: Stored) -> Reasserted:
         """What is to be said of what a gateway holds: OK if it is to be learnt."""
@@ -155,6 +161,7 @@ class Record:
             self.put(state=State.FINISHED, worker="", epoch=0, moves=moves)
         if self.entry.moves > before:
             self.events.append(Event(now, "reassert", told.entry.gateway))
+        self.explain(told.explanation)
 
     def _add(self, told: Stored) -> None:
         """Tokens and ends."""
@@ -170,7 +177,14 @@ class Record:
             raise OffsetOutOfRange(f"{len(offsets)} offsets of {len(self.choices)} choices")
         padded = [*offsets, *[0] * (len(self.choices) - len(offsets))]
         choices = [choice.stored(at) for choice, at in zip(self.choices, padded, strict=True)]
-        return Stored(self.entry, self.request, tuple(choices), now, self.prompt_logprobs)
+        return Stored(
+            self.entry,
+            self.request,
+            tuple(choices),
+            now,
+            self.prompt_logprobs,
+            self.explanation,
+        )
 
 
 def _is_over(told: Stored) -> bool:

@@ -210,6 +210,7 @@ class RedisLedger:
         loss: str | None,
         max_losses: int,
         tally: Tally = NOTHING,
+        explanation: bytes = b"",
     ) -> Entry:
         _, rest = await self._move(
             scripts.RELEASE,
@@ -223,6 +224,7 @@ class RedisLedger:
             codec.tally_text(tally),
             self._retention_ms,
             _UNFINISHED_MS,
+            explanation,
         )
         return codec.entry(request_id, rest[0])
 
@@ -237,7 +239,13 @@ class RedisLedger:
         return None if word == "gone" else codec.entry(request_id, rest[0])
 
     async def end(
-        self, request_id: str, state: State, slug: str, message: str, owner: str | None = None
+        self,
+        request_id: str,
+        state: State,
+        slug: str,
+        message: str,
+        owner: str | None = None,
+        explanation: bytes = b"",
     ) -> Entry:
         _, rest = await self._move(
             scripts.END,
@@ -246,6 +254,7 @@ class RedisLedger:
             slug,
             message,
             self._retention_ms,
+            explanation,
             *([] if owner is None else [owner]),
         )
         return codec.entry(request_id, rest[0])

@@ -1,8 +1,8 @@
 -- running -> queued, or -> failed at max_losses. Answers ok, or unknown.
 -- ARGV: id, epoch, 1 if its worker was lost else 0, why it was or '', max_losses, slug and message of the
---       failure, tally, retention_ms, unfinished_ms
+--       failure, tally, retention_ms, unfinished_ms, explanation
 
-local id, epoch, lost, cause, max_losses, slug, message, tally, retention_ms, unfinished_ms =
+local id, epoch, lost, cause, max_losses, slug, message, tally, retention_ms, unfinished_ms, explanation =
     unpack(ARGV)
 
 local known = redis.call('HMGET', request_key(id), 'state', 'epoch', 'gateway', 'losses', 'moves')
@@ -19,5 +19,6 @@ elseif state == 'running' and its_epoch == epoch then
         queue(id, unfinished_ms, 'losses', losses, 'moves', moves, 'tally', tally)
     end
     note(id, 'release', cause)
+    explain(id, explanation)
 end
 return {'ok', entry(id)}

@@ -745,6 +745,53 @@ async def test_a_tally_is_stored_as_it_comes(ledger: Ledger) -> None:
     assert (await ledger.release("r", 2, loss="why", max_losses=1, tally=many)).tally == many
 
 
+async def explanation(ledger: Ledger) -> bytes:
+    return (await ledger.read("r")).explanation
+
+
+async def test_an_explanation_is_kept_until_there_is_another_one(ledger: Ledger) -> None:
+    await run_three(ledger)
+    assert await explanation(ledger) == b""
+    early = Append("r", EPOCH, 0, (1,), explanation=b"early")
+    assert await store(ledger, early) is Appended.OK
+    assert await explanation(ledger) == b""
+    end = Append("r", EPOCH, 0, (), 1, STOP, explanation=b"\x00\xffend")
+    await store(ledger, end)
+    assert await explanation(ledger) == b"\x00\xffend"
+    await store(ledger, replace(end, choice=2, explanation=b""))
+    assert await explanation(ledger) == b"\x00\xffend"
+    await ledger.release("r", EPOCH, loss=None, max_losses=3, explanation=b"release")
+    assert await explanation(ledger) == b"release"
+    await ledger.dispatch("r", "worker", 2, TERM)
+    await ledger.release("r", 2, loss=None, max_losses=3)
+    assert await explanation(ledger) == b"release"
+    told = await ledger.take_over("r", "heir", "gateway")
+    assert told.explanation == b"release"
+    ended = ("r", State.FAILED, "slug", "message", "heir")
+    await ledger.end(*ended)
+    assert await explanation(ledger) == b"release"
+    await ledger.end(*ended, b"too late")
+    assert await explanation(ledger) == b"release"
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+async def test_what_ends_is_explained_by_the_move_that_ends_it(ledger: Ledger, losses: int) -> None:
+    await run(ledger)
+    await ledger.release("r", EPOCH, loss="why", max_losses=losses, explanation=b"lost")
+    assert await explanation(ledger) == b"lost"
+    entry = await ledger.end("r", State.CANCELLED, "slug", "message", None, b"ended")
+    assert await explanation(ledger) == (b"lost" if entry.state is State.FAILED else b"ended")
+
+
+async def test_what_is_told_again_explains_itself(ledger: Ledger) -> None:
+    before = await run_rich(ledger)
+    told = replace(known_more(before, 5), explanation=b"told")
+    assert (await ledger.reassert(told))[0] is Reasserted.OK
+    assert await explanation(ledger) == b"told"
+    assert (await ledger.reassert(replace(told, explanation=b"")))[0] is Reasserted.OK
+    assert await explanation(ledger) == b"told"
+
+
 # forgetting
 
 

@@ -76,9 +76,9 @@ def test_what_is_not_simply_ok_is_answered_by_its_number() -> None:
         {"finish_reason": FinishReason.STOP, "tally": Tally()},
     ],
 )
-def test_whatever_else_an_append_has_makes_it_ten(more: dict[str, object]) -> None:
+def test_whatever_else_an_append_has_makes_it_eleven(more: dict[str, object]) -> None:
     fields = fields_of(Append("r", 7, 3, (1,), **more))  # type: ignore[arg-type]
-    assert (len(fields), fields[4]) == (10, b"more")
+    assert (len(fields), fields[4]) == (11, b"more")
 
 
 @pytest.mark.parametrize(

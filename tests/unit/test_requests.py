@@ -517,10 +517,16 @@ class SlowToEnd(MemoryLedger):
         self.let = asyncio.Event()
 
     async def end(
-        self, request_id: str, state: State, slug: str, message: str, owner: str | None = None
+        self,
+        request_id: str,
+        state: State,
+        slug: str,
+        message: str,
+        owner: str | None = None,
+        explanation: bytes = b"",
     ) -> Entry:
         await self.let.wait()
-        return await super().end(request_id, state, slug, message, owner)
+        return await super().end(request_id, state, slug, message, owner, explanation)
 
 
 async def test_a_request_ends_although_who_asked_for_it_is_gone() -> None:
@@ -709,7 +715,7 @@ async def test_a_dispatch_that_meets_an_end_starts_nothing() -> None:
     assert (await asked).state is State.CANCELLED
     assert live.is_over
     assert not gateway.workers.started
-    assert not gateway.requests.attempts._by_epoch
+    assert not gateway.requests.attempts._running
 
 
 async def test_each_disconnect_has_the_whole_grace(gateway: Gateway) -> None:
