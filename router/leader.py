@@ -359,9 +359,10 @@ class Leader:
             self._tell(running.gateway, session_pb2.LeaderMessage(move=[running.epoch]))
 
     def _place(self, tenure: Tenure) -> list[Placed]:
-        if not self._may_act():
+        moment, may_act = now(), self._may_act()
+        tenure.look_out(moment, may_act=may_act)
+        if not may_act:
             return []
-        moment = now()
         self._refuse(tenure.expire(moment + self._ledger_ahead))
         return tenure.place(moment, moment + self._ledger_ahead, self._limit, _fresh_epoch)
 
@@ -381,6 +382,7 @@ class Leader:
     async def _try_dispatch(self, placed: Placed, tenure: Tenure, term: int) -> None:
         waiting = placed.waiting
         try:
+            asked = now()
             entry = await self._ask(placed, term)
         except NotQueued:
             self._placement.acknowledge(placed.worker_id, placed.epoch)
@@ -394,7 +396,9 @@ class Leader:
         # A gateway that is gone says itself what it has when it comes again.
         if entry.gateway in self._lines.gateways:
             tenure.begun(placed, entry.gateway)
-        told = dispatched(entry, placed.overtaken, waiting.predicted_ttft_s)
+        told = dispatched(entry, placed.overtaken, waiting.predicted_ttft_s, placed.stay)
+        if placed.stay is not None:
+            told.stay.dispatch_s = now() - asked
         self._tell(entry.gateway, session_pb2.LeaderMessage(dispatched=[told]))
         if entry.gateway != waiting.gateway:
             self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))

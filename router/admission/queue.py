@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator
 from itertools import count, takewhile
 from typing import Any, TypeAlias
 
+from everlift.v1 import session_pb2
 from router.admission.backlog import Backlog
 from router.admission.classes import Classes
 from router.admission.fair_share import FairShare
-from router.admission.overtaking import Overtaking
 from router.admission.policy import Policy
+from router.admission.stays import Arrival, Stays
 from router.admission.waiting import Waiting
 
 #: Requests whose place in another order is found at once, in some milliseconds.
@@ -34,7 +35,7 @@ _REQUEST_ID, _GATEWAY = map(Waiting._fields.index, ("request_id", "gateway"))
 class AdmissionQueue:
     """``class_floor``: of the work that higher classes get while a class waits, the part that it
     gets as well. ``fair_share`` is told what tenants are served; if ``in_turns``, those of a class
-    take turns by it. Times are ledger time in seconds."""
+    take turns by it. Moments are ledger time, and ``now`` is the leader's clock, in seconds."""
 
     def __init__(
         self,
@@ -53,7 +54,8 @@ class AdmissionQueue:
         self._fair_share = fair_share
         self._classes = self._make_classes(policy, class_floor, in_turns)
         self.backlog = Backlog(self._rows)
-        self._overtaking = Overtaking()
+        self.stays = Stays()
+        self._arrivals: dict[int, Arrival] = {}
 
     def _make_classes(self, policy: Policy, floor: float, in_turns: bool) -> Classes:
         fair_share = self._fair_share if in_turns else None
@@ -78,13 +80,14 @@ class AdmissionQueue:
         """To be computed for all that wait, as predicted."""
         return self.backlog.work_tokens
 
-    def push(self, waiting: Waiting) -> Waiting | None:
+    def push(self, waiting: Waiting, now: float = 0.0) -> Waiting | None:
         """Adds a request; the one that waited under this id before is replaced, and returned."""
         # First: who is replaced by itself does not go meanwhile.
         if self._fair_share is not None:
             self._fair_share.come(waiting)
         replaced = self._take_out(waiting.request_id)
         ticket = self._ticket_of[waiting.request_id] = next(self._tickets)
+        self._arrivals[ticket] = self.stays.come(waiting, len(self._rows), now)
         self._rows[ticket] = tuple(waiting)
         self._numbers[waiting.priority] = self._numbers.get(waiting.priority, 0) + 1
         self._classes.push(waiting, ticket)
@@ -129,7 +132,7 @@ class AdmissionQueue:
         return None if ticket is None else self._take(ticket)
 
     def _remove(self, waiting: Waiting, ticket: int) -> None:
-        del self._ticket_of[waiting.request_id], self._rows[ticket]
+        del self._ticket_of[waiting.request_id], self._rows[ticket], self._arrivals[ticket]
         self._numbers[waiting.priority] -= 1
         if not self._numbers[waiting.priority]:
             del self._numbers[waiting.priority]
@@ -162,16 +165,21 @@ class AdmissionQueue:
         """It leaves for a worker; how many that came later did so while it waited here. Who was
         told before keeps an older place, and overtakes nobody."""
         ticket = self._ticket_of[waiting.request_id]
-        overtaken = self._overtaking.count(ticket)
+        arrival = self._arrivals[ticket]
+        overtaken = self.stays.overtaken(arrival)
         self._classes.serve(waiting)
         if self._fair_share is not None:
             self._fair_share.dispatched(waiting)
         self._remove(waiting, ticket)
-        if not waiting.accepted:
-            self._overtaking.leave(ticket)
+        self.stays.leave(arrival, waiting)
         if not ticket % _FORGET_EVERY:
-            self._overtaking.forget(next(iter(self._rows), ticket))
+            self.stays.forget(next(iter(self._arrivals.values()), None))
         return overtaken
+
+    def stay(self, waiting: Waiting, order: str, now: float, *, in_turns: bool) -> session_pb2.Stay:
+        """Of one that leaves now by these rules."""
+        arrival = self._arrivals[self._ticket_of[waiting.request_id]]
+        return self.stays.told(arrival, waiting, order, now, in_turns=in_turns)
 
     def pass_by(self, waiting: Waiting) -> None:
         """It leaves for a worker without having waited."""

@@ -22,6 +22,7 @@ from router.admission.policy import Rules
 from router.admission.queue import AdmissionQueue
 from router.admission.roll_call import RollCall
 from router.admission.running import Running, RunningTable
+from router.admission.stays import Obstacle
 from router.admission.wait_predictor import WaitPredictor
 from router.admission.waiting import Key, Ordered, Waiting
 from router.config import RouterConfig
@@ -45,13 +46,15 @@ class Heard:
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A request, the worker that it goes to under this epoch, and who makes room for it there.
-    ``overtaken`` times others left the queue before it that came later."""
+    ``overtaken`` times others left the queue before it that came later; ``stay`` is None of one
+    that never came there."""
 
     waiting: Waiting
     worker_id: str
     epoch: int
     victims: tuple[Running, ...] = ()
     overtaken: int = 0
+    stay: session_pb2.Stay | None = None
 
 
 class Tenure:
@@ -159,7 +162,7 @@ class Tenure:
         for told in message.enqueue:
             waiting = Waiting.told(gateway, told)
             self.roll_call.told(gateway, self._order.key(waiting), now)
-            self._enqueue(waiting, told.accepted, heard)
+            self._enqueue(waiting, told.accepted, now, heard)
         for request_id in message.withdraw:
             self._withdraw(gateway, request_id)
         for running in message.running:
@@ -173,7 +176,7 @@ class Tenure:
             self._fair_share.told(message.served)
         return heard
 
-    def _enqueue(self, waiting: Waiting, accepted: bool, heard: Heard) -> None:
+    def _enqueue(self, waiting: Waiting, accepted: bool, now: float, heard: Heard) -> None:
         # What was accepted once keeps its right to go on, however full the queue is.
         is_new = not accepted and waiting.request_id not in self._queue
         waiting = self._bounds.foresee(waiting)
@@ -184,7 +187,7 @@ class Tenure:
                     return
             self.offered_tokens += waiting.work_tokens
         self._running.remove(waiting.request_id)
-        replaced = self._queue.push(waiting)
+        replaced = self._queue.push(waiting, now)
         if replaced is not None and replaced.gateway != waiting.gateway:
             heard.taken.append(replaced)
 
@@ -228,6 +231,15 @@ class Tenure:
 
     # what is decided
 
+    def look_out(self, now: float, *, may_act: bool) -> None:
+        """What holds the queue up from now on."""
+        obstacle = None
+        if not may_act or not self.roll_call.is_over(now):
+            obstacle = Obstacle.LEADER
+        elif not self._placement.workers:
+            obstacle = Obstacle.NO_WORKER
+        self._queue.stays.look(obstacle, now)
+
     def place(
         self, now: float, ledger_now: float, limit: int, make_epoch: Callable[[], int]
     ) -> list[Placed]:
@@ -237,11 +249,13 @@ class Tenure:
         while len(placed) < limit and (head := self._head(now, ledger_now)) is not None:
             one = self._place(head, now, ledger_now, make_epoch)
             if one is None:
+                self._queue.stays.is_next(head.request_id, now)
                 break
+            stay = self._queue.stay(one.waiting, self._order.name, now, in_turns=self._takes_turns)
             overtaken = self._queue.dispatch(one.waiting)
             self._placement.reserve(one.worker_id, one.epoch, one.waiting, now)
             self._waits.left(one.waiting, ledger_now)
-            placed.append(replace(one, overtaken=overtaken))
+            placed.append(replace(one, overtaken=overtaken, stay=stay))
         if not self._queue:
             self._waits.drain.emptied()
         return placed

@@ -34,4 +34,4 @@ def test_a_queue_looks_back_no_further_than_it_has_to() -> None:
         queue.push(Waiting(f"r{number}", "g", float(number), 1, 1))
         if number >= 10:
             queue.pop()
-    assert queue._overtaking.num_kept <= 3 * 32_768
+    assert queue.stays.num_kept <= 3 * 32_768

@@ -1,0 +1,174 @@
+"""How long requests wait in the queue, and for what. Pure.
+
+While a request waits nothing may be dispatched, or there is no worker, or it is the next one and no
+worker has room; in the time that is left others leave before it, each of them because it came
+before, is of a higher class, or is before it by the queue's rules.
+
+Of all that clocks and counts are kept that only grow. Who comes notes where they stand, and who
+leaves compares: no cost grows with what waits, and a stay is a tuple of plain values.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from enum import IntEnum
+from itertools import chain
+from typing import TypeAlias
+
+from everlift.request_id import tenant_of
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.admission.overtaking import Overtaking
+from router.admission.waiting import Waiting
+
+#: Requests that left last, which are looked through for those of a tenant, and those that are told.
+_LOOKED_AT, _TOLD = 16, 8
+
+
+class Obstacle(IntEnum):
+    """Why nobody can leave."""
+
+    #: nothing may be dispatched
+    LEADER = 0
+    NO_WORKER = 1
+
+
+#: When a request came, how many had left by then, how many waited, the seconds of each obstacle;
+#: and by class how many of it had come.
+Arrival: TypeAlias = tuple[float, ...]
+
+_CLASSES = 3 + len(Obstacle)
+
+
+class Stays:
+    """``now`` is seconds and never goes back."""
+
+    def __init__(self) -> None:
+        self._obstacle: Obstacle | None = None
+        self._looked = 0.0
+        self._seconds = [0.0] * len(Obstacle)
+        self._num_left = 0
+        #: by class
+        self._num_come: dict[int, int] = {}
+        self._left: dict[int, Overtaking] = {}
+        self._left_last: deque[str] = deque(maxlen=_LOOKED_AT)
+        #: who is the next one, since when, and the seconds of all obstacles then
+        self._next = ("", 0.0, 0.0)
+
+    @property
+    def num_kept(self) -> int:
+        """Requests that are looked back to."""
+        return sum(left.num_kept for left in self._left.values())
+
+    # the queue
+
+    def look(self, obstacle: Obstacle | None, now: float) -> None:
+        """What holds the queue up from now on."""
+        if self._obstacle is not None:
+            self._seconds[self._obstacle] = self._held_s(self._obstacle, now)
+        self._obstacle, self._looked = obstacle, now
+
+    def _held_s(self, obstacle: Obstacle, now: float) -> float:
+        held_s = self._seconds[obstacle]
+        return held_s + max(0.0, now - self._looked) if self._obstacle is obstacle else held_s
+
+    def _all_held_s(self, now: float) -> float:
+        return sum(self._held_s(obstacle, now) for obstacle in Obstacle)
+
+    def is_next(self, request_id: str, now: float) -> None:
+        """It would leave now, if a worker had room."""
+        if self._next[0] != request_id:
+            self._next = (request_id, now, self._all_held_s(now))
+
+    # who comes and goes
+
+    def come(self, waiting: Waiting, num_waiting: int, now: float) -> Arrival:
+        number = self._num_come.setdefault(waiting.priority, 0)
+        arrival = (
+            now,
+            self._num_left,
+            num_waiting,
+            *(self._held_s(obstacle, now) for obstacle in Obstacle),
+            *chain.from_iterable(self._num_come.items()),
+        )
+        self._num_come[waiting.priority] = number + 1
+        return arrival
+
+    def leave(self, arrival: Arrival, waiting: Waiting) -> None:
+        """For a worker. Who was told before keeps an older place, and overtakes nobody."""
+        self._num_left += 1
+        self._left_last.append(waiting.request_id)
+        if not waiting.accepted:
+            number = dict(_classes(arrival))[waiting.priority]
+            self._left.setdefault(waiting.priority, Overtaking()).leave(number)
+
+    def forget(self, oldest: Arrival | None) -> None:
+        """Nobody asks any more for who came before this one; None: nobody asks at all."""
+        numbers = self._num_come if oldest is None else dict(_classes(oldest))
+        for priority, left in self._left.items():
+            left.forget(numbers.get(priority, 0))
+
+    # what came of it
+
+    def overtaken(self, arrival: Arrival) -> int:
+        """How many left that came later."""
+        return sum(self._left_later(arrival).values())
+
+    def _left_later(self, arrival: Arrival) -> dict[int, int]:
+        """By class."""
+        numbers = dict(_classes(arrival))
+        return {
+            priority: left.count(numbers.get(priority, 0) - 1)
+            for priority, left in self._left.items()
+        }
+
+    def told(
+        self, arrival: Arrival, waiting: Waiting, order: str, now: float, *, in_turns: bool
+    ) -> session_pb2.Stay:
+        """Of one that leaves now, from a queue of this order, in which tenants take turns or do
+        not."""
+        came, held_s = arrival[0], arrival[3:_CLASSES]
+        queue = self._queue_stay(arrival, waiting, in_turns)
+        queue.order = order
+        return session_pb2.Stay(
+            seconds=now - came,
+            leader_s=self._held_s(Obstacle.LEADER, now) - held_s[Obstacle.LEADER],
+            no_worker_s=self._held_s(Obstacle.NO_WORKER, now) - held_s[Obstacle.NO_WORKER],
+            first_s=self._next_s(waiting.request_id, came, now),
+            queue=queue,
+        )
+
+    def _next_s(self, request_id: str, came: float, now: float) -> float:
+        next_id, since, held_s = self._next
+        if next_id != request_id or since < came:
+            return 0.0
+        return max(0.0, now - since - (self._all_held_s(now) - held_s))
+
+    def _queue_stay(self, arrival: Arrival, waiting: Waiting, in_turns: bool) -> pb.QueueStay:
+        num_left = self._num_left - round(arrival[1])
+        later = self._left_later(arrival)
+        same = later.pop(waiting.priority, 0)
+        higher = sum(count for priority, count in later.items() if priority > waiting.priority)
+        lower = sum(later.values()) - higher
+        return pb.QueueStay(
+            found=round(arrival[2]),
+            earlier=max(0, num_left - same - higher - lower),
+            higher=higher,
+            lower=lower,
+            turns=same if in_turns else 0,
+            ordered=0 if in_turns else same,
+            before=self._before(waiting.request_id, num_left),
+        )
+
+    def _before(self, request_id: str, num_left: int) -> list[str]:
+        """Of its own tenant, those of the last that left while it waited."""
+        tenant = tenant_of(request_id)
+        last = list(self._left_last)[-num_left:] if num_left else []
+        return [each for each in last if tenant_of(each) == tenant][-_TOLD:]
+
+
+def _classes(arrival: Arrival) -> Iterator[tuple[int, int]]:
+    """Priorities, and how many had come of each."""
+    fields = map(round, arrival[_CLASSES:])
+    return zip(fields, fields, strict=True)
