@@ -190,6 +190,19 @@ class AsyncClient:
         message = pb.GetRequestRequest(request_id=request_id)
         return await self._ask(lambda: self._routers.inference().GetRequest, message, timeout_s)
 
+    async def explain(self, request_id: str, *, timeout_s: float | None = None) -> pb.Explanation:
+        """Where the time of a request went; of one that goes on, so far. Its spans follow each
+        other and add up to the whole. Raises UnknownRequest.
+
+        >>> await client.generate("one two", request_id="r").text()
+        'one two'
+        >>> explanation = await client.explain("r")
+        >>> [span.seconds for span in explanation.spans], explanation.total_s
+        ([0.125, 0.375], 0.5)
+        """
+        message = pb.ExplainRequest(request_id=request_id)
+        return await self._ask(lambda: self._routers.inference().Explain, message, timeout_s)
+
     async def list_requests(
         self,
         *,

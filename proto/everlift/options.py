@@ -67,6 +67,8 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str
     #: default: the one model that the cluster serves
     model: str
+    #: the stream's timing says where the time went
+    explain: bool
     #: idempotency key: the same request submitted again under its id is the same request
     request_id: str | None
     #: default GRACE: the router keeps the request for a while for its client to come back
@@ -113,6 +115,7 @@ def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
         on_disconnect=on_disconnect.value,
         timeout_ms=None if timeout_s is None else round(timeout_s * 1e3),
         priority=options.get("priority", 0),
+        explain=options.get("explain", False),
         ttft_target_ms=None if ttft_target_s is None else round(ttft_target_s * 1e3),
     )
 

@@ -116,7 +116,8 @@ async def test_what_an_output_is_to_be_reaches_the_router(tmp_path: Path) -> Non
 
 def test_every_option_of_the_client_has_its_flag() -> None:
     """But for those that a command settles itself."""
-    assert OPTIONS.keys() == GenerateOptions.__annotations__.keys() - {"model", "on_disconnect"}
+    settled = {"model", "on_disconnect", "explain"}
+    assert OPTIONS.keys() == GenerateOptions.__annotations__.keys() - settled
 
 
 async def test_several_choices_come_one_after_the_other() -> None:

@@ -59,6 +59,11 @@ _Pieces: TypeAlias = AsyncGenerator[pb.GenerateResponse | None, None]
 _WORKER = "worker-0"
 _MODEL = pb.Model(name="fake", max_model_len=4096, vocab_size=0x110000)
 _PAGE = 100
+#: What each request's time went into here.
+_SPANS = (
+    pb.Span(kind=pb.SPAN_KIND_PREFILL, seconds=0.125, attempt=1),
+    pb.Span(kind=pb.SPAN_KIND_DECODE, seconds=0.375, attempt=1),
+)
 _CONFIGURED = admin_pb2.SetPolicyResponse(
     order="fifo",
     max_queued=1000,
@@ -218,6 +223,18 @@ class FakeRouter(
                 state=known.state,
                 model=known.submission.model,
                 attempts=1,
+                prompt_tokens=len(known.submission.prompt),
+                output_tokens=known.num_tokens,
+            )
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.Explanation:
+        async with self._answering("Explain", context):
+            known = self._known(request.request_id)
+            return pb.Explanation(
+                request_id=request.request_id,
+                state=known.state,
+                total_s=sum(span.seconds for span in _SPANS),
+                spans=_SPANS,
                 prompt_tokens=len(known.submission.prompt),
                 output_tokens=known.num_tokens,
             )
