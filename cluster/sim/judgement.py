@@ -22,6 +22,7 @@ from everlift.errors import (
     EverliftError,
     UnknownRequest,
 )
+from router.gateway.explanation import ACCEPTING
 from router.ledger.audit import Audited
 from router.ledger.entry import Entry
 
@@ -56,6 +57,7 @@ def finish(
         if request_id not in may_fail and not _has_reason(transcript.error, manners, may_lose):
             raise Wrong(f"{request_id} ended with {transcript.error!r}") from transcript.error
     _judge_ledger(cluster)
+    _judge_explanations(cluster)
     _judge_credits(cluster)
     _judge_leaders(cluster)
     _judge_workers(cluster)
@@ -101,6 +103,21 @@ def _judge_ledger(cluster: SimCluster) -> None:
     findings = [finding for item in cluster.audit() for finding in examine(item, living)]
     if findings:
         raise Wrong(f"in the ledger: {findings}")
+
+
+def _judge_explanations(cluster: SimCluster) -> None:
+    """What is told of a request's time adds up to all of it, to 1 ms or 1 %."""
+    for item in cluster.audit():
+        if isinstance(item, Audited):
+            request_id = item.entry.request_id
+            explanation = cluster.ledger.explained(request_id)
+            told_s = sum(span.seconds for span in explanation.spans)
+            accepting_s = sum(it.seconds for it in explanation.spans if it.kind in ACCEPTING)
+            whole_s = accepting_s + cluster.ledger.age_s(request_id)
+            if abs(told_s - whole_s) > max(1e-3, 0.01 * whole_s):
+                raise Wrong(
+                    f"{request_id} took {whole_s} s, and of {told_s} s it is told: {explanation}"
+                )
 
 
 def _judge_credits(cluster: SimCluster) -> None:

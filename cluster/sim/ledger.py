@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeVar, cast
 
 from cluster.sim.clock import Clock, VirtualLoop
 from everlift.errors import LedgerUnavailable, UnknownRequest
+from everlift.v1 import inference_pb2 as pb
+from router.gateway.explanation import kept
 from router.ledger.audit import Item
 from router.ledger.base import Ledger, Membership
 from router.ledger.config import DEFAULTS
@@ -78,14 +80,20 @@ class LedgerServer:
 
     def peek(self, request_id: str) -> Entry | None:
         """What it says of a request now."""
-        look = self.memory.get(request_id)
         try:
-            look.send(None)
-        except StopIteration as answered:
-            return cast("Entry", answered.value)
+            return _at_once(self.memory.get(request_id))
         except UnknownRequest:
             return None
-        raise AssertionError("a ledger in memory waits for nothing")
+
+    def explained(self, request_id: str) -> pb.Explanation:
+        """Where its time went, by what it knows."""
+        stored = _at_once(self.memory.read(request_id))
+        return kept(stored, _at_once(self.memory.events(request_id)))
+
+    def age_s(self, request_id: str) -> float:
+        """From its arrival to what happened to it last."""
+        entry = _at_once(self.memory.get(request_id))
+        return _at_once(self.memory.events(request_id))[-1].time - entry.arrived
 
     async def audit(self) -> list[Item]:
         """All that it holds."""
@@ -164,6 +172,15 @@ class LedgerServer:
         if not process.is_dead:
             await asyncio.sleep(DEFAULTS.timeout)
         raise LedgerUnavailable("the ledger does not answer")
+
+
+def _at_once(asked: Coroutine[Any, Any, T]) -> T:
+    """The answer of a ledger in memory, which waits for nothing."""
+    try:
+        asked.send(None)
+    except StopIteration as answered:
+        return cast("T", answered.value)
+    raise AssertionError("a ledger in memory waits for nothing")
 
 
 class _View:

@@ -25,8 +25,10 @@ from router.dispatched import dispatched
 from router.gateway import told
 from router.gateway.agreement import Agreement
 from router.gateway.arrival import note, take
+from router.gateway.at_workers import AtWorkers
 from router.gateway.choice import Choice
 from router.gateway.custody import Custody
+from router.gateway.journal import FINISHED
 from router.gateway.keeping import Keeping
 from router.gateway.live import LiveRequest, Phase
 from router.gateway.worker_wait import WorkerWait
@@ -133,7 +135,7 @@ class Attempts:
         self._workers = workers
         self._line = line
         self._adopt = adopt
-        self._by_epoch: dict[int, LiveRequest] = {}
+        self._running = AtWorkers()
         self.keeping = Keeping(config, custody, self._differs, self._fail)
         self._agreement = Agreement(custody, self.keeping, self)
         self._worker_wait = WorkerWait(config.worker_wait, self._fail)
@@ -172,7 +174,7 @@ class Attempts:
 
     def running(self) -> list[session_pb2.Running]:
         """All that workers have."""
-        return [told.running(live, self._moves_left(live)) for live in self._by_epoch.values()]
+        return [told.running(live, self._moves_left(live)) for live in self._running]
 
     def _moves_left(self, live: LiveRequest) -> int:
         return max(0, self._config.max_moves - live.num_moved)
@@ -186,8 +188,9 @@ class Attempts:
             self._custody.spawn(self._decline(message))
             return
         self._custody.counters.migrated += bool(live.num_tokens)
-        live.begin(message, now())
-        self._by_epoch[message.epoch] = live
+        neighbours = self._running.neighbours(live.request_id, message.worker_id)
+        live.begin(message, now(), neighbours)
+        self._running.add(live)
         log.info(
             "dispatched",
             request_id=live.request_id,
@@ -201,7 +204,7 @@ class Attempts:
             self._all_left(live)
         elif not self._start(live, live.unfinished):
             live.avoid = message.worker_id
-            self._custody.spawn_for(live, self._return(live, delay_s=_RETRY_S))
+            self._custody.spawn_for(live, self._return(live, end="unreachable", delay_s=_RETRY_S))
 
     def _start(self, live: LiveRequest, choices: Sequence[Choice]) -> bool:
         """Of long ones a part, and the others when the event loop has done what waits. False when
@@ -214,7 +217,7 @@ class Attempts:
         return self._workers.start(live.worker_id, starts)
 
     def _start_later(self, live: LiveRequest, epoch: int, choices: Sequence[Choice]) -> None:
-        if self._by_epoch.get(epoch) is live:
+        if self._running.get(epoch) is live:
             self._start(live, choices)
 
     async def _decline(self, message: session_pb2.Dispatched) -> None:
@@ -258,18 +261,18 @@ class Attempts:
         self._take_off(epoch, "evicted")
 
     def _take_off(self, epoch: int, event: str) -> LiveRequest | None:
-        live = self._by_epoch.get(epoch)
+        live = self._running.get(epoch)
         if live is not None:
             tokens = live.num_tokens
             log.info(event, request_id=live.request_id, worker_id=live.worker_id, tokens=tokens)
             self._workers.abort(live.worker_id, epoch)
-            self._custody.spawn_for(live, self._return(live))
+            self._custody.spawn_for(live, self._return(live, end=event))
         return live
 
     # workers speak
 
     def progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
-        live = self._by_epoch.get(progress.epoch)
+        live = self._running.get(progress.epoch)
         if live is None or progress.choice not in live.at_worker:
             if not progress.stop:
                 self._workers.abort(worker_id, progress.epoch, (progress.choice,))
@@ -300,8 +303,7 @@ class Attempts:
         note(live, choice, progress)
         if num_new:
             self._line.served(live.request_id, live.priority, num_new)
-        if live.journal is not None:
-            live.journal.progress(progress, num_new, now())
+        live.journal.progress(progress, num_new, now())
         self._custody.counters.preempted += progress.preemptions
         self._custody.counters.recomputed_tokens += progress.recomputed_tokens
         if progress.residence:
@@ -325,7 +327,8 @@ class Attempts:
         if live.unfinished:
             self._custody.spawn_for(live, self._return(live))
         else:
-            del self._by_epoch[live.epoch]
+            self._running.remove(live.epoch)
+            live.journal.left(FINISHED, now())
             live.phase = Phase.FINISHING
             self._line.withdraw(live.request_id)
 
@@ -353,18 +356,24 @@ class Attempts:
         """Everything that ran there goes back into the queue, with its tokens."""
         if not self._workers.is_any_up:
             self._worker_wait.last_worker_lost(self._custody)
-        lost = [live for live in self._by_epoch.values() if live.worker_id == worker_id]
+        lost = self._running.of(worker_id)
         log.warning("worker lost", worker_id=worker_id, requests=len(lost))
         for live in lost:
             self._custody.spawn_for(live, self._return(live, loss=f"worker {worker_id} was lost"))
 
     async def _return(
-        self, live: LiveRequest, *, loss: str | None = None, delay_s: float = 0.0
+        self,
+        live: LiveRequest,
+        *,
+        loss: str | None = None,
+        end: str = "returned",
+        delay_s: float = 0.0,
     ) -> None:
         """Back into the queue, with its tokens: lost, or given back."""
         epoch = live.epoch
-        if self._by_epoch.pop(epoch, None) is None:
+        if self._running.remove(epoch) is None:
             return
+        live.journal.left(loss or end, now(), is_lost=loss is not None)
         await asyncio.sleep(delay_s)
         await self.keeping.put_all(live)
         if live.runs_under(epoch):
@@ -380,7 +389,12 @@ class Attempts:
         entry = await self._custody.move(
             live,
             lambda: self._ledger.release(
-                live.request_id, epoch, loss=loss, max_losses=max_losses, tally=live.tally
+                live.request_id,
+                epoch,
+                loss=loss,
+                max_losses=max_losses,
+                tally=live.tally,
+                explanation=live.packed_explanation(now()),
             ),
         )
         if live.runs_under(epoch):
@@ -425,20 +439,26 @@ class Attempts:
         return self._custody.spawn_for(live, self._ending(live, state, error))
 
     async def _ending(self, live: LiveRequest, state: State, error: EverliftError) -> Entry:
-        self.drop(live)
+        self.drop(live, error.slug)
         if not live.is_over:
             live.phase = Phase.ENDING
         entry = await self._custody.move(
             live,
             lambda: self._ledger.end(
-                live.request_id, state, error.slug, str(error), self._custody.router_id
+                live.request_id,
+                state,
+                error.slug,
+                str(error),
+                self._custody.router_id,
+                live.packed_explanation(now()),
             ),
         )
         self._custody.settle_as(live, entry)
         return entry
 
-    def drop(self, live: LiveRequest) -> None:
+    def drop(self, live: LiveRequest, end: str = "given up") -> None:
         """No worker shall have it any more, nor the queue."""
         self._line.withdraw(live.request_id)
-        if self._by_epoch.pop(live.epoch, None) is not None:
+        if self._running.remove(live.epoch) is not None:
+            live.journal.left(end, now())
             self._workers.abort(live.worker_id, live.epoch)

@@ -22,7 +22,6 @@ from everlift.errors import (
     from_slug,
 )
 from router.clock import now
-from router.gateway.journal import Journal
 from router.gateway.keyed_lock import KeyedLock
 from router.gateway.ledger_health import LedgerHealth
 from router.gateway.live import LiveRequest
@@ -97,8 +96,6 @@ class Custody:
         """Where nothing is predicted of it yet, that is done here."""
         live.prediction = prediction or self.predictor.predict(live.request, live.arrived)
         live.observe(self.observer.of_class(live.priority))
-        if self.tracer.wants(live.request.trace):
-            live.journal = Journal()
         self.recent.begin(live.request_id)
         self.quotas.hold(live.request_id)
         self._live[live.request_id] = live
@@ -138,7 +135,7 @@ class Custody:
             log.warning(event, tau=round(trust.tau, 3))
 
     def _trace(self, live: LiveRequest) -> None:
-        if live.journal is not None:
+        if self.tracer.wants(live.request.trace):
             task = self.spawn(self.tracer.ended(live))
             self._tracing.add(task)
             task.add_done_callback(self._tracing.discard)
@@ -203,7 +200,12 @@ class Custody:
         with suppress(UnknownRequest):
             return await self.persist(
                 lambda: self.ledger.end(
-                    live.request_id, State.FAILED, error.slug, str(error), self.router_id
+                    live.request_id,
+                    State.FAILED,
+                    error.slug,
+                    str(error),
+                    self.router_id,
+                    live.packed_explanation(now()),
                 )
             )
         return None

@@ -77,6 +77,9 @@ class InferenceServer:
     async def get_request(self, data: bytes, call: Call) -> pb.GetRequestResponse:
         return await self._inference.get_request(call.caller, parse(pb.GetRequestRequest, data))
 
+    async def explain(self, data: bytes, call: Call) -> pb.Explanation:
+        return await self._inference.explain(call.caller, parse(pb.ExplainRequest, data))
+
     async def tokenize(self, data: bytes, call: Call) -> pb.TokenizeResponse:
         return await self._inference.tokenize(call.caller, parse(pb.TokenizeRequest, data))
 
@@ -107,6 +110,7 @@ class InferenceServer:
             "Cancel": handlers.unary(self.cancel, *theirs),
             "Forget": handlers.unary(self.forget, *theirs),
             "GetRequest": handlers.unary(self.get_request, *theirs),
+            "Explain": handlers.unary(self.explain, *theirs),
             "Tokenize": handlers.unary(self.tokenize, Scope.INFER),
             "Detokenize": handlers.unary(self.detokenize, Scope.INFER),
             "ListModels": handlers.unary(self.list_models, Scope.INFER),

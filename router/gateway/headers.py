@@ -7,8 +7,9 @@ Into its message go
     x-session-id                         session_id
     x-gateway-inference-fairness-id      fairness_id
     x-application                        application
+    x-explain                            explain, where it is 1 or true
 
-What the message says itself holds. The three before the last are names that the Gateway API
+What the message says itself holds. The three before the last two are names that the Gateway API
 Inference Extension and the routers around it use. ``x-request-id`` is for logs and traces alone: a
 mesh gives several calls the same one.
 """
@@ -29,6 +30,7 @@ _TTFT_TARGET = "x-slo-ttft-ms"
 _SESSION_ID = "x-session-id"
 _FAIRNESS_ID = "x-gateway-inference-fairness-id"
 _APPLICATION = "x-application"
+_EXPLAIN = "x-explain"
 _PRINTABLE = re.compile(rf"[\x21-\x7e]{{1,{MAX_LABEL_BYTES}}}")
 
 
@@ -42,6 +44,7 @@ def apply(
     message.session_id = message.session_id or _label(headers, _SESSION_ID)
     message.fairness_id = message.fairness_id or _label(headers, _FAIRNESS_ID)
     message.application = message.application or _label(headers, _APPLICATION)
+    message.explain = message.explain or headers.get(_EXPLAIN, "").lower() in ("1", "true")
     if _TTFT_TARGET in headers and not message.HasField("ttft_target_ms"):
         message.ttft_target_ms = _milliseconds(headers, _TTFT_TARGET)
 

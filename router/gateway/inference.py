@@ -25,6 +25,7 @@ from router.gateway import aside, many, page_token
 from router.gateway import headers as request_headers
 from router.gateway.caller import Caller
 from router.gateway.custody import Elsewhere
+from router.gateway.journal import Journal
 from router.gateway.live import LiveRequest
 from router.gateway.model import ServedModel
 from router.gateway.relay import Relay
@@ -131,15 +132,17 @@ class Inference:
             )
             fitted = caller.limits.fitted(submission)
             request = await aside.with_text(len(message.text), lambda: self._model.resolve(fitted))
+            journal = Journal(began)
+            journal.tokenised(now())
             try:
                 live = await self._requests.submit(
-                    request, _earlier(submission.timeout_s, timeout_s)
+                    request, _earlier(submission.timeout_s, timeout_s), journal
                 )
             except Elsewhere as elsewhere:
-                attach = pb.AttachRequest(request_id=request_id)
+                attach = pb.AttachRequest(request_id=request_id, explain=message.explain)
                 pieces = self._known_elsewhere(elsewhere.address, attach)
                 return Opened(bare(request_id), None, pieces)
-        return self._opened(live)
+        return self._opened(live, explains=message.explain)
 
     async def attach(
         self, caller: Caller, message: pb.AttachRequest, *, is_relayed: bool = False
@@ -155,7 +158,13 @@ class Inference:
             message.request_id = request_id
             pieces = self._relay.attach(elsewhere.address, message)
             return Opened(bare(request_id), None, pieces)
-        return self._opened(live, message.from_offsets, message.digests, is_relayed=is_relayed)
+        return self._opened(
+            live,
+            message.from_offsets,
+            message.digests,
+            is_relayed=is_relayed,
+            explains=message.explain,
+        )
 
     def _opened(
         self,
@@ -164,8 +173,11 @@ class Inference:
         digests: Sequence[int] = (),
         *,
         is_relayed: bool = False,
+        explains: bool = False,
     ) -> Opened:
-        pieces = self._requests.stream(live, offsets, digests, is_relayed=is_relayed)
+        pieces = self._requests.stream(
+            live, offsets, digests, is_relayed=is_relayed, explains=explains
+        )
         return Opened(bare(live.request_id), live.request.trace, pieces)
 
     async def _known_elsewhere(
@@ -209,6 +221,17 @@ class Inference:
             response.trace_id = stored.request.trace.trace_id
         response.events.extend(map(_event, events))
         return response
+
+    async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.Explanation:
+        """Raises UnknownRequest, LedgerUnavailable."""
+        message.request_id = caller.qualify(message.request_id)
+        try:
+            explanation = await self._requests.explain(message.request_id)
+        except Elsewhere as elsewhere:
+            explanation = await self._relay.ask(
+                elsewhere.address, lambda stub: stub.Explain, message
+            )
+        return _named(caller, explanation)
 
     async def tokenize(self, caller: Caller, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
         """Raises UnknownModel, PromptTooLong."""
@@ -287,6 +310,16 @@ def _described(entry: Entry) -> pb.GetRequestResponse:
         error_message=entry.error_message,
         losses=entry.losses,
     )
+
+
+def _named(caller: Caller, explanation: pb.Explanation) -> pb.Explanation:
+    """With its caller's names for requests: others' than its tenant's are not in it."""
+    explanation.request_id = caller.name(explanation.request_id)
+    for attempt in explanation.attempts:
+        attempt.neighbours[:] = map(caller.name, attempt.neighbours)
+        if attempt.HasField("queue"):
+            attempt.queue.before[:] = map(caller.name, attempt.queue.before)
+    return explanation
 
 
 def _summary(caller: Caller, entry: Entry) -> pb.RequestSummary:

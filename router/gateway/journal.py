@@ -1,22 +1,44 @@
-"""What a gateway sees of a traced request between its moves in the ledger. Pure.
+"""What a gateway sees of a request, from its call to its end. Pure.
 
+    came --> tokenised --> charged --> in the ledger --> in the queue
+                                                             |
     dispatched --waits at its worker--> first step --> first token --> last token --> left
-                                                     |--- preempted, resumed ---|
+        ^                                         |--- preempted, resumed ---|          |
+        +--------------- in the queue again <------------- lost, or given back ---------+
+                                                                                        |
+    delivered <-- in the ledger to its end <--------------------------------------------+
 
-Times are the router's clock in seconds.
+Each moment is taken once, so that the spans between them add up to the whole whatever happens. What
+the leader and the worker tell divides the span that it came in; what is left of that was the way
+there and back. Times are the router's clock in seconds.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.gateway.shares import Share, at_worker, in_queue
 from router.ledger.entry import MAX_EVENTS
+
+#: Attempts of which each span is kept; of those before them there are sums.
+MAX_TOLD = 8
+#: How an attempt ended that brought the request's last token.
+FINISHED = "finished"
 
 #: Times without blocks that are kept of an attempt.
 _MAX_PAUSES = 32
+
+
+class Span(NamedTuple):
+    kind: pb.SpanKind.ValueType
+    seconds: float
+    attempt: int = 0
 
 
 @dataclass(slots=True)
@@ -34,6 +56,12 @@ class Attempt:
 
     number: int
     dispatched: float
+    worker_id: str = ""
+    #: when it came there: its prompt, and what it had of outputs
+    known_tokens: int = 0
+    #: of its own tenant, at the same worker when it came there
+    neighbours: tuple[str, ...] = ()
+    queue: pb.QueueStay | None = None
     #: to the first step that computed something of it, by the worker's clock
     waited_s: float | None = None
     #: known tokens that this step found in the KV cache
@@ -41,15 +69,30 @@ class Attempt:
     first_token: float | None = None
     last_token: float | None = None
     new_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
     pauses: list[Pause] = field(default_factory=list)
+    #: by the worker, of the choice that told of itself last; and when that came
+    account: session_pb2.Account | None = None
+    accounted: float | None = None
+    #: when its worker told of it last
+    heard: float | None = None
+    #: how it ended, empty while it goes on
+    end: str = ""
 
     def progress(self, message: session_pb2.Progress, num_new: int, now: float) -> None:
-        if message.HasField("waited_s") and self.waited_s is None:
-            self.waited_s, self.cached_tokens = message.waited_s, message.cached_tokens
+        self.heard = now
         if num_new:
             self.first_token = now if self.first_token is None else self.first_token
             self.last_token = now
             self.new_tokens += num_new
+        if message.HasField("account"):
+            self.account, self.accounted = message.account, now
+        if self.waited_s is None and message.HasField("waited_s"):
+            self.waited_s, self.cached_tokens = message.waited_s, message.cached_tokens
+        if message.preemptions or message.recomputed_tokens:
+            self.preemptions += message.preemptions
+            self.recomputed_tokens += message.recomputed_tokens
         if message.residence == session_pb2.RESIDENCE_PREEMPTED:
             self._pause(message.choice, now)
         elif message.residence == session_pb2.RESIDENCE_RESUMED:
@@ -66,30 +109,212 @@ class Attempt:
 
 
 class Journal:
-    """``accept_s`` is what it took to accept the request: tokenised, and in the ledger. None where
-    another gateway did."""
+    """``came`` is when its call did."""
 
-    def __init__(self) -> None:
+    def __init__(self, came: float) -> None:
+        self.came = came
+        #: from its call until it was in the ledger; None where another gateway accepted it
         self.accept_s: float | None = None
-        #: since its arrival, when its first token could be read
+        #: from then, and from its call, until its first token could be read
         self.readable_s: float | None = None
+        self.ttft_s: float | None = None
+        #: as the gateway before told them
+        self.earlier_attempts: tuple[pb.ExplainedAttempt, ...] = ()
         self._attempts: deque[Attempt] = deque(maxlen=MAX_EVENTS)
+        self._spans: list[Span] = []
+        #: of the attempts before those, by kind
+        self._early: dict[pb.SpanKind.ValueType, float] = {}
+        self._num_dispatched = 0
+        self._until = came
+        #: what the time since then will be called
+        self._open: pb.SpanKind.ValueType = pb.SPAN_KIND_DOOR
+        #: that the next span belongs to, and that was the last one
+        self._number = self._last_attempt = 0
 
     def __iter__(self) -> Iterator[Attempt]:
         return iter(self._attempts)
 
-    def accepted(self, accept_s: float) -> None:
-        self.accept_s = accept_s
+    @property
+    def is_open(self) -> bool:
+        return self._open != pb.SPAN_KIND_UNSPECIFIED
 
-    def dispatched(self, number: int, now: float) -> None:
-        self._attempts.append(Attempt(number, now))
+    # what it says
+
+    @property
+    def total_s(self) -> float:
+        """From its call to what happened last: what the spans add up to."""
+        return self._until - self.came
+
+    @property
+    def heard(self) -> float:
+        """When something was heard of it last."""
+        heard = self._attempts[-1].heard if self._attempts else None
+        return self._until if heard is None else max(self._until, heard)
+
+    @property
+    def spans(self) -> list[Span]:
+        """In their order, up to what happened last."""
+        early = (Span(kind, seconds) for kind, seconds in sorted(self._early.items()))
+        return [*early, *self._spans]
+
+    @property
+    def told(self) -> list[Attempt]:
+        """Attempts of which every span is told."""
+        return list(self._attempts)[-MAX_TOLD:]
+
+    @property
+    def num_dropped(self) -> int:
+        """Attempts before these."""
+        return max(0, self._num_dispatched - MAX_TOLD)
+
+    def until(self, now: float) -> Journal:
+        """As it would be if all that goes on had ended at this moment."""
+        journal = copy(self)
+        journal._spans = [*self._spans]
+        if journal._is_at_worker:
+            journal._leave(now, is_lost=False)
+        if journal.is_open:
+            journal._lap(journal._open, now)
+        return journal
+
+    # it is accepted
+
+    def tokenised(self, now: float) -> None:
+        self._lap(pb.SPAN_KIND_DOOR, now)
+
+    def charged(self, now: float) -> None:
+        """To its tenant's limits."""
+        self._lap(pb.SPAN_KIND_LIMITS, now)
+
+    def accepted(self, now: float) -> None:
+        """It is in the ledger."""
+        self._lap(pb.SPAN_KIND_OPENING, now)
+        self.accept_s = now - self.came
+        self._queue()
+
+    def adopted(self, earlier: Sequence[Span], num_attempts: int, now: float) -> None:
+        """Another gateway had it, and told so much of it."""
+        for span in earlier:
+            self._lap(span.kind, min(self._until + span.seconds, now), span.attempt)
+        self._lap(pb.SPAN_KIND_ELSEWHERE, now, 0)
+        self._last_attempt = num_attempts
+        self._queue()
+
+    # the leader and the worker speak
+
+    def dispatched(
+        self,
+        message: session_pb2.Dispatched,
+        known_tokens: int,
+        neighbours: tuple[str, ...],
+        now: float,
+    ) -> None:
+        stay = message.stay if message.HasField("stay") else None
+        self._number = self._last_attempt = message.attempt
+        self._divide(pb.SPAN_KIND_LINE, () if stay is None else in_queue(stay), now)
+        queue = None if stay is None else stay.queue
+        self._attempts.append(
+            Attempt(message.attempt, now, message.worker_id, known_tokens, neighbours, queue)
+        )
+        self._open = pb.SPAN_KIND_UNTOLD
+        self._num_dispatched += 1
+        if self._num_dispatched > MAX_TOLD:
+            self._forget_up_to(self._attempts[-MAX_TOLD - 1].number)
 
     def progress(self, message: session_pb2.Progress, num_new: int, now: float) -> None:
         """With it came so many tokens that the request did not have."""
         if self._attempts:
             self._attempts[-1].progress(message, num_new, now)
 
-    def readable(self, since_begun_s: float) -> None:
+    def left(self, end: str, now: float, *, is_lost: bool = False) -> None:
+        """No worker has it any more."""
+        if self._is_at_worker:
+            self._leave(now, is_lost=is_lost)
+            self._attempts[-1].end = end
+            is_finished = end == FINISHED
+            self._open = pb.SPAN_KIND_STORING if is_finished else pb.SPAN_KIND_REQUEUE
+
+    def queued_again(self, now: float) -> None:
+        self.left("", now)
+        self._lap(self._open, now)
+        self._queue()
+
+    # its clients read it
+
+    def readable(self, now: float) -> None:
         """By clients, for the first time here."""
         if self.accept_s is not None:
-            self.readable_s = since_begun_s
+            self.readable_s = now - self.came - self.accept_s
+        if self.ttft_s is None:
+            self.ttft_s = now - self.came
+
+    def ended(self, end: str, now: float) -> None:
+        """In the ledger, or given up here."""
+        self.left(end, now)
+        if self.is_open:
+            is_queued = self._open == pb.SPAN_KIND_QUEUED
+            self._lap(pb.SPAN_KIND_QUEUED if is_queued else pb.SPAN_KIND_STORING, now)
+        self._open = pb.SPAN_KIND_UNSPECIFIED
+
+    def delivered(self, now: float) -> None:
+        """A client has read all of it. The first one counts."""
+        if not self.is_open and not self._is_delivered:
+            self._lap(pb.SPAN_KIND_DELIVERY, now)
+
+    @property
+    def _is_delivered(self) -> bool:
+        return bool(self._spans) and self._spans[-1].kind == pb.SPAN_KIND_DELIVERY
+
+    # spans
+
+    @property
+    def _is_at_worker(self) -> bool:
+        return self._open == pb.SPAN_KIND_UNTOLD
+
+    def _queue(self) -> None:
+        self._open = pb.SPAN_KIND_QUEUED
+        self._number = self._last_attempt + 1
+
+    def _leave(self, now: float, *, is_lost: bool) -> None:
+        attempt = self._attempts[-1]
+        if attempt.account is not None and attempt.accounted is not None:
+            self._divide(pb.SPAN_KIND_ON_THE_WAY, at_worker(attempt.account), attempt.accounted)
+        elif attempt.waited_s is not None and attempt.heard is not None:
+            first = attempt.heard if attempt.first_token is None else attempt.first_token
+            waited = ((pb.SPAN_KIND_WORKER_WAIT, attempt.waited_s),)
+            self._divide(pb.SPAN_KIND_PREFILL, waited, first)
+        went_on = attempt.last_token is not None
+        unaccounted = pb.SPAN_KIND_DECODE if went_on else pb.SPAN_KIND_UNTOLD
+        if attempt.heard is not None:
+            self._lap(unaccounted, attempt.heard)
+            unaccounted = pb.SPAN_KIND_DETECTION if is_lost else unaccounted
+        self._lap(unaccounted, now)
+
+    def _divide(
+        self,
+        rest: pb.SpanKind.ValueType,
+        shares: Sequence[Share],
+        until: float,
+    ) -> None:
+        """The time up to this moment, of which so much is told. Clocks are not exact: no more is
+        told than there was."""
+        whole, told = max(0.0, until - self._until), sum(seconds for _, seconds in shares)
+        scale = min(1.0, whole / told) if told > 0.0 else 0.0
+        self._lap(rest, until - scale * told)
+        for kind, seconds in shares:
+            self._lap(kind, min(self._until + scale * seconds, until))
+        self._until = max(self._until, until)
+
+    def _lap(self, kind: pb.SpanKind.ValueType, until: float, attempt: int | None = None) -> None:
+        """The next span lasts until this moment. There is none of no length."""
+        if until > self._until:
+            number = self._number if attempt is None else attempt
+            self._spans.append(Span(kind, until - self._until, number))
+            self._until = until
+
+    def _forget_up_to(self, attempt: int) -> None:
+        """Of these spans there are sums from now on."""
+        for span in self._spans:
+            if span.attempt <= attempt:
+                self._early[span.kind] = self._early.get(span.kind, 0.0) + span.seconds
+        self._spans = [span for span in self._spans if span.attempt > attempt]

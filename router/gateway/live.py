@@ -15,7 +15,8 @@ from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway.choice import Choice
-from router.gateway.journal import Journal
+from router.gateway.explanation import explained, packed, summed
+from router.gateway.journal import FINISHED, Journal
 from router.gateway.observer import NOBODY, ClassObserver
 from router.gateway.output import Output
 from router.ledger.entry import Append, Entry, State, Stored, StoredChoice, Tally
@@ -37,7 +38,7 @@ class Phase(Enum):
 
 class LiveRequest:
     """``entry`` is the ledger's, as of the last move that is known here. ``now`` is the router's
-    clock in seconds. ``outputs`` are by choice."""
+    clock in seconds. ``outputs`` are by choice; ``journal`` has what came before."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class LiveRequest:
         outputs: Sequence[Output],
         now: float,
         prompt_logprobs: Sequence[TokenLogprobs] = (),
+        journal: Journal | None = None,
     ) -> None:
         self.request = request
         self.request_id = request.request_id
@@ -100,8 +102,7 @@ class LiveRequest:
         #: by choice, when more could be read last
         self._readable_since: dict[int, float] = {}
         self._observer: ClassObserver = NOBODY
-        #: where it is traced
-        self.journal: Journal | None = None
+        self.journal = journal or Journal(now)
 
     @property
     def names(self) -> dict[str, str]:
@@ -130,6 +131,12 @@ class LiveRequest:
         """Ledger time by which its end or its first token is wanted; infinite: none."""
         deadline = self.request.deadline
         return min(inf if deadline is None else deadline, self.ttft_deadline)
+
+    @property
+    def known_tokens(self) -> int:
+        """The prompt, once, and the unfinished choices' outputs."""
+        outputs = sum(len(choice.output) for choice in self.unfinished)
+        return len(self.request.prompt_ids) + outputs
 
     @property
     def predicted_total(self) -> int:
@@ -211,7 +218,9 @@ class LiveRequest:
         """From now on it hears of it."""
         self._observer = observer
 
-    def begin(self, dispatched: session_pb2.Dispatched, now: float) -> None:
+    def begin(
+        self, dispatched: session_pb2.Dispatched, now: float, neighbours: tuple[str, ...] = ()
+    ) -> None:
         """A worker gets what is unfinished of it, under a fresh epoch."""
         self.phase = Phase.RUNNING
         self.accepted, self.avoid = True, ""
@@ -234,8 +243,7 @@ class LiveRequest:
         for choice in self.unfinished:
             choice.begin(dispatched.epoch)
         self._queued_s += now - self._waiting_since
-        if self.journal is not None:
-            self.journal.dispatched(dispatched.attempt, now)
+        self.journal.dispatched(dispatched, self.known_tokens, neighbours, now)
         if self._dispatched is None:
             self._dispatched = now
             self._observer.dispatched(now - self._began)
@@ -252,6 +260,7 @@ class LiveRequest:
         self.epoch, self.worker_id = 0, ""
         self.at_worker.clear()
         self._waiting_since = now
+        self.journal.queued_again(now)
 
     def mark_stored(self, choice: Choice, count: int, now: float) -> None:
         """The first ``count`` tokens of the choice are in the ledger."""
@@ -268,8 +277,8 @@ class LiveRequest:
     def _more_to_read(self, choice: Choice, now: float) -> None:
         if self._first_token is None:
             self._first_token = now
-            if self.journal is not None:
-                self.journal.readable(now - self._began)
+            if not self._has_begun_elsewhere:
+                self.journal.readable(now)
             if self._dispatched is not None and not self._has_begun_elsewhere:
                 self._observer.first_token(now - self._began, now - self._dispatched)
                 if self._predicted_ttft_s is not None:
@@ -290,6 +299,7 @@ class LiveRequest:
         if self.is_over:
             return
         self.phase, self.error, self._ended = Phase.OVER, error, now
+        self.journal.ended(FINISHED if error is None else error.slug, now)
         self.end_grace()
         self.end_worker_wait()
         if self.deadline is not None:
@@ -361,13 +371,16 @@ class LiveRequest:
             piece.prompt_logprobs.extend(it.to_proto() for it in prompt_logprobs)
         return piece
 
-    def close(self, piece: pb.GenerateResponse) -> None:
-        """Makes it the last piece of a stream."""
+    def close(self, piece: pb.GenerateResponse, now: float, *, explains: bool = False) -> None:
+        """Makes it the last piece of a stream. One that ``explains`` says where the time went."""
         assert self._ended is not None
+        self.journal.delivered(now)
         piece.usage.CopyFrom(
             pb.Usage(prompt_tokens=len(self.request.prompt_ids), output_tokens=self.num_tokens)
         )
         piece.timing.CopyFrom(self._timing(self._ended))
+        if explains:
+            piece.timing.spans.extend(summed(self.journal.spans))
 
     def _timing(self, ended: float) -> pb.Timing:
         return pb.Timing(
@@ -384,6 +397,18 @@ class LiveRequest:
     def _began_to_tell(self, ended: float) -> float:
         return ended if self._first_token is None else self._first_token
 
+    def explanation(self, now: float) -> pb.Explanation:
+        """Where its time went, until this moment."""
+        request = self.request
+        predicted = max(0, self.predicted_total - len(request.prompt_ids))
+        return explained(
+            self.journal, self.as_entry(), request, predicted, self._predicted_ttft_s, now
+        )
+
+    def packed_explanation(self, now: float) -> bytes:
+        """As the ledger keeps it."""
+        return packed(self.explanation(now))
+
     # what the ledger is told of it
 
     def append(self, choice: Choice, offset: int) -> Append:
@@ -399,6 +424,7 @@ class LiveRequest:
             logprobs=tuple(output.logprobs[offset:]),
             prompt_logprobs=self._prompt_logprobs(choice, offset) if self.has_logprobs else (),
             tally=self.tally if choice.finish_reason else None,
+            explanation=b"" if self.unfinished else self.packed_explanation(self.journal.heard),
         )
 
     def held(self) -> Stored:
@@ -409,7 +435,8 @@ class LiveRequest:
             for choice, count in zip(self.choices, entry.num_tokens, strict=True)
         )
         prompt_logprobs = () if self.lacks_prompt_logprobs else tuple(self.prompt_logprobs)
-        return Stored(entry, self.request, choices, entry.arrived, prompt_logprobs)
+        told = self.packed_explanation(self.journal.heard)
+        return Stored(entry, self.request, choices, entry.arrived, prompt_logprobs, told)
 
     def as_entry(self) -> Entry:
         """As the ledger would say it if it had all that came, or as it said it at the end: it did

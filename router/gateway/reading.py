@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from everlift.digest import token_digest
 from everlift.errors import DataLoss, OffsetOutOfRange
 from everlift.v1 import inference_pb2 as pb
+from router.clock import now
 from router.gateway.choice import Choice
 from router.gateway.live import LiveRequest
 
@@ -17,10 +18,16 @@ class Reading:
     it is read on when the choice has come so far again."""
 
     def __init__(
-        self, live: LiveRequest, offsets: Sequence[int] = (), digests: Sequence[int] = ()
+        self,
+        live: LiveRequest,
+        offsets: Sequence[int] = (),
+        digests: Sequence[int] = (),
+        *,
+        explains: bool = False,
     ) -> None:
-        """Raises OffsetOutOfRange."""
+        """Its last piece ``explains`` where the time went. Raises OffsetOutOfRange."""
         self._live = live
+        self._explains = explains
         self._offsets = [*offsets, *[0] * (len(live.choices) - len(offsets))]
         #: choices whose client has said what it has, which was not compared yet
         self._digests = dict(zip(live.choices, digests, strict=False))
@@ -85,7 +92,7 @@ class Reading:
     def _end(self, choice: Choice, piece: pb.GenerateResponse) -> None:
         self._open.remove(choice)
         if self.is_at_end:
-            self._live.close(piece)
+            self._live.close(piece, now(), explains=self._explains)
 
 
 def _lost(choice: Choice, offset: int, cause: str) -> DataLoss:

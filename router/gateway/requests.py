@@ -41,6 +41,8 @@ from router.config import RouterConfig
 from router.gateway.adoption import Adoption
 from router.gateway.attempts import Attempts, Line, Workers
 from router.gateway.custody import Custody, Elsewhere
+from router.gateway.explanation import kept
+from router.gateway.journal import Journal
 from router.gateway.ledger_health import LedgerHealth
 from router.gateway.live import LiveRequest, Phase
 from router.gateway.model import ServedModel
@@ -115,14 +117,15 @@ class Requests:
 
     # a client comes
 
-    async def submit(self, request: Request, timeout_s: float | None) -> LiveRequest:
-        """A new request, or the one that its id already names.
+    async def submit(
+        self, request: Request, timeout_s: float | None, journal: Journal | None = None
+    ) -> LiveRequest:
+        """A new request, or the one that its id already names. ``journal`` has what came before.
 
         Raises RequestConflict, QueueFull, DeadlineUnmeetable, RateLimited, LedgerFull,
         RouterStopping, LedgerUnavailable, Elsewhere.
         """
-        began = now()
-        opening = self._custody.spawn(self._open(request, timeout_s, began))
+        opening = self._custody.spawn(self._open(request, timeout_s, journal or Journal(now())))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -134,12 +137,14 @@ class Requests:
         """A submission that came to nothing, with this answer."""
         self._custody.observer.refused(error.slug)
 
-    async def _open(self, request: Request, timeout_s: float | None, began: float) -> LiveRequest:
+    async def _open(
+        self, request: Request, timeout_s: float | None, journal: Journal
+    ) -> LiveRequest:
         async with self._custody.moving.hold(request.request_id):
             if (known := self._known(request.request_id)) is not None:
                 return _same(known, request)
             self._check_room(request, timeout_s)
-            if (live := await self._open_new(request, timeout_s, began)) is not None:
+            if (live := await self._open_new(request, timeout_s, journal)) is not None:
                 return live
         try:
             return await self.attach(request.request_id)
@@ -147,10 +152,11 @@ class Requests:
             raise given_up() from None
 
     async def _open_new(
-        self, request: Request, timeout_s: float | None, began: float
+        self, request: Request, timeout_s: float | None, journal: Journal
     ) -> LiveRequest | None:
         """None of one that the ledger has already."""
         is_charged = await self._charge(request)
+        journal.charged(now())
         prediction = self._foresee(request)
         reservation, has_begun = self.attempts.reserve(request, timeout_s, prediction), False
         try:
@@ -158,7 +164,7 @@ class Requests:
             opened = await self._open_in_ledger(request, timeout_s, is_charged, dispatch)
             if not opened.created:
                 return None
-            live = self._begin(request, opened.entry, timeout_s, began, prediction)
+            live = self._begin(request, opened.entry, timeout_s, journal, prediction)
             if reservation is not None:
                 has_begun = self.attempts.begin(live, opened.entry, reservation)
         finally:
@@ -217,15 +223,14 @@ class Requests:
         request: Request,
         entry: Entry,
         timeout_s: float | None,
-        began: float,
+        journal: Journal,
         prediction: Prediction,
     ) -> LiveRequest:
         if timeout_s is not None:
             request = replace(request, deadline=entry.arrived + timeout_s)
-        live = begun(request, entry, self._model.tokenizer)
+        journal.accepted(now())
+        live = begun(request, entry, self._model.tokenizer, journal)
         self._custody.take(live, prediction)
-        if live.journal is not None:
-            live.journal.accepted(now() - began)
         self._custody.observer.of_class(live.priority).accepted(len(request.prompt_ids))
         log.info("accepted", **live.names, prompt_tokens=len(request.prompt_ids))
         return live
@@ -270,11 +275,12 @@ class Requests:
         digests: Sequence[int] = (),
         *,
         is_relayed: bool = False,
+        explains: bool = False,
     ) -> Pieces:
         """The pieces of a stream, of each choice from its offset on. A client that another gateway
         speaks for ``is_relayed``: if it goes, it may be that gateway that died. Raises
         OffsetOutOfRange."""
-        reading = Reading(live, offsets, digests)
+        reading = Reading(live, offsets, digests, explains=explains)
         return Pieces(live, reading, lambda: self._reader_left(live, has_grace=is_relayed))
 
     def _reader_left(self, live: LiveRequest, *, has_grace: bool = False) -> None:
@@ -335,6 +341,16 @@ class Requests:
         entry = await self._ledger.get(request_id)
         stored = await self._ledger.read(request_id, entry.num_tokens)
         return stored, await self._ledger.events(request_id)
+
+    async def explain(self, request_id: str) -> pb.Explanation:
+        """Where its time went, by who has it in its hands or had a moment ago, else by the ledger.
+        Raises UnknownRequest, Elsewhere, LedgerUnavailable."""
+        if (live := self._known(request_id)) is not None:
+            return live.explanation(now())
+        entry = await self._ledger.get(request_id)
+        if not entry.state.is_final:
+            await self._adoption.check_ownerless(entry.gateway)
+        return kept(*await self.get(request_id))
 
     async def list_requests(
         self, tenant: str, states: Collection[State], limit: int, before: Position | None

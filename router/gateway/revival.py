@@ -8,6 +8,8 @@ from dataclasses import replace
 from everlift.messages import Request
 from everlift.text import Tokenizer
 from router.clock import now
+from router.gateway.explanation import resumed
+from router.gateway.journal import Journal
 from router.gateway.live import LiveRequest
 from router.gateway.output import Output
 from router.ledger.entry import Entry, State, Stored, StoredChoice
@@ -16,10 +18,10 @@ from router.ledger.entry import Entry, State, Stored, StoredChoice
 _TOKENS_AT_ONCE = 1024
 
 
-def begun(request: Request, entry: Entry, tokenizer: Tokenizer) -> LiveRequest:
+def begun(request: Request, entry: Entry, tokenizer: Tokenizer, journal: Journal) -> LiveRequest:
     """Before its first token, and before its dispatch: the entry may tell of that already."""
     outputs = [Output.of(request, tokenizer) for _ in range(request.n)]
-    return LiveRequest(request, _before_dispatch(entry), outputs, now())
+    return LiveRequest(request, _before_dispatch(entry), outputs, now(), journal=journal)
 
 
 def _before_dispatch(entry: Entry) -> Entry:
@@ -38,7 +40,14 @@ def _before_dispatch(entry: Entry) -> Entry:
 async def revived(stored: Stored, tokenizer: Tokenizer) -> LiveRequest:
     """As it was when the ledger heard of it last."""
     outputs = [await _replayed(stored.request, choice, tokenizer) for choice in stored.choices]
-    return LiveRequest(stored.request, stored.entry, outputs, now(), stored.prompt_logprobs)
+    return LiveRequest(
+        stored.request,
+        stored.entry,
+        outputs,
+        now(),
+        stored.prompt_logprobs,
+        resumed(stored, now()),
+    )
 
 
 async def _replayed(request: Request, choice: StoredChoice, tokenizer: Tokenizer) -> Output:

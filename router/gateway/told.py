@@ -59,7 +59,7 @@ def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2
     return session_pb2.Waiting(
         request_id=request.request_id,
         arrived=live.arrived,
-        prompt_tokens=_known_tokens(live),
+        prompt_tokens=live.known_tokens,
         max_tokens=request.max_tokens * len(unfinished) - _output_tokens(live),
         attempt=live.attempts,
         accepted=live.accepted,
@@ -113,7 +113,7 @@ def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
         worker_id=live.worker_id,
         epoch=live.epoch,
         priority=live.priority,
-        known_tokens=_known_tokens(live),
+        known_tokens=live.known_tokens,
         moves_left=moves_left,
         preempted=live.is_preempted,
         arrived=live.arrived,
@@ -124,11 +124,6 @@ def running(live: LiveRequest, moves_left: int) -> session_pb2.Running:
         predicted_work_rank=live.predicted_work_rank,
         foreseen_wait_s=live.foreseen_wait_s,
     )
-
-
-def _known_tokens(live: LiveRequest) -> int:
-    """The prompt, once, and the unfinished choices' outputs."""
-    return len(live.request.prompt_ids) + _output_tokens(live)
 
 
 def _output_tokens(live: LiveRequest) -> int:

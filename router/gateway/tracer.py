@@ -17,7 +17,7 @@ class Tracer(Protocol):
         ...
 
     def wants(self, trace: TraceContext | None) -> bool:
-        """Whether a request of this span is to have a journal."""
+        """Whether a request of this span is to be told of when it has ended."""
         ...
 
     def refused(
@@ -27,7 +27,7 @@ class Tracer(Protocol):
         ...
 
     async def ended(self, live: LiveRequest) -> None:
-        """A request that has a journal is at its end, in the ledger too."""
+        """A request that is wanted is at its end, in the ledger too."""
         ...
 
 

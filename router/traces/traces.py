@@ -47,7 +47,7 @@ class Traces:
         return TraceContext(secrets.token_hex(16), _new_span_id(), self._draw() < self._sample)
 
     async def ended(self, live: LiveRequest) -> None:
-        if self._exporter is None or live.journal is None:
+        if self._exporter is None:
             return
         try:
             entry = await self._ledger.get(live.request_id)

@@ -93,6 +93,7 @@ ASKS: dict[str, Ask] = {
     "cancel": lambda client, request_id: client.cancel(request_id),
     "forget": lambda client, request_id: client.forget(request_id),
     "get_request": lambda client, request_id: client.get_request(request_id),
+    "explain": lambda client, request_id: client.explain(request_id),
 }
 
 
@@ -112,7 +113,7 @@ async def test_another_tenants_request_is_an_unknown_one(parts: Parts, ask: str,
     assert (await parts["acme"].get_request("r")).state != pb.REQUEST_STATE_CANCELLED
 
 
-@pytest.mark.parametrize("ask", ["cancel", "forget", "get_request"])
+@pytest.mark.parametrize("ask", ["cancel", "forget", "get_request", "explain"])
 async def test_nobody_but_an_administrator_names_another_tenant(parts: Parts, ask: str) -> None:
     await parts.began("acme")
     kind, cause = await failure(ASKS[ask](parts["other"], "acme/r"))

@@ -47,6 +47,10 @@ def spans(events: Sequence[Event], journal: Journal, entry: Entry) -> list[Span]
     return request_spans(request(), entry, events, journal, lambda: f"{next(numbers):016x}")
 
 
+def dispatch(journal: Journal, number: int, now: float) -> None:
+    journal.dispatched(session_pb2.Dispatched(attempt=number, worker_id="w"), 6, (), now)
+
+
 def told(spans: list[Span]) -> list[tuple[str, float, float]]:
     return [(span.name.removeprefix("everlift."), span.start, span.end) for span in spans]
 
@@ -56,12 +60,12 @@ def progress(**fields: object) -> session_pb2.Progress:
 
 
 def test_a_request_that_nothing_happens_to() -> None:
-    journal = Journal()
-    journal.accepted(0.5)
-    journal.dispatched(1, CLOCK + 102)
+    journal = Journal(CLOCK + 99.5)
+    journal.accepted(CLOCK + 100)
+    dispatch(journal, 1, CLOCK + 102)
     journal.progress(progress(waited_s=0.25, cached_tokens=16), 1, CLOCK + 103)
     journal.progress(progress(), 3, CLOCK + 104)
-    journal.readable(3.5)
+    journal.readable(CLOCK + 103.5)
     events = moves((100, "open", "g"), (102, "dispatch", "w"), (105, "finish"))
     made = spans(events, journal, entry())
     assert told(made) == [
@@ -92,7 +96,7 @@ def test_a_request_that_nothing_happens_to() -> None:
 
 def test_attributes_say_what_was_asked_and_what_became_of_it() -> None:
     finished = entry(tally=Tally(2, 1, 30), losses=1, attempts=2)
-    root = spans(moves((100, "open"), (101, "finish")), Journal(), finished)[-1]
+    root = spans(moves((100, "open"), (101, "finish")), Journal(CLOCK), finished)[-1]
     assert (
         root.attributes.items()
         >= {
@@ -114,8 +118,8 @@ def test_attributes_say_what_was_asked_and_what_became_of_it() -> None:
 
 
 def test_each_attempt_is_there_and_says_how_it_ended() -> None:
-    journal = Journal()
-    journal.dispatched(3, CLOCK + 9)
+    journal = Journal(CLOCK)
+    dispatch(journal, 3, CLOCK + 9)
     events = moves(
         (0, "open"),
         (1, "dispatch", "w1"),
@@ -141,8 +145,8 @@ def test_each_attempt_is_there_and_says_how_it_ended() -> None:
 
 
 def test_what_the_ledger_no_longer_has_of_it_is_left_out() -> None:
-    journal = Journal()
-    journal.dispatched(70, CLOCK + 8)
+    journal = Journal(CLOCK)
+    dispatch(journal, 70, CLOCK + 8)
     events = moves((7, "release", ""), (8, "dispatch", "w"), (9, "finish"))
     made = spans(events, journal, entry(attempts=70))
     assert [s.attributes["everlift.attempt"] for s in made if s.name == "everlift.attempt"] == [70]
@@ -150,8 +154,8 @@ def test_what_the_ledger_no_longer_has_of_it_is_left_out() -> None:
 
 
 def test_times_without_blocks_lie_within_the_attempt() -> None:
-    journal = Journal()
-    journal.dispatched(1, CLOCK)
+    journal = Journal(CLOCK)
+    dispatch(journal, 1, CLOCK)
     preempted = progress(residence=session_pb2.RESIDENCE_PREEMPTED)
     journal.progress(progress(waited_s=0.0), 1, CLOCK + 1)
     journal.progress(preempted, 0, CLOCK + 2)
@@ -164,16 +168,16 @@ def test_times_without_blocks_lie_within_the_attempt() -> None:
 
 
 def test_a_gateway_that_saw_the_end_late_does_not_stretch_the_attempt() -> None:
-    journal = Journal()
-    journal.dispatched(1, CLOCK)
+    journal = Journal(CLOCK)
+    dispatch(journal, 1, CLOCK)
     journal.progress(progress(waited_s=9.0), 1, CLOCK + 9)
     made = spans(moves((0, "open"), (1, "dispatch", "w"), (2, "finish")), journal, entry())
     assert all(1 <= span.start <= span.end <= 2 for span in made if "engine" in span.name)
 
 
 def test_an_attempt_without_a_token_has_no_decode() -> None:
-    journal = Journal()
-    journal.dispatched(1, CLOCK)
+    journal = Journal(CLOCK)
+    dispatch(journal, 1, CLOCK)
     journal.progress(progress(waited_s=0.5), 0, CLOCK + 1)
     events = moves((0, "open"), (0, "dispatch", "w"), (2, "release", "worker w was lost"))
     names = [span.name for span in spans(events, journal, entry())]
@@ -189,8 +193,8 @@ def test_a_refusal_is_a_trace_of_one_span() -> None:
 
 def test_a_span_has_these_attributes_and_no_others() -> None:
     """Errors may quote what a client sent."""
-    journal = Journal()
-    journal.dispatched(1, CLOCK)
+    journal = Journal(CLOCK)
+    dispatch(journal, 1, CLOCK)
     journal.progress(progress(waited_s=0.0, token_ids=[1], error="marker"), 1, CLOCK + 1)
     events = moves((0, "open"), (0, "dispatch", "w"), (1, "release", "marker"), (2, "end", "slug"))
     failed = entry(state=State.FAILED, error_slug="slug", error_message="marker")

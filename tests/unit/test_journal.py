@@ -1,0 +1,210 @@
+"""What a gateway sees of a request adds up to the whole of its time, whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
+from router.gateway.journal import FINISHED, MAX_TOLD, Journal
+
+CAME = 1000.0
+
+
+def kinds(journal: Journal) -> dict[str, float]:
+    """Seconds by kind."""
+    seconds: dict[str, float] = {}
+    for span in journal.spans:
+        name = pb.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower()
+        seconds[name] = round(seconds.get(name, 0.0) + span.seconds, 9)
+    return seconds
+
+
+def accepted() -> Journal:
+    journal = Journal(CAME)
+    journal.tokenised(CAME + 1)
+    journal.charged(CAME + 3)
+    journal.accepted(CAME + 6)
+    return journal
+
+
+def dispatch(
+    journal: Journal, now: float, attempt: int = 1, stay: session_pb2.Stay | None = None
+) -> None:
+    message = session_pb2.Dispatched(worker_id="w", attempt=attempt, stay=stay)
+    journal.dispatched(message, 10, (), now)
+
+
+def progress(**fields: object) -> session_pb2.Progress:
+    return session_pb2.Progress(epoch=1, **fields)  # type: ignore[arg-type]
+
+
+def test_a_request_that_nothing_happens_to() -> None:
+    journal = accepted()
+    stay = session_pb2.Stay(
+        seconds=10.0,
+        no_worker_s=1.0,
+        leader_s=2.0,
+        first_s=3.0,
+        dispatch_s=0.5,
+        queue=pb.QueueStay(earlier=2, higher=1, ordered=1),
+    )
+    dispatch(journal, CAME + 18, stay=stay)
+    journal.progress(progress(waited_s=1.0, cached_tokens=8), 1, CAME + 20)
+    account = session_pb2.Account(waiting_s=1.0, prefill_s=2.0, stalled_s=0.5, decode_s=3.0)
+    journal.progress(progress(account=account), 3, CAME + 25)
+    journal.readable(CAME + 21)
+    journal.left(FINISHED, CAME + 25)
+    journal.ended(FINISHED, CAME + 26)
+    journal.delivered(CAME + 28)
+    journal.delivered(CAME + 30)
+    assert kinds(journal) == {
+        "door": 1.0,
+        "limits": 2.0,
+        "opening": 3.0,
+        "line": 1.5,
+        "leader": 2.0,
+        "no_worker": 1.0,
+        "behind_earlier": 2.0,
+        "behind_class": 1.0,
+        "behind_order": 1.0,
+        "no_credit": 3.0,
+        "dispatch": 0.5,
+        "on_the_way": 0.5,
+        "worker_wait": 1.0,
+        "prefill": 2.0,
+        "stalled": 0.5,
+        "decode": 3.0,
+        "storing": 1.0,
+        "delivery": 2.0,
+    }
+    assert journal.total_s == sum(kinds(journal).values()) == 28.0
+    assert (journal.accept_s, journal.ttft_s, journal.readable_s) == (6.0, 21.0, 15.0)
+
+
+def test_a_worker_that_tells_too_much_is_scaled_to_what_there_was() -> None:
+    journal = accepted()
+    dispatch(journal, CAME + 6)
+    journal.progress(progress(account=session_pb2.Account(prefill_s=3, decode_s=1)), 1, CAME + 8)
+    journal.left(FINISHED, CAME + 8)
+    assert kinds(journal)["prefill"] == 1.5 and kinds(journal)["decode"] == 0.5
+    assert journal.total_s == pytest.approx(sum(kinds(journal).values()))
+
+
+def test_a_lost_worker_is_told_from_what_it_said_last() -> None:
+    journal = accepted()
+    dispatch(journal, CAME + 6)
+    journal.progress(progress(account=session_pb2.Account(prefill_s=1.0)), 1, CAME + 8)
+    journal.progress(progress(), 1, CAME + 9)
+    journal.left("worker w was lost", CAME + 12, is_lost=True)
+    journal.queued_again(CAME + 13)
+    seen = kinds(journal)
+    parts = ("on_the_way", "prefill", "decode", "detection", "requeue")
+    assert [seen[name] for name in parts] == [1.0, 1.0, 1.0, 3.0, 1.0]
+    assert [attempt.end for attempt in journal] == ["worker w was lost"]
+    dispatch(journal, CAME + 20, attempt=2)
+    assert journal.spans[-1] == (pb.SPAN_KIND_LINE, 7.0, 2)
+
+
+def test_a_worker_that_told_nothing_has_all_of_its_time() -> None:
+    journal = accepted()
+    dispatch(journal, CAME + 6)
+    journal.left("worker w was lost", CAME + 12, is_lost=True)
+    assert kinds(journal)["untold"] == 6.0
+
+
+def test_without_an_account_there_is_a_wait_a_prefill_and_a_decode() -> None:
+    """As where a stop string ends an output before its worker has told of it."""
+    journal = accepted()
+    dispatch(journal, CAME + 6)
+    journal.progress(progress(waited_s=0.5), 1, CAME + 8)
+    journal.progress(progress(), 4, CAME + 11)
+    journal.left(FINISHED, CAME + 11)
+    seen = kinds(journal)
+    assert [seen[name] for name in ("worker_wait", "prefill", "decode")] == [0.5, 1.5, 3.0]
+
+
+def test_what_goes_on_is_told_up_to_now_and_goes_on_as_if_nobody_had_asked() -> None:
+    journal = accepted()
+    assert kinds(journal.until(CAME + 8))["queued"] == 2.0
+    dispatch(journal, CAME + 9)
+    journal.progress(progress(waited_s=0.5), 1, CAME + 10)
+    told = journal.until(CAME + 12)
+    assert told.total_s == 12.0
+    assert kinds(told)["decode"] == 2.0
+    assert journal.total_s == 9.0 and "decode" not in kinds(journal)
+
+
+def test_an_heir_begins_with_what_was_told_before_it() -> None:
+    journal = Journal(CAME)
+    earlier = accepted()
+    journal.adopted(earlier.spans, 3, CAME + 16)
+    assert kinds(journal) == kinds(earlier) | {"elsewhere": 10.0}
+    journal.ended("cancelled", CAME + 17)
+    assert journal.spans[-1] == (pb.SPAN_KIND_QUEUED, 1.0, 4)
+    assert journal.ttft_s is None
+
+
+def test_of_many_attempts_the_last_ones_are_told_and_the_others_summed() -> None:
+    journal = accepted()
+    now = CAME + 6.0
+    for attempt in range(1, 101):
+        dispatch(journal, now := now + 1, attempt)
+        for _ in range(50):
+            journal.progress(
+                progress(residence=session_pb2.RESIDENCE_PREEMPTED), 1, now := now + 0.01
+            )
+        journal.left("moved", now)
+        journal.queued_again(now := now + 1)
+    assert [attempt.number for attempt in journal.told] == list(range(101 - MAX_TOLD, 101))
+    assert journal.num_dropped == 100 - MAX_TOLD
+    assert len(journal.spans) < 60
+    assert sum(span.seconds for span in journal.spans) == pytest.approx(journal.total_s)
+    assert kinds(journal)["requeue"] == pytest.approx(100.0)
+
+
+STEPS: list[Callable[[Journal, float], None]] = [
+    lambda journal, now: journal.tokenised(now),
+    lambda journal, now: journal.charged(now),
+    lambda journal, now: journal.accepted(now),
+    lambda journal, now: dispatch(journal, now, len(list(journal)) + 1),
+    lambda journal, now: dispatch(
+        journal, now, len(list(journal)) + 1, session_pb2.Stay(seconds=3.0, first_s=1.0)
+    ),
+    lambda journal, now: journal.progress(progress(waited_s=0.25), 1, now),
+    lambda journal, now: journal.progress(
+        progress(account=session_pb2.Account(waiting_s=1.0, decode_s=2.0)), 2, now
+    ),
+    lambda journal, now: journal.readable(now),
+    lambda journal, now: journal.left(FINISHED, now),
+    lambda journal, now: journal.left("lost", now, is_lost=True),
+    lambda journal, now: journal.queued_again(now),
+    lambda journal, now: journal.ended("cancelled", now),
+    lambda journal, now: journal.delivered(now),
+]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(STEPS), st.floats(0.0, 5.0)), max_size=40),
+    st.floats(0.0, 5.0),
+)
+def test_whatever_comes_to_pass_adds_up(
+    steps: list[tuple[Callable[[Journal, float], None], float]], more: float
+) -> None:
+    journal, now = Journal(CAME), CAME
+    totals = [0.0]
+    for step, seconds in steps:
+        now += seconds
+        step(journal, now)
+        told = journal.until(now + more)
+        total_s = sum(span.seconds for span in told.spans)
+        assert total_s == pytest.approx(told.total_s, abs=1e-6)
+        assert told.total_s == pytest.approx(now + more - CAME) or not told.is_open
+        assert all(span.seconds > 0 for span in told.spans)
+        totals.append(journal.total_s)
+    assert all(before <= after for before, after in pairwise(totals))
