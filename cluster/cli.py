@@ -31,6 +31,7 @@ from cluster.batch import command as batching
 from cluster.chaos import command as chaos
 from cluster.connection import Address, connected
 from cluster.errors import BatchFailed, ClusterFailed, ForecastFailed
+from cluster.explain import command as explaining
 from cluster.prediction import command as predicting
 from cluster.status_view import Rates, show
 from everlift import AsyncClient, EverliftError, Stream
@@ -194,6 +195,7 @@ def ledger(
 app.command(epilog=generate.EXAMPLES)(generate.generate)
 app.command(epilog=batching.EXAMPLES)(batching.batch)
 app.command(epilog=requests_command.EXAMPLES)(requests_command.requests)
+app.command(epilog=explaining.EXAMPLES)(explaining.explain)
 app.command(epilog=policy_command.EXAMPLES)(policy_command.policy)
 app.command(epilog=predicting.EXAMPLES)(predicting.train_predictor)
 app.command(epilog=tokens_command.MODELS_EXAMPLES)(tokens_command.models)

@@ -1,0 +1,1 @@
+"""``everlift explain``: where the time of a request went."""

@@ -1,0 +1,52 @@
+"""``everlift explain``: where the time of a request went."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.connection import Address, connected
+from cluster.explain import tables
+from everlift.explanation import as_json
+from everlift.v1 import inference_pb2 as pb
+
+EXAMPLES = """
+The parts add up to the whole. Of a request that goes on, it is told what came to pass so far.
+
+**Examples**
+
+- `everlift explain 3f2a…`
+- `everlift explain 3f2a… --json | jq '.spans[] | select(.seconds > 0.1)'`
+- `everlift explain 3f2a… --png 3f2a.png`
+"""
+
+
+def explain(
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id.")],
+    for_programs: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Draw it there, by kind of time.")
+    ] = None,
+    address: Address = None,
+) -> None:
+    """Tell where the time of a request went."""
+    explanation = asyncio.run(_explanation(address, request_id))
+    if for_programs:
+        typer.echo(json.dumps(as_json(explanation), indent=2))
+    else:
+        Console(highlight=False).print(*tables.of(explanation), sep="\n")
+    if png is not None:
+        # It imports what takes a while.
+        from cluster.explain import picture
+
+        picture.draw(explanation, png)
+
+
+async def _explanation(address: str | None, request_id: str) -> pb.Explanation:
+    async with connected(address) as client:
+        return await client.explain(request_id)

@@ -1,0 +1,52 @@
+"""An explanation as a picture: a lane for each kind of time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cluster.forecast.pictures import save
+from everlift.explanation import LABELS, state_name
+from everlift.v1 import inference_pb2 as pb
+
+_INCHES_A_LANE = 0.32
+
+
+def draw(explanation: pb.Explanation, path: Path) -> Path:
+    """Writes it there."""
+    return save(figure(explanation), path)
+
+
+def figure(explanation: pb.Explanation) -> Figure:
+    kinds = list(dict.fromkeys(span.kind for span in explanation.spans))
+    drawn, panel = pyplot.subplots(figsize=(12, 1.4 + _INCHES_A_LANE * max(1, len(kinds))))
+    at = 0.0
+    for span in explanation.spans:
+        lane = kinds.index(span.kind)
+        panel.broken_barh([(at, span.seconds)], (lane - 0.4, 0.8), color=f"C{lane % 10}")
+        at += span.seconds
+    _begins(panel, explanation)
+    panel.set_yticks(range(len(kinds)), [LABELS[kind] for kind in kinds])
+    panel.invert_yaxis()
+    panel.set_xlim(0.0, explanation.total_s or 1.0)
+    panel.set_xlabel("seconds since its call; of what a worker told, only the sums are known")
+    panel.grid(axis="x", alpha=0.3, linewidth=0.4)
+    state = state_name(explanation.state)
+    panel.set_title(f"{explanation.request_id}: {state}, {explanation.total_s:.3f} s")
+    return drawn
+
+
+def _begins(panel: Axes, explanation: pb.Explanation) -> None:
+    """A line where the time of each attempt but the first begins."""
+    at, attempt = 0.0, 1
+    for span in explanation.spans:
+        if span.attempt > attempt:
+            attempt = span.attempt
+            panel.axvline(at, color="grey", linestyle="--", linewidth=1)
+        at += span.seconds

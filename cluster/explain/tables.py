@@ -1,0 +1,107 @@
+"""An explanation as text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from everlift.explanation import LABELS, state_name
+from everlift.v1 import inference_pb2 as pb
+
+
+def of(explanation: pb.Explanation) -> list[str | Table]:
+    """For a rich console."""
+    return [
+        *headline(explanation),
+        spans(explanation),
+        *([attempts(explanation)] if explanation.attempts else []),
+        *stays(explanation),
+    ]
+
+
+def headline(explanation: pb.Explanation) -> Iterator[str]:
+    state, total_s = state_name(explanation.state), explanation.total_s
+    yield f"[bold]{escape(explanation.request_id)}[/]: {state}, {total_s:.3f} s"
+    tokens = f"{explanation.prompt_tokens} prompt tokens, {explanation.output_tokens} output tokens"
+    if explanation.predicted_output_tokens:
+        tokens += f" ({explanation.predicted_output_tokens} predicted)"
+    yield tokens
+    if explanation.HasField("ttft_s"):
+        first = f"first token after {explanation.ttft_s:.3f} s"
+        if explanation.HasField("predicted_ttft_s"):
+            first += f" ({explanation.predicted_ttft_s:.3f} s predicted)"
+        yield first
+
+
+def spans(explanation: pb.Explanation) -> Table:
+    """With their sum."""
+    table = Table("at, s", "seconds", "%", "what", "attempt", box=SIMPLE_HEAD, show_footer=True)
+    for column in table.columns[:3]:
+        column.justify = "right"
+    at = 0.0
+    for span in explanation.spans:
+        attempt = str(span.attempt) if span.attempt else ""
+        part = _percent(span.seconds, explanation.total_s)
+        table.add_row(f"{at:.3f}", f"{span.seconds:.3f}", part, LABELS[span.kind], attempt)
+        at += span.seconds
+    table.columns[1].footer = f"{at:.3f}"
+    table.columns[2].footer = _percent(at, explanation.total_s)
+    table.columns[3].footer = "together"
+    return table
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "0.0"
+
+
+def attempts(explanation: pb.Explanation) -> Table:
+    table = Table(
+        "attempt", "worker", "known", "cached", "new", "preempted", "again", "beside", "end",
+        box=SIMPLE_HEAD,
+    )  # fmt: skip
+    for each in explanation.attempts:
+        table.add_row(
+            str(each.number),
+            escape(each.worker_id),
+            str(each.known_tokens),
+            str(each.cached_tokens),
+            str(each.new_tokens),
+            str(each.preemptions),
+            str(each.recomputed_tokens),
+            _beside(each),
+            escape(each.end) or "goes on",
+        )
+    return table
+
+
+def _beside(attempt: pb.ExplainedAttempt) -> str:
+    """How many there were in the same step at most, and who of its own tenant was there."""
+    names = ", ".join(map(escape, attempt.neighbours))
+    return f"{attempt.most_neighbours}{f' ({names})' if names else ''}"
+
+
+def stays(explanation: pb.Explanation) -> Iterator[str]:
+    """In the queue, where others left it first."""
+    for attempt in explanation.attempts:
+        reasons = ", ".join(_reasons(attempt.queue))
+        if reasons:
+            names = ", ".join(map(escape, attempt.queue.before))
+            last = f"; the last of your own: {names}" if names else ""
+            yield (
+                f"queue before attempt {attempt.number} ({attempt.queue.order}): "
+                f"{attempt.queue.found} waited when it came; before it left {reasons}{last}"
+            )
+
+
+def _reasons(queue: pb.QueueStay) -> Iterator[str]:
+    reasons = {
+        "that came earlier": queue.earlier,
+        "later ones of higher classes": queue.higher,
+        "later ones by turns": queue.turns,
+        "later ones by the order": queue.ordered,
+        "later ones of lower classes": queue.lower,
+    }
+    return (f"{count} {reason}" for reason, count in reasons.items() if count)
