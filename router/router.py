@@ -32,6 +32,7 @@ from router.gateway.health_server import HealthServer
 from router.gateway.http.answering import Answering
 from router.gateway.http.api import Api
 from router.gateway.http.conversation import Conversations
+from router.gateway.http.explaining import Explaining
 from router.gateway.http.server import HttpServer
 from router.gateway.http.texts import Texts
 from router.gateway.inference import Inference
@@ -258,6 +259,7 @@ class Router:
             self._door,
             Answering(self._inference, model, conversations),
             Texts(model, conversations),
+            Explaining(self._inference),
             model,
             self._requests,
             self._metrics,

@@ -34,6 +34,7 @@ from router.gateway.grpc_server import InferenceServer
 from router.gateway.http.answering import Answering
 from router.gateway.http.api import Api
 from router.gateway.http.conversation import Conversations
+from router.gateway.http.explaining import Explaining
 from router.gateway.http.texts import Texts
 from router.gateway.inference import Inference
 from router.gateway.kserve.server import KserveServer
@@ -93,6 +94,7 @@ class Served:
             OPEN,
             Answering(inference, model, conversations),
             Texts(model, conversations),
+            Explaining(inference),
             model,
             self.gateway.requests,
             MetricsServer(CollectorRegistry()),

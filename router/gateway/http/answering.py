@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp
 
 from everlift.errors import EverliftError, InvalidRequest
+from everlift.explanation import server_timing
 from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
 from router.gateway import headers
@@ -92,9 +93,13 @@ class Answering:
         if generation.trace is not None:
             call.told[TRACERESPONSE] = str(generation.trace)
         if not fields.stream:
-            return JsonResponse(await _whole(generation, transcript, answer))
+            whole = await _whole(generation, transcript, answer)
+            if transcript.spans:
+                call.told["server-timing"] = server_timing(transcript.spans)
+            return JsonResponse(whole)
         has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
-        events = Events(generation, transcript, answer, has_usage=has_usage)
+        explains = any(message.explain for message in messages)
+        events = Events(generation, transcript, answer, has_usage=has_usage, explains=explains)
         return await EventStream.begin(events, call.params)
 
     async def _open(self, call: Call, messages: Sequence[pb.GenerateRequest]) -> Generation:

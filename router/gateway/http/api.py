@@ -17,10 +17,12 @@ from router.gateway.door import Door
 from router.gateway.http import openapi
 from router.gateway.http.answering import Answering
 from router.gateway.http.endpoint import Call, Endpoint, Handler, JsonResponse, refusal
+from router.gateway.http.explaining import Explaining
 from router.gateway.http.texts import Texts
 from router.gateway.model import ServedModel
 
 INFER, METRICS = caller.Scope.INFER, caller.Scope.METRICS
+_EXPLANATION = "/v1/requests/{request_id:path}/explanation"
 
 
 class Readiness(Protocol):
@@ -40,6 +42,7 @@ class Api:
         door: Door,
         answering: Answering,
         texts: Texts,
+        explaining: Explaining,
         model: ServedModel,
         readiness: Readiness,
         metrics: Exposition,
@@ -48,6 +51,7 @@ class Api:
         self._door = door
         self._answering = answering
         self._texts = texts
+        self._explaining = explaining
         self._model = model
         self._readiness = readiness
         self._metrics = metrics
@@ -62,6 +66,7 @@ class Api:
                 self._route("POST", "/v1/chat/completions", self._answering.chat, INFER),
                 self._route("GET", "/v1/models", self._models, INFER),
                 self._route("GET", "/v1/models/{model:path}", self._one_model, INFER),
+                self._route("GET", _EXPLANATION, self._explaining.explain, INFER),
                 self._route("POST", "/tokenize", self._texts.tokenize, INFER),
                 self._route("POST", "/detokenize", self._texts.detokenize, INFER),
                 self._route("GET", "/metrics", self._exposed, METRICS),
@@ -78,7 +83,13 @@ class Api:
                 allow_origins=cors_origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
-                expose_headers=("idempotency-key", "x-request-id", "traceresponse", "retry-after"),
+                expose_headers=(
+                    "idempotency-key",
+                    "x-request-id",
+                    "traceresponse",
+                    "retry-after",
+                    "server-timing",
+                ),
             )
         return app
 

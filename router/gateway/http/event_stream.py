@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from everlift import logs
 from everlift.errors import EverliftError
+from everlift.explanation import spans_as_json
 from router.gateway.http import errors
 from router.gateway.http.encoding import encode
 from router.gateway.http.endpoint import Gone, unless_gone
@@ -50,14 +51,21 @@ class Events:
         answer: StreamedAnswer,
         *,
         has_usage: bool,
+        explains: bool = False,
     ) -> None:
         self._generation = generation
         self._transcript = transcript
         self._answer = answer
         #: what comes behind the last piece, the last of it first
         self._last: list[Callable[[], str]] = [lambda: "[DONE]"]
-        if has_usage:
-            self._last.append(lambda: encode(answer.usage_chunk(transcript.usage)))
+        if has_usage or explains:
+            self._last.append(lambda: encode(self._usage_chunk()))
+
+    def _usage_chunk(self) -> Mapping[str, Any]:
+        """Where it is asked for, with where the time went."""
+        chunk = self._answer.usage_chunk(self._transcript.usage)
+        spans = self._transcript.spans
+        return {**chunk, "timing": spans_as_json(spans)} if spans else chunk
 
     def listen(self, on_more: Callable[[], None]) -> None:
         """From now on ``on_more`` is told when there may be more."""

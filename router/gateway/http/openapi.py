@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,7 @@ from typing_extensions import TypedDict
 from router.gateway.http.chat import ChatChunk, ChatCompletion
 from router.gateway.http.completion import Completion
 from router.gateway.http.errors import ErrorBody
+from router.gateway.http.explaining import ExplanationBody
 from router.gateway.http.fields import (
     ChatFields,
     CompletionFields,
@@ -74,12 +76,14 @@ _ANSWERS = (
     Condition,
     DetokenizedText,
     ErrorBody,
+    ExplanationBody,
     Model,
     ModelList,
     Tokens,
 )
 _BODIES = (ChatFields, CompletionFields, DetokenizeFields, TokenizeFields)
 _EVENTS = "text/event-stream"
+_NAMES = re.compile(r"{(\w+)}")
 _PATHS = (
     _Path(
         "post",
@@ -97,6 +101,12 @@ _PATHS = (
     ),
     _Path("get", "/v1/models", "What may be asked for as model", {_JSON: "ModelList"}),
     _Path("get", "/v1/models/{model}", "One of them", {_JSON: "Model"}),
+    _Path(
+        "get",
+        "/v1/requests/{request_id}/explanation",
+        "Where the time of a request went",
+        {_JSON: "ExplanationBody"},
+    ),
     _Path("post", "/tokenize", "Text to token ids", {_JSON: "Tokens"}, "TokenizeFields"),
     _Path(
         "post", "/detokenize", "Token ids to text", {_JSON: "DetokenizedText"}, "DetokenizeFields"
@@ -142,9 +152,11 @@ def _operation(path: _Path) -> Json:
     if path.body is not None:
         body = {"required": True, "content": {_JSON: _media(path.body)}}
         operation["requestBody"] = body
-    if "{model}" in path.path:
-        name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [name]
+    if names := _NAMES.findall(path.path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
     return operation
 
 

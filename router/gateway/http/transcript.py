@@ -46,6 +46,8 @@ class Transcript:
     ) -> None:
         """``name`` as in EventId."""
         self.usage = Usage()
+        #: where the time of a request went, of several that of the last one, where it is asked for
+        self.spans: Sequence[pb.Span] = ()
         self.num_choices = num_choices = num_requests * choices_each
         self._name = name
         self._choices_each = choices_each
@@ -70,6 +72,7 @@ class Transcript:
         if piece.HasField("usage"):
             self.usage.prompt_tokens += piece.usage.prompt_tokens
             self.usage.completion_tokens += piece.usage.output_tokens
+            self.spans = piece.timing.spans
         before, resumed = self._read[choice], self._resumed[choice]
         self._read[choice] = after = self._after(choice, before, piece)
         if after.is_end and after.tokens < resumed.tokens:

@@ -1,0 +1,181 @@
+"""Where the time of requests went: routers, workers and a ledger over real gRPC, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from everlift.client import AsyncClient
+from everlift.errors import UnknownRequest
+from everlift.v1 import inference_pb2 as pb
+from router.clock import now
+from router.gateway.caller import ANYONE
+from router.router import Router
+from tests.grammar_support import DEMO_MODEL
+from tests.http_client import JSON, ask, get, streamed
+from tests.in_process import ROUTER, WORKER, Cluster, cluster, receive, until
+from worker.config import WorkerConfig
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture
+async def parts() -> AsyncIterator[Cluster]:
+    async with cluster(workers=1) as parts:
+        yield parts
+
+
+def seconds(explanation: pb.Explanation) -> dict[pb.SpanKind.ValueType, float]:
+    """By kind."""
+    by_kind: dict[pb.SpanKind.ValueType, float] = {}
+    for span in explanation.spans:
+        by_kind[span.kind] = by_kind.get(span.kind, 0.0) + span.seconds
+    return by_kind
+
+
+def check_sum(explanation: pb.Explanation, wall_s: float) -> None:
+    """To 1 ms or 1 %."""
+    told_s = sum(seconds(explanation).values())
+    assert told_s == pytest.approx(wall_s, rel=0.01, abs=1e-3)
+    assert told_s == pytest.approx(explanation.total_s)
+
+
+async def timed(router: Router, message: pb.GenerateRequest) -> float:
+    """How long a request takes, by who asks for it in the router's own process."""
+    began = now()
+    opened = await router._inference.generate(ANYONE, message, {})
+    async with aclosing(opened.pieces) as pieces:  # type: ignore[type-var]
+        async for _ in pieces:
+            pass
+        return now() - began
+
+
+async def test_of_a_real_engine_all_of_the_time_is_told() -> None:
+    worker = WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=64, num_threads=1)
+    config = replace(ROUTER, model=str(DEMO_MODEL))
+    async with cluster(1, 1, config, worker) as parts, AsyncClient(parts.address) as client:
+        for number, more in enumerate(({}, {"n": 3}, {"stop": ["e"]})):
+            message = pb.GenerateRequest(
+                text="Once upon a time", request_id=f"r{number}", max_tokens=24, **more
+            )
+            wall_s = await timed(parts.routers[0], message)
+            explanation = await client.explain(f"r{number}")
+            check_sum(explanation, wall_s)
+            spent = seconds(explanation)
+            assert spent[pb.SPAN_KIND_DOOR] > 0 and spent[pb.SPAN_KIND_OPENING] > 0
+            assert spent[pb.SPAN_KIND_DECODE] > 0
+            (attempt,) = explanation.attempts
+            assert attempt.worker_id == parts.workers[0].worker_id
+            assert attempt.new_tokens == explanation.output_tokens > 0
+            assert (attempt.end, explanation.state) == ("finished", pb.REQUEST_STATE_FINISHED)
+
+
+async def test_who_waits_is_told_behind_whom_and_by_which_rule() -> None:
+    worker = replace(WORKER, max_num_seqs=1)
+    config = replace(ROUTER, local_depth=1)
+    async with cluster(1, 1, config, worker) as parts, AsyncClient(parts.address) as client:
+        [held] = parts.hold()
+        work = [asyncio.create_task(receive(client, PROMPT, 8, request_id="first"))]
+        await until(lambda: held.num_requests == 1)
+        leader = parts.routers[0]._leader
+        for name, priority in (("second", 0), ("third", 0), ("last", 0), ("high", 5)):
+            queued = leader.queued
+            going = receive(client, PROMPT, 8, request_id=name, priority=priority)
+            work.append(asyncio.create_task(going))
+            await until(
+                lambda queued=queued, held=held: leader.queued + held.num_requests > queued + 1
+            )
+        waits = await client.explain("last")
+        assert waits.state == pb.REQUEST_STATE_QUEUED
+        assert waits.spans[-1].kind == pb.SPAN_KIND_QUEUED
+        held.release()
+        await asyncio.gather(*work)
+        explanation = await client.explain("last")
+    stay = explanation.attempts[0].queue
+    assert stay.order == "fifo" and stay.higher == 1 and stay.earlier >= 1
+    assert "high" in stay.before
+    spent = seconds(explanation)
+    assert spent[pb.SPAN_KIND_BEHIND_CLASS] > 0 and spent[pb.SPAN_KIND_BEHIND_EARLIER] > 0
+    assert sum(spent.values()) == pytest.approx(explanation.total_s)
+
+
+async def test_a_lost_worker_and_no_worker_are_parts_of_the_time(parts: Cluster) -> None:
+    async with AsyncClient(parts.address) as client:
+        [held] = parts.hold()
+        work = asyncio.create_task(receive(client, PROMPT, 40, request_id="r"))
+        await until(lambda: held.num_requests == 1)
+        link = parts.routers[0]._sessions._links[parts.workers[0].worker_id]
+        held.let(10)
+        await until(lambda: link.state.step >= 10)
+        killing = asyncio.create_task(parts.kill_worker(parts.workers[0]))
+        await until(lambda: not link.is_up)
+        held.release()
+        await killing
+        await parts.add_worker()
+        await work
+        explanation = await client.explain("r")
+    spent = seconds(explanation)
+    assert sum(spent.values()) == pytest.approx(explanation.total_s)
+    assert spent[pb.SPAN_KIND_REQUEUE] > 0 and spent[pb.SPAN_KIND_NO_WORKER] > 0
+    first, second = explanation.attempts
+    assert "was lost" in first.end and second.end == "finished"
+    assert second.known_tokens == len(PROMPT) + first.new_tokens
+
+
+async def test_any_router_tells_and_the_ledger_when_all_have_forgotten() -> None:
+    config = replace(ROUTER, reassert=0.2)
+    async with cluster(2, 1, config) as parts:
+        async with AsyncClient(parts.routers[0].address) as here:
+            async with AsyncClient(parts.routers[1].address) as there:
+                [held] = parts.hold()
+                work = asyncio.create_task(receive(here, PROMPT, 20, request_id="r"))
+                await until(lambda: held.num_requests == 1)
+                assert (await there.explain("r")).state == pb.REQUEST_STATE_RUNNING
+                held.release()
+                await work
+                fresh = await here.explain("r")
+                await until(lambda: parts.routers[0]._requests._recent.get("r") is None)
+                kept = await there.explain("r")
+                with pytest.raises(UnknownRequest):
+                    await there.explain("other")
+    assert kept.state == pb.REQUEST_STATE_FINISHED
+    assert sum(seconds(kept).values()) == pytest.approx(kept.total_s)
+    delivery_s = seconds(fresh).get(pb.SPAN_KIND_DELIVERY, 0.0)
+    assert kept.total_s == pytest.approx(fresh.total_s - delivery_s, rel=0.01, abs=5e-3)
+    assert kept.attempts == fresh.attempts
+
+
+async def test_the_short_form_comes_with_the_answer_where_it_is_asked_for(parts: Cluster) -> None:
+    async with AsyncClient(parts.address) as client:
+        for explains in (False, True):
+            stream = client.generate(PROMPT, max_tokens=4, explain=explains)
+            await stream.text()
+            assert stream.timing is not None
+            assert bool(stream.timing.spans) is explains
+        kinds = [span.kind for span in stream.timing.spans]
+        assert kinds == sorted(set(kinds)) and pb.SPAN_KIND_DECODE in kinds
+
+
+async def test_over_http_it_is_json_and_a_header(parts: Cluster) -> None:
+    address = parts.routers[0].http_address
+    body = {"prompt": PROMPT, "max_tokens": 4}
+    headers = {**JSON, "idempotency-key": "r", "x-explain": "1"}
+    answer = await ask(address, "/v1/completions", body, headers)
+    assert "decode;dur=" in answer.headers["server-timing"]
+    told = (await get(address, "/v1/requests/r/explanation")).json
+    assert told["state"] == "finished" and told["attempts"][0]["end"] == "finished"
+    whole_s = sum(span["seconds"] for span in told["spans"])
+    assert whole_s == pytest.approx(told["total_s"])
+    unknown = await get(address, "/v1/requests/other/explanation")
+    assert (unknown.status, unknown.error[0]) == (404, "unknown_request")
+    async with streamed(
+        address, "/v1/completions", {**body, "stream": True}, {**JSON, "x-explain": "true"}
+    ) as stream:
+        chunks = [event.json async for event in stream.events() if event.data != "[DONE]"]
+    assert {"kind", "start_s", "seconds", "attempt"} == chunks[-1]["timing"][0].keys()
+    plain = await ask(address, "/v1/completions", body, JSON)
+    assert "server-timing" not in plain.headers
