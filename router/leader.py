@@ -404,7 +404,8 @@ class Leader:
             self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
         for victim in placed.victims:
             log.info("makes room", request_id=victim.request_id, to=waiting.request_id)
-            self._tell(victim.gateway, session_pb2.LeaderMessage(evict=[victim.epoch]))
+            eviction = session_pb2.Eviction(epoch=victim.epoch, request_id=waiting.request_id)
+            self._tell(victim.gateway, session_pb2.LeaderMessage(evictions=[eviction]))
 
     async def _ask(self, placed: Placed, term: int) -> Entry:
         """The ledger's word. An answer that was lost is asked for again, under the same epoch."""

@@ -59,7 +59,7 @@ class Gateway(Protocol):
 
     def move(self, epoch: int) -> None: ...
 
-    def evict(self, epoch: int) -> None: ...
+    def evict(self, eviction: session_pb2.Eviction) -> None: ...
 
 
 class AdmissionLine:
@@ -250,5 +250,5 @@ class AdmissionLine:
             self._gateway.stale(request_id)
         for epoch in message.move:
             self._gateway.move(epoch)
-        for epoch in message.evict:
-            self._gateway.evict(epoch)
+        for eviction in message.evictions:
+            self._gateway.evict(eviction)

@@ -18,6 +18,7 @@ from typing import Protocol
 from everlift import logs
 from everlift.errors import EngineFailed, EverliftError, InvalidRequest, from_slug
 from everlift.messages import FinishReason, Request
+from everlift.request_id import bare, tenant_of
 from everlift.v1 import session_pb2
 from router.clock import now
 from router.config import RouterConfig
@@ -252,21 +253,25 @@ class Attempts:
 
     def move(self, epoch: int) -> None:
         """What runs under this epoch can go on sooner elsewhere."""
-        if (live := self._take_off(epoch, "moved")) is not None:
+        if (live := self._take_off(epoch, "moved", "preempted, and moved")) is not None:
             live.num_moved += 1
             self._custody.counters.moved += 1
 
-    def evict(self, epoch: int) -> None:
+    def evict(self, eviction: session_pb2.Eviction) -> None:
         """It has to make room, which is no move of its own."""
-        self._take_off(epoch, "evicted")
+        live = self._running.get(eviction.epoch)
+        if live is not None:
+            is_own = tenant_of(eviction.request_id) == tenant_of(live.request_id)
+            whom = bare(eviction.request_id) if is_own else "a higher class"
+            self._take_off(eviction.epoch, "evicted", f"made room for {whom}")
 
-    def _take_off(self, epoch: int, event: str) -> LiveRequest | None:
+    def _take_off(self, epoch: int, event: str, end: str) -> LiveRequest | None:
         live = self._running.get(epoch)
         if live is not None:
             tokens = live.num_tokens
             log.info(event, request_id=live.request_id, worker_id=live.worker_id, tokens=tokens)
             self._workers.abort(live.worker_id, epoch)
-            self._custody.spawn_for(live, self._return(live, end=event))
+            self._custody.spawn_for(live, self._return(live, end=end))
         return live
 
     # workers speak

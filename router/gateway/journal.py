@@ -72,13 +72,23 @@ class Attempt:
     preemptions: int = 0
     recomputed_tokens: int = 0
     pauses: list[Pause] = field(default_factory=list)
+    #: choices that have no KV blocks
+    preempted: set[int] = field(default_factory=set)
     #: by the worker, of the choice that told of itself last; and when that came
     account: session_pb2.Account | None = None
     accounted: float | None = None
+    accounted_choice: int = 0
     #: when its worker told of it last
     heard: float | None = None
     #: how it ended, empty while it goes on
     end: str = ""
+
+    @property
+    def unaccounted(self) -> pb.SpanKind.ValueType:
+        """What the time was since its worker told where it went."""
+        if self.accounted_choice in self.preempted:
+            return pb.SPAN_KIND_PREEMPTED
+        return pb.SPAN_KIND_DECODE if self.new_tokens else pb.SPAN_KIND_UNTOLD
 
     def progress(self, message: session_pb2.Progress, num_new: int, now: float) -> None:
         self.heard = now
@@ -87,7 +97,7 @@ class Attempt:
             self.last_token = now
             self.new_tokens += num_new
         if message.HasField("account"):
-            self.account, self.accounted = message.account, now
+            self._tell(message, now)
         if self.waited_s is None and message.HasField("waited_s"):
             self.waited_s, self.cached_tokens = message.waited_s, message.cached_tokens
         if message.preemptions or message.recomputed_tokens:
@@ -98,11 +108,19 @@ class Attempt:
         elif message.residence == session_pb2.RESIDENCE_RESUMED:
             self._resume(message.choice, now)
 
+    def _tell(self, message: session_pb2.Progress, now: float) -> None:
+        # A part of a message keeps all of it, and the worker's frame around it.
+        self.account = session_pb2.Account()
+        self.account.CopyFrom(message.account)
+        self.accounted, self.accounted_choice = now, message.choice
+
     def _pause(self, choice: int, now: float) -> None:
+        self.preempted.add(choice)
         if len(self.pauses) < _MAX_PAUSES:
             self.pauses.append(Pause(choice, now))
 
     def _resume(self, choice: int, now: float) -> None:
+        self.preempted.discard(choice)
         for pause in self.pauses:
             if pause.choice == choice and pause.until is None:
                 pause.until = now
@@ -212,7 +230,7 @@ class Journal:
         stay = message.stay if message.HasField("stay") else None
         self._number = self._last_attempt = message.attempt
         self._divide(pb.SPAN_KIND_LINE, () if stay is None else in_queue(stay), now)
-        queue = None if stay is None else stay.queue
+        queue = None if stay is None else _copied(stay.queue)
         self._attempts.append(
             Attempt(message.attempt, now, message.worker_id, known_tokens, neighbours, queue)
         )
@@ -283,12 +301,11 @@ class Journal:
             first = attempt.heard if attempt.first_token is None else attempt.first_token
             waited = ((pb.SPAN_KIND_WORKER_WAIT, attempt.waited_s),)
             self._divide(pb.SPAN_KIND_PREFILL, waited, first)
-        went_on = attempt.last_token is not None
-        unaccounted = pb.SPAN_KIND_DECODE if went_on else pb.SPAN_KIND_UNTOLD
         if attempt.heard is not None:
-            self._lap(unaccounted, attempt.heard)
-            unaccounted = pb.SPAN_KIND_DETECTION if is_lost else unaccounted
-        self._lap(unaccounted, now)
+            self._lap(attempt.unaccounted, attempt.heard)
+            self._lap(pb.SPAN_KIND_DETECTION if is_lost else attempt.unaccounted, now)
+        else:
+            self._lap(pb.SPAN_KIND_UNTOLD if is_lost else pb.SPAN_KIND_WORKER_WAIT, now)
 
     def _divide(
         self,
@@ -318,3 +335,9 @@ class Journal:
             if span.attempt <= attempt:
                 self._early[span.kind] = self._early.get(span.kind, 0.0) + span.seconds
         self._spans = [span for span in self._spans if span.attempt > attempt]
+
+
+def _copied(queue: pb.QueueStay) -> pb.QueueStay:
+    copied = pb.QueueStay()
+    copied.CopyFrom(queue)
+    return copied

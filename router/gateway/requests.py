@@ -407,8 +407,8 @@ class Requests:
     def move(self, epoch: int) -> None:
         self.attempts.move(epoch)
 
-    def evict(self, epoch: int) -> None:
-        self.attempts.evict(epoch)
+    def evict(self, eviction: session_pb2.Eviction) -> None:
+        self.attempts.evict(eviction)
 
     def stale(self, request_id: str) -> None:
         self.attempts.stale(request_id)

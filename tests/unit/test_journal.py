@@ -129,6 +129,23 @@ def test_without_an_account_there_is_a_wait_a_prefill_and_a_decode() -> None:
     assert [seen[name] for name in ("worker_wait", "prefill", "decode")] == [0.5, 1.5, 3.0]
 
 
+def test_what_is_preempted_stays_so_until_something_else_is_told() -> None:
+    journal = accepted()
+    dispatch(journal, CAME + 6)
+    account = session_pb2.Account(decode_s=1.0)
+    preempted = session_pb2.RESIDENCE_PREEMPTED
+    journal.progress(progress(account=account, residence=preempted), 1, CAME + 7)
+    assert kinds(journal.until(CAME + 9))["preempted"] == 2.0
+    journal.left("moved", CAME + 10)
+    assert kinds(journal)["preempted"] == 3.0
+
+
+def test_a_worker_that_has_not_begun_lets_it_wait() -> None:
+    journal = accepted()
+    dispatch(journal, CAME + 6)
+    assert kinds(journal.until(CAME + 8))["worker_wait"] == 2.0
+
+
 def test_what_goes_on_is_told_up_to_now_and_goes_on_as_if_nobody_had_asked() -> None:
     journal = accepted()
     assert kinds(journal.until(CAME + 8))["queued"] == 2.0

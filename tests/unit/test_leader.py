@@ -540,7 +540,7 @@ async def test_who_makes_room_is_told_when_the_other_one_has_its_place(
     await opened(ledger, "high", "g")
     gateway.enqueue("high", priority=1, ttft_deadline=ledger._clock() + 0.3)
     leader.heard(Membership(ledger._clock(), "router", "here:1", 1, 0))
-    await until(lambda: other.told("evict") == [5])
+    await until(lambda: other.told("evictions") == ["high"])
     assert (await ledger.get("high")).state is State.RUNNING
 
 

@@ -70,8 +70,8 @@ class Gateway:
     def move(self, epoch: int) -> None:
         self.heard.append(f"move {epoch}")
 
-    def evict(self, epoch: int) -> None:
-        self.heard.append(f"evict {epoch}")
+    def evict(self, eviction: pb.Eviction) -> None:
+        self.heard.append(f"evict {eviction.epoch} for {eviction.request_id}")
 
 
 @asynccontextmanager
@@ -141,8 +141,9 @@ async def test_every_word_of_the_leader_finds_its_way(leader: Leader, gateway: G
     await until(lambda: tenure(leader) == (3, 1))
     send = leader._lines._sends["g"]
     full = pb.Refusal(request_id="a", slug="queue_full")
-    send(pb.LeaderMessage(refusals=[full], adopt=["b"], stale=["c"], move=[4], evict=[5]))
-    heard = ["refused a queue_full", "adopt b", "stale c", "move 4", "evict 5"]
+    evictions = [pb.Eviction(epoch=5, request_id="high")]
+    send(pb.LeaderMessage(refusals=[full], adopt=["b"], stale=["c"], move=[4], evictions=evictions))
+    heard = ["refused a queue_full", "adopt b", "stale c", "move 4", "evict 5 for high"]
     await until(lambda: gateway.heard == heard)
     both = [pb.Refusal(request_id=name, slug="shed") for name in "de"]
     send(pb.LeaderMessage(refusals=both))

@@ -66,7 +66,7 @@ async def test_a_late_word_does_not_take_the_next_attempt_off_its_worker(gateway
     await until(lambda: len(gateway.line.enqueued) == 2)
     second = await gateway.dispatch()
     gateway.requests.move(first)
-    gateway.requests.evict(first)
+    gateway.requests.evict(session_pb2.Eviction(epoch=first))
     assert not gateway.workers.aborted
     assert [running.epoch for running in gateway.requests.running()] == [second]
 
@@ -74,10 +74,27 @@ async def test_a_late_word_does_not_take_the_next_attempt_off_its_worker(gateway
 async def test_to_make_room_costs_none_of_the_own_moves(gateway: Gateway) -> None:
     await gateway.submit()
     for number in range(3):
-        gateway.requests.evict(await gateway.dispatch())
+        gateway.requests.evict(session_pb2.Eviction(epoch=await gateway.dispatch()))
         await until(lambda n=number: len(gateway.line.enqueued) == n + 2)
     assert [waiting.moves_left for waiting in gateway.line.enqueued] == [2, 2, 2, 2]
     assert gateway.requests.counters.moved == 0
+
+
+@pytest.mark.parametrize(
+    "whom, told",
+    [("acme/high", "made room for high"), ("other/high", "made room for a higher class")],
+)
+async def test_who_made_room_is_told_for_whom_if_that_is_its_own_tenants(
+    gateway: Gateway, whom: str, told: str
+) -> None:
+    live = await gateway.submit(request_id="acme/r")
+    epoch = await gateway.dispatch("acme/r")
+    gateway.requests.evict(session_pb2.Eviction(epoch=epoch, request_id=whom))
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    explanation = await gateway.requests.explain("acme/r")
+    assert [attempt.end for attempt in explanation.attempts] == [told]
+    assert explanation.spans[-1].kind == pb.SPAN_KIND_QUEUED
+    assert not live.is_over
 
 
 async def test_moves_are_counted_and_never_fewer_than_none_are_left(gateway: Gateway) -> None:

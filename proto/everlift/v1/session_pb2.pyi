@@ -1172,6 +1172,27 @@ class ClassWait(google.protobuf.message.Message):
 Global___ClassWait: typing_extensions.TypeAlias = ClassWait
 
 @typing.final
+class Eviction(google.protobuf.message.Message):
+    """What runs under an epoch has to make room, and queues again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    request_id: builtins.str
+    """of a higher class, which gets the room"""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "request_id", b"request_id"]) -> None: ...
+
+Global___Eviction: typing_extensions.TypeAlias = Eviction
+
+@typing.final
 class LeaderMessage(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1181,9 +1202,9 @@ class LeaderMessage(google.protobuf.message.Message):
     QUEUED_FIELD_NUMBER: builtins.int
     STALE_FIELD_NUMBER: builtins.int
     MOVE_FIELD_NUMBER: builtins.int
-    EVICT_FIELD_NUMBER: builtins.int
     REFUSALS_FIELD_NUMBER: builtins.int
     OUTLOOKS_FIELD_NUMBER: builtins.int
+    EVICTIONS_FIELD_NUMBER: builtins.int
     resigned: builtins.bool
     """no longer the leader: look for the new one"""
     queued: builtins.int
@@ -1199,13 +1220,7 @@ class LeaderMessage(google.protobuf.message.Message):
 
     @property
     def move(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Epochs: take what runs under them off its worker, and let it queue.
-        it can go on sooner elsewhere
-        """
-
-    @property
-    def evict(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """it has to make room for a higher class"""
+        """Epochs: what runs under them can go on sooner elsewhere. It is taken off its worker, and queues."""
 
     @property
     def refusals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Refusal]: ...
@@ -1213,6 +1228,8 @@ class LeaderMessage(google.protobuf.message.Message):
     def outlooks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Outlook]:
         """five times a second; the last one holds"""
 
+    @property
+    def evictions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Eviction]: ...
     def __init__(
         self,
         *,
@@ -1222,10 +1239,10 @@ class LeaderMessage(google.protobuf.message.Message):
         queued: builtins.int = ...,
         stale: collections.abc.Iterable[builtins.str] | None = ...,
         move: collections.abc.Iterable[builtins.int] | None = ...,
-        evict: collections.abc.Iterable[builtins.int] | None = ...,
         refusals: collections.abc.Iterable[Global___Refusal] | None = ...,
         outlooks: collections.abc.Iterable[Global___Outlook] | None = ...,
+        evictions: collections.abc.Iterable[Global___Eviction] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "evict", b"evict", "move", b"move", "outlooks", b"outlooks", "queued", b"queued", "refusals", b"refusals", "resigned", b"resigned", "stale", b"stale"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "evictions", b"evictions", "move", b"move", "outlooks", b"outlooks", "queued", b"queued", "refusals", b"refusals", "resigned", b"resigned", "stale", b"stale"]) -> None: ...
 
 Global___LeaderMessage: typing_extensions.TypeAlias = LeaderMessage
