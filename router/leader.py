@@ -304,12 +304,14 @@ class Leader:
 
     def worker_up(self, info: session_pb2.WorkerInfo) -> None:
         self._placement.join(info.worker_id, Capacity.told(info))
+        self._wake.set()
 
     def worker_lost(self, worker_id: str) -> None:
         view = self.view(worker_id)
         self.num_losses += self.is_leading and view is not None and not view.load.draining
         self._placement.leave(worker_id)
         self._slots.pop(worker_id, None)
+        self._wake.set()
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
         for epoch in frame.accepted_epochs:

@@ -11,6 +11,9 @@ from rich.table import Table
 from everlift.explanation import LABELS, state_name
 from everlift.v1 import inference_pb2 as pb
 
+#: Of the whole. What took less is one row.
+_LEAST_PART = 1e-3
+
 
 def of(explanation: pb.Explanation) -> list[str | Table]:
     """For a rich console."""
@@ -41,20 +44,25 @@ def spans(explanation: pb.Explanation) -> Table:
     table = Table("at, s", "seconds", "%", "what", "attempt", box=SIMPLE_HEAD, show_footer=True)
     for column in table.columns[:3]:
         column.justify = "right"
-    at = 0.0
+    whole_s = explanation.total_s
+    at = others_s = 0.0
     for span in explanation.spans:
-        attempt = str(span.attempt) if span.attempt else ""
-        part = _percent(span.seconds, explanation.total_s)
-        table.add_row(f"{at:.3f}", f"{span.seconds:.3f}", part, LABELS[span.kind], attempt)
+        if span.seconds >= _LEAST_PART * whole_s:
+            attempt = str(span.attempt) if span.attempt else ""
+            table.add_row(f"{at:.3f}", *_share(span.seconds, whole_s), LABELS[span.kind], attempt)
+        else:
+            others_s += span.seconds
         at += span.seconds
-    table.columns[1].footer = f"{at:.3f}"
-    table.columns[2].footer = _percent(at, explanation.total_s)
+    if others_s:
+        table.add_row("", *_share(others_s, whole_s), f"what took less than {_LEAST_PART:.1%} each")
+    table.columns[1].footer, table.columns[2].footer = _share(at, whole_s)
     table.columns[3].footer = "together"
     return table
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f}" if whole else "0.0"
+def _share(part_s: float, whole_s: float) -> tuple[str, str]:
+    """In seconds and percent."""
+    return f"{part_s:.3f}", f"{100 * part_s / whole_s:.1f}" if whole_s else "0.0"
 
 
 def attempts(explanation: pb.Explanation) -> Table:

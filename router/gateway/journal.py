@@ -246,11 +246,14 @@ class Journal:
 
     def left(self, end: str, now: float, *, is_lost: bool = False) -> None:
         """No worker has it any more."""
-        if self._is_at_worker:
-            self._leave(now, is_lost=is_lost)
-            self._attempts[-1].end = end
-            is_finished = end == FINISHED
-            self._open = pb.SPAN_KIND_STORING if is_finished else pb.SPAN_KIND_REQUEUE
+        if not self._is_at_worker:
+            return
+        attempt, is_finished = self._attempts[-1], end == FINISHED
+        if is_finished and attempt.heard is not None:
+            now = attempt.heard
+        self._leave(now, is_lost=is_lost)
+        attempt.end = end
+        self._open = pb.SPAN_KIND_STORING if is_finished else pb.SPAN_KIND_REQUEUE
 
     def queued_again(self, now: float) -> None:
         self.left("", now)

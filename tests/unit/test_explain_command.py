@@ -17,10 +17,10 @@ from everlift.v1 import inference_pb2_grpc
 from tests.restored_logging import restored_logging
 
 SPANS = [
-    (pb.SPAN_KIND_DOOR, 0.001, 0),
+    (pb.SPAN_KIND_DOOR, 0.0015, 0),
     (pb.SPAN_KIND_BEHIND_CLASS, 0.5, 1),
     (pb.SPAN_KIND_DECODE, 0.25, 1),
-    (pb.SPAN_KIND_DETECTION, 0.249, 1),
+    (pb.SPAN_KIND_DETECTION, 0.2485, 1),
     (pb.SPAN_KIND_RECOMPUTE, 1.0, 2),
 ]
 EXPLANATION = pb.Explanation(
@@ -87,6 +87,7 @@ async def test_people_read_a_table_with_its_sum() -> None:
     assert "100 prompt tokens, 20 output tokens (30 predicted)" in result.stdout
     assert "first token after 0.750 s (0.500 s predicted)" in result.stdout
     assert ["0.501", "0.250", "12.5", "decode", "1"] in lines
+    assert ["0.002", "0.1", "what", "took", "less", "than", "0.1%", "each"] in lines
     assert ["2.000", "100.0", "together"] in lines
     assert "worker [w1] was lost" in result.stdout and "0 (x, y)" in result.stdout
     assert (
@@ -99,7 +100,7 @@ async def test_programs_read_json() -> None:
     told = json.loads((await run("--json")).stdout)
     assert told["spans"][1] == {
         "kind": "behind_class",
-        "start_s": 0.001,
+        "start_s": 0.0015,
         "seconds": 0.5,
         "attempt": 1,
     }
