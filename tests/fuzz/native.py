@@ -99,6 +99,7 @@ CALLS: dict[str, tuple[Message, ...]] = {
     f"{INFERENCE}Cancel": (pb.CancelRequest(request_id="r:1"),),
     f"{INFERENCE}Forget": (pb.ForgetRequest(request_id="acme/r:1"),),
     f"{INFERENCE}GetRequest": (pb.GetRequestRequest(request_id="r:1"),),
+    f"{INFERENCE}Explain": (pb.ExplainRequest(request_id="r:1"),),
     f"{INFERENCE}Tokenize": (pb.TokenizeRequest(model="fake", text="Hello, 🙂"),),
     f"{INFERENCE}Detokenize": (pb.DetokenizeRequest(model="fake", token_ids=[1, 255, 1023]),),
     f"{INFERENCE}ListModels": (pb.ListModelsRequest(),),

@@ -168,6 +168,7 @@ REQUESTS = (
     request("/metrics", b"", "accept: application/openmetrics-text; version=1.0.0\r\n", "GET"),
     request("/v1/models", b"", "access-control-request-method: POST\r\n", "OPTIONS"),
     request("/v1/models/%66ake?a=b#c", b"", "upgrade: h2c\r\nconnection: upgrade\r\n", "GET"),
+    request("/v1/requests/r:1/explanation", b"", method="GET"),
     request("/health", b"", "expect: 100-continue\r\n", "HEAD"),
 )
 ODD_LINES = (
