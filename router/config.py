@@ -37,6 +37,8 @@ class RouterConfig:
     #: where clients of OpenAI's API connect (HTTP); an empty host: nowhere
     http_host: str = "127.0.0.1"
     http_port: int = 8000
+    #: the console, a page that shows the cluster, at /console there
+    console: bool = True
     #: web pages that may ask there, as https://chat.example.com; "*": all
     cors_origins: tuple[str, ...] = ()
     #: of an HTTP request; a larger one is refused with 413

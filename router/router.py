@@ -21,6 +21,10 @@ from router.access.access import Access, store_of
 from router.chaos import Chaos
 from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
+from router.console.actions import Actions
+from router.console.console import Console
+from router.console.measured import MeasuredRequests
+from router.console.snapshot import Identity, Snapshot
 from router.exposure import exposures
 from router.fleet import Fleet
 from router.gateway.admin_server import AdminServer
@@ -98,6 +102,7 @@ class Router:
         self._public = Server(limits) if transport is None else transport.server(SERVER_OPTIONS)
         self._internal = self._transport.server(SERVER_OPTIONS)
         self._predictor_file: PredictorFile | None = None
+        self._console: Console | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
 
@@ -201,6 +206,8 @@ class Router:
         following = [self._access.run()] if self._access else []
         if self._predictor_file is not None:
             following.append(self._predictor_file.run())
+        if self._console is not None:
+            following.append(self._console.run())
         for work in (
             self._leader.run(),
             self._fleet.run(),
@@ -224,6 +231,7 @@ class Router:
             self.http_address,
         )
         server = InferenceServer(self._inference, status)
+        admin = AdminServer(self._sessions, self._rulebook, self._ledger, self._leader.view)
         chaos = Chaos(
             self.config,
             self.router_id,
@@ -236,9 +244,7 @@ class Router:
         services = (
             server.handlers(door),
             KserveServer(self._inference, self._requests, self._model).handlers(door),
-            AdminServer(self._sessions, self._rulebook, self._ledger, self._leader.view).handlers(
-                door
-            ),
+            admin.handlers(door),
             ChaosServer(chaos).handlers(door),
         )
         names = [*map(service_name, services)]
@@ -250,6 +256,24 @@ class Router:
         session_pb2_grpc.add_RouterInternalServicer_to_server(
             InternalServer(self._fleet, self._leader, chaos), self._internal
         )
+        if self.config.console and self.config.http_host:
+            self._console = self._open_console(cluster_id, admin, chaos)
+
+    def _open_console(self, cluster_id: str, admin: AdminServer, chaos: Chaos) -> Console:
+        config, has_access = self.config, self._access is not None
+        identity = Identity(self.router_id, cluster_id, self._model.name, config.chaos, has_access)
+        snapshot = Snapshot(
+            identity,
+            self._sessions,
+            self._requests,
+            self._leader,
+            self._line,
+            self._fleet,
+            self._rulebook,
+            MeasuredRequests(self._instruments),
+        )
+        actions = Actions(self._inference, admin, chaos, has_access=has_access)
+        return Console(snapshot, actions, self._door, self._ledger)
 
     def _api(self) -> ASGIApp:
         """What HTTP serves."""
@@ -264,6 +288,7 @@ class Router:
             self._requests,
             self._metrics,
             config.max_body_bytes,
+            self._console.paths() if self._console is not None else (),
         )
         return api.app(config.cors_origins)
 

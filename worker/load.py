@@ -35,7 +35,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """Who has a batch slot."""
+    """Who has a batch slot. It decodes, or is still ``prefilling``."""
 
     slot: int
     request_id: str
+    prefilling: bool = False

@@ -83,7 +83,9 @@ class Outbox:
     def cut(self, state: session_pb2.WorkerState) -> session_pb2.WorkerFrame:
         """One frame with ``state`` and everything unsent."""
         state.running.extend(
-            inference_pb2.RunningSequence(request_id=o.request_id, slot=o.slot)
+            inference_pb2.RunningSequence(
+                request_id=o.request_id, slot=o.slot, prefilling=o.prefilling
+            )
             for o in self._occupants
         )
         frame, self._frame = self._frame, session_pb2.WorkerFrame()

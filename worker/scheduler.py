@@ -462,7 +462,7 @@ class Scheduler:
     def occupants(self) -> tuple[Occupant, ...]:
         """Who has which batch slot, by slot."""
         running = sorted(self._batch, key=lambda s: s.slot)
-        return tuple(Occupant(s.slot, s.request_id) for s in running)
+        return tuple(Occupant(s.slot, s.request_id, s.remaining > 1) for s in running)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the books do not agree. O(blocks and sequences)."""

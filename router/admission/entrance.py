@@ -32,13 +32,14 @@ class Entrance:
     def __init__(self, config: RouterConfig) -> None:
         self.max_queued = config.max_queued
         self._refuses_late = config.refuse_late
-        self._outlook = session_pb2.Outlook()
+        #: the leader's last word
+        self.outlook = session_pb2.Outlook()
         self._appointments = Appointments()
         self._retrying = Retrying(config.retry_rate, config.retry_burst)
 
     def hear(self, outlook: session_pb2.Outlook) -> None:
         """The leader's word."""
-        self._outlook = outlook
+        self.outlook = outlook
         self._appointments.rooms_per_s = outlook.rooms_per_s
 
     def admit(
@@ -56,11 +57,11 @@ class Entrance:
 
     def _takes_place(self, priority: int) -> bool:
         """Somebody of a lower class waits."""
-        return self._outlook.HasField("lowest") and self._outlook.lowest < priority
+        return self.outlook.HasField("lowest") and self.outlook.lowest < priority
 
     def _wait_s(self, priority: int) -> float:
         """At the least."""
-        before = [it.wait_s for it in self._outlook.waits if it.priority >= priority]
+        before = [it.wait_s for it in self.outlook.waits if it.priority >= priority]
         return before[-1] if before else 0.0
 
     def refuse(

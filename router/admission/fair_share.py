@@ -12,6 +12,7 @@ who waits in a lower one has nothing saved up for a higher one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from heapq import nlargest
 
 from everlift.request_id import tenant_of
 from everlift.v1 import session_pb2
@@ -20,6 +21,8 @@ from router.admission.waiting import Ordered, Waiting
 
 #: Counters of a class that the next leader is told.
 _MOST_TOLD = 512
+#: Tenants' queues that the cluster's load tells of.
+_MOST_QUEUES = 64
 
 
 class FairShare:
@@ -75,6 +78,18 @@ class FairShare:
     def gap(self) -> float:
         """The largest difference between counters of tenants that wait in the same class."""
         return max((counters.gap for counters in self._of_class.values()), default=0.0)
+
+    def queues(self) -> list[session_pb2.TenantQueue]:
+        """Of whom most requests wait. O(tenants)."""
+        waiting = (
+            (queued, tenant, priority)
+            for priority, counters in self._of_class.items()
+            for tenant, queued in counters.waiting.items()
+        )
+        return [
+            session_pb2.TenantQueue(tenant=tenant, priority=priority, queued=queued)
+            for queued, tenant, priority in nlargest(_MOST_QUEUES, waiting)
+        ]
 
     # from one leader to the next
 

@@ -31,4 +31,6 @@ def cluster_load(
         services=tenure.services(),
         service_gap=tenure.service_gap,
         wait_s=tenure.wait_s,
+        class_queues=tenure.class_queues(),
+        tenant_queues=tenure.tenant_queues(),
     )

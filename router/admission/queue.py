@@ -76,6 +76,11 @@ class AdmissionQueue:
         return request_id in self._ticket_of
 
     @property
+    def numbers(self) -> dict[int, int]:
+        """Requests by class, of the classes in which somebody waits, the highest first."""
+        return dict(sorted(self._numbers.items(), reverse=True))
+
+    @property
     def work_tokens(self) -> int:
         """To be computed for all that wait, as predicted."""
         return self.backlog.work_tokens

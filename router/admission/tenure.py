@@ -103,6 +103,17 @@ class Tenure:
         """To be computed for all that wait, as predicted."""
         return self._queue.work_tokens
 
+    def class_queues(self) -> list[session_pb2.ClassQueue]:
+        """How many wait, by class."""
+        return [
+            session_pb2.ClassQueue(priority=priority, queued=number)
+            for priority, number in self._queue.numbers.items()
+        ]
+
+    def tenant_queues(self) -> list[session_pb2.TenantQueue]:
+        """How many wait, by tenant and class, of those of whom most do."""
+        return self._fair_share.queues() if self._fair_share is not None else []
+
     def waited_s(self, ledger_now: float) -> float:
         """How long the request that leaves next has waited; 0 when none waits."""
         head = self._queue.peek(ledger_now)

@@ -17,7 +17,7 @@ the output costs no less than the prompt). Outputs that are told late add what t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 #: Tenants that are known before it is looked who may be forgotten.
 _FEW = 64
@@ -26,7 +26,6 @@ _FEW = 64
 class TokenCounters:
     def __init__(self) -> None:
         self._counters: dict[str, float] = {}
-        #: requests that wait, of tenants that have any
         self._waiting: dict[str, int] = {}
         #: counters of those, as they were: they only grow. Of a tenant there is one at most
         self._least: list[tuple[float, str]] = []
@@ -37,6 +36,11 @@ class TokenCounters:
 
     def __len__(self) -> int:
         return len(self._counters)
+
+    @property
+    def waiting(self) -> Mapping[str, int]:
+        """Requests that wait, of tenants that have any."""
+        return self._waiting
 
     def of(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)

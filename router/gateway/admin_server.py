@@ -41,8 +41,11 @@ class AdminServer:
         self._ledger = ledger
         self._view = view
 
-    async def drain(self, data: bytes, call: Call) -> pb.DrainResponse:
-        message = parse(pb.DrainRequest, data)
+    async def _drain(self, data: bytes, call: Call) -> pb.DrainResponse:
+        return self.drain(parse(pb.DrainRequest, data))
+
+    def drain(self, message: pb.DrainRequest) -> pb.DrainResponse:
+        """Raises UnknownWorker."""
         worker_id = self._worker(message.worker_id)
         num_running = self._sessions.drain(worker_id)
         log.info("worker drains", worker_id=worker_id, num_running=num_running)
@@ -56,8 +59,11 @@ class AdminServer:
             raise UnknownWorker(f"no worker {beginning!r} is connected")
         return worker_id
 
-    async def set_policy(self, data: bytes, call: Call) -> pb.SetPolicyResponse:
-        message = parse(pb.SetPolicyRequest, data)
+    async def _set_policy(self, data: bytes, call: Call) -> pb.SetPolicyResponse:
+        return await self.set_policy(parse(pb.SetPolicyRequest, data))
+
+    async def set_policy(self, message: pb.SetPolicyRequest) -> pb.SetPolicyResponse:
+        """Raises InvalidRequest, LedgerUnavailable."""
         changes = {field.name: value for field, value in message.ListFields()}
         changes |= dict.fromkeys(changes.pop("reset", ()))
         try:
@@ -89,8 +95,8 @@ class AdminServer:
         """To be added to a grpc.aio server."""
         handlers = Handlers(door)
         methods = {
-            "Drain": handlers.unary(self.drain, Scope.ADMIN),
-            "SetPolicy": handlers.unary(self.set_policy, Scope.ADMIN),
+            "Drain": handlers.unary(self._drain, Scope.ADMIN),
+            "SetPolicy": handlers.unary(self._set_policy, Scope.ADMIN),
             "Capacity": handlers.unary(self.capacity, Scope.METRICS, Scope.ADMIN),
         }
         name = pb.DESCRIPTOR.services_by_name["Admin"].full_name

@@ -413,6 +413,11 @@ class Requests:
     def stale(self, request_id: str) -> None:
         self.attempts.stale(request_id)
 
+    @property
+    def outlook(self) -> session_pb2.Outlook:
+        """What those that come now have to expect, by the leader's last word."""
+        return self._entrance.outlook
+
     def foresee(self, outlook: session_pb2.Outlook) -> None:
         self._entrance.hear(outlook)
         self._wait.hear(outlook)

@@ -1543,15 +1543,19 @@ class RunningSequence(google.protobuf.message.Message):
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     SLOT_FIELD_NUMBER: builtins.int
+    PREFILLING_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     slot: builtins.int
+    prefilling: builtins.bool
+    """what is known of it is still being computed; else it decodes"""
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
         slot: builtins.int = ...,
+        prefilling: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "slot", b"slot"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["prefilling", b"prefilling", "request_id", b"request_id", "slot", b"slot"]) -> None: ...
 
 Global___RunningSequence: typing_extensions.TypeAlias = RunningSequence
 

@@ -300,6 +300,8 @@ class ClusterLoad(google.protobuf.message.Message):
     SERVICES_FIELD_NUMBER: builtins.int
     SERVICE_GAP_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    CLASS_QUEUES_FIELD_NUMBER: builtins.int
+    TENANT_QUEUES_FIELD_NUMBER: builtins.int
     term: builtins.int
     """of the leader"""
     workers: builtins.int
@@ -330,6 +332,14 @@ class ClusterLoad(google.protobuf.message.Message):
         of tenants that were served more than the least of those that wait
         """
 
+    @property
+    def class_queues(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassQueue]:
+        """of classes in which somebody waits, the highest first"""
+
+    @property
+    def tenant_queues(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TenantQueue]:
+        """where tenants are told apart: the longest, the longest first"""
+
     def __init__(
         self,
         *,
@@ -347,12 +357,57 @@ class ClusterLoad(google.protobuf.message.Message):
         services: collections.abc.Iterable[Global___TenantService] | None = ...,
         service_gap: builtins.float = ...,
         wait_s: builtins.float | None = ...,
+        class_queues: collections.abc.Iterable[Global___ClassQueue] | None = ...,
+        tenant_queues: collections.abc.Iterable[Global___TenantQueue] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "wait_s", b"wait_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "term", b"term", "wait_s", b"wait_s", "waited_s", b"waited_s", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_wait_s", b"_wait_s", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "class_queues", b"class_queues", "offered_tokens", b"offered_tokens", "queued", b"queued", "queued_tokens", b"queued_tokens", "running", b"running", "service_gap", b"service_gap", "services", b"services", "slots", b"slots", "tenant_queues", b"tenant_queues", "term", b"term", "wait_s", b"wait_s", "waited_s", b"waited_s", "worker_rate", b"worker_rate", "workers", b"workers"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_wait_s", b"_wait_s"]) -> typing.Literal["wait_s"] | None: ...
 
 Global___ClusterLoad: typing_extensions.TypeAlias = ClusterLoad
+
+@typing.final
+class ClassQueue(google.protobuf.message.Message):
+    """Requests that wait in a class."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: builtins.int
+    QUEUED_FIELD_NUMBER: builtins.int
+    priority: builtins.int
+    queued: builtins.int
+    def __init__(
+        self,
+        *,
+        priority: builtins.int = ...,
+        queued: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["priority", b"priority", "queued", b"queued"]) -> None: ...
+
+Global___ClassQueue: typing_extensions.TypeAlias = ClassQueue
+
+@typing.final
+class TenantQueue(google.protobuf.message.Message):
+    """The same of one tenant."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    QUEUED_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    priority: builtins.int
+    queued: builtins.int
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        priority: builtins.int = ...,
+        queued: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["priority", b"priority", "queued", b"queued", "tenant", b"tenant"]) -> None: ...
+
+Global___TenantQueue: typing_extensions.TypeAlias = TenantQueue
 
 @typing.final
 class TenantService(google.protobuf.message.Message):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeAlias
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -23,6 +23,9 @@ from router.gateway.model import ServedModel
 
 INFER, METRICS = caller.Scope.INFER, caller.Scope.METRICS
 _EXPLANATION = "/v1/requests/{request_id:path}/explanation"
+
+#: A method, a path, who answers, and one of which scopes it asks for; without any: none.
+Path: TypeAlias = tuple[str, str, Handler, *tuple[caller.Scope, ...]]
 
 
 class Readiness(Protocol):
@@ -47,7 +50,9 @@ class Api:
         readiness: Readiness,
         metrics: Exposition,
         max_body_bytes: int,
+        more: Iterable[Path] = (),
     ) -> None:
+        """``more`` paths are served beside the API's own."""
         self._door = door
         self._answering = answering
         self._texts = texts
@@ -57,6 +62,7 @@ class Api:
         self._metrics = metrics
         self._started = int(time.time())
         self._max_body_bytes = max_body_bytes
+        self._more = tuple(more)
 
     def app(self, cors_origins: Sequence[str] = ()) -> ASGIApp:
         """Pages from ``cors_origins`` may ask too."""
@@ -70,9 +76,10 @@ class Api:
                 self._route("POST", "/tokenize", self._texts.tokenize, INFER),
                 self._route("POST", "/detokenize", self._texts.detokenize, INFER),
                 self._route("GET", "/metrics", self._exposed, METRICS),
-                self._route("GET", "/health", self._health, None),
-                self._route("GET", "/ready", self._ready, None),
-                self._route("GET", "/openapi.json", self._document, None),
+                self._route("GET", "/health", self._health),
+                self._route("GET", "/ready", self._ready),
+                self._route("GET", "/openapi.json", self._document),
+                *(self._route(*path) for path in self._more),
             ],
             redirect_slashes=False,
             default=_nothing_here,
@@ -93,8 +100,8 @@ class Api:
             )
         return app
 
-    def _route(self, method: str, path: str, handler: Handler, scope: caller.Scope | None) -> Route:
-        return Route(path, Endpoint(self._door, method, handler, scope, self._max_body_bytes))
+    def _route(self, method: str, path: str, handler: Handler, *scopes: caller.Scope) -> Route:
+        return Route(path, Endpoint(self._door, method, handler, scopes, self._max_body_bytes))
 
     async def _models(self, call: Call) -> Response:
         return JsonResponse({"object": "list", "data": [self._described()]})

@@ -57,8 +57,12 @@ class Call:
     async def fields(self, kind: type[F]) -> F:
         """Of its body. Raises InvalidRequest."""
         self.params = kind.PARAMS
+        return parse(kind, await self.json())
+
+    async def json(self) -> body.Json:
+        """Its body. Raises InvalidRequest."""
         self._check_media_type()
-        return parse(kind, body.parse(await self._read()))
+        return body.parse(await self._read())
 
     def _check_media_type(self) -> None:
         media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -91,20 +95,20 @@ Handler = Callable[[Call], Awaitable[ASGIApp]]
 
 
 class Endpoint:
-    """An ASGI application. ``scope`` None: everybody may ask."""
+    """An ASGI application. Who has one of the ``scopes`` may ask; without any: everybody."""
 
     def __init__(
         self,
         door: Door,
         method: str,
         handler: Handler,
-        scope: callers.Scope | None,
+        scopes: tuple[callers.Scope, ...],
         max_body_bytes: int,
     ) -> None:
         self._door = door
         self._method = method
         self._handler = handler
-        self._scope = scope
+        self._scopes = scopes
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,9 +124,9 @@ class Endpoint:
         """None where nobody waits for one any more."""
         try:
             self._check_method(call)
-            if self._scope is not None:
+            if self._scopes:
                 call.caller = self._door.admit(call.headers)
-                call.caller.check(self._scope)
+                call.caller.check(*self._scopes)
             return await self._handler(call)
         except (Gone, ClientDisconnect):
             return None

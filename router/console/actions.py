@@ -1,0 +1,112 @@
+"""What a page asks for beside its feed: a request's record, and what operators tell a cluster. The
+bodies are the messages of ``everlift.v1`` as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ipaddress import ip_address
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from google.protobuf.message import Message
+from starlette.responses import Response
+
+from everlift.errors import Forbidden, InvalidRequest, UnsupportedMediaType
+from everlift.v1 import admin_pb2, chaos_pb2
+from everlift.v1 import inference_pb2 as pb
+from router.console.page import SECURITY_HEADERS
+from router.gateway.caller import Caller
+from router.gateway.http.endpoint import Call, JsonResponse
+
+M = TypeVar("M", bound=Message)
+
+
+class Inference(Protocol):
+    async def get_request(
+        self, caller: Caller, message: pb.GetRequestRequest
+    ) -> pb.GetRequestResponse: ...
+
+
+class Admin(Protocol):
+    def drain(self, message: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse: ...
+
+    async def set_policy(
+        self, message: admin_pb2.SetPolicyRequest
+    ) -> admin_pb2.SetPolicyResponse: ...
+
+
+class Chaos(Protocol):
+    async def inject(self, fault: chaos_pb2.Fault) -> str: ...
+
+
+class Actions:
+    """``has_access``: callers show keys."""
+
+    def __init__(
+        self, inference: Inference, admin: Admin, chaos: Chaos, *, has_access: bool
+    ) -> None:
+        self._inference = inference
+        self._admin = admin
+        self._chaos = chaos
+        self._has_access = has_access
+
+    async def request(self, call: Call) -> Response:
+        """Raises UnknownRequest, LedgerUnavailable."""
+        request_id = call.request.path_params["request_id"]
+        message = pb.GetRequestRequest(request_id=request_id)
+        return _told(call, await self._inference.get_request(call.caller, message))
+
+    async def drain(self, call: Call) -> Response:
+        """Raises UnknownWorker."""
+        return _told(call, self._admin.drain(await self._read(call, admin_pb2.DrainRequest)))
+
+    async def policy(self, call: Call) -> Response:
+        """Raises InvalidRequest, LedgerUnavailable."""
+        message = await self._read(call, admin_pb2.SetPolicyRequest)
+        return _told(call, await self._admin.set_policy(message))
+
+    async def chaos(self, call: Call) -> Response:
+        """Raises what Chaos.inject raises."""
+        target = await self._chaos.inject(await self._read(call, chaos_pb2.Fault))
+        return _told(call, chaos_pb2.InjectResponse(target=target))
+
+    async def _read(self, call: Call, kind: type[M]) -> M:
+        check_own_page(call.headers, has_access=self._has_access)
+        try:
+            return ParseDict(await call.json(), kind())
+        except ParseError as error:
+            raise InvalidRequest(f"the body is no {kind.DESCRIPTOR.name}: {error}") from None
+
+
+def check_own_page(headers: Mapping[str, str], *, has_access: bool) -> None:
+    """That no page of another site is behind this, whose reader's browser can reach this router.
+
+    JSON and another origin make a browser ask first. Where nobody has a key, a name is not believed
+    either: another site's may lead here (DNS rebinding). Raises Forbidden, UnsupportedMediaType."""
+    if not headers.get("content-type", "").startswith("application/json"):
+        raise UnsupportedMediaType("the body must be application/json")
+    host = headers.get("host", "")
+    if (origin := headers.get("origin")) and urlsplit(origin).netloc != host:
+        raise Forbidden("a page of another site may not ask for this")
+    if not has_access and not _is_own_name(urlsplit(f"//{host}").hostname or ""):
+        raise Forbidden(
+            "without keys (router.access) this is done at an address or at localhost alone"
+        )
+
+
+def _is_own_name(name: str) -> bool:
+    """One that nobody else can have in the DNS."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return name == "localhost"
+    return True
+
+
+def _told(call: Call, message: Message) -> Response:
+    call.told |= SECURITY_HEADERS | {"cache-control": "no-store"}
+    fields: dict[str, Any] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return JsonResponse(fields)

@@ -1,0 +1,118 @@
+"""The console of one router: a page, what feeds it, and what it may ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from everlift import logs
+from everlift.errors import LedgerUnavailable
+from router.clock import now
+from router.console.actions import Actions
+from router.console.feed import FRAME_S, Audience, Feed
+from router.console.lanes import MOST_LANES, Lanes
+from router.console.page import SECURITY_HEADERS, Page
+from router.console.snapshot import Snapshot
+from router.console.viewer import Viewer
+from router.gateway.caller import Scope
+from router.gateway.door import Door
+from router.gateway.http.api import Path
+from router.gateway.http.encoding import encode
+from router.gateway.http.endpoint import Call
+from router.ledger.base import Ledger, LoadReport
+
+log = logs.get(__name__)
+
+#: Between two looks while nobody watches: what happened lately is known to who comes.
+_IDLE_S = 1.0
+#: Between two questions to the ledger.
+_LOAD_S = 1.0
+
+
+class Console:
+    def __init__(self, snapshot: Snapshot, actions: Actions, door: Door, ledger: Ledger) -> None:
+        self._snapshot = snapshot
+        self._actions = actions
+        self._door = door
+        self._ledger = ledger
+        self._page = Page()
+        self._audience = Audience()
+        #: of the last look, and those of them that were wanted as JSON
+        self._sections: Mapping[str, Any] = {}
+        self._encoded: dict[str, str] = {}
+        self._has_failed = False
+
+    async def run(self) -> None:
+        """Looks at the cluster until cancelled."""
+        asking = asyncio.create_task(self._ask_for_load())
+        try:
+            while True:
+                self._look()
+                await asyncio.sleep(FRAME_S if self._audience else _IDLE_S)
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    def _look(self) -> None:
+        """What is wrong with it ends no router."""
+        try:
+            self._sections, self._encoded = self._snapshot.look(now()), {}
+        except Exception:
+            if not self._has_failed:
+                log.exception("the console's look failed")
+            self._has_failed = True
+
+    def _as_json(self) -> Mapping[str, str]:
+        """Once a look, however many watch."""
+        if not self._encoded:
+            self._encoded = {name: encode(value) for name, value in self._sections.items()}
+        return self._encoded
+
+    async def _ask_for_load(self) -> None:
+        """While somebody watches."""
+        while True:
+            self._snapshot.load = await self._load() if self._audience else None
+            await asyncio.sleep(_LOAD_S)
+
+    async def _load(self) -> LoadReport | None:
+        try:
+            return await self._ledger.load()
+        except LedgerUnavailable:
+            return None
+
+    async def feed(self, call: Call) -> ASGIApp:
+        """Raises TooManyConnections; later, Unauthenticated and Forbidden when the key does not
+        hold any more."""
+        self._audience.check_room()
+        call.told |= SECURITY_HEADERS
+        if not self._audience:
+            self._look()
+        asked = call.request.query_params.get("lanes")
+        chosen = None if asked is None else [*filter(None, asked.split(",", MOST_LANES))]
+        viewer = Viewer(self._snapshot, call.caller, Lanes(chosen))
+
+        def frame() -> str:
+            self._door.admit(call.headers).check(Scope.METRICS, Scope.ADMIN)
+            return viewer.frame(self._as_json(), now())
+
+        return Feed(self._audience, frame)
+
+    def paths(self) -> list[Path]:
+        """Scopes are those that the same asks for over gRPC."""
+        page, actions = self._page, self._actions
+        return [
+            ("GET", "/console", page.without_slash),
+            ("GET", "/console/", page.index),
+            ("GET", "/console/feed", self.feed, Scope.METRICS, Scope.ADMIN),
+            (
+                *("GET", "/console/requests/{request_id:path}", actions.request),
+                *(Scope.INFER, Scope.ADMIN),
+            ),
+            ("POST", "/console/drain", actions.drain, Scope.ADMIN),
+            ("POST", "/console/policy", actions.policy, Scope.ADMIN),
+            ("POST", "/console/chaos", actions.chaos, Scope.ADMIN),
+            ("GET", "/console/{file}", page.file),
+        ]

@@ -1,0 +1,46 @@
+"""How requests ended badly of late, by the slug of their errors. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: What was longer ago is not recent.
+_WINDOW_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """So many in the last five minutes, the last one so long ago in seconds."""
+
+    slug: str
+    recent: int
+    last_s: float
+
+
+class Failures:
+    """Told of counters by slug that only grow, at every look."""
+
+    def __init__(self) -> None:
+        self._totals: Mapping[str, int] = {}
+        #: moment in seconds, slug, how many then
+        self._seen: deque[tuple[float, str, int]] = deque()
+
+    def note(self, totals: Mapping[str, int], now: float) -> None:
+        for slug, total in totals.items():
+            if more := total - self._totals.get(slug, 0):
+                self._seen.append((now, slug, more))
+        self._totals = dict(totals)
+        while self._seen and self._seen[0][0] <= now - _WINDOW_S:
+            self._seen.popleft()
+
+    def recent(self, now: float) -> list[Failed]:
+        """The most frequent first."""
+        counts: dict[str, int] = {}
+        last: dict[str, float] = {}
+        for moment, slug, more in self._seen:
+            counts[slug] = counts.get(slug, 0) + more
+            last[slug] = moment
+        slugs = sorted(counts, key=lambda slug: (-counts[slug], slug))
+        return [Failed(slug, counts[slug], now - last[slug]) for slug in slugs]

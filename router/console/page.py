@@ -1,0 +1,86 @@
+"""The page's files, as a browser gets them: nothing in them comes from elsewhere, or may."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Self
+
+from starlette.responses import RedirectResponse, Response
+
+from everlift.errors import UnknownPath
+from router.gateway.http.endpoint import Call
+
+_DIRECTORY = Path(__file__).parent / "page"
+_INDEX = "index.html"
+_MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+#: Of everything that the console answers.
+SECURITY_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    media_type: str
+    body: bytes
+    etag: str
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        body = path.read_bytes()
+        return cls(_MEDIA_TYPES[path.suffix], body, f'"{sha256(body).hexdigest()[:16]}"')
+
+
+class Page:
+    """Its files are read once."""
+
+    def __init__(self) -> None:
+        paths = (path for path in _DIRECTORY.iterdir() if path.suffix in _MEDIA_TYPES)
+        self._files = {path.name: _File.read(path) for path in paths}
+
+    async def without_slash(self, call: Call) -> Response:
+        """Its files are named relative to the folder."""
+        call.told |= SECURITY_HEADERS
+        return RedirectResponse("console/")
+
+    async def index(self, call: Call) -> Response:
+        return self._answer(_INDEX, call)
+
+    async def file(self, call: Call) -> Response:
+        """Raises UnknownPath."""
+        return self._answer(call.request.path_params["file"], call)
+
+    def _answer(self, name: str, call: Call) -> Response:
+        call.told |= SECURITY_HEADERS
+        if (file := self._files.get(name)) is None:
+            raise UnknownPath("the console has no such file")
+        # A browser asks each time whether it is another one.
+        headers = {"etag": file.etag, "cache-control": "no-cache"}
+        if call.headers.get("if-none-match") == file.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(file.body, headers=headers, media_type=file.media_type)

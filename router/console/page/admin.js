@@ -1,0 +1,121 @@
+// What operators tell the cluster.
+
+import { $, el, say, short } from "./dom.js";
+
+const ORDERS = ["fifo", "deadline", "shortest", "ranked", "hrrn"];
+const TARGETS = ["any-worker", "any-router", "leader", "ledger"];
+
+export class Admin {
+  constructor(api) {
+    this.api = api;
+    this.policy = {};
+    this.inputs = {};
+    this.listen("drain-form", () => this.drain());
+    this.listen("policy-form", () => this.setPolicy());
+    this.listen("chaos-form", () => this.inject());
+    $("policy-reset").addEventListener("click", () => this.ask("policy", { reset: Object.keys(this.policy) }, "the queue works as configured"));
+  }
+
+  listen(id, act) {
+    $(id).addEventListener("submit", (event) => {
+      event.preventDefault();
+      act();
+    });
+  }
+
+  show({ you, router, workers, queue }, all) {
+    if (you) $("admin").hidden = !you.scopes.includes("admin");
+    if (router) $("chaos-form").hidden = !router.has_chaos;
+    if (workers) this.list(workers);
+    if (queue) this.showPolicy(all.queue);
+  }
+
+  list(workers) {
+    options($("drain-worker"), workers.sizes.every((it) => it === 1) ? workers.ids : []);
+    options($("chaos-target"), [...TARGETS, ...workers.ids]);
+  }
+
+  // A field that somebody is about to change is left alone.
+  showPolicy({ policy, overridden }) {
+    if (!Object.keys(this.inputs).length) this.build(policy);
+    for (const [name, value] of Object.entries(policy)) {
+      const input = this.inputs[name];
+      if (input.type === "checkbox") {
+        if (this.policy[name] !== value) input.checked = value;
+      } else if (this.policy[name] !== value) input.value = value;
+      input.labels[0].classList.toggle("overridden", overridden.includes(name));
+    }
+    this.policy = policy;
+  }
+
+  build(policy) {
+    for (const [name, value] of Object.entries(policy)) {
+      const id = `policy-${name}`;
+      this.inputs[name] = field(id, name, value);
+      $("policy-fields").append(el("label", { for: id }, name.replaceAll("_", " "), this.inputs[name]));
+    }
+  }
+
+  async drain() {
+    const id = $("drain-worker").value;
+    if (await confirmed(`Drain worker ${short(id)}?`)) await this.ask("drain", { worker_id: id }, `worker ${short(id)} drains`);
+  }
+
+  async setPolicy() {
+    const changes = {};
+    for (const [name, input] of Object.entries(this.inputs)) {
+      const value = input.type === "checkbox" ? input.checked : input.type === "number" ? Number(input.value) : input.value;
+      if (value !== this.policy[name]) changes[name] = value;
+    }
+    await this.ask("policy", changes, "the policy holds");
+  }
+
+  async inject() {
+    const [kind, target] = [$("chaos-kind").value, $("chaos-target").value];
+    const fault = { kind, target };
+    if (kind !== "FAULT_KIND_KILL") fault.seconds = Number($("chaos-seconds").value);
+    if (kind === "FAULT_KIND_SLOW") Object.assign(fault, target === "ledger" ? { delay_s: 0.2 } : { factor: 10 });
+    const word = kind.replace("FAULT_KIND_", "").toLowerCase();
+    if (await confirmed(`${word} ${target}?`)) await this.ask("chaos", fault, `${word}: under way`);
+  }
+
+  async ask(path, body, done) {
+    try {
+      const answer = await this.api.ask(path, body);
+      say($("admin-status"), `${done}${answer.target ? ` (${answer.target})` : ""}`);
+    } catch (error) {
+      say($("admin-status"), `${error.slug || "failed"}: ${error.message}`);
+    }
+  }
+}
+
+function field(id, name, value) {
+  if (name === "order") {
+    const select = el("select", { id }, ...ORDERS.map((it) => el("option", {}, it)));
+    select.value = value;
+    return select;
+  }
+  if (typeof value === "boolean") {
+    const box = el("input", { id, type: "checkbox" });
+    box.checked = value;
+    return box;
+  }
+  return el("input", { id, type: "number", min: 0, step: "any", value });
+}
+
+function options(select, values) {
+  const chosen = select.value;
+  select.replaceChildren(...values.map((it) => el("option", { value: it }, TARGETS.includes(it) ? it : `worker ${short(it)}`)));
+  if (values.includes(chosen)) select.value = chosen;
+}
+
+// Whether the reader wants that.
+function confirmed(question) {
+  const dialog = $("confirm");
+  say($("confirm-text"), question);
+  dialog.returnValue = "no";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+  });
+}

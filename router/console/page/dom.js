@@ -1,0 +1,55 @@
+// Elements, and how numbers are written.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export const $ = (id) => document.getElementById(id);
+
+// `properties` are attributes, but for functions, which listen.
+export function el(tag, properties = {}, ...children) {
+  return filled(document.createElement(tag), properties, children);
+}
+
+export function svg(tag, properties = {}, ...children) {
+  return filled(document.createElementNS(SVG, tag), properties, children);
+}
+
+function filled(element, properties, children) {
+  for (const [name, value] of Object.entries(properties)) {
+    if (typeof value === "function") element.addEventListener(name, value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+export function row(...cells) {
+  return el("tr", {}, ...cells.map((cell) => el("td", {}, cell)));
+}
+
+// Text that does not change is left alone: who listens to the page would hear it again.
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+export function count(number) {
+  return number.toLocaleString("en");
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "not known";
+  if (value < 0.0995) return `${(value * 1000).toPrecision(2)} ms`;
+  if (value < 100) return `${value.toPrecision(3)} s`;
+  return `${Math.round(value)} s`;
+}
+
+export function ago(value) {
+  const whole = Math.max(0, Math.round(value));
+  return whole < 120 ? `${whole} s ago` : `${Math.round(whole / 60)} min ago`;
+}
+
+export function percent(part, whole) {
+  return whole ? Math.round((100 * part) / whole) : 0;
+}
+
+export const short = (id) => id.slice(0, 8);

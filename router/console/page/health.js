@@ -1,0 +1,30 @@
+// The ledger, who leads, and how requests ended badly.
+
+import { $, ago, count, el, row } from "./dom.js";
+
+export class Health {
+  show({ ledger, router, totals, errors }, all) {
+    if (ledger || router || totals) this.facts(all);
+    if (errors) {
+      $("errors").replaceChildren(
+        ...(errors.length
+          ? errors.map(([slug, number, last]) => row(slug, count(number), ago(last)))
+          : [el("tr", {}, el("td", { colspan: 3, class: "quiet" }, "none"))]),
+      );
+    }
+  }
+
+  facts({ ledger, router, totals }) {
+    if (!ledger || !router || !totals) return;
+    const facts = [
+      ["ledger", `${ledger.server || "not known"}${ledger.away ? " · does not answer" : ""}`],
+      ["durability", `${ledger.durability_class}${ledger.promise ? `: ${ledger.promise}` : ""}`],
+      ["delivery", ledger.durability.replace("_", " ")],
+      ["its memory", ledger.memory_used === null ? "no bound" : `${Math.round(100 * ledger.memory_used)} % used`],
+      ["came back with less", `${count(ledger.rollbacks)} times`],
+      ["leader", router.leader || "none"],
+      ["false alarms", count(totals.false_alarms)],
+    ];
+    $("health-list").replaceChildren(...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+  }
+}

@@ -1,0 +1,176 @@
+// Batch slots over time, a lane for each worker: who boards and leaves, and who goes on where.
+
+import { EMPTY, PREFILL, WINDOW_S } from "./cluster.js";
+import { $, el, say, seconds, short, svg } from "./dom.js";
+
+const TITLE_PX = 18;
+const LEAST_SLOTS = 4;
+const MOST_ARROWS = 64;
+const HEAD_PX = 7;
+
+export class Lanes {
+  constructor(cluster, onPick) {
+    this.cluster = cluster;
+    this.canvas = $("lanes-canvas");
+    this.arrows = $("lanes-arrows");
+    this.sought = "";
+    this.tops = [];
+    this.colours();
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.colours());
+    this.canvas.addEventListener("click", (event) => {
+      const name = this.at(event.offsetX, event.offsetY);
+      if (name) onPick(name);
+    });
+    this.canvas.addEventListener("pointermove", (event) => {
+      this.canvas.title = this.at(event.offsetX, event.offsetY) ?? "";
+    });
+  }
+
+  colours() {
+    const style = getComputedStyle(document.documentElement);
+    const of = (name) => style.getPropertyValue(`--${name}`).trim();
+    this.colour = Object.fromEntries(
+      ["decode", "prefill", "yours", "empty", "text", "quiet", "lost", "panel"].map((it) => [it, of(it)]),
+    );
+    this.hatch = null;
+  }
+
+  // `name` of the request that was searched for.
+  seek(name) {
+    this.sought = name;
+  }
+
+  draw() {
+    const { lanes } = this.cluster;
+    const heights = lanes.map((lane) => this.height(lane));
+    const width = this.canvas.clientWidth;
+    this.tops = heights.map((_, place) => heights.slice(0, place).reduce((a, it) => a + it.total, 0));
+    const height = Math.max(1, heights.reduce((a, it) => a + it.total, 0));
+    const pixels = devicePixelRatio || 1;
+    this.resize(width, height, pixels);
+    const context = this.canvas.getContext("2d");
+    context.setTransform(pixels, 0, 0, pixels, 0, 0);
+    context.clearRect(0, 0, width, height);
+    this.hatch ??= this.hatched(context);
+    lanes.forEach((lane, place) => this.lane(context, lane, this.tops[place], heights[place], width));
+    this.heights = heights;
+    this.drawArrows(width);
+    this.tell();
+  }
+
+  height(lane) {
+    const most = Math.max(LEAST_SLOTS - 1, ...lane.slots.keys()) + 1;
+    const row = most <= 8 ? 12 : most <= 32 ? 6 : most <= 96 ? 3 : 1.5;
+    return { slots: most, row, total: TITLE_PX + most * row + 6 };
+  }
+
+  resize(width, height, pixels) {
+    const wide = Math.round(width * pixels);
+    const high = Math.round(height * pixels);
+    if (this.canvas.width === wide && this.canvas.height === high) return;
+    this.canvas.width = wide;
+    this.canvas.height = high;
+    this.canvas.style.height = `${height}px`;
+    this.arrows.setAttribute("width", width);
+    this.arrows.setAttribute("height", height);
+  }
+
+  x(at, width) {
+    return width * (1 - (this.cluster.at - at) / WINDOW_S);
+  }
+
+  y([place, slot]) {
+    const { row } = this.heights[place];
+    return this.tops[place] + TITLE_PX + (slot + 0.5) * row;
+  }
+
+  lane(context, lane, top, { slots, row }, width) {
+    const known = this.cluster.sections.workers?.ids.indexOf(lane.worker) ?? -1;
+    const state = this.cluster.sections.cells?.[known]?.[0] ?? "gone";
+    context.fillStyle = state === "up" ? this.colour.quiet : this.colour.lost;
+    context.font = "12px system-ui, sans-serif";
+    context.fillText(`worker ${short(lane.worker)}${state === "up" ? "" : ` · ${state}`}`, 2, top + 13);
+    const band = top + TITLE_PX;
+    context.fillStyle = this.colour.empty;
+    context.fillRect(0, band, width, slots * row);
+    for (const [slot, stretches] of lane.slots) {
+      for (const it of stretches) {
+        const left = Math.max(0, this.x(it.since, width));
+        const right = it.until === null ? width : this.x(it.until, width);
+        if (it.phase === EMPTY || right <= 0) continue;
+        context.fillStyle = this.fill(it);
+        context.fillRect(left, band + slot * row, Math.max(1, right - left), row > 2 ? row - 1 : row);
+      }
+    }
+  }
+
+  fill(stretch) {
+    const name = this.cluster.names.get(stretch.key);
+    if (this.sought && name === this.sought) return this.colour.yours;
+    return stretch.phase === PREFILL ? this.hatch : this.colour.decode;
+  }
+
+  hatched(context) {
+    const tile = el("canvas", { width: 6, height: 6 });
+    const on = tile.getContext("2d");
+    on.fillStyle = this.colour.prefill;
+    on.fillRect(0, 0, 6, 6);
+    on.strokeStyle = this.colour.panel;
+    on.lineWidth = 1.4;
+    on.beginPath();
+    on.moveTo(-1, 7);
+    on.lineTo(7, -1);
+    on.stroke();
+    return context.createPattern(tile, "repeat");
+  }
+
+  drawArrows(width) {
+    const { transfers } = this.cluster;
+    this.arrows.replaceChildren(...transfers.slice(-MOST_ARROWS).flatMap((it) => this.arrow(it, width)));
+  }
+
+  arrow(transfer, width) {
+    const [x1, y1] = [this.x(transfer.left_at, width), this.y(transfer.from)];
+    const [x2, y2] = [this.x(transfer.at, width), this.y(transfer.to)];
+    // Who went on at once still has an arrow that can be seen.
+    const bend = Math.max(14, (x2 - x1) / 2);
+    const path = `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend - HEAD_PX} ${y2} ${x2 - HEAD_PX} ${y2}`;
+    const kind = transfer.cause === "preempted" ? "arrow resumed" : "arrow migrated";
+    const head = `M${x2 - HEAD_PX} ${y2 - 4}L${x2} ${y2}L${x2 - HEAD_PX} ${y2 + 4}z`;
+    return [svg("path", { class: kind, d: path, "data-cause": transfer.cause }), svg("path", { class: "head", d: head })];
+  }
+
+  // What the picture says, for who does not see it.
+  tell() {
+    const seated = [...this.cluster.seated()];
+    const prefilling = seated.filter((it) => it.phase === PREFILL).length;
+    const { lanes, transfers } = this.cluster;
+    say(
+      $("lanes-text"),
+      lanes.length
+        ? `${lanes.length} workers shown: ${seated.length - prefilling} slots decode, ${prefilling} prefill; ` +
+            `${transfers.length} requests went on in another slot in the last minute.`
+        : "No worker is shown.",
+    );
+    if ($("seats-details").open) {
+      $("seats").replaceChildren(...seated.slice(0, 512).map((it) => this.seat(it)));
+    }
+  }
+
+  seat({ worker, slot, phase, name, since }) {
+    const cells = [short(worker), String(slot), phase === PREFILL ? "prefill" : "decode", name ?? "", seconds(this.cluster.at - since)];
+    return el("tr", {}, ...cells.map((it) => el("td", {}, it)));
+  }
+
+  // The name of the request whose stretch is at this place of the canvas.
+  at(x, y) {
+    const place = this.tops.findLastIndex((top) => y >= top);
+    if (place < 0) return undefined;
+    const slot = Math.floor((y - this.tops[place] - TITLE_PX) / this.heights[place].row);
+    const width = this.canvas.clientWidth;
+    const stretch = this.cluster.lanes[place].slots
+      .get(slot)
+      ?.find((it) => this.x(it.since, width) <= x && (it.until === null || x <= this.x(it.until, width)));
+    return stretch && this.cluster.names.get(stretch.key);
+  }
+}

@@ -1,0 +1,32 @@
+// How long clients of this router wait, in percentiles of the last minute.
+
+import { Chart } from "./chart.js";
+import { $, count, row, seconds } from "./dom.js";
+
+const TITLES = {
+  ttft: "time to first token",
+  inter_token: "between two tokens",
+  queue_wait: "in the queue",
+  latency: "to the last token",
+};
+const LINES = ["p50", "p90", "p99"];
+
+export class Latencies {
+  constructor() {
+    const chart = (id, title, of) =>
+      new Chart($(id), title, LINES.map((it) => [it, (point) => point[of][it]]), seconds);
+    this.charts = [chart("ttft-chart", "Time to first token", "ttft"), chart("inter-token-chart", "Between two tokens", "interToken")];
+  }
+
+  show({ latencies }, history) {
+    for (const chart of this.charts) chart.show(history);
+    if (!latencies) return;
+    $("percentiles").replaceChildren(
+      ...Object.entries(TITLES).map(([name, title]) => {
+        const it = latencies[name];
+        const said = LINES.map((p) => (it.count ? seconds(it[p]) : "-"));
+        return row(title, ...said, count(it.count));
+      }),
+    );
+  }
+}

@@ -1,0 +1,70 @@
+// The page: frames come in, each part shows what has changed of it.
+
+import { Admin } from "./admin.js";
+import { Api } from "./api.js";
+import { Cluster } from "./cluster.js";
+import { $, say } from "./dom.js";
+import { Feed } from "./feed.js";
+import { Grid } from "./grid.js";
+import { Happenings } from "./happenings.js";
+import { Health } from "./health.js";
+import { Lanes } from "./lanes.js";
+import { Latencies } from "./latencies.js";
+import { Overview } from "./overview.js";
+import { Queue } from "./queue.js";
+import { Request } from "./request.js";
+import { TryIt } from "./tryit.js";
+
+const api = new Api();
+const cluster = new Cluster();
+const overview = new Overview();
+const queue = new Queue();
+const latencies = new Latencies();
+const happenings = new Happenings();
+const health = new Health();
+const admin = new Admin(api);
+const lanes = new Lanes(cluster, (name) => request.look(name));
+const request = new Request(api, (name) => lanes.seek(name));
+new TryIt(api, (name, isWanted) => {
+  lanes.seek(name);
+  if (isWanted) request.look(name).then(() => $("request").scrollIntoView());
+});
+
+const feed = new Feed(api, {
+  onOpen: () => cluster.begin(),
+  onFrame: (frame) => show(cluster.take(frame).sections),
+  onState: (state, text) => {
+    $("connection").dataset.state = state;
+    say($("connection"), text);
+  },
+});
+const grid = new Grid((chosen) => feed.watch(chosen));
+
+let shownAt = -1;
+
+function show(changed) {
+  const all = cluster.sections;
+  overview.show(changed);
+  grid.show(changed, all);
+  health.show(changed, all);
+  admin.show(changed, all);
+  if (document.hidden) return;
+  lanes.draw();
+  // What changes with every second is shown so often.
+  const isSecond = Math.floor(cluster.at) !== shownAt;
+  shownAt = Math.floor(cluster.at);
+  queue.show(changed, all, isSecond ? cluster.history : []);
+  latencies.show(isSecond ? all : {}, isSecond ? cluster.history : []);
+  if (isSecond) happenings.show(cluster);
+}
+
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  api.use($("key").value);
+  $("key").value = "";
+  say($("connection"), "connecting");
+  feed.watch(feed.lanes);
+});
+$("key").placeholder = api.key ? "kept in this tab" : "none";
+
+feed.watch(null);

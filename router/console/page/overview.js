@@ -1,0 +1,46 @@
+// The cluster in a few numbers.
+
+import { $, count, el, percent, say } from "./dom.js";
+
+const TILES = [
+  ["Workers up", (t) => count(t.up), (t) => words([t.lost, "lost"], [t.draining, "draining"], [t.slow, "slow"])],
+  ["Slots in use", (t) => count(t.running), (t) => `of ${count(t.slots)}`, (t) => percent(t.running, t.slots)],
+  ["KV blocks in use", (t) => `${percent(t.blocks_used, t.blocks)} %`, (t) => `${percent(t.blocks_cached, t.blocks)} % cached`, (t) => percent(t.blocks_used, t.blocks)],
+  ["Waiting", (t) => count(t.queued), (t) => words([t.waiting, "at workers"])],
+  ["Tokens a second", (t) => count(t.tokens_per_s), () => ""],
+  ["Finished here", (t) => count(t.completed), (t) => words([t.failed, "failed"])],
+  ["Migrated here", (t) => count(t.migrated), (t) => words([t.moved, "moved"])],
+  ["Preempted here", (t) => count(t.preempted), (t) => words([t.recomputed_tokens, "tokens again"])],
+];
+
+function words(...counted) {
+  return counted
+    .filter(([number]) => number)
+    .map(([number, word]) => `${count(number)} ${word}`)
+    .join(", ");
+}
+
+export class Overview {
+  constructor() {
+    this.tiles = TILES.map(([title, value, more, part]) => {
+      const number = el("span");
+      const small = el("small");
+      const bar = part && el("progress", { max: 100, "aria-label": title });
+      $("tiles").append(el("div", {}, el("dt", {}, title), el("dd", {}, number, " ", small, ...(bar ? [bar] : []))));
+      return { number, small, bar, value, more, part };
+    });
+  }
+
+  show({ router, totals }) {
+    if (router) {
+      const leads = router.is_leading ? "leads" : `leader ${router.leader ? router.leader.slice(0, 8) : "none"}`;
+      say($("identity"), `${router.model} · router ${router.router_id.slice(0, 8)} · ${leads}`);
+    }
+    if (!totals) return;
+    for (const { number, small, bar, value, more, part } of this.tiles) {
+      say(number, value(totals));
+      say(small, more(totals));
+      if (bar) bar.value = part(totals);
+    }
+  }
+}

@@ -1,0 +1,40 @@
+// What waits, by class and tenant.
+
+import { Chart } from "./chart.js";
+import { $, count, el, row, say, seconds } from "./dom.js";
+
+export class Queue {
+  constructor() {
+    this.chart = new Chart($("queue-chart"), "Requests that wait", [["queued", (it) => it.queued]], (it) => count(Math.round(it)));
+  }
+
+  show({ queue, tenants }, all, history) {
+    this.chart.show(history);
+    if (queue) {
+      say($("queue-line"), line(queue));
+      $("classes").replaceChildren(...rows(queue.classes ?? [], (it) => row(String(it.priority), bar(it.queued, queue.queued), seconds(it.wait_s))));
+    }
+    if (tenants) {
+      $("tenants").replaceChildren(
+        ...rows(tenants, (it) => row(it.tenant, String(it.priority), bar(it.queued, all.queue.queued))),
+      );
+    }
+  }
+}
+
+function line(queue) {
+  const waits = `${count(queue.queued)} wait, in order ${queue.policy.order}.`;
+  if (!queue.is_known) return `${waits} The leader has not said more lately.`;
+  if (!queue.queued) return waits;
+  return `${waits} ${count(queue.tokens)} tokens are to be computed for them; the next one has waited ${seconds(queue.waited_s)}; all have left in ${seconds(queue.wait_s)}, as predicted.`;
+}
+
+function rows(list, make) {
+  return list.length ? list.map(make) : [el("tr", {}, el("td", { colspan: 3, class: "quiet" }, "nobody waits"))];
+}
+
+function bar(part, whole) {
+  const it = el("span", { class: "bar" });
+  it.style.width = `${whole ? Math.min(60, (60 * part) / whole) : 0}%`;
+  return el("span", {}, `${count(part)} `, it);
+}

@@ -1,0 +1,192 @@
+"""Who has which batch slot of some workers, from one look to the next. Pure.
+
+A request that leaves a slot and has another one later went on there: at another worker it has
+migrated, at the same one it was preempted and is back. Who only left has ended, or waits.
+
+    seats of worker a:   |== r ==|                      left at 2 s
+    seats of worker b:              |== r ==========    migrated at 3 s, from a's seat to this one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+#: A request that left is looked for in other slots for so long, and so many of them are.
+_LOOKED_FOR_S = 120.0
+_MOST_LOOKED_FOR = 2048
+
+
+class Phase(IntEnum):
+    EMPTY = 0
+    PREFILL = 1
+    DECODE = 2
+
+
+class Cause(Enum):
+    """Why a request went on in another slot."""
+
+    WORKER_LOST = "worker_lost"
+    WORKER_DRAINED = "worker_drained"
+    MOVED = "moved"
+    PREEMPTED = "preempted"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    worker_id: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sitter:
+    request_id: str
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """A worker at a look. ``preemptions`` counts on while it is up; a lost one has no sitters."""
+
+    sitters: Mapping[int, Sitter]
+    preemptions: int = 0
+    is_up: bool = True
+    is_draining: bool = False
+
+
+LOST = Occupancy({}, is_up=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """From now on this is who has the seat; ``key`` stands for a request, 0 for nobody."""
+
+    seat: Seat
+    key: int
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """``left_at`` in seconds is when it was seen to leave the ``source``."""
+
+    key: int
+    request_id: str
+    cause: Cause
+    source: Seat
+    target: Seat
+    left_at: float
+
+
+@dataclass(slots=True)
+class _Trace:
+    """Where a request was seen last. ``preemptions`` are its worker's before it left."""
+
+    key: int
+    seat: Seat
+    left_at: float | None = None
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """``requests`` are the names of keys that are new."""
+
+    changes: list[Change] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    requests: dict[int, str] = field(default_factory=dict)
+
+
+class Seating:
+    """Of the workers that it is shown, the same ones at each look. Memory is bounded by their slots
+    and by ``_MOST_LOOKED_FOR``."""
+
+    def __init__(self) -> None:
+        self._before: Mapping[str, Occupancy] = {}
+        self._traces: dict[str, _Trace] = {}
+        self._last_key = 0
+
+    def look(self, workers: Mapping[str, Occupancy], now: float) -> News:
+        """What changed since the look before. O(slots of these workers)."""
+        news = News()
+        for worker_id, occupancy in self._before.items():
+            self._leave(worker_id, occupancy, workers.get(worker_id, LOST), now, news)
+        for worker_id, occupancy in workers.items():
+            self._board(worker_id, occupancy, workers, now, news)
+        self._before = workers
+        self._forget(now)
+        return news
+
+    def _leave(
+        self, worker_id: str, before: Occupancy, after: Occupancy, now: float, news: News
+    ) -> None:
+        for slot, sitter in before.sitters.items():
+            other = after.sitters.get(slot)
+            if other is not None and other.request_id == sitter.request_id:
+                continue
+            seat, trace = Seat(worker_id, slot), self._traces.get(sitter.request_id)
+            if trace is not None and trace.seat == seat:
+                trace.left_at, trace.preemptions = now, before.preemptions
+                # Who left last is last.
+                self._traces[sitter.request_id] = self._traces.pop(sitter.request_id)
+            if other is None:
+                news.changes.append(Change(seat, 0, Phase.EMPTY))
+
+    def _board(
+        self,
+        worker_id: str,
+        after: Occupancy,
+        workers: Mapping[str, Occupancy],
+        now: float,
+        news: News,
+    ) -> None:
+        before = self._before.get(worker_id, LOST).sitters
+        for slot, sitter in after.sitters.items():
+            known = before.get(slot)
+            if known == sitter:
+                continue
+            seat = Seat(worker_id, slot)
+            if known is None or known.request_id != sitter.request_id:
+                self._sit(sitter.request_id, seat, workers, now, news)
+            trace = self._traces[sitter.request_id]
+            news.changes.append(Change(seat, trace.key, sitter.phase))
+
+    def _sit(
+        self,
+        request_id: str,
+        seat: Seat,
+        workers: Mapping[str, Occupancy],
+        now: float,
+        news: News,
+    ) -> None:
+        trace = self._traces.get(request_id)
+        if trace is None:
+            self._last_key += 1
+            self._traces[request_id] = _Trace(self._last_key, seat)
+            news.requests[self._last_key] = request_id
+            return
+        if (cause := _cause(trace, seat, workers)) is not None:
+            # One whose worker has not been heard yet since it left has just done so.
+            left_at = now if trace.left_at is None else trace.left_at
+            news.transfers.append(Transfer(trace.key, request_id, cause, trace.seat, seat, left_at))
+        trace.seat, trace.left_at = seat, None
+
+    def _forget(self, now: float) -> None:
+        gone = [name for name, trace in self._traces.items() if trace.left_at is not None]
+        for place, name in enumerate(gone):
+            left_at = self._traces[name].left_at
+            assert left_at is not None
+            if now - left_at > _LOOKED_FOR_S or len(gone) - place > _MOST_LOOKED_FOR:
+                del self._traces[name]
+
+
+def _cause(trace: _Trace, seat: Seat, workers: Mapping[str, Occupancy]) -> Cause | None:
+    """None where it only has more slots than before, of other choices."""
+    source = workers.get(trace.seat.worker_id, LOST)
+    if trace.seat.worker_id == seat.worker_id:
+        was_preempted = trace.left_at is not None and source.preemptions > trace.preemptions
+        return Cause.PREEMPTED if was_preempted else None
+    if not source.is_up:
+        return Cause.WORKER_LOST
+    return Cause.WORKER_DRAINED if source.is_draining else Cause.MOVED

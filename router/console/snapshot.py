@@ -1,0 +1,285 @@
+"""A cluster at a moment, as one of its routers knows it: in sections, each a JSON value whose size
+has a bound, and the same for everybody who may see it. Pure.
+
+What only the leader knows is what it last told the ledger, so that any replica can answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from everlift.v1 import inference_pb2, session_pb2
+from router.admission.worker_view import WorkerView
+from router.console import workers
+from router.console.failures import Failures
+from router.console.happenings import Happenings, View
+from router.console.percentiles import Percentiles, RecentHistogram
+from router.console.workers import Link, Rates, Row
+from router.ledger.base import LoadReport
+from router.ledger.config import PROMISES
+
+Json = dict[str, Any]
+
+#: The leader says five times a second what work there is; what it said so long ago says nothing.
+_STALE_S = 5.0
+#: Histograms of which a page has percentiles, by their names there and in the catalogue.
+LATENCIES = {
+    "ttft": "everlift_time_to_first_token_seconds",
+    "inter_token": "everlift_inter_token_latency_seconds",
+    "queue_wait": "everlift_queue_wait_seconds",
+    "latency": "everlift_request_latency_seconds",
+}
+
+
+class Sessions(Protocol):
+    @property
+    def false_alarms(self) -> int: ...
+
+    @property
+    def links(self) -> Sequence[Link]: ...
+
+
+class Counters(Protocol):
+    """Since this router started."""
+
+    completed: int
+    failed: int
+    migrated: int
+    preempted: int
+    moved: int
+    recomputed_tokens: int
+
+
+class Requests(Protocol):
+    """This router's."""
+
+    @property
+    def counters(self) -> Counters: ...
+
+    @property
+    def outlook(self) -> session_pb2.Outlook: ...
+
+    def ledger_status(self) -> inference_pb2.LedgerStatus: ...
+
+
+class Leader(Protocol):
+    @property
+    def is_leading(self) -> bool: ...
+
+    def view(self, worker_id: str) -> WorkerView | None: ...
+
+
+class Line(Protocol):
+    queued: int
+
+
+class Fleet(Protocol):
+    leader_id: str
+
+
+class Holding(Protocol):
+    """What holds of the queue, and which of it is not as configured."""
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+
+    @property
+    def overridden(self) -> Iterable[str]: ...
+
+
+class Rulebook(Protocol):
+    @property
+    def holding(self) -> Holding: ...
+
+
+class Measured(Protocol):
+    """What this router counted since it started."""
+
+    def bounds(self, name: str) -> Sequence[float]:
+        """Of a histogram's buckets, the infinite one last."""
+        ...
+
+    def cumulative(self, name: str) -> Sequence[int]:
+        """By bucket, of all classes together."""
+        ...
+
+    def failures(self) -> Mapping[str, int]:
+        """Requests by the slug that they ended with."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Of a router."""
+
+    router_id: str
+    cluster_id: str
+    model: str
+    has_chaos: bool
+    has_access: bool
+
+
+class Snapshot:
+    """``load`` is set from outside, as often as it is read."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        sessions: Sessions,
+        requests: Requests,
+        leader: Leader,
+        line: Line,
+        fleet: Fleet,
+        rulebook: Rulebook,
+        measured: Measured,
+    ) -> None:
+        self._identity = identity
+        self._sessions = sessions
+        self._requests = requests
+        self._leader = leader
+        self._line = line
+        self._fleet = fleet
+        self._rulebook = rulebook
+        self._measured = measured
+        self.load: LoadReport | None = None
+        self.happenings = Happenings()
+        self._rates = Rates()
+        self._failures = Failures()
+        self._histograms = {
+            name: RecentHistogram(measured.bounds(metric)) for name, metric in LATENCIES.items()
+        }
+        self._rows: list[Row] = []
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """By the worker's id."""
+        return {link.info.worker_id: link for link in self._sessions.links}
+
+    def look(self, now: float) -> Mapping[str, Any]:
+        """All sections. O(workers)."""
+        self._rows = self._look_at_workers(now)
+        self._count(now)
+        ledger, holding = self._requests.ledger_status(), self._rulebook.holding
+        self.happenings.look(
+            View(
+                self._rows,
+                self._fleet.leader_id,
+                ledger.away,
+                ledger.rollbacks,
+                {name: holding.values[name] for name in sorted(holding.values)},
+            ),
+            now,
+        )
+        return {
+            "router": self._router(),
+            "totals": self._totals(),
+            "workers": workers.names(self._rows),
+            "cells": workers.cells(self._rows),
+            "queue": self._queue(holding),
+            "latencies": {name: _told(it.percentiles) for name, it in self._histograms.items()},
+            "ledger": _ledger(ledger),
+            "errors": [
+                [each.slug, each.recent, round(each.last_s)] for each in self._failures.recent(now)
+            ],
+        }
+
+    def _look_at_workers(self, now: float) -> list[Row]:
+        links = self._sessions.links
+        rows = [
+            workers.row(
+                link,
+                self._leader.view(link.info.worker_id),
+                self._rates.of(link.info.worker_id, link.state.output_tokens, now),
+            )
+            for link in links
+        ]
+        self._rates.keep(link.info.worker_id for link in links)
+        return sorted(rows, key=lambda each: each.worker_id)
+
+    def _count(self, now: float) -> None:
+        for name, histogram in self._histograms.items():
+            histogram.note(self._measured.cumulative(LATENCIES[name]), now)
+        self._failures.note(self._measured.failures(), now)
+
+    def _router(self) -> Json:
+        return asdict(self._identity) | {
+            "leader": self._fleet.leader_id,
+            "is_leading": self._leader.is_leading,
+        }
+
+    def _totals(self) -> Json:
+        """Of the cluster what workers say, and of this router since it started."""
+        counters = self._requests.counters
+        return workers.summary(self._rows) | {
+            "queued": self._line.queued,
+            "completed": counters.completed,
+            "failed": counters.failed,
+            "migrated": counters.migrated,
+            "preempted": counters.preempted,
+            "moved": counters.moved,
+            "recomputed_tokens": counters.recomputed_tokens,
+            "false_alarms": self._sessions.false_alarms,
+        }
+
+    def _queue(self, holding: Holding) -> Json:
+        load = self._fresh_load
+        told: Json = {
+            "is_known": load is not None,
+            "queued": self._line.queued,
+            "policy": dict(holding.values),
+            "overridden": list(holding.overridden),
+        }
+        if load is None:
+            return told
+        return told | {
+            "tokens": load.queued_tokens,
+            "waited_s": round(load.waited_s, 2),
+            "wait_s": round(load.wait_s, 2) if load.HasField("wait_s") else None,
+            "worker_rate": round(load.worker_rate),
+            "classes": self._classes(load),
+        }
+
+    def _classes(self, load: session_pb2.ClusterLoad) -> list[Json]:
+        waits = {each.priority: each.wait_s for each in self._requests.outlook.waits}
+        return [
+            {
+                "priority": each.priority,
+                "queued": each.queued,
+                "wait_s": round(waits[each.priority], 2) if each.priority in waits else None,
+            }
+            for each in load.class_queues
+        ]
+
+    def tenants(self, tenant: str | None) -> list[Json]:
+        """Who waits, by tenant and class: of all of them, or of one."""
+        load = self._fresh_load
+        queues: Iterable[session_pb2.TenantQueue] = load.tenant_queues if load is not None else ()
+        return [
+            {"tenant": each.tenant, "priority": each.priority, "queued": each.queued}
+            for each in queues
+            if tenant is None or each.tenant == tenant
+        ]
+
+    @property
+    def _fresh_load(self) -> session_pb2.ClusterLoad | None:
+        report = self.load
+        return report.load if report is not None and report.age_s < _STALE_S else None
+
+
+def _told(percentiles: Percentiles) -> Json:
+    told = asdict(percentiles)
+    return {name: round(it, 4) if isinstance(it, float) else it for name, it in told.items()}
+
+
+def _ledger(status: inference_pb2.LedgerStatus) -> Json:
+    return {
+        "server": status.server,
+        "durability_class": status.durability_class,
+        "durability": status.durability,
+        "promise": PROMISES.get(status.durability_class, ""),
+        "memory_used": round(status.memory_used, 3) if status.HasField("memory_used") else None,
+        "away": status.away,
+        "rollbacks": status.rollbacks,
+    }

@@ -1,0 +1,114 @@
+"""One page that watches: what it may see, and what it has been told of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everlift.request_id import tenant_of
+from router.console import workers
+from router.console.lanes import Lanes
+from router.console.seating import LOST, News, Seating, Transfer
+from router.console.snapshot import Snapshot
+from router.gateway.caller import Caller, Scope
+from router.gateway.http.encoding import encode
+
+
+class Viewer:
+    """``lanes`` are the workers whose slots it is shown."""
+
+    def __init__(self, snapshot: Snapshot, caller: Caller, lanes: Lanes) -> None:
+        self._snapshot = snapshot
+        self._caller = caller
+        self._lanes = lanes
+        self._seating = Seating()
+        #: sections as they were told last
+        self._told: dict[str, str] = {}
+        self._last_happening = 0
+
+    def frame(self, sections: Mapping[str, str], now: float) -> str:
+        """What it has not been told yet, as JSON: ``sections``, which are JSON already, that have
+        changed, its own ones, and what happened. O(slots of its lanes)."""
+        links = self._snapshot.links
+        self._lanes.look([name for name in sorted(links) if links[name].is_up], now)
+        lanes = self._lanes.worker_ids
+        own = {"you": self._you(), "lanes": lanes, "tenants": self._tenants()}
+        changed = self._changed(sections) | self._changed(
+            {name: encode(value) for name, value in own.items()}
+        )
+        changed |= {name: encode(it) for name, it in self._seats(now).items() if it}
+        if happened := self._happened():
+            changed["happened"] = encode(happened)
+        parts = [f'"at":{now:.3f}', *(f'"{name}":{text}' for name, text in changed.items())]
+        return "{" + ",".join(parts) + "}"
+
+    def _changed(self, sections: Mapping[str, str]) -> dict[str, str]:
+        changed = {name: it for name, it in sections.items() if self._told.get(name) != it}
+        self._told |= changed
+        return changed
+
+    def _you(self) -> dict[str, Any]:
+        scopes = sorted(scope.value for scope in self._caller.scopes)
+        return {"tenant": self._caller.tenant, "scopes": scopes}
+
+    def _tenants(self) -> list[dict[str, Any]]:
+        if Scope.ADMIN in self._caller.scopes:
+            return self._snapshot.tenants(None)
+        return self._snapshot.tenants(self._caller.tenant)
+
+    def _happened(self) -> list[dict[str, Any]]:
+        happenings = self._snapshot.happenings
+        new = happenings.after(self._last_happening)
+        self._last_happening = happenings.last
+        return [each.told() for each in new]
+
+    # lanes
+
+    def _seats(self, now: float) -> dict[str, Any]:
+        links, lanes = self._snapshot.links, self._lanes.worker_ids
+        seen = {
+            worker_id: workers.occupancy(links[worker_id]) if worker_id in links else LOST
+            for worker_id in lanes
+        }
+        news = self._seating.look(seen, now)
+        # Another worker may have the lane of one that is gone by now.
+        places = {worker_id: place for place, worker_id in enumerate(lanes)}
+        return {
+            "seats": [
+                [places[change.seat.worker_id], change.seat.slot, change.key, int(change.phase)]
+                for change in news.changes
+                if change.seat.worker_id in places
+            ],
+            "names": self._names(news),
+            "transfers": [
+                _transfer(each, places)
+                for each in news.transfers
+                if each.source.worker_id in places
+            ],
+        }
+
+    def _names(self, news: News) -> dict[str, str]:
+        """Of requests that it may know of."""
+        return {
+            str(key): self._caller.name(request_id)
+            for key, request_id in news.requests.items()
+            if self._may_know(request_id)
+        }
+
+    def _may_know(self, request_id: str) -> bool:
+        """Whose requests run is nobody's business but their tenant's and an administrator's."""
+        caller = self._caller
+        if Scope.ADMIN in caller.scopes:
+            return True
+        return Scope.INFER in caller.scopes and tenant_of(request_id) == caller.tenant
+
+
+def _transfer(transfer: Transfer, places: Mapping[str, int]) -> dict[str, Any]:
+    source, target = transfer.source, transfer.target
+    return {
+        "key": transfer.key,
+        "cause": transfer.cause.value,
+        "from": [places[source.worker_id], source.slot],
+        "to": [places[target.worker_id], target.slot],
+        "left_at": round(transfer.left_at, 3),
+    }

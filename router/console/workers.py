@@ -1,0 +1,185 @@
+"""The workers of a cluster as a page shows them: in few numbers each, however many there are.
+Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from everlift.v1 import inference_pb2, session_pb2
+from router.admission.worker_view import WorkerView
+from router.console.seating import LOST, Occupancy, Phase, Sitter
+
+Json = dict[str, Any]
+
+#: Cells of the grid; where there are more workers, some share one.
+MOST_CELLS = 1024
+#: Between two counts of a worker's tokens that a rate is made of, at least.
+_RATE_S = 1.0
+
+
+class State(Enum):
+    UP = "up"
+    DRAINING = "draining"
+    SLOW = "slow"
+    LOST = "lost"
+
+
+#: The worst of a cell's workers names it.
+_SEVERITY = (State.UP, State.DRAINING, State.SLOW, State.LOST)
+
+
+class Link(Protocol):
+    """One worker's stream."""
+
+    info: session_pb2.WorkerInfo
+    state: session_pb2.WorkerState
+    is_up: bool
+
+    @property
+    def running(self) -> Sequence[inference_pb2.RunningSequence]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A worker. ``allowed`` is how many sequences it may run at once; ``blocks_cached`` are free
+    and hold a known prefix."""
+
+    worker_id: str
+    address: str
+    ranks: int
+    state: State
+    slots: int
+    allowed: int
+    running: int
+    waiting: int
+    blocks: int
+    blocks_used: int
+    blocks_cached: int
+    tokens_per_s: float
+    preemptions: int
+
+
+class Rates:
+    """Tokens per second by worker, from what they count at two looks."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, tuple[float, int]] = {}
+        self._rates: dict[str, float] = {}
+
+    def of(self, worker_id: str, tokens: int, now: float) -> float:
+        """0 until there are two looks."""
+        then, before = self._marks.setdefault(worker_id, (now, tokens))
+        if now - then >= _RATE_S:
+            self._marks[worker_id] = now, tokens
+            self._rates[worker_id] = (tokens - before) / (now - then)
+        return self._rates.get(worker_id, 0.0)
+
+    def keep(self, worker_ids: Iterable[str]) -> None:
+        """The others are gone."""
+        kept = set(worker_ids)
+        self._marks = {name: mark for name, mark in self._marks.items() if name in kept}
+        self._rates = {name: rate for name, rate in self._rates.items() if name in kept}
+
+
+def row(link: Link, view: WorkerView | None, tokens_per_s: float) -> Row:
+    """``view`` is the leader's, None where another replica leads."""
+    info, state = link.info, link.state
+    return Row(
+        worker_id=info.worker_id,
+        address=info.address,
+        ranks=info.tensor_parallel,
+        state=_state(link, view),
+        slots=info.max_num_seqs,
+        allowed=view.slots if view is not None else info.max_num_seqs,
+        running=state.num_running if link.is_up else 0,
+        waiting=state.num_waiting if link.is_up else 0,
+        blocks=info.num_blocks,
+        blocks_used=state.blocks_used if link.is_up else 0,
+        blocks_cached=state.blocks_cached if link.is_up else 0,
+        tokens_per_s=tokens_per_s if link.is_up else 0.0,
+        preemptions=state.preemptions,
+    )
+
+
+def _state(link: Link, view: WorkerView | None) -> State:
+    if not link.is_up:
+        return State.LOST
+    if link.state.draining:
+        return State.DRAINING
+    return State.SLOW if view is not None and view.is_slow else State.UP
+
+
+def occupancy(link: Link) -> Occupancy:
+    """Who has its slots. O(slots)."""
+    if not link.is_up:
+        return LOST
+    sitters = {
+        each.slot: Sitter(each.request_id, Phase.PREFILL if each.prefilling else Phase.DECODE)
+        for each in link.running
+    }
+    return Occupancy(sitters, link.state.preemptions, is_draining=link.state.draining)
+
+
+def names(rows: Sequence[Row]) -> Json:
+    """What seldom changes of each cell: its first worker, and how many it has in all; and of each
+    worker where there is one to a cell."""
+    grouped = _grouped(rows)
+    named: Json = {
+        "ids": [cell[0].worker_id for cell in grouped],
+        "sizes": [*map(len, grouped)],
+    }
+    if len(grouped) < len(rows):
+        return named
+    return named | {
+        "addresses": [each.address for each in rows],
+        "ranks": [each.ranks for each in rows],
+    }
+
+
+def cells(rows: Sequence[Row]) -> list[list[str | int]]:
+    """For each cell its state, slots, sequences that run and that wait there, percent of the KV
+    blocks in use and of those that hold a prefix and are free, tokens per second."""
+    return [_cell(cell) for cell in _grouped(rows)]
+
+
+def _grouped(rows: Sequence[Row]) -> list[Sequence[Row]]:
+    size = max(1, -(-len(rows) // MOST_CELLS))
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _cell(rows: Sequence[Row]) -> list[str | int]:
+    blocks = sum(each.blocks for each in rows) or 1
+    return [
+        max((each.state for each in rows), key=_SEVERITY.index).value,
+        sum(each.slots for each in rows),
+        sum(each.running for each in rows),
+        sum(each.waiting for each in rows),
+        round(100 * sum(each.blocks_used for each in rows) / blocks),
+        round(100 * sum(each.blocks_cached for each in rows) / blocks),
+        round(sum(each.tokens_per_s for each in rows)),
+    ]
+
+
+def summary(rows: Sequence[Row]) -> Json:
+    """Of all workers."""
+    up = [each for each in rows if each.state is not State.LOST]
+    return {
+        "up": len(up),
+        "lost": len(rows) - len(up),
+        "draining": sum(each.state is State.DRAINING for each in rows),
+        "slow": sum(each.state is State.SLOW for each in rows),
+        "slots": sum(each.slots for each in up),
+        "running": sum(each.running for each in up),
+        "waiting": sum(each.waiting for each in up),
+        "blocks": sum(each.blocks for each in up),
+        "blocks_used": sum(each.blocks_used for each in up),
+        "blocks_cached": sum(each.blocks_cached for each in up),
+        "tokens_per_s": round(sum(each.tokens_per_s for each in up)),
+    }
+
+
+def states(rows: Sequence[Row]) -> Mapping[str, State]:
+    return {each.worker_id: each.state for each in rows}
