@@ -28,6 +28,8 @@ log = logs.get(__name__)
 
 #: Between two looks while nobody watches: what happened lately is known to who comes.
 _IDLE_S = 1.0
+#: After a look it rests for so many times as long, however many workers there are.
+_RESTS = 50
 #: Between two questions to the ledger.
 _LOAD_S = 1.0
 
@@ -50,8 +52,10 @@ class Console:
         asking = asyncio.create_task(self._ask_for_load())
         try:
             while True:
+                began = now()
                 self._look()
-                await asyncio.sleep(FRAME_S if self._audience else _IDLE_S)
+                rest_s = FRAME_S if self._audience else _IDLE_S
+                await asyncio.sleep(max(rest_s, _RESTS * (now() - began)))
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 #: At most; and where the page has chosen none.
-MOST_LANES = 16
+MOST_LANES = 8
 _MOST_BY_THEMSELVES = 6
 #: A worker that is gone keeps its lane for so long: what became of its requests is to be seen.
 _KEPT_S = 60.0

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from math import inf
+from typing import NamedTuple
 
 #: A request that left is looked for in other slots for so long, and so many of them are.
 _LOOKED_FOR_S = 120.0
 _MOST_LOOKED_FOR = 2048
+_FORGET_EVERY_S = 1.0
 
 
 class Phase(IntEnum):
@@ -39,8 +42,7 @@ class Seat:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sitter:
+class Sitter(NamedTuple):
     request_id: str
     phase: Phase
 
@@ -106,6 +108,7 @@ class Seating:
         self._before: Mapping[str, Occupancy] = {}
         self._traces: dict[str, _Trace] = {}
         self._last_key = 0
+        self._forgot_at = -inf
 
     def look(self, workers: Mapping[str, Occupancy], now: float) -> News:
         """What changed since the look before. O(slots of these workers)."""
@@ -115,13 +118,15 @@ class Seating:
         for worker_id, occupancy in workers.items():
             self._board(worker_id, occupancy, workers, now, news)
         self._before = workers
-        self._forget(now)
+        if now - self._forgot_at >= _FORGET_EVERY_S:
+            self._forgot_at = now
+            self._forget(now)
         return news
 
     def _leave(
         self, worker_id: str, before: Occupancy, after: Occupancy, now: float, news: News
     ) -> None:
-        for slot, sitter in before.sitters.items():
+        for slot, sitter in sorted(before.sitters.items() - after.sitters.items()):
             other = after.sitters.get(slot)
             if other is not None and other.request_id == sitter.request_id:
                 continue
@@ -142,11 +147,8 @@ class Seating:
         news: News,
     ) -> None:
         before = self._before.get(worker_id, LOST).sitters
-        for slot, sitter in after.sitters.items():
-            known = before.get(slot)
-            if known == sitter:
-                continue
-            seat = Seat(worker_id, slot)
+        for slot, sitter in sorted(after.sitters.items() - before.items()):
+            seat, known = Seat(worker_id, slot), before.get(slot)
             if known is None or known.request_id != sitter.request_id:
                 self._sit(sitter.request_id, seat, workers, now, news)
             trace = self._traces[sitter.request_id]

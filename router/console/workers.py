@@ -3,10 +3,9 @@ Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.worker_view import WorkerView
@@ -42,17 +41,14 @@ class Link(Protocol):
     def running(self) -> Sequence[inference_pb2.RunningSequence]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A worker. ``allowed`` is how many sequences it may run at once; ``blocks_cached`` are free
-    and hold a known prefix."""
+class Row(NamedTuple):
+    """A worker. ``blocks_cached`` are free and hold a known prefix."""
 
     worker_id: str
     address: str
     ranks: int
     state: State
     slots: int
-    allowed: int
     running: int
     waiting: int
     blocks: int
@@ -80,6 +76,8 @@ class Rates:
     def keep(self, worker_ids: Iterable[str]) -> None:
         """The others are gone."""
         kept = set(worker_ids)
+        if kept == self._marks.keys():
+            return
         self._marks = {name: mark for name, mark in self._marks.items() if name in kept}
         self._rates = {name: rate for name, rate in self._rates.items() if name in kept}
 
@@ -87,20 +85,21 @@ class Rates:
 def row(link: Link, view: WorkerView | None, tokens_per_s: float) -> Row:
     """``view`` is the leader's, None where another replica leads."""
     info, state = link.info, link.state
+    # A lost one has nothing, whatever it said last.
+    alive = int(link.is_up)
     return Row(
-        worker_id=info.worker_id,
-        address=info.address,
-        ranks=info.tensor_parallel,
-        state=_state(link, view),
-        slots=info.max_num_seqs,
-        allowed=view.slots if view is not None else info.max_num_seqs,
-        running=state.num_running if link.is_up else 0,
-        waiting=state.num_waiting if link.is_up else 0,
-        blocks=info.num_blocks,
-        blocks_used=state.blocks_used if link.is_up else 0,
-        blocks_cached=state.blocks_cached if link.is_up else 0,
-        tokens_per_s=tokens_per_s if link.is_up else 0.0,
-        preemptions=state.preemptions,
+        info.worker_id,
+        info.address,
+        info.tensor_parallel,
+        _state(link, view),
+        info.max_num_seqs,
+        alive * state.num_running,
+        alive * state.num_waiting,
+        info.num_blocks,
+        alive * state.blocks_used,
+        alive * state.blocks_cached,
+        alive * tokens_per_s,
+        state.preemptions,
     )
 
 
@@ -151,15 +150,24 @@ def _grouped(rows: Sequence[Row]) -> list[Sequence[Row]]:
 
 
 def _cell(rows: Sequence[Row]) -> list[str | int]:
-    blocks = sum(each.blocks for each in rows) or 1
+    if len(rows) == 1:
+        return _cell_of(rows[0])
+    sums = [sum(column) for column in zip(*(each[4:11] for each in rows), strict=True)]
+    worst = max((each.state for each in rows), key=_SEVERITY.index)
+    first = rows[0]
+    return _cell_of(Row(first.worker_id, first.address, first.ranks, worst, *sums, preemptions=0))
+
+
+def _cell_of(each: Row) -> list[str | int]:
+    blocks = each.blocks or 1
     return [
-        max((each.state for each in rows), key=_SEVERITY.index).value,
-        sum(each.slots for each in rows),
-        sum(each.running for each in rows),
-        sum(each.waiting for each in rows),
-        round(100 * sum(each.blocks_used for each in rows) / blocks),
-        round(100 * sum(each.blocks_cached for each in rows) / blocks),
-        round(sum(each.tokens_per_s for each in rows)),
+        each.state.value,
+        each.slots,
+        each.running,
+        each.waiting,
+        round(100 * each.blocks_used / blocks),
+        round(100 * each.blocks_cached / blocks),
+        round(each.tokens_per_s),
     ]
 
 
@@ -179,7 +187,3 @@ def summary(rows: Sequence[Row]) -> Json:
         "blocks_cached": sum(each.blocks_cached for each in up),
         "tokens_per_s": round(sum(each.tokens_per_s for each in up)),
     }
-
-
-def states(rows: Sequence[Row]) -> Mapping[str, State]:
-    return {each.worker_id: each.state for each in rows}

@@ -82,4 +82,4 @@ def test_lanes_come_by_themselves_and_stay_where_they_are() -> None:
 def test_chosen_lanes_are_those_that_were_asked_for_and_no_more() -> None:
     lanes = Lanes(["a", "a", *map(str, range(20))])
     lanes.look(["z"], 0.0)
-    assert lanes.worker_ids == ["a", *map(str, range(15))]
+    assert lanes.worker_ids == ["a", *map(str, range(7))]

@@ -107,6 +107,6 @@ def test_a_request_is_looked_for_for_two_minutes_and_keeps_its_key() -> None:
 def test_what_is_kept_of_those_that_left_is_bounded() -> None:
     seating = Seating()
     for number in range(5000):
-        seating.look({"a": worker(f"r{number}")}, number / 100)
-    assert len(seating._traces) <= 2049
-    assert not seating.look({"a": worker("r0")}, 50.0).transfers
+        seating.look({"a": worker(f"r{number}")}, float(number) / 50)
+    assert len(seating._traces) <= 2048 + 50 + 1
+    assert not seating.look({"a": worker("r0")}, 100.0).transfers

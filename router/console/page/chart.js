@@ -10,9 +10,10 @@ const TOP = 8;
 const SPAN_S = 300;
 
 export class Chart {
-  // `lines` are [class, value of a point, or null]; `write` says a value.
-  constructor(box, title, lines, write) {
+  // `lines` are [class, value of a point, or null]; `write` says a value. It reaches up to `least` at least.
+  constructor(box, title, lines, write, least) {
     this.box = box;
+    this.least = least;
     this.title = title;
     this.lines = lines;
     this.write = write;
@@ -22,7 +23,7 @@ export class Chart {
     if (!points.length) return;
     const last = points.at(-1).at;
     const values = points.flatMap((point) => this.lines.map(([, value]) => value(point))).filter((it) => it !== null);
-    const most = nice(Math.max(1e-3, ...values));
+    const most = nice(Math.max(this.least, ...values));
     const width = Math.max(WIDTH, this.box.clientWidth);
     const x = (at) => LEFT + (width - LEFT - 4) * (1 - (last - at) / SPAN_S);
     const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / most);

@@ -34,8 +34,7 @@ export class Cluster {
     for (const seat of seats) this.sit(...seat);
     for (const transfer of transfers) this.transfer(transfer);
     for (const each of happened) this.note(each);
-    this.remember();
-    this.forget();
+    if (this.remember()) this.forget();
     return { sections, transfers, happened };
   }
 
@@ -73,12 +72,12 @@ export class Cluster {
     if (this.happened.length > MOST_HAPPENED) this.happened.shift();
   }
 
-  // A point a second, for charts.
+  // A point a second, for charts; whether there is another one.
   remember() {
     const last = this.history.at(-1);
-    if (last && this.at - last.at < 1 && this.at >= last.at) return;
+    if (last && this.at - last.at < 1 && this.at >= last.at) return false;
     const { totals, latencies } = this.sections;
-    if (!totals || !latencies) return;
+    if (!totals || !latencies) return false;
     if (last && this.at < last.at) this.history = [];
     this.history.push({
       at: this.at,
@@ -87,6 +86,7 @@ export class Cluster {
       interToken: latencies.inter_token,
     });
     while (this.history[0].at < this.at - HISTORY_S) this.history.shift();
+    return true;
   }
 
   forget() {

@@ -38,7 +38,9 @@ export function count(number) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return "not known";
+  if (value === 0) return "0 s";
   if (value < 0.0995) return `${(value * 1000).toPrecision(2)} ms`;
+  if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
   if (value < 100) return `${value.toPrecision(3)} s`;
   return `${Math.round(value)} s`;
 }

@@ -55,7 +55,6 @@ export class Lanes {
     lanes.forEach((lane, place) => this.lane(context, lane, this.tops[place], heights[place], width));
     this.heights = heights;
     this.drawArrows(width);
-    this.tell();
   }
 
   height(lane) {

@@ -55,7 +55,9 @@ function show(changed) {
   shownAt = Math.floor(cluster.at);
   queue.show(changed, all, isSecond ? cluster.history : []);
   latencies.show(isSecond ? all : {}, isSecond ? cluster.history : []);
-  if (isSecond) happenings.show(cluster);
+  if (!isSecond) return;
+  lanes.tell();
+  happenings.show(cluster);
 }
 
 $("key-form").addEventListener("submit", (event) => {

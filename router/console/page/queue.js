@@ -5,7 +5,7 @@ import { $, count, el, row, say, seconds } from "./dom.js";
 
 export class Queue {
   constructor() {
-    this.chart = new Chart($("queue-chart"), "Requests that wait", [["queued", (it) => it.queued]], (it) => count(Math.round(it)));
+    this.chart = new Chart($("queue-chart"), "Requests that wait", [["queued", (it) => it.queued]], (it) => count(Math.round(it)), 10);
   }
 
   show({ queue, tenants }, all, history) {

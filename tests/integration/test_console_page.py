@@ -1,0 +1,200 @@
+"""The console's page in a real browser: what somebody sees and does there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Browser, expect
+
+from everlift.client import AsyncClient
+from router.gateway.caller import Scope
+from tests.browser import browser, opened, violations
+from tests.in_process import ROUTER, WORKER, Cluster, cluster
+from tests.keyring import Keyring
+from worker.config import FakeModel
+
+#: Where pictures of the page are left, if anywhere.
+PICTURES = os.environ.get("CONSOLE_PICTURES")
+SIZES = {"wide": (1440, 900), "narrow": (390, 844)}
+#: Requests last for as long as a test looks at them.
+SLOW = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.02))
+
+
+@pytest.fixture
+async def chromium() -> AsyncIterator[Browser]:
+    async with browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture
+async def parts() -> AsyncIterator[Cluster]:
+    async with cluster(1, 2, replace(ROUTER, chaos=True), SLOW) as parts:
+        yield parts
+
+
+@pytest.fixture
+def url(parts: Cluster) -> str:
+    return f"http://{parts.routers[0].http_address}/console/"
+
+
+class Load:
+    """Requests that go on until the end."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Load:
+        self._client = await self._stack.enter_async_context(AsyncClient(self._address))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def begin(self, name: str, **options: Any) -> None:
+        stream = self._client.generate([7] * 60, max_tokens=3000, request_id=name, **options)
+        await anext(aiter(await self._stack.enter_async_context(stream)))
+
+
+async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with opened(chromium, url) as page:
+        await expect(page.locator("#connection")).to_have_text("live")
+        await page.fill("#max-tokens", "200")
+        await page.click("#try-start")
+        await expect(page.locator("#try-status")).to_contain_text("streaming")
+        name = await page.evaluate("document.querySelector('#seats-details').open = true")
+        seat = page.locator("#seats tr")
+        await expect(seat).to_have_count(1)
+        worker, _, phase, name, _ = await seat.locator("td").all_inner_texts()
+        assert phase == "decode" and name
+        [rank] = [it for it in parts.workers if it.worker_id.startswith(worker)]
+        await parts.kill_worker(rank)
+        # The arrow from lane to lane, and the words for it.
+        arrow = page.locator("#lanes-arrows path.migrated")
+        await expect(arrow).to_have_attribute("data-cause", "worker_lost")
+        told = page.locator("#happened li[data-kind=migrated]")
+        await expect(told).to_contain_text(f"{name} went from worker {worker}")
+        await expect(page.locator("#grid .cell[data-state=lost]")).to_have_count(1)
+        # And not a token is lost.
+        await expect(page.locator("#try-status")).to_contain_text("pieces in", timeout=20_000)
+        await page.click("#try-status button")
+        answer = page.locator("#request-answer")
+        await expect(answer).to_contain_text("finished")
+        await expect(answer).to_contain_text("200 of its output")
+        await expect(answer).to_contain_text("was lost")
+
+
+async def test_the_page_is_accessible_in_both_themes_at_both_sizes(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with Load(parts.address) as load:
+        for number in range(12):
+            await load.begin(f"story-{number}", priority=number % 3)
+        for theme in ("dark", "light"):
+            for size, (width, height) in SIZES.items():
+                viewport = {"width": width, "height": height}
+                async with opened(chromium, url, viewport=viewport, color_scheme=theme) as page:
+                    await expect(page.locator("#percentiles tr")).to_have_count(4)
+                    await page.fill("#request-id", "story-3")
+                    await page.press("#request-id", "Enter")
+                    await expect(page.locator("#request-answer")).to_contain_text("running")
+                    await page.click("#seats-details summary")
+                    await expect(page.locator("#seats tr")).to_have_count(12)
+                    assert await violations(page) == []
+                    wide = await page.evaluate("document.documentElement.scrollWidth")
+                    assert wide <= width, "nothing is wider than the window"
+                    if PICTURES:
+                        path = Path(PICTURES) / f"console-{theme}-{size}.png"
+                        await page.screenshot(path=path, full_page=True)
+
+
+async def test_workers_are_chosen_with_the_keyboard_alone(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    first, second = sorted(rank.worker_id for rank in parts.workers)
+    async with opened(chromium, url) as page:
+        await expect(page.locator("#grid .cell")).to_have_count(2)
+        await page.locator("#grid .cell").first.focus()
+        await expect(page.locator("#worker-line")).to_contain_text(f"worker {first[:8]}")
+        await page.keyboard.press("ArrowRight")
+        await expect(page.locator("#worker-line")).to_contain_text(f"worker {second[:8]}")
+        await page.keyboard.press("Space")
+        chosen = page.locator("#grid .cell[aria-selected=true]")
+        await expect(chosen).to_have_count(1)
+        await expect(page.locator("#lanes-text")).to_contain_text("1 workers shown")
+        await page.click("#lanes-reset")
+        await expect(chosen).to_have_count(2)
+
+
+async def test_an_operator_drains_sets_the_policy_and_kills(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    first, second = sorted(rank.worker_id for rank in parts.workers)
+    async with opened(chromium, url) as page:
+        await page.select_option("#policy-order", "hrrn")
+        await page.click("#policy-form button[type=submit]")
+        await expect(page.locator("#admin-status")).to_have_text("the policy holds")
+        await expect(page.locator("#queue-line")).to_contain_text("order hrrn")
+        await expect(page.locator("#happened")).to_contain_text("queue policy: order hrrn")
+        await page.select_option("#drain-worker", first)
+        await page.click("#drain-form button")
+        await page.click("#confirm button[value=no]")
+        await page.click("#drain-form button")
+        await page.click("#confirm button[value=yes]")
+        await expect(page.locator("#grid .cell[data-state=draining]")).to_have_count(1)
+        await page.select_option("#chaos-kind", "FAULT_KIND_SLOW")
+        await page.select_option("#chaos-target", second)
+        await page.fill("#chaos-seconds", "0.5")
+        await page.click("#chaos-form button")
+        await page.click("#confirm button[value=yes]")
+        await expect(page.locator("#admin-status")).to_contain_text("slow: under way")
+
+
+async def test_a_key_is_asked_for_and_kept_in_the_tab_alone(
+    chromium: Browser, tmp_path: Path
+) -> None:
+    keyring = Keyring(tmp_path / "keys.yaml")
+    key = await keyring.key("acme", Scope.INFER, Scope.METRICS)
+    config = replace(ROUTER, access="file", access_file=str(keyring.path))
+    async with cluster(1, 1, config) as parts:
+        url = f"http://{parts.routers[0].http_address}/console/"
+        async with opened(chromium, url) as page:
+            connection = page.locator("#connection")
+            await expect(connection).to_contain_text("an API key is needed")
+            await page.fill("#key", key)
+            await page.press("#key", "Enter")
+            await expect(connection).to_have_text("live")
+            await expect(page.locator("#admin")).to_be_hidden()
+            await page.fill("#max-tokens", "3")
+            await page.click("#try-start")
+            await expect(page.locator("#try-status")).to_contain_text("pieces in")
+            kept = await page.evaluate(
+                "[localStorage.length, document.cookie, ...Object.values(sessionStorage)]"
+            )
+            assert kept == [0, "", key]
+            await page.reload()
+            await expect(connection).to_have_text("live")
+
+
+async def test_a_feed_that_breaks_is_opened_again(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with opened(chromium, url) as page:
+        connection = page.locator("#connection")
+        await expect(connection).to_have_text("live")
+        [uvicorn_connection] = [
+            it for it in parts.routers[0]._http._state.connections if not it.cycle.response_complete
+        ]
+        uvicorn_connection.transport.abort()
+        await expect(connection).not_to_have_text("live")
+        await expect(connection).to_have_text("live")
+        await asyncio.sleep(0)

@@ -1,0 +1,216 @@
+"""What the console costs a router and a browser, as a cluster grows.
+
+    python tests/perf/console.py [--seconds 10] [--out build/bench/console.json]
+
+A made-up cluster: each worker has 256 slots, all taken, of which one in twenty changes hands before
+every frame; 10 requests wait for each worker. One page looks at the slots of 8 of the workers. By
+number of workers, CPU time and bytes:
+
+    look_ms      sections made of the cluster, once a frame for all pages (median)
+    encode_ms    the same as JSON
+    frame_ms     a page's own part: who is in the slots of its lanes
+    first_bytes, frame_bytes    of its first frame, and of one later (median)
+
+and with 1,000 of them, in a headless Chromium at 1440 x 900: frames that it draws in a second
+(``fps``), the share of them that took more than 50 ms (``late``), and what the page takes of a
+core. ``share_of_a_core`` is what a router spends on one page with 1,000 workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from starlette.routing import Route, Router
+
+from everlift.v1 import session_pb2
+from router.console.actions import Actions
+from router.console.console import Console
+from router.console.feed import FRAME_S
+from router.console.lanes import MOST_LANES, Lanes
+from router.console.snapshot import Snapshot
+from router.console.viewer import Viewer
+from router.gateway.caller import ANYONE
+from router.gateway.door import OPEN
+from router.gateway.http.encoding import encode
+from router.gateway.http.endpoint import Endpoint
+from router.gateway.http.server import HttpServer
+from router.ledger.base import LoadReport
+from tests.browser import browser
+from tests.console_support import FakeCluster, link
+from tests.perf import report
+
+NUM_WORKERS = (10, 100, 1000)
+SLOTS = 256
+WAITING = 10
+_FRAMES = 40
+#: In the page: times between two drawn frames, in milliseconds.
+_WATCH = """ms => new Promise(resolve => {
+  const gaps = []; let last = performance.now(); const end = last + ms;
+  const tick = now => { gaps.push(now - last); last = now;
+    if (now < end) requestAnimationFrame(tick); else resolve(gaps); };
+  requestAnimationFrame(tick);
+})"""
+
+
+class BusyCluster:
+    def __init__(self, num_workers: int) -> None:
+        self._rng = random.Random(1)
+        self._names = 0
+        self.cluster = FakeCluster(
+            [link(f"{number:016x}", SLOTS, 4096) for number in range(num_workers)],
+            queued=WAITING * num_workers,
+        )
+        for each in self.cluster.links:
+            each.seat(*(self._name() for _ in range(SLOTS)))
+
+    def _name(self) -> str:
+        self._names += 1
+        return f"{self._names:032x}"
+
+    def pass_on(self, num_busy: int) -> None:
+        """The time of a frame, in which so many workers tell who has their slots."""
+        for place, each in enumerate(self.cluster.links):
+            state = each.state
+            state.output_tokens += SLOTS
+            state.num_running = self._rng.randint(SLOTS // 2, SLOTS)
+            state.blocks_used = self._rng.randint(2048, 4096)
+            if place < num_busy:
+                for sequence in self._rng.sample(each.running, SLOTS // 20):
+                    sequence.request_id = self._name()
+                    sequence.prefilling = not sequence.prefilling
+        self.cluster.observe("ttft", *(self._rng.randint(1, 9) for _ in range(3)))
+
+    def load(self) -> LoadReport:
+        queued = self.cluster.queued
+        queues = [session_pb2.ClassQueue(priority=0, queued=queued)]
+        load = session_pb2.ClusterLoad(queued=queued, queued_tokens=99, class_queues=queues)
+        return LoadReport(load, 0.1)
+
+
+def of_router(num_workers: int) -> dict[str, float]:
+    busy = BusyCluster(num_workers)
+    snapshot = busy.cluster.snapshot()
+    lanes = [each.info.worker_id for each in busy.cluster.links[:MOST_LANES]]
+    viewer = Viewer(snapshot, ANYONE, Lanes(lanes))
+    snapshot.load = busy.load()
+    took: dict[str, list[float]] = {"look_ms": [], "encode_ms": [], "frame_ms": []}
+    sizes: list[int] = []
+    for number in range(_FRAMES):
+        busy.pass_on(MOST_LANES)
+        now = number * FRAME_S
+        sections = timed(took["look_ms"], lambda now=now: snapshot.look(now))
+        texts = timed(
+            took["encode_ms"], lambda it=sections: {name: encode(v) for name, v in it.items()}
+        )
+        frame = timed(
+            took["frame_ms"], lambda it=texts, now=now: viewer.frame(cast("Any", it), now)
+        )
+        sizes.append(len(cast(str, frame).encode()))
+    medians = {name: statistics.median(them[1:]) for name, them in took.items()}
+    return medians | {"first_bytes": sizes[0], "frame_bytes": statistics.median(sizes[1:])}
+
+
+def timed(took: list[float], work: Callable[[], Any]) -> Any:
+    began = time.thread_time()
+    result = work()
+    took.append(1e3 * (time.thread_time() - began))
+    return result
+
+
+class _Ledger:
+    def __init__(self, busy: BusyCluster) -> None:
+        self._busy = busy
+
+    async def load(self) -> LoadReport:
+        return self._busy.load()
+
+
+async def of_browser(num_workers: int, seconds: float) -> dict[str, float]:
+    busy = BusyCluster(num_workers)
+    snapshot: Snapshot = busy.cluster.snapshot()
+    nobody = cast("Any", None)
+    actions = Actions(nobody, nobody, nobody, has_access=False)
+    console = Console(snapshot, actions, OPEN, cast("Any", _Ledger(busy)))
+    server = HttpServer()
+    await server.bind("127.0.0.1", 0, None)
+    routes = [
+        Route(path, Endpoint(OPEN, method, handler, tuple(scopes), 1 << 20))
+        for method, path, handler, *scopes in console.paths()
+    ]
+    await server.start(Router(routes))
+    tasks = [asyncio.create_task(console.run()), asyncio.create_task(_passing(busy))]
+    try:
+        return await _watch(f"http://{server.address}/console/", seconds)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await server.stop(0)
+
+
+async def _passing(busy: BusyCluster) -> None:
+    while True:
+        busy.pass_on(MOST_LANES)
+        await asyncio.sleep(FRAME_S)
+
+
+async def _watch(url: str, seconds: float) -> dict[str, float]:
+    async with browser() as chromium:
+        page = await chromium.new_page(viewport={"width": 1440, "height": 900})
+        await page.goto(url)
+        await page.wait_for_function("document.querySelectorAll('#grid .cell').length > 0")
+        await page.evaluate(
+            "document.querySelectorAll('#grid .cell').forEach((it, place) => "
+            f"place < {MOST_LANES} && it.click())"
+        )
+        await page.wait_for_timeout(3000)
+        session = await page.context.new_cdp_session(page)
+        await session.send("Performance.enable")
+        before = await _task_s(session)
+        gaps = await page.evaluate(_WATCH, 1e3 * seconds)
+        busy_s = await _task_s(session) - before
+    return {
+        "fps": len(gaps) / seconds,
+        "late": sum(gap > 50 for gap in gaps) / len(gaps),
+        "longest_ms": max(gaps),
+        "share_of_a_core": busy_s / seconds,
+    }
+
+
+async def _task_s(session: Any) -> float:
+    found = await session.send("Performance.getMetrics")
+    return next(it["value"] for it in found["metrics"] if it["name"] == "TaskDuration")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--out", type=Path, default=Path("build/bench/console.json"))
+    args = parser.parse_args(arguments)
+    routers = {number: of_router(number) for number in NUM_WORKERS}
+    page = asyncio.run(of_browser(NUM_WORKERS[-1], args.seconds))
+    most = routers[NUM_WORKERS[-1]]
+    spent_ms = sum(most[name] for name in ("look_ms", "encode_ms", "frame_ms"))
+    report.write(
+        args.out,
+        packages=("starlette", "uvicorn", "playwright"),
+        settings={"slots": SLOTS, "lanes": MOST_LANES, "frame_s": FRAME_S},
+        raw={"router": routers, "page": page},
+        ratios={
+            "share_of_a_core": spent_ms / 1e3 / FRAME_S,
+            "page_share_of_a_core": page["share_of_a_core"],
+            "page_late": page["late"],
+            "frame_bytes": most["frame_bytes"],
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
