@@ -31,7 +31,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -143,6 +143,9 @@ bench-prediction: $(VENV)/.installed ## how well outputs' lengths are predicted,
 
 bench-overload: $(VENV)/.installed ## goodput when more comes than can be served, in virtual time (build/bench/overload.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/overload.py
+
+bench-console: $(VENV)/.installed ## what the console costs a router and a browser, with 1,000 workers (build/bench/console.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/console.py
 
 bench-scheduler: $(VENV)/.installed ## what a step costs beside the model (build/bench/scheduler.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/scheduler.py

@@ -76,14 +76,17 @@ def _welcome(config: Config, cluster: Cluster, console: Console) -> None:
     chaos = "  [red]chaos is allowed: everlift chaos --help[/]\n" if config.chaos else ""
     scheme = "https" if config.router.tls is not None else "http"
     http = [f"{scheme}://{address}/v1" for address in cluster.http_addresses if address]
+    page = [f"{scheme}://{it}/console" for it in cluster.http_addresses if it]
     metrics = [f"http://{address}/metrics" for address in cluster.metrics_addresses if address]
     http_line = f"  OpenAI   {', '.join(http)}\n" if http else ""
+    page_line = f"  console  {', '.join(page)}\n" if page and config.router.console else ""
     metrics_line = f"  metrics  {', '.join(metrics)}\n" if metrics else ""
     console.print(
         f"[bold]everlift[/] serves [bold]{config.worker.name}[/] with {workers(config)}; "
         "Ctrl-C stops it\n"
         f"  gRPC     {', '.join(cluster.addresses)}\n"
         f"{http_line}"
+        f"{page_line}"
         f"{metrics_line}"
         f"  logs     {config.state_dir / 'logs'}\n"
         f"{_tls_line(config)}"

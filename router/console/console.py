@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from everlift import logs
@@ -92,6 +93,8 @@ class Console:
         hold any more."""
         self._audience.check_room()
         call.told |= SECURITY_HEADERS
+        if call.request.method == "HEAD":
+            return Response(media_type="text/event-stream")
         if not self._audience:
             self._look()
         asked = call.request.query_params.get("lanes")

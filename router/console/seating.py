@@ -149,7 +149,9 @@ class Seating:
         before = self._before.get(worker_id, LOST).sitters
         for slot, sitter in sorted(after.sitters.items() - before.items()):
             seat, known = Seat(worker_id, slot), before.get(slot)
-            if known is None or known.request_id != sitter.request_id:
+            is_new = known is None or known.request_id != sitter.request_id
+            # Of one whose other choice left long ago nothing may be known any more.
+            if is_new or sitter.request_id not in self._traces:
                 self._sit(sitter.request_id, seat, workers, now, news)
             trace = self._traces[sitter.request_id]
             news.changes.append(Change(seat, trace.key, sitter.phase))

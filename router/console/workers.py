@@ -155,7 +155,9 @@ def _cell(rows: Sequence[Row]) -> list[str | int]:
     sums = [sum(column) for column in zip(*(each[4:11] for each in rows), strict=True)]
     worst = max((each.state for each in rows), key=_SEVERITY.index)
     first = rows[0]
-    return _cell_of(Row(first.worker_id, first.address, first.ranks, worst, *sums, preemptions=0))
+    return _cell_of(
+        Row._make((first.worker_id, first.address, first.ranks, worst, *sums, first.preemptions))
+    )
 
 
 def _cell_of(each: Row) -> list[str | int]:

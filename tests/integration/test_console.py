@@ -184,6 +184,11 @@ async def test_a_router_that_stops_leaves_no_feed_open(parts: Cluster) -> None:
                 await page.until()
 
 
+async def test_who_only_asks_whether_there_is_a_feed_does_not_watch(address: str) -> None:
+    answer = await ask(address, "/console/feed", None, JSON, "HEAD")
+    assert (answer.status, answer.body) == (200, b"")
+
+
 # requests, and what operators say
 
 

@@ -71,3 +71,37 @@ def test_what_tenants_were_served_is_told_where_they_are_told_apart() -> None:
         ("gone", 1, 8.0),
     ]
     assert load.service_gap == 7.0
+
+
+def test_who_waits_is_counted_by_class_and_by_tenant_the_most_first() -> None:
+    cluster = Cluster(weight_of=lambda tenant: 1.0)
+    cluster.connect()
+    for name, priority in (("a/1", 1), ("a/2", 0), ("a/3", 0), ("b/1", 0)):
+        cluster.enqueue(name, priority=priority)
+    load = say(cluster)
+    assert [(it.priority, it.queued) for it in load.class_queues] == [(1, 1), (0, 3)]
+    assert [(it.tenant, it.priority, it.queued) for it in load.tenant_queues] == [
+        *(("a", 0, 2), ("b", 0, 1), ("a", 1, 1))
+    ]
+    cluster.hear(pb.GatewayMessage(withdraw=["a/1", "b/1"]))
+    load = say(cluster)
+    assert [(it.priority, it.queued) for it in load.class_queues] == [(0, 2)]
+    assert [it.tenant for it in load.tenant_queues] == ["a"]
+
+
+def test_of_very_many_tenants_the_longest_queues_are_told() -> None:
+    cluster = Cluster(weight_of=lambda tenant: 1.0)
+    cluster.connect()
+    for number in range(80):
+        cluster.enqueue(f"t{number}/1")
+    cluster.enqueue("t7/2")
+    queues = say(cluster).tenant_queues
+    assert (len(queues), queues[0].tenant, queues[0].queued) == (64, "t7", 2)
+
+
+def test_where_tenants_are_not_told_apart_only_classes_are_counted() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.enqueue("a")
+    load = say(cluster)
+    assert [it.queued for it in load.class_queues] == [1] and not load.tenant_queues

@@ -110,3 +110,11 @@ def test_what_is_kept_of_those_that_left_is_bounded() -> None:
         seating.look({"a": worker(f"r{number}")}, float(number) / 50)
     assert len(seating._traces) <= 2048 + 50 + 1
     assert not seating.look({"a": worker("r0")}, 100.0).transfers
+
+
+def test_a_choice_whose_sibling_left_long_ago_is_still_known() -> None:
+    seating = Seating()
+    seating.look({"a": worker("r", "r", phase=Phase.PREFILL)}, 0.0)
+    seating.look({"a": worker("r", phase=Phase.PREFILL)}, 1.0)
+    seating.look({"a": worker("r", phase=Phase.PREFILL)}, 200.0)
+    assert seating.look({"a": worker("r")}, 201.0).changes == [Change(A0, 2, Phase.DECODE)]

@@ -116,9 +116,10 @@ def test_acknowledgements_go_once_and_the_oldest_are_forgotten() -> None:
 def test_occupants_wait_for_a_frame_and_are_no_reason_for_one() -> None:
     this = outbox()
     this.show((Occupant(2, "old"),))
-    this.show((Occupant(3, "new"),))
+    this.show((Occupant(3, "new", prefilling=True),))
     assert not this
-    assert [(o.slot, o.request_id) for o in cut(this).state.running] == [(3, "new")]
+    [told] = cut(this).state.running
+    assert (told.slot, told.request_id, told.prefilling) == (3, "new", True)
     assert not cut(this).state.running
 
 

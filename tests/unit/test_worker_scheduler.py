@@ -80,6 +80,17 @@ def test_a_slot_stays_and_the_lowest_free_one_is_given() -> None:
     assert bench.scheduler.occupants() == (Occupant(0, "request-3"), Occupant(1, "request-2"))
 
 
+def test_an_occupant_prefills_until_its_prompt_is_computed() -> None:
+    bench = Bench(limits(max_num_batched_tokens=10))
+    bench.add(1, 25)
+    phases = []
+    for _ in range(4):
+        bench.step()
+        [occupant] = bench.scheduler.occupants()
+        phases.append(occupant.prefilling)
+    assert phases == [True, True, False, False]
+
+
 def test_blocks_for_the_whole_prompt_are_taken_at_admission() -> None:
     bench = Bench(limits(num_blocks=5, max_num_batched_tokens=10, watermark_blocks=1))
     bench.add(1, 70)
