@@ -15,6 +15,7 @@ from router.admission.worker_view import WorkerView
 from router.console import workers
 from router.console.failures import Failures
 from router.console.happenings import Happenings, View
+from router.console.history import History
 from router.console.percentiles import Percentiles, RecentHistogram
 from router.console.workers import Link, Rates, Row
 from router.ledger.base import LoadReport
@@ -31,6 +32,9 @@ LATENCIES = {
     "queue_wait": "everlift_queue_wait_seconds",
     "latency": "everlift_request_latency_seconds",
 }
+#: Of these a page has charts.
+_CHARTED = ("ttft", "inter_token")
+_PARTS = ("p50", "p90", "p99")
 
 
 class Sessions(Protocol):
@@ -145,6 +149,7 @@ class Snapshot:
         self._measured = measured
         self.load: LoadReport | None = None
         self.happenings = Happenings()
+        self.history = History()
         self._rates = Rates()
         self._failures = Failures()
         self._histograms = {
@@ -172,13 +177,19 @@ class Snapshot:
             ),
             now,
         )
+        latencies = {name: _told(it.percentiles) for name, it in self._histograms.items()}
+        self.history.note(
+            {"queued": self._line.queued}
+            | {name: [latencies[name][part] for part in _PARTS] for name in _CHARTED},
+            now,
+        )
         return {
             "router": self._router(),
             "totals": self._totals(),
             "workers": workers.names(self._rows),
             "cells": workers.cells(self._rows),
             "queue": self._queue(holding),
-            "latencies": {name: _told(it.percentiles) for name, it in self._histograms.items()},
+            "latencies": latencies,
             "ledger": _ledger(ledger),
             "errors": [
                 [each.slug, each.recent, round(each.last_s)] for each in self._failures.recent(now)

@@ -25,6 +25,7 @@ class Viewer:
         #: sections as they were told last
         self._told: dict[str, str] = {}
         self._last_happening = 0
+        self._has_history = False
 
     def frame(self, sections: Mapping[str, str], now: float) -> str:
         """What it has not been told yet, as JSON: ``sections``, which are JSON already, that have
@@ -39,6 +40,9 @@ class Viewer:
         changed |= {name: encode(it) for name, it in self._seats(now).items() if it}
         if happened := self._happened():
             changed["happened"] = encode(happened)
+        if not self._has_history:
+            self._has_history = True
+            changed["history"] = encode(self._snapshot.history.points)
         parts = [f'"at":{now:.3f}', *(f'"{name}":{text}' for name, text in changed.items())]
         return "{" + ",".join(parts) + "}"
 

@@ -129,6 +129,21 @@ def test_latencies_and_errors_are_those_of_late() -> None:
     assert frame["errors"] == [["queue_full", 5, 0]]
 
 
+def test_who_comes_later_is_told_the_last_five_minutes_once() -> None:
+    cluster = FakeCluster()
+    snapshot = cluster.snapshot()
+    first = Page(snapshot)
+    nothing = [None, None, None]
+    assert first.frame(1.0)["history"] == [
+        {"at": 1.0, "queued": 0, "ttft": nothing, "inter_token": nothing}
+    ]
+    cluster.queued = 3
+    assert "history" not in first.frame(1.5)
+    assert "history" not in first.frame(2.0)
+    later = Page(snapshot).frame(3.0)["history"]
+    assert [(point["at"], point["queued"]) for point in later] == [(1.0, 0), (2.0, 3), (3.0, 3)]
+
+
 def test_what_happens_is_told_in_its_order_and_kept_for_those_that_come_later() -> None:
     cluster = FakeCluster([link("a")])
     snapshot = cluster.snapshot()

@@ -7,6 +7,7 @@ from math import inf
 import pytest
 
 from router.console.failures import Failed, Failures
+from router.console.history import History
 from router.console.lanes import Lanes
 from router.console.percentiles import Percentiles, RecentHistogram, quantile
 from router.console.workers import MOST_CELLS, Rates, cells, names, row
@@ -83,3 +84,11 @@ def test_chosen_lanes_are_those_that_were_asked_for_and_no_more() -> None:
     lanes = Lanes(["a", "a", *map(str, range(20))])
     lanes.look(["z"], 0.0)
     assert lanes.worker_ids == ["a", *map(str, range(7))]
+
+
+def test_history_is_a_point_a_second_of_five_minutes() -> None:
+    history = History()
+    for number in range(1000):
+        history.note({"queued": number}, number / 2)
+    points = history.points
+    assert (len(points), points[0]["at"], points[-1]) == (300, 200.0, {"at": 499.0, "queued": 998})

@@ -25,9 +25,10 @@ export class Cluster {
   }
 
   take(frame) {
-    const { at, seats = [], names = {}, transfers = [], happened = [], ...sections } = frame;
+    const { at, seats = [], names = {}, transfers = [], happened = [], history, ...sections } = frame;
     this.at = at;
     const before = this.sections.lanes ?? [];
+    if (history) this.history = history;
     Object.assign(this.sections, sections);
     this.follow(before, this.sections.lanes ?? []);
     for (const [key, name] of Object.entries(names)) this.names.set(Number(key), name);
@@ -78,12 +79,13 @@ export class Cluster {
     if (last && this.at - last.at < 1 && this.at >= last.at) return false;
     const { totals, latencies } = this.sections;
     if (!totals || !latencies) return false;
+    const parts = ({ p50, p90, p99 }) => [p50, p90, p99];
     if (last && this.at < last.at) this.history = [];
     this.history.push({
       at: this.at,
       queued: totals.queued,
-      ttft: latencies.ttft,
-      interToken: latencies.inter_token,
+      ttft: parts(latencies.ttft),
+      inter_token: parts(latencies.inter_token),
     });
     while (this.history[0].at < this.at - HISTORY_S) this.history.shift();
     return true;

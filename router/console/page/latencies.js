@@ -14,8 +14,8 @@ const LINES = ["p50", "p90", "p99"];
 export class Latencies {
   constructor() {
     const chart = (id, title, of) =>
-      new Chart($(id), title, LINES.map((it) => [it, (point) => point[of][it]]), seconds, 0.001);
-    this.charts = [chart("ttft-chart", "Time to first token", "ttft"), chart("inter-token-chart", "Between two tokens", "interToken")];
+      new Chart($(id), title, LINES.map((it, place) => [it, (point) => point[of][place]]), seconds, 0.001);
+    this.charts = [chart("ttft-chart", "Time to first token", "ttft"), chart("inter-token-chart", "Between two tokens", "inter_token")];
   }
 
   show({ latencies }, history) {
