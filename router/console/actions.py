@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import Message
@@ -17,9 +16,13 @@ from everlift.v1 import admin_pb2, chaos_pb2
 from everlift.v1 import inference_pb2 as pb
 from router.console.page import SECURITY_HEADERS
 from router.gateway.caller import Caller
+from router.gateway.http.body import Json
 from router.gateway.http.endpoint import Call, JsonResponse
 
 M = TypeVar("M", bound=Message)
+
+#: Of an error, characters: it may have a field's whole value.
+_MOST_CAUSE = 200
 
 
 class Inference(Protocol):
@@ -73,10 +76,16 @@ class Actions:
 
     async def _read(self, call: Call, kind: type[M]) -> M:
         check_own_page(call.headers, has_access=self._has_access)
-        try:
-            return ParseDict(await call.json(), kind())
-        except ParseError as error:
-            raise InvalidRequest(f"the body is no {kind.DESCRIPTOR.name}: {error}") from None
+        return message_of(kind, await call.json())
+
+
+def message_of(kind: type[M], fields: Json) -> M:
+    """Raises InvalidRequest."""
+    try:
+        return ParseDict(fields, kind())
+    except ParseError as error:
+        cause = str(error)[:_MOST_CAUSE]
+        raise InvalidRequest(f"the body is no {kind.DESCRIPTOR.name}: {cause}") from None
 
 
 def check_own_page(headers: Mapping[str, str], *, has_access: bool) -> None:
@@ -87,12 +96,18 @@ def check_own_page(headers: Mapping[str, str], *, has_access: bool) -> None:
     if not headers.get("content-type", "").startswith("application/json"):
         raise UnsupportedMediaType("the body must be application/json")
     host = headers.get("host", "")
-    if (origin := headers.get("origin")) and urlsplit(origin).netloc != host:
+    if (origin := headers.get("origin")) and origin.partition("://")[2] != host:
         raise Forbidden("a page of another site may not ask for this")
-    if not has_access and not _is_own_name(urlsplit(f"//{host}").hostname or ""):
+    if not has_access and not _is_own_name(_without_port(host)):
         raise Forbidden(
             "without keys (router.access) this is done at an address or at localhost alone"
         )
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
 
 
 def _is_own_name(name: str) -> bool:
@@ -100,7 +115,7 @@ def _is_own_name(name: str) -> bool:
     try:
         ip_address(name)
     except ValueError:
-        return name == "localhost"
+        return name.lower() == "localhost"
     return True
 
 

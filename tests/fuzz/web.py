@@ -10,15 +10,18 @@ from random import Random
 from typing import Any
 
 import uvicorn
+from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry, Gauge
 from uvicorn.server import ServerState
 
 from everlift.request_id import check_qualified
 from everlift.trace_context import TraceContext
+from everlift.v1 import admin_pb2, chaos_pb2
 from everlift.v1 import inference_pb2 as pb
 from router.access.document import Document
 from router.access.key import Key, hash_of, whole
 from router.access.table import Table
+from router.console.actions import check_own_page, message_of
 from router.gateway import headers, page_token
 from router.gateway.caller import Scope
 from router.gateway.http import body, fields, submissions
@@ -138,6 +141,35 @@ _BODIES = tuple(
     for path, bodies in BODIES.items()
     for each in bodies
 )
+
+
+# what operators say: which message, a line feed, JSON
+
+_MESSAGES: dict[str, tuple[type[Message], tuple[dict[str, Any], ...]]] = {
+    "drain": (admin_pb2.DrainRequest, ({"worker_id": "ab12"},)),
+    "policy": (
+        admin_pb2.SetPolicyRequest,
+        (
+            {"order": "hrrn", "max_queued": 7, "undated_due": 1.5, "fair_share": True},
+            {"reset": ["order", "patience"], "class_floor": "0.1"},
+        ),
+    ),
+    "chaos": (
+        chaos_pb2.Fault,
+        ({"kind": "FAULT_KIND_SLOW", "target": "leader", "seconds": 1, "delay_s": 0.5},),
+    ),
+}
+_SAID = tuple(
+    name.encode() + b"\n" + json.dumps(each).encode()
+    for name, (_, all_) in _MESSAGES.items()
+    for each in all_
+)
+
+
+def _operator(data: bytes) -> None:
+    name, _, text = data.partition(b"\n")
+    kind, _ = _MESSAGES.get(name.decode("latin-1"), _MESSAGES["policy"])
+    message_of(kind, body.parse(text)).SerializeToString()
 
 
 # whole requests, as they come
@@ -273,6 +305,11 @@ def _trace(text: str) -> None:
         assert len(str(found)) == 55
 
 
+def _own_page(text: str) -> None:
+    given = dict(line.partition(": ")[::2] for line in text.split("\n"))
+    check_own_page(given, has_access=False)
+
+
 def _accept(text: str) -> None:
     encode, content_type = encoder(text)
     encode(_REGISTRY)
@@ -299,6 +336,13 @@ _HEADERS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "trace": (_trace, ("00-" + "ab" * 16 + "-" + "cd" * 8 + "-01\na=b,c@d=e",)),
     "event_id": (_event_id, ("r:1/12.57,7.30e",)),
     "page_token": (_page, (page_token.write(page_token.Position(17.5, "acme/r:1")),)),
+    "own_page": (
+        _own_page,
+        (
+            "content-type: application/json\nhost: localhost:8000\norigin: http://localhost:8000",
+            "content-type: application/json\nhost: [::1]:8000",
+        ),
+    ),
     "request_id": (check_qualified, ("acme/r:1",)),
     "accept": (_accept, ("application/openmetrics-text; version=1.0.0; charset=utf-8,*/*",)),
 }
@@ -327,5 +371,6 @@ TARGETS = (
         weight=4.0,
     ),
     Target("http_body", lambda: nullcontext(_body), _BODIES, _body_reshaped, weight=4.0),
+    Target("http_operators", lambda: nullcontext(_operator), _SAID, _body_reshaped),
     Target("http", _http, REQUESTS, parts_reshaped(b"\r\n", ODD_LINES), weight=2.0),
 )
