@@ -24,7 +24,8 @@ from router.config import RouterConfig
 from router.console.actions import Actions
 from router.console.console import Console
 from router.console.measured import MeasuredRequests
-from router.console.snapshot import Identity, Snapshot
+from router.console.parts import Identity
+from router.console.snapshot import Snapshot
 from router.exposure import exposures
 from router.fleet import Fleet
 from router.gateway.admin_server import AdminServer

@@ -9,7 +9,8 @@ from typing import Any
 
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.worker_view import WorkerView
-from router.console.snapshot import LATENCIES, Identity, Snapshot
+from router.console.parts import Identity
+from router.console.snapshot import LATENCIES, Snapshot
 from router.ledger.base import LoadReport
 
 BOUNDS = (0.1, 1.0, inf)

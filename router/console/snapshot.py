@@ -6,16 +6,26 @@ What only the leader knows is what it last told the ledger, so that any replica 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
 
 from everlift.v1 import inference_pb2, session_pb2
-from router.admission.worker_view import WorkerView
 from router.console import workers
 from router.console.failures import Failures
 from router.console.happenings import Happenings, View
 from router.console.history import History
+from router.console.parts import (
+    Fleet,
+    Holding,
+    Identity,
+    Leader,
+    Line,
+    Measured,
+    Requests,
+    Rulebook,
+    Sessions,
+)
 from router.console.percentiles import Percentiles, RecentHistogram
 from router.console.workers import Link, Rates, Row
 from router.ledger.base import LoadReport
@@ -35,94 +45,6 @@ LATENCIES = {
 #: Of these a page has charts.
 _CHARTED = ("ttft", "inter_token")
 _PARTS = ("p50", "p90", "p99")
-
-
-class Sessions(Protocol):
-    @property
-    def false_alarms(self) -> int: ...
-
-    @property
-    def links(self) -> Sequence[Link]: ...
-
-
-class Counters(Protocol):
-    """Since this router started."""
-
-    completed: int
-    failed: int
-    migrated: int
-    preempted: int
-    moved: int
-    recomputed_tokens: int
-
-
-class Requests(Protocol):
-    """This router's."""
-
-    @property
-    def counters(self) -> Counters: ...
-
-    @property
-    def outlook(self) -> session_pb2.Outlook: ...
-
-    def ledger_status(self) -> inference_pb2.LedgerStatus: ...
-
-
-class Leader(Protocol):
-    @property
-    def is_leading(self) -> bool: ...
-
-    def view(self, worker_id: str) -> WorkerView | None: ...
-
-
-class Line(Protocol):
-    queued: int
-
-
-class Fleet(Protocol):
-    leader_id: str
-
-
-class Holding(Protocol):
-    """What holds of the queue, and which of it is not as configured."""
-
-    @property
-    def values(self) -> Mapping[str, Any]: ...
-
-    @property
-    def overridden(self) -> Iterable[str]: ...
-
-
-class Rulebook(Protocol):
-    @property
-    def holding(self) -> Holding: ...
-
-
-class Measured(Protocol):
-    """What this router counted since it started."""
-
-    def bounds(self, name: str) -> Sequence[float]:
-        """Of a histogram's buckets, the infinite one last."""
-        ...
-
-    def cumulative(self, name: str) -> Sequence[int]:
-        """By bucket, of all classes together."""
-        ...
-
-    def failures(self) -> Mapping[str, int]:
-        """Requests by the slug that they ended with."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Of a router."""
-
-    router_id: str
-    cluster_id: str
-    model: str
-    has_chaos: bool
-    has_access: bool
 
 
 class Snapshot:
