@@ -30,7 +30,13 @@ from cluster.access import keys, tenants
 from cluster.batch import command as batching
 from cluster.chaos import command as chaos
 from cluster.connection import Address, connected
-from cluster.errors import BatchFailed, ClusterFailed, ForecastFailed
+from cluster.errors import (
+    BatchFailed,
+    BenchFailed,
+    ClusterFailed,
+    ForecastFailed,
+    WorkloadFailed,
+)
 from cluster.explain import command as explaining
 from cluster.prediction import command as predicting
 from cluster.status_view import Rates, show
@@ -48,6 +54,8 @@ _EXPLAINED = (
     LedgerSetupError,
     ClusterFailed,
     BatchFailed,
+    BenchFailed,
+    WorkloadFailed,
     ForecastFailed,
     OSError,
 )

@@ -11,5 +11,14 @@ class BatchFailed(Exception):
     """A batch cannot begin, or cannot go on. The message says why."""
 
 
+class WorkloadFailed(Exception):
+    """Requests cannot be made up, or read, as it was asked. The message says why, and of a file
+    where."""
+
+
 class ForecastFailed(Exception):
     """A forecast cannot be made of what was given. The message says why, and of a file where."""
+
+
+class BenchFailed(Exception):
+    """A load cannot be sent, or reports cannot be compared. The message says why."""

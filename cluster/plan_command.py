@@ -20,6 +20,7 @@ from cluster.forecast.plan import Plan, Trial, fewest, is_kept
 from cluster.forecast.saturation import saturation_rate
 from cluster.forecast.scenario import Scenario, WorkerSpec
 from cluster.forecast.target import Target
+from cluster.workloads import options
 
 EXAMPLES = """
 Each number of workers is tried in a simulation, as `everlift simulate` does; a request that does
@@ -57,15 +58,15 @@ def plan(
     slo: Wanted,
     kind: Kinds = None,
     most: Most = 256,
-    workload: load.Workloads = None,
-    trace: load.TraceFile = None,
-    begin: load.Begin = 0.0,
-    end: load.End = None,
-    speed: load.Speed = 1.0,
+    workload: options.Workloads = None,
+    trace: options.TraceFile = None,
+    begin: options.Begin = 0.0,
+    end: options.End = None,
+    speed: options.Speed = 1.0,
     rate: load.Rate = None,
     duration: load.Duration = None,
-    steady: load.Steady = False,
-    seed: load.Seed = 0,
+    steady: options.Steady = False,
+    seed: options.Seed = 0,
     model: machines.Model = machines.DEFAULT_MODEL,
     config: machines.SettingsFile = None,
     assignments: machines.Assignments = None,

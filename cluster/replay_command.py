@@ -13,13 +13,14 @@ from rich.console import Console
 from cluster.config import Config
 from cluster.errors import ForecastFailed
 from cluster.forecast import as_json, comparison
-from cluster.forecast.command import load, machines
+from cluster.forecast.command import machines
 from cluster.forecast.command.load import Requests
 from cluster.forecast.command.progress import watched
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.record import Record
 from cluster.forecast.scenario import Scenario
 from cluster.ledger_connection import connected_ledger
+from cluster.workloads import options
 from router.config import Order, RouterConfig
 
 EXAMPLES = """
@@ -56,10 +57,10 @@ def replay(
     from_ledger: FromLedger = False,
     policy: Policies = None,
     limit: Limit = 10_000,
-    trace: load.TraceFile = None,
-    begin: load.Begin = 0.0,
-    end: load.End = None,
-    speed: load.Speed = 1.0,
+    trace: options.TraceFile = None,
+    begin: options.Begin = 0.0,
+    end: options.End = None,
+    speed: options.Speed = 1.0,
     workers: machines.Workers = None,
     model: machines.Model = machines.DEFAULT_MODEL,
     config: machines.SettingsFile = None,

@@ -16,11 +16,13 @@ from cluster.forecast.command.progress import watched
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.scenario import Choice, EarlyBinding, Scenario
 from cluster.forecast.summary import Slo
+from cluster.workloads import options
 
 EXAMPLES = """
 The admission queue, the placement and the workers' scheduler are those of the product; what a
 step takes is computed. GPUs are known by their data sheets, any other machine by a file that
-`everlift measure` writes there.
+`everlift measure` writes there. Without a workload or a trace the requests are like
+azure-conversation.
 
 **Examples**
 
@@ -69,16 +71,16 @@ PictureDirectory = Annotated[
 
 
 def simulate(
-    workload: load.Workloads = None,
-    trace: load.TraceFile = None,
-    begin: load.Begin = 0.0,
-    end: load.End = None,
-    speed: load.Speed = 1.0,
+    workload: options.Workloads = None,
+    trace: options.TraceFile = None,
+    begin: options.Begin = 0.0,
+    end: options.End = None,
+    speed: options.Speed = 1.0,
     rate: load.Rate = None,
     load_part: load.Load = None,
     duration: load.Duration = None,
-    steady: load.Steady = False,
-    seed: load.Seed = 0,
+    steady: options.Steady = False,
+    seed: options.Seed = 0,
     workers: machines.Workers = None,
     model: machines.Model = machines.DEFAULT_MODEL,
     config: machines.SettingsFile = None,

@@ -11,7 +11,7 @@ from math import exp
 from random import Random
 from typing import NamedTuple
 
-from cluster.forecast.arrival import Arrival
+from cluster.workloads.arrival import Arrival
 from router.prediction.length_distribution import LengthDistribution
 from router.prediction.output_lengths import OutputLengths
 from router.prediction.recent_ranks import RecentRanks

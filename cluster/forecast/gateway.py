@@ -14,7 +14,6 @@ from __future__ import annotations
 from math import inf
 from typing import Protocol
 
-from cluster.forecast.arrival import Arrival
 from cluster.forecast.dispatcher import Dispatcher
 from cluster.forecast.foresight import Foresight
 from cluster.forecast.frame import Frame
@@ -22,6 +21,7 @@ from cluster.forecast.life import Life
 from cluster.forecast.record import Record
 from cluster.forecast.sequence import BlockNames, NamedSequence
 from cluster.forecast.timeline import Timeline
+from cluster.workloads.arrival import Arrival
 from everlift.errors import (
     AttemptsExhausted,
     DeadlineExceeded,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from math import inf
 from typing import Protocol
 
-from cluster.forecast.arrival import Arrival
 from cluster.forecast.record import Record
+from cluster.workloads.arrival import Arrival
 from everlift.blockhash import BLOCK_SIZE, block_hashes
 from everlift.errors import UnknownRequest
 from everlift.request_id import tenant_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf, isfinite
 
-from cluster.forecast.arrival import Arrival
+from cluster.workloads.arrival import Arrival
 
 
 @dataclass(slots=True)

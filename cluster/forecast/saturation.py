@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from cluster.forecast.arrival import Arrival
 from cluster.forecast.scenario import WorkerSpec
+from cluster.workloads.arrival import Arrival
 from everlift.blockhash import BLOCK_SIZE
 from everlift.step_time import StepSize
 

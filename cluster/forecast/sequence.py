@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 
-from cluster.forecast.arrival import Arrival
+from cluster.workloads.arrival import Arrival
 from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import PromptTooLong
 from everlift.sampling import SamplingParams

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from cluster.autoscale.policy import Autoscaler
-from cluster.forecast.arrival import Arrival
 from cluster.forecast.dispatcher import Dispatcher
 from cluster.forecast.early_binding import EarlyQueue
 from cluster.forecast.fleet import Fleet, Worker
@@ -21,6 +20,7 @@ from cluster.forecast.gateway import Gateway
 from cluster.forecast.global_queue import GlobalQueue
 from cluster.forecast.scenario import Scenario
 from cluster.forecast.timeline import Timeline
+from cluster.workloads.arrival import Arrival
 
 #: As often as the leader looks what time alone changes, and tells the autoscaler its load.
 _TICK_S = 0.2

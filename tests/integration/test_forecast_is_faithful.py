@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from cluster.forecast.arrival import Arrival
 from cluster.forecast.sequence import TOKEN, BlockNames, NamedSequence
+from cluster.workloads.arrival import Arrival
 from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import session_pb2
 from tests.worker_support import Collected, limits, prompt, runner, start

@@ -30,8 +30,8 @@ from cluster.forecast.saturation import saturation_rate
 from cluster.forecast.scenario import EarlyBinding, Scenario, WorkerSpec
 from cluster.forecast.simulate import simulate
 from cluster.forecast.summary import Slo, Summary
-from cluster.forecast.workloads.known import WORKLOADS
-from cluster.forecast.workloads.workload import Workload
+from cluster.workloads.known import WORKLOADS
+from cluster.workloads.workload import Workload
 from everlift import settings
 from everlift.blockhash import BLOCK_SIZE
 from router.config import Order, RouterConfig

@@ -7,7 +7,6 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.forecast.arrival import Arrival
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.scenario import (
     EarlyBinding,
@@ -18,6 +17,7 @@ from cluster.forecast.scenario import (
     WorkerStart,
 )
 from cluster.forecast.simulate import simulate
+from cluster.workloads.arrival import Arrival
 from router.admission.policy import ORDERS
 from router.config import RouterConfig
 from tests.small_clusters import spec

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from cluster.errors import ForecastFailed
 from cluster.forecast import plan_views
-from cluster.forecast.arrival import Arrival
 from cluster.forecast.command import machines
 from cluster.forecast.plan import Plan, Trial, fewest, is_kept
 from cluster.forecast.saturation import saturation_rate
@@ -25,7 +24,8 @@ from cluster.forecast.scenario import Scenario, WorkerSpec
 from cluster.forecast.simulate import simulate
 from cluster.forecast.summary import Slo
 from cluster.forecast.target import Target, slo, targets
-from cluster.forecast.workloads.known import WORKLOADS
+from cluster.workloads.arrival import Arrival
+from cluster.workloads.known import WORKLOADS
 from everlift.step_time import Roofline
 from tests import forecasts
 from worker.config import WorkerConfig

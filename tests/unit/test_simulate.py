@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from cluster.autoscale.config import AutoscaleConfig
-from cluster.forecast.arrival import Arrival
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.scenario import (
     Choice,
@@ -19,6 +18,7 @@ from cluster.forecast.scenario import (
 )
 from cluster.forecast.simulate import simulate
 from cluster.forecast.summary import Quantiles, Slo
+from cluster.workloads.arrival import Arrival
 from router.config import RouterConfig
 from tests.small_clusters import ENGINE, STEP_TIME, arrivals, scenario, spec
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import ForecastFailed
-from cluster.forecast.arrival import Arrival
-from cluster.forecast.traces.trace import Trace
+from cluster.errors import WorkloadFailed
+from cluster.workloads.arrival import Arrival
+from cluster.workloads.traces.trace import Trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -79,13 +79,13 @@ def test_a_window_faster_than_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("begin_s, end_s", [(1.0, 2.0), (500.0, inf)])
 def test_a_window_without_a_request(tmp_path: Path, begin_s: float, end_s: float) -> None:
     path = written(tmp_path, BURSTGPT)
-    with pytest.raises(ForecastFailed, match="has no request in that window"):
+    with pytest.raises(WorkloadFailed, match="has no request in that window"):
         read(path, begin_s=begin_s, end_s=end_s)
 
 
 @pytest.mark.parametrize("how", [{"begin_s": 3.0, "end_s": 3.0}, {"speed": 0.0}, {"begin_s": -1.0}])
 def test_a_window_that_cannot_be(tmp_path: Path, how: dict[str, float]) -> None:
-    with pytest.raises(ForecastFailed):
+    with pytest.raises(WorkloadFailed):
         read(written(tmp_path, AZURE), **how)
 
 
@@ -104,7 +104,7 @@ def test_a_window_that_cannot_be(tmp_path: Path, how: dict[str, float]) -> None:
 )
 def test_a_wrong_line_of_a_table_is_named(tmp_path: Path, old: str, new: str, said: str) -> None:
     path = written(tmp_path, AZURE.replace(old, new))
-    with pytest.raises(ForecastFailed) as failure:
+    with pytest.raises(WorkloadFailed) as failure:
         read(path)
     assert f"{path}{said}" in str(failure.value)
 
@@ -126,17 +126,17 @@ def test_a_wrong_line_of_a_table_is_named(tmp_path: Path, old: str, new: str, sa
 )
 def test_a_wrong_line_of_json_is_named(tmp_path: Path, line: str, said: str) -> None:
     path = written(tmp_path, f"{json.dumps(MOONCAKE[0])}\n{line}\n")
-    with pytest.raises(ForecastFailed) as failure:
+    with pytest.raises(WorkloadFailed) as failure:
         read(path)
     assert str(failure.value).startswith(f"{path}:2: {said}")
 
 
 def test_a_file_that_is_not_there_and_one_that_is_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ForecastFailed, match="No such file"):
+    with pytest.raises(WorkloadFailed, match="No such file"):
         read(tmp_path / "none")
     path = tmp_path / "picture"
     path.write_bytes(b"\x89PNG\xff\xfe")
-    with pytest.raises(ForecastFailed, match="is no text"):
+    with pytest.raises(WorkloadFailed, match="is no text"):
         read(path)
 
 
@@ -144,5 +144,5 @@ def test_a_long_trace_is_read_as_it_is_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path, f"{AZURE}not a line\n")
     arrivals = Trace(path).arrivals()
     assert [next(arrivals).prompt_tokens for _ in range(3)] == [374, 396, 879]
-    with pytest.raises(ForecastFailed):
+    with pytest.raises(WorkloadFailed):
         next(arrivals)

@@ -13,9 +13,9 @@ from statistics import fmean, pvariance, quantiles
 
 import pytest
 
-from cluster.forecast.arrival import Arrival
-from cluster.forecast.workloads.known import WORKLOADS
-from cluster.forecast.workloads.workload import merged
+from cluster.workloads.arrival import Arrival
+from cluster.workloads.known import WORKLOADS
+from cluster.workloads.workload import merged
 
 REQUESTS = 20_000
 #: Of the published traces: mean, p50, p75, p90, p99 of prompts and of outputs.

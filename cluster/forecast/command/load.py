@@ -12,61 +12,24 @@ from typing import Annotated
 import typer
 
 from cluster.errors import ForecastFailed
-from cluster.forecast.arrival import Arrival
 from cluster.forecast.saturation import saturation_rate
 from cluster.forecast.scenario import WorkerSpec
-from cluster.forecast.traces.trace import Trace
-from cluster.forecast.workloads.known import WORKLOADS
-from cluster.forecast.workloads.workload import Workload, merged
+from cluster.workloads import options
+from cluster.workloads.arrival import Arrival
+from cluster.workloads.traces.trace import Trace
+from cluster.workloads.workload import Workload, merged
 
-_PANEL = "The requests"
 _DEFAULT = "azure-conversation"
 _DURATION_S = 300.0
 #: So many say what a mix is like.
 SAMPLE = 2000
 
-Workloads = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--workload",
-        metavar="NAME[=SHARE]",
-        help=f"{', '.join(WORKLOADS)}. Repeatable, by shares. Default: {_DEFAULT}.",
-        rich_help_panel=_PANEL,
-    ),
-]
-TraceFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace",
-        metavar="FILE",
-        help="Recorded requests instead: Azure's, Mooncake's or BurstGPT's format.",
-        rich_help_panel=_PANEL,
-    ),
-]
-Begin = Annotated[
-    float,
-    typer.Option(
-        "--from", min=0, metavar="S", help="Begin of the trace's part.", rich_help_panel=_PANEL
-    ),
-]
-End = Annotated[
-    float | None,
-    typer.Option("--to", metavar="S", help="End of the trace's part.", rich_help_panel=_PANEL),
-]
-Speed = Annotated[
-    float,
-    typer.Option(
-        metavar="FACTOR",
-        help="The trace's requests come so many times as fast.",
-        rich_help_panel=_PANEL,
-    ),
-]
 Rate = Annotated[
     float | None,
     typer.Option(
         metavar="R",
         help="Requests a second, instead of the workload's own.",
-        rich_help_panel=_PANEL,
+        rich_help_panel=options.PANEL,
     ),
 ]
 Load = Annotated[
@@ -75,7 +38,7 @@ Load = Annotated[
         "--load",
         metavar="PART",
         help="The rate as a part of what the workers can do at most, by estimate.",
-        rich_help_panel=_PANEL,
+        rich_help_panel=options.PANEL,
     ),
 ]
 Duration = Annotated[
@@ -83,20 +46,16 @@ Duration = Annotated[
     typer.Option(
         metavar="S",
         help=f"So long requests come. Default: {_DURATION_S:g}, or the whole trace.",
-        rich_help_panel=_PANEL,
+        rich_help_panel=options.PANEL,
     ),
 ]
-Steady = Annotated[
-    bool,
-    typer.Option("--steady", help="The workload's rate does not drift.", rich_help_panel=_PANEL),
-]
-Seed = Annotated[int, typer.Option(help="Of all that is drawn.", rich_help_panel=_PANEL)]
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What the options above say. At most one of ``trace`` and the others about made-up requests
-    is given."""
+    """What the options above and those of ``cluster.workloads.options`` say; without any workload
+    it is azure-conversation. At most one of ``trace`` and the others about made-up requests is
+    given."""
 
     workloads: Sequence[str] | None = None
     trace: Path | None = None
@@ -126,7 +85,7 @@ class Requests:
                 raise ForecastFailed(f"--{name.removesuffix('_s')} must be above 0, not {value:g}")
 
     def arrivals(self, workers: Sequence[WorkerSpec]) -> Iterator[Arrival]:
-        """One after the other, of which none is held. Raises ForecastFailed."""
+        """One after the other, of which none is held. Raises ForecastFailed, WorkloadFailed."""
         if self.trace is not None:
             end_s = inf if self.end_s is None else self.end_s
             arrivals = Trace(self.trace, self.begin_s, end_s, self.speed).arrivals()
@@ -137,7 +96,7 @@ class Requests:
         return takewhile(lambda arrival: arrival.at < duration_s, arrivals)
 
     def average_rate(self) -> float:
-        """Requests a second, counted. Raises ForecastFailed."""
+        """Requests a second, counted. Raises as ``arrivals`` does."""
         number, last = 0, 0.0
         for arrival in self.arrivals(()):
             number, last = number + 1, arrival.at
@@ -145,39 +104,14 @@ class Requests:
 
     def _workloads(self, workers: Sequence[WorkerSpec]) -> list[Workload]:
         """At their rates."""
-        mix = self._mix()
+        mix = options.mix(self.workloads or (_DEFAULT,), self.is_steady)
         if self.load is not None:
-            sample = list(islice(merged(_scaled(mix, 1.0), self.seed), SAMPLE))
+            at_one = list(options.at_rate(mix, 1.0))
+            sample = list(islice(merged(at_one, self.seed), SAMPLE))
             most = sum(saturation_rate(sample, worker) for worker in workers)
-            return _scaled(mix, self.load * most)
+            return list(options.at_rate(mix, self.load * most))
         if self.rate is not None:
-            return _scaled(mix, self.rate)
+            return list(options.at_rate(mix, self.rate))
         if len(mix) > 1:
             raise ForecastFailed("several workloads need --rate or --load")
         return [workload for workload, _ in mix]
-
-    def _mix(self) -> list[tuple[Workload, float]]:
-        """With their shares."""
-        mix = list(map(_share, self.workloads or (_DEFAULT,)))
-        if self.is_steady:
-            return [(workload.without_drift(), share) for workload, share in mix]
-        return mix
-
-
-def _scaled(mix: Sequence[tuple[Workload, float]], rate: float) -> list[Workload]:
-    """To so many requests a second together."""
-    total = sum(share for _, share in mix)
-    return [workload.at_rate(rate * share / total) for workload, share in mix]
-
-
-def _share(text: str) -> tuple[Workload, float]:
-    name, equals, share = text.partition("=")
-    if name not in WORKLOADS:
-        raise ForecastFailed(f"--workload {name}: must be one of {', '.join(WORKLOADS)}")
-    try:
-        number = float(share) if equals else 1.0
-    except ValueError:
-        number = 0.0
-    if not 0 < number < inf:
-        raise ForecastFailed(f"--workload {text}: its share must be a number above 0")
-    return WORKLOADS[name], number

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 
-from cluster.forecast.arrival import Arrival
+from cluster.workloads.arrival import Arrival
 
 #: Requests between two updates.
 _EVERY = 100

@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 from math import isfinite, nan
 from pathlib import Path
 
-from cluster.errors import ForecastFailed
+from cluster.errors import WorkloadFailed
 
 
 class Row:
-    """Its fields by their names, as they are asked for. All methods raise ForecastFailed, with the
+    """Its fields by their names, as they are asked for. All methods raise WorkloadFailed, with the
     place and the cause."""
 
     def __init__(self, file: Path, line: int, fields: object) -> None:
@@ -20,8 +20,8 @@ class Row:
             raise self.wrong("must be fields by their names")
         self._fields = fields
 
-    def wrong(self, cause: str) -> ForecastFailed:
-        return ForecastFailed(f"{self._place}: {cause}")
+    def wrong(self, cause: str) -> WorkloadFailed:
+        return WorkloadFailed(f"{self._place}: {cause}")
 
     def count(self, name: str, least: int) -> int:
         text = self._field(name)

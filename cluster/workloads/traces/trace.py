@@ -11,10 +11,10 @@ from math import inf
 from pathlib import Path
 from typing import TextIO
 
-from cluster.errors import ForecastFailed
-from cluster.forecast.arrival import Arrival
-from cluster.forecast.traces.formats import CSV, Format, mooncake
-from cluster.forecast.traces.row import Row
+from cluster.errors import WorkloadFailed
+from cluster.workloads.arrival import Arrival
+from cluster.workloads.traces.formats import CSV, Format, mooncake
+from cluster.workloads.traces.row import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Trace:
 
     def __post_init__(self) -> None:
         if not 0 <= self.begin_s < self.end_s:
-            raise ForecastFailed("a trace's window must begin at 0 or later, and before its end")
+            raise WorkloadFailed("a trace's window must begin at 0 or later, and before its end")
         if not 0 < self.speed < inf:
-            raise ForecastFailed(f"a trace's speed must be above 0, not {self.speed:g}")
+            raise WorkloadFailed(f"a trace's speed must be above 0, not {self.speed:g}")
 
     def arrivals(self) -> Iterator[Arrival]:
-        """In their order, from the window's begin on. Raises ForecastFailed for a line that cannot
+        """In their order, from the window's begin on. Raises WorkloadFailed for a line that cannot
         be, and for a window without a request."""
         later = dropwhile(lambda each: each.at < self.begin_s, self._recorded())
         is_empty = True
@@ -43,7 +43,7 @@ class Trace:
             is_empty = False
             yield replace(arrival, at=(arrival.at - self.begin_s) / self.speed)
         if is_empty:
-            raise ForecastFailed(f"{self.file}: has no request in that window")
+            raise WorkloadFailed(f"{self.file}: has no request in that window")
 
     def _recorded(self) -> Iterator[Arrival]:
         """From 0 on."""
@@ -63,9 +63,9 @@ def _read(path: Path) -> Iterator[tuple[Row, Arrival]]:
             file.seek(0)
             yield from _json_lines(path, file) if is_json else _csv_lines(path, file)
     except OSError as error:
-        raise ForecastFailed(f"{path}: {error.strerror}") from None
+        raise WorkloadFailed(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ForecastFailed(f"{path}: is no text") from None
+        raise WorkloadFailed(f"{path}: is no text") from None
 
 
 def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[Row, Arrival]]:
@@ -73,7 +73,7 @@ def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[Row, Arrival]]:
         try:
             row = Row(path, line, json.loads(text))
         except (ValueError, RecursionError):
-            raise ForecastFailed(f"{path}:{line}: is no JSON") from None
+            raise WorkloadFailed(f"{path}:{line}: is no JSON") from None
         yield row, mooncake(row)
 
 
@@ -86,11 +86,11 @@ def _csv_lines(path: Path, file: TextIO) -> Iterator[tuple[Row, Arrival]]:
             if (arrival := read(row)) is not None:
                 yield row, arrival
     except csv.Error as error:
-        raise ForecastFailed(f"{path}:{rows.line_num}: is no CSV: {error}") from None
+        raise WorkloadFailed(f"{path}:{rows.line_num}: is no CSV: {error}") from None
 
 
 def _format(path: Path, columns: Sequence[str]) -> Format:
     for known, read in CSV.items():
         if known <= set(columns):
             return read
-    raise ForecastFailed(f"{path}:1: neither Azure's columns, nor BurstGPT's, nor Mooncake's JSON")
+    raise WorkloadFailed(f"{path}:1: neither Azure's columns, nor BurstGPT's, nor Mooncake's JSON")

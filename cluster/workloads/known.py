@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cluster.forecast.workloads.lengths import LogNormal, Mixture, Normal, Quantiles
-from cluster.forecast.workloads.traffic import Traffic
-from cluster.forecast.workloads.workload import Workload
+from cluster.workloads.lengths import LogNormal, Mixture, Normal, Quantiles
+from cluster.workloads.traffic import Traffic
+from cluster.workloads.workload import Workload
 
 _AZURE_CONVERSATION = Workload(
     name="azure-conversation",

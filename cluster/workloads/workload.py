@@ -12,10 +12,10 @@ from random import Random
 from typing import Self, TypeVar
 from zlib import crc32
 
-from cluster.forecast.arrival import Arrival
-from cluster.forecast.workloads.conversations import Conversations
-from cluster.forecast.workloads.lengths import Lengths
-from cluster.forecast.workloads.traffic import Traffic
+from cluster.workloads.arrival import Arrival
+from cluster.workloads.conversations import Conversations
+from cluster.workloads.lengths import Lengths
+from cluster.workloads.traffic import Traffic
 
 T = TypeVar("T")
 

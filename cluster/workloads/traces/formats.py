@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from cluster.forecast.arrival import Arrival
-from cluster.forecast.traces.row import Row
+from cluster.workloads.arrival import Arrival
+from cluster.workloads.traces.row import Row
 
 _MAX_TOKENS = 4096
 _MOONCAKE_PART_TOKENS = 512
@@ -23,7 +23,7 @@ _MOONCAKE_PART_TOKENS = 512
 
 class Format(Protocol):
     def __call__(self, row: Row) -> Arrival | None:
-        """``at`` is counted from the format's own zero. Raises ForecastFailed."""
+        """``at`` is counted from the format's own zero. Raises WorkloadFailed."""
         ...
 
 
