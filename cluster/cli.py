@@ -28,6 +28,7 @@ from cluster import (
 from cluster import config as configuration
 from cluster.access import keys, tenants
 from cluster.batch import command as batching
+from cluster.bench import command as benching
 from cluster.chaos import command as chaos
 from cluster.connection import Address, connected
 from cluster.errors import (
@@ -213,6 +214,7 @@ app.command(epilog=simulate_command.EXAMPLES)(simulate_command.simulate)
 app.command(epilog=measure_command.EXAMPLES)(measure_command.measure)
 app.command(epilog=plan_command.EXAMPLES)(plan_command.plan)
 app.command(epilog=replay_command.EXAMPLES)(replay_command.replay)
+app.add_typer(benching.app, name="bench")
 app.add_typer(chaos.app, name="chaos")
 app.add_typer(keys.app, name="key")
 app.add_typer(tenants.app, name="tenant")

@@ -29,17 +29,20 @@ Address = Annotated[
 
 
 @asynccontextmanager
-async def connected(address: str | None, retry_s: float = RETRY_S) -> AsyncIterator[AsyncClient]:
-    """A client of a cluster that answers. Raises Unreachable and Unauthenticated with advice."""
-    routers = addresses(address)
-    await _probe(routers)
-    async with AsyncClient(routers, tls=tls(), api_key=api_key(), retry_s=retry_s) as client:
+async def connected(
+    address: str | None, retry_s: float = RETRY_S, key: str | None = None
+) -> AsyncIterator[AsyncClient]:
+    """A client of a cluster that answers, with a ``key`` in the place of the environment's. Raises
+    Unreachable and Unauthenticated with advice."""
+    routers, shown = addresses(address), key or api_key()
+    await _probe(routers, shown)
+    async with AsyncClient(routers, tls=tls(), api_key=shown, retry_s=retry_s) as client:
         yield client
 
 
-async def _probe(routers: Sequence[str]) -> None:
+async def _probe(routers: Sequence[str], key: str | None) -> None:
     """Asks each router once. Raises as ``connected`` does."""
-    async with AsyncClient(routers, tls=tls(), api_key=api_key(), retry_s=0) as client:
+    async with AsyncClient(routers, tls=tls(), api_key=key, retry_s=0) as client:
         try:
             await client.status()
         except Unreachable as error:

@@ -18,6 +18,14 @@ class Lengths(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Exactly:
+    tokens: int
+
+    def draw(self, rng: Random) -> int:
+        return self.tokens
+
+
+@dataclass(frozen=True, slots=True)
 class LogNormal:
     """``sigma`` is of the logarithm; what lies above ``most`` is ``most``."""
 

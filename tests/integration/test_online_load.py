@@ -105,9 +105,8 @@ async def test_an_answer_that_is_not_whole_is_none(said: bytes) -> None:
         await write(said)
 
     async with answering(say) as client:
-        with pytest.raises(ExceptionGroup) as raised:
+        with pytest.raises(Incomplete):
             await client.send([Ask((1,), 2, 0.0)])
-    assert raised.group_contains(Incomplete)
 
 
 def test_everlift_is_measured_in_small(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def medians(rounds: Sequence[Figures]) -> Figures:
 
 
 async def measure(plan: Plan, options: argparse.Namespace, results: Results) -> None:
-    """``options`` as main has them. Raises NotServing, and Incomplete within a group."""
+    """``options`` as main has them. Raises NotServing, Incomplete."""
     saturation = options.saturation
     for turn in range(options.rounds):
         if OFFLINE in options.systems:

@@ -6,17 +6,20 @@ waits unseen. Every server is asked the same by the same client, in the process 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import random
 import statistics
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import aiohttp
+from cluster.bench.generator import Generator
+from cluster.bench.openai_endpoint import OpenAiEndpoint, connected, first_model
+from cluster.bench.outcome import CountedBy, Outcome
+from cluster.bench.request import Request
+from cluster.errors import BenchFailed
 
 #: Token 0 is left to tokenizers that want it for something else.
 _FIRST_TOKEN = 1
@@ -82,90 +85,50 @@ def _shifted(token: int, by: int, vocab_size: int) -> int:
 
 
 class Client:
-    """Of ``/v1/completions`` at ``url``. Use it as a context manager."""
+    """Of ``/v1/completions`` at ``url``, with the product's own generator: a benchmark is no
+    benchmark unless every answer is whole. Use it as a context manager."""
 
     def __init__(self, url: str) -> None:
-        self._session = aiohttp.ClientSession(
-            url,
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
-        )
-        self._model = ""
+        self._url = f"{url}/v1"
+        self._stack = AsyncExitStack()
+        self._endpoint: OpenAiEndpoint | None = None
 
     async def __aenter__(self) -> Client:
-        await self._session.__aenter__()
+        self._session = await self._stack.enter_async_context(connected(self._url, None))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._session.close()
+        await self._stack.aclose()
 
     async def is_ready(self) -> bool:
         """Whether it answers a request."""
         try:
-            async with self._session.get("/v1/models") as response:
-                if response.status != 200:
-                    return False
-                self._model = (await response.json())["data"][0]["id"]
-            await self._ask(Ask((1, 2, 3), 2, 0.0), time.perf_counter())
-        except (aiohttp.ClientError, Incomplete):
+            model = await first_model(self._session, self._url)
+            self._endpoint = OpenAiEndpoint(self._session, model)
+            await self.send([Ask((1, 2, 3), 2, 0.0)])
+        except (BenchFailed, Incomplete):
             return False
         return True
 
     async def send(self, asks: Sequence[Ask]) -> list[Answer]:
         """All answers, when the last one is there. Raises Incomplete."""
-        begin = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            tasks = []
-            for ask in asks:
-                if (early := begin + ask.due - time.perf_counter()) > 0:
-                    await asyncio.sleep(early)
-                tasks.append(group.create_task(self._ask(ask, begin)))
-        return [task.result() for task in tasks]
-
-    async def _ask(self, ask: Ask, begin: float) -> Answer:
-        first = last = 0.0
-        tokens = None
-        async with self._session.post("/v1/completions", json=self._body(ask)) as response:
-            if response.status != 200:
-                raise Incomplete(f"{response.status}: {(await response.text())[:300]}")
-            async for event in _events(response):
-                chunk = json.loads(event)
-                if "error" in chunk:
-                    raise Incomplete(str(chunk["error"]))
-                if chunk["choices"]:
-                    last = time.perf_counter()
-                    first = first or last
-                if chunk.get("usage"):
-                    tokens = chunk["usage"]["completion_tokens"]
-        if tokens != (wanted := ask.tokens or ask.max_tokens):
-            raise Incomplete(f"{tokens} of {wanted} tokens")
-        return Answer(ask.due, first - begin, last - begin, tokens)
-
-    def _body(self, ask: Ask) -> dict[str, object]:
-        return {
-            "model": self._model,
-            "prompt": ask.prompt,
-            "max_tokens": ask.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **ask.fields,
-        }
+        endpoint = self._endpoint or OpenAiEndpoint(self._session, "")
+        requests = [
+            Request(ask.due, ask.prompt, len(ask.prompt), ask.max_tokens, ask.fields)
+            for ask in asks
+        ]
+        outcomes = await Generator(endpoint, timeout_s=_TIMEOUT_S).open_loop(requests)
+        return [_answer(ask, outcome) for ask, outcome in zip(asks, outcomes, strict=True)]
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each event up to [DONE]. Raises Incomplete."""
-    rest = b""
-    async for data in response.content.iter_any():
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                event = line[5:].strip()
-                if event == b"[DONE]":
-                    return
-                yield event
-    raise Incomplete("a stream that broke off")
+def _answer(ask: Ask, outcome: Outcome) -> Answer:
+    """Raises Incomplete."""
+    if outcome.error:
+        raise Incomplete(outcome.error)
+    wanted = ask.tokens or ask.max_tokens
+    if outcome.counted_by is not CountedBy.USAGE or outcome.output_tokens != wanted:
+        raise Incomplete(f"{outcome.output_tokens} of {wanted} tokens")
+    return Answer(ask.due, outcome.pieces[0], outcome.pieces[-1], outcome.output_tokens)
 
 
 def figures(answers: Sequence[Answer]) -> dict[str, float]:

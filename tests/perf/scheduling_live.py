@@ -88,7 +88,7 @@ def train(plan: Plan) -> dict[str, Any]:
 
 async def turn(case: Case, plan: Plan, seed: int, saturated: float | None) -> Figures:
     """One case, from a cluster's start to its end, under a load by ``saturated`` tokens a second;
-    None: as it is seen to do. Raises NotServing, and Incomplete in a group."""
+    None: as it is seen to do. Raises NotServing, Incomplete."""
     settings = {
         "worker.max_num_seqs": SLOTS,
         "router.predictor": plan.predictor,

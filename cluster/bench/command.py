@@ -1,0 +1,221 @@
+"""``everlift bench``: a load on an endpoint, and two loads beside each other."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from cluster.bench import options
+from cluster.bench.goodput import slo
+from cluster.bench.load import Load
+from cluster.bench.options import DEFAULT_PERCENTILES
+from cluster.connection import Address
+from cluster.errors import BenchFailed
+from cluster.workloads import options as workloads
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Load on any endpoint, and reports of it.",
+)
+
+_SERVE_EXAMPLES = """
+Requests are sent when they are due, whatever became of the earlier ones, and each latency counts
+from when it was due.
+
+**Examples**
+
+- `everlift bench serve --rate 20 --duration 60 --html report.html`
+- `everlift bench serve --url http://127.0.0.1:8000/v1 --chat --rate 5 --json a.json`
+- `everlift bench serve --trace conv.csv --to 600 --speed 4 --goodput "ttft:500 tpot:50"`
+- `everlift bench serve --ramp 1:64 --duration 30 --goodput ttft:500`
+- `everlift bench serve --concurrency 32 --requests 500`
+"""
+
+
+@app.command(epilog=_SERVE_EXAMPLES)
+def serve(
+    url: options.Url = None,
+    address: Address = None,
+    chat: options.Chat = False,
+    model: options.Model = None,
+    api_key: options.ApiKey = None,
+    ignore_eos: options.IgnoreEos = True,
+    temperature: options.Temperature = 0.0,
+    extra_body: options.ExtraBody = None,
+    tokenizer: options.TokenizerFile = None,
+    workload: workloads.Workloads = None,
+    trace: workloads.TraceFile = None,
+    begin: workloads.Begin = 0.0,
+    end: workloads.End = None,
+    speed: workloads.Speed = 1.0,
+    steady: workloads.Steady = False,
+    input_tokens: options.InputTokens = 256,
+    output_tokens: options.OutputTokens = 64,
+    longest_input: options.LongestInput = None,
+    longest_output: options.LongestOutput = None,
+    requests: options.Number = None,
+    seed: workloads.Seed = 0,
+    rate: options.Rate = None,
+    burstiness: options.Burstiness = 1.0,
+    duration: options.Duration = None,
+    ramp: options.RampText = None,
+    concurrency: options.Concurrency = None,
+    warm_up: options.WarmUp = 4,
+    timeout: options.Timeout = 600.0,
+    goodput: options.Goodput = None,
+    percentiles: options.Percentiles = DEFAULT_PERCENTILES,
+    json_file: options.JsonFile = None,
+    html_file: options.HtmlFile = None,
+    detailed: options.Detailed = False,
+    label: options.Label = "",
+) -> None:
+    """Send a load, and report what came of it."""
+    # Imported here: aiohttp and numpy are nothing to other commands.
+    import uvloop
+
+    from cluster.bench.asked import Asked, measured
+    from cluster.bench.run import Manner
+    from cluster.bench.target import Target, load_tokenizer
+
+    climb = _ramp(ramp, rate, duration)
+    asked = Asked(
+        target=Target(
+            url=url,
+            address=address,
+            is_chat=chat,
+            model=model,
+            api_key=api_key,
+            ignore_eos=ignore_eos,
+            temperature=temperature,
+            fields=_fields(extra_body),
+        ),
+        load=Load(
+            workloads=workload,
+            trace=trace,
+            begin_s=begin,
+            end_s=end,
+            speed=speed,
+            is_steady=steady,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            longest_input=longest_input,
+            longest_output=longest_output,
+            rate=climb[0] if climb else rate,
+            burstiness=burstiness,
+            requests=requests,
+            duration_s=duration,
+            seed=seed,
+        ),
+        manner=Manner(
+            concurrency=concurrency,
+            warm_up=warm_up,
+            timeout_s=timeout,
+            tokenizer=load_tokenizer(tokenizer) if tokenizer else None,
+            is_shown=sys.stderr.isatty(),
+        ),
+        slo=slo(goodput or ()),
+        percents=_percents(percentiles),
+        ramp=climb,
+        label=label,
+        tokenizer=tokenizer.name if tokenizer else None,
+        is_detailed=detailed,
+    )
+    found = uvloop.run(measured(asked, datetime.now()))
+    _show(found, json_file, html_file)
+    if not found["completed"]:
+        raise typer.Exit(1)
+
+
+_COMPARE_EXAMPLES = """
+Settings that differ are named: figures under different loads say nothing of each other.
+
+**Examples**
+
+- `everlift bench compare before.json after.json`
+- `everlift bench compare vllm.json everlift.json --html compared.html`
+"""
+
+
+@app.command(epilog=_COMPARE_EXAMPLES)
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="A report, of vLLM's too.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+    html_file: options.HtmlFile = None,
+) -> None:
+    """Show two reports beside each other, and their ratios."""
+    from cluster.bench import comparison, page, report, tables
+
+    of_a, of_b = report.read(a), report.read(b)
+    found = comparison.compare(of_a, of_b)
+    console = Console(highlight=False)
+    console.print(tables.comparison_table(found))
+    for warning in found.warnings:
+        console.print(f"[yellow]note: {escape(warning)}[/]", soft_wrap=True)
+    if html_file is not None:
+        _write_page(page.comparison_page(of_a, of_b, found), html_file)
+
+
+def _show(found: dict[str, Any], json_file: Path | None, html_file: Path | None) -> None:
+    from cluster.bench import page, report, tables
+
+    console = Console(highlight=False)
+    for table in tables.tables(found):
+        console.print(table)
+    if json_file is not None:
+        report.write(found, json_file)
+    if html_file is not None:
+        _write_page(page.report_page(found), html_file)
+
+
+def _write_page(text: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    typer.echo(f"written: {path}")
+
+
+def _fields(text: str | None) -> dict[str, object]:
+    """Raises BenchFailed."""
+    try:
+        found = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise BenchFailed("--extra-body must be a JSON object")
+    return found
+
+
+def _percents(text: str) -> tuple[float, ...]:
+    """Ascending. Raises BenchFailed."""
+    try:
+        found = sorted({float(each) for each in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or not 0 <= found[0] <= found[-1] <= 100:
+        raise BenchFailed(f"--percentiles {text}: must be numbers from 0 to 100, as 50,90,99.9")
+    return tuple(found)
+
+
+def _ramp(
+    text: str | None, rate: float | None, duration: float | None
+) -> tuple[float, float] | None:
+    """Raises BenchFailed."""
+    if text is None:
+        return None
+    if rate is not None or duration is None:
+        raise BenchFailed("--ramp needs --duration, of each of its stages, and no --rate")
+    try:
+        first, most = map(float, text.split(":"))
+    except ValueError:
+        first = most = 0.0
+    if not 0 < first <= most or not isfinite(most):
+        raise BenchFailed(f"--ramp {text}: must be two rates, the lower first, as in 1:64")
+    return first, most

@@ -1,0 +1,21 @@
+"""Server-sent events out of bytes that come in any pieces. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+DONE = b"[DONE]"
+
+
+class Events:
+    """Only their data: OpenAI's streams have each event's on one line."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def of(self, data: bytes) -> Iterator[bytes]:
+        """Those that are whole with this."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()

@@ -1,0 +1,105 @@
+"""Sends a load: every request when it is due, whatever became of the earlier ones.
+
+        due -------- admitted -- sent ---- first piece ... last piece
+         |  no room     |   lag   |
+         +--- latency counts from here
+
+A generator that waits for answers before it asks again asks a slow server less often, and does not
+see what others would have waited (coordinated omission). Here nobody waits for anybody: a request
+that leaves late, because this process is busy or has no room for more, has been due all the same.
+
+In a closed loop nothing says when requests come: each is due when its client has no other one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from cluster.bench.endpoint import Answer, Endpoint, Refused
+from cluster.bench.outcome import Outcome
+from cluster.bench.request import Request
+
+#: An answer that takes longer has failed.
+TIMEOUT_S = 600.0
+
+
+class Generator:
+    """``clock`` is in seconds. ``advance`` is called for each outcome, with its output tokens."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        clock: Callable[[], float] = time.perf_counter,
+        advance: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        self._endpoint = endpoint
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._advance = advance
+        self._began = clock()
+
+    async def open_loop(
+        self, requests: Sequence[Request], most_at_once: int | None = None
+    ) -> list[Outcome]:
+        """Each at its time, of which ``most_at_once`` are on their way together; None is no limit.
+        Their outcomes, in the order of the requests, when all have ended."""
+        room = asyncio.Semaphore(most_at_once or len(requests) or 1)
+
+        async def in_turn(request: Request) -> Outcome:
+            is_full = room.locked()
+            async with room:
+                admitted = self._now() if is_full else request.due
+                return await self._ask(request, request.due, admitted)
+
+        self._began = self._clock()
+        tasks = []
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                await self._until(request.due)
+                tasks.append(group.create_task(in_turn(request)))
+        return [task.result() for task in tasks]
+
+    async def closed_loop(self, requests: Sequence[Request], clients: int) -> list[Outcome]:
+        """The same of ``clients`` of which each asks one request after another, and where none is
+        due at any time."""
+        left = iter(enumerate(requests))
+        outcomes: dict[int, Outcome] = {}
+
+        async def client() -> None:
+            for number, request in left:
+                now = self._now()
+                outcomes[number] = await self._ask(request, now, now)
+
+        self._began = self._clock()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(clients):
+                group.create_task(client())
+        return [outcomes[number] for number in range(len(requests))]
+
+    async def _until(self, due: float) -> None:
+        """At least one turn of the loop: many that are due at once must not hold up what comes."""
+        await asyncio.sleep(due - self._now())
+        # A timer may be early by a part of a millisecond.
+        while (early := due - self._now()) > 0:
+            await asyncio.sleep(early)
+
+    async def _ask(self, request: Request, due: float, admitted: float) -> Outcome:
+        answer, error = Answer(request, self._now), ""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._endpoint.ask(request, answer)
+        except Refused as refused:
+            error = str(refused)
+        except TimeoutError:
+            error = "timeout"
+        outcome = answer.outcome(due, admitted, error)
+        self._advance(outcome.output_tokens)
+        return outcome
+
+    def _now(self) -> float:
+        """Seconds since the load began."""
+        return self._clock() - self._began

@@ -1,0 +1,111 @@
+"""A load from its first request to its report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from cluster.bar import bar
+from cluster.bench.generator import TIMEOUT_S, Generator
+from cluster.bench.goodput import Slo
+from cluster.bench.load import Load
+from cluster.bench.outcome import Outcome
+from cluster.bench.report import Seen, Stage
+from cluster.bench.request import Request
+from cluster.bench.saturation import Ramp, is_kept_up
+from cluster.bench.target import Opened, Target, counted, opened
+from cluster.errors import BenchFailed
+from everlift.heap import settle
+
+#: Prompts of a warm-up are none of those that count.
+_WARM_UP_SEED = 1 << 32
+_WARM_UP_CLIENTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a load is sent: at most ``concurrency`` requests at once, None: any number. A request has
+    failed after ``timeout_s``. ``is_shown``: on a bar."""
+
+    concurrency: int | None = None
+    warm_up: int = 4
+    timeout_s: float = TIMEOUT_S
+    tokenizer: Any | None = None
+    is_shown: bool = False
+
+
+class Run:
+    """Against an endpoint that has answered a warm-up."""
+
+    def __init__(self, found: Opened, manner: Manner) -> None:
+        self._found = found
+        self._manner = manner
+
+    @property
+    def model(self) -> str:
+        return self._found.model
+
+    async def send(self, load: Load) -> Seen:
+        """Raises BenchFailed, WorkloadFailed."""
+        requests = load.all_requests(self._found.prompts(load.seed))
+        if not requests:
+            raise BenchFailed("no request comes in that time")
+        settle()
+        with bar(_title(load), len(requests), shown=self._manner.is_shown) as advance:
+            cpu, began = time.process_time(), time.perf_counter()
+            outcomes = await self._sent(load, requests, advance)
+            share = (time.process_time() - cpu) / (time.perf_counter() - began)
+        return Seen(counted(outcomes, self._manner.tokenizer), share)
+
+    async def climb(self, load: Load, first: float, most: float, slo: Slo) -> list[Stage]:
+        """The same load at rates from ``first`` to at most ``most``, until it is known which are
+        kept up with. A stage begins when the one before has ended. ``load`` must have a duration.
+        Raises as ``send`` does."""
+        assert load.duration_s is not None
+        ramp, stages = Ramp(first, most), list[Stage]()
+        while (rate := ramp.next_rate()) is not None:
+            seen = await self.send(replace(load, rate=rate, seed=load.seed + len(stages)))
+            if seen.outcomes[-1].due < load.duration_s / 2:
+                raise BenchFailed("there are not enough requests for a stage of the ramp")
+            is_kept = is_kept_up(seen.outcomes, load.duration_s, slo)
+            stages.append(Stage(rate, seen, is_kept))
+            ramp.tell(rate, is_kept)
+        return stages
+
+    async def warm_up(self, load: Load) -> None:
+        """Raises BenchFailed where no request of it is answered."""
+        if not (number := self._manner.warm_up):
+            return
+        few = replace(load, requests=number, duration_s=None)
+        prompts = self._found.prompts(load.seed + _WARM_UP_SEED)
+        generator = Generator(self._found.endpoint, timeout_s=self._manner.timeout_s)
+        requests = few.all_requests(prompts)
+        outcomes = await generator.closed_loop(requests, min(number, _WARM_UP_CLIENTS))
+        if not any(each.is_complete for each in outcomes):
+            raise BenchFailed(f"the warm-up was not answered: {outcomes[0].error}")
+
+    async def _sent(
+        self, load: Load, requests: Sequence[Request], advance: Callable[[int], None]
+    ) -> list[Outcome]:
+        most, timeout_s = self._manner.concurrency, self._manner.timeout_s
+        generator = Generator(self._found.endpoint, timeout_s=timeout_s, advance=advance)
+        if most is not None and not load.has_moments:
+            return await generator.closed_loop(requests, most)
+        return await generator.open_loop(requests, most)
+
+
+@asynccontextmanager
+async def ready(target: Target, load: Load, manner: Manner) -> AsyncIterator[Run]:
+    """Raises BenchFailed, WorkloadFailed, and what connecting raises."""
+    async with opened(target, manner.tokenizer) as found:
+        run = Run(found, manner)
+        await run.warm_up(load)
+        yield run
+
+
+def _title(load: Load) -> str:
+    return "load" if load.rate in (None, inf) else f"{load.rate:.4g} requests/s"

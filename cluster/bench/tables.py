@@ -1,0 +1,53 @@
+"""A report for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.bench import wording
+from cluster.bench.comparison import Comparison
+from cluster.bench.figures import Json
+from cluster.bench.report import ours
+
+
+def tables(found: Json) -> Iterator[RenderableType]:
+    yield _pairs(wording.summary_rows(found))
+    yield _latencies(found, found, "ms, from when it was due")
+    if sent := ours(found).get("from_sent"):
+        yield _latencies(found, sent, "ms, from when it was sent")
+    if errors := list(wording.error_rows(found)):
+        yield _pairs(iter(errors), "errors")
+    for mark in ours(found).get("marks", ()):
+        yield Text(f"note: {mark}", style="yellow")
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    table = Table("", "A", "B", "B / A", "B is", box=SIMPLE_HEAD)
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for row in comparison.rows:
+        table.add_row(
+            row.title, wording.shown(row.a), wording.shown(row.b), row.ratio_text, row.verdict
+        )
+    return table
+
+
+def _pairs(rows: Iterator[tuple[str, str]], title: str = "") -> Table:
+    table = Table(title, "", show_header=bool(title), box=SIMPLE_HEAD)
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _latencies(found: Json, source: Json, title: str) -> Table:
+    table = Table(title, *wording.statistics(found), box=SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, cells in wording.latency_rows(found, source):
+        table.add_row(name, *cells)
+    return table

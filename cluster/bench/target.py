@@ -1,0 +1,123 @@
+"""Whom a load is sent to, as the command line says it, and the way there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from cluster.bench import openai_endpoint
+from cluster.bench.endpoint import Endpoint
+from cluster.bench.everlift_endpoint import EverliftEndpoint
+from cluster.bench.openai_endpoint import OpenAiEndpoint
+from cluster.bench.outcome import CountedBy, Outcome
+from cluster.bench.prompts import Prompts, TokenPrompts, WordPrompts
+from cluster.connection import addresses, connected
+from cluster.errors import BenchFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """With a ``url`` an endpoint of OpenAI's API, else the cluster at ``address`` by gRPC.
+    ``fields`` are of every OpenAI body. Its key is in no text that is made of it. Raises
+    BenchFailed."""
+
+    url: str | None = None
+    address: str | None = None
+    is_chat: bool = False
+    model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.url is None and (self.is_chat or self.fields or self.model):
+            raise BenchFailed("--chat, --model and --extra-body need --url")
+
+    @property
+    def backend(self) -> str:
+        if self.url is None:
+            return "everlift"
+        return "openai-chat" if self.is_chat else "openai"
+
+    @property
+    def where(self) -> str:
+        if self.url is None:
+            return ", ".join(addresses(self.address))
+        return urlsplit(openai_endpoint.base_url(self.url)).geturl()
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An endpoint that answers. ``prompts`` makes those of a seed."""
+
+    endpoint: Endpoint
+    model: str
+    prompts: Callable[[int], Prompts]
+
+
+@asynccontextmanager
+async def opened(target: Target, tokenizer: Any | None) -> AsyncIterator[Opened]:
+    """Raises BenchFailed, and what connecting raises."""
+    way = _cluster(target) if target.url is None else _openai(target, target.url, tokenizer)
+    async with way as found:
+        yield found
+
+
+@asynccontextmanager
+async def _cluster(target: Target) -> AsyncIterator[Opened]:
+    async with connected(target.address, retry_s=0, key=target.api_key) as client:
+        (served, *_) = (await client.models()).models
+        yield Opened(
+            EverliftEndpoint(client, ignore_eos=target.ignore_eos, temperature=target.temperature),
+            served.name,
+            lambda seed: TokenPrompts(served.vocab_size, seed),
+        )
+
+
+@asynccontextmanager
+async def _openai(target: Target, url: str, tokenizer: Any | None) -> AsyncIterator[Opened]:
+    where = openai_endpoint.base_url(url)
+    async with openai_endpoint.connected(where, target.api_key) as session:
+        model = target.model or await openai_endpoint.first_model(session, where)
+        endpoint = OpenAiEndpoint(
+            session,
+            model,
+            is_chat=target.is_chat,
+            ignore_eos=target.ignore_eos,
+            temperature=target.temperature,
+            fields=target.fields,
+        )
+        yield Opened(endpoint, model, lambda seed: WordPrompts(tokenizer, seed))
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Of a model's directory, or its tokenizer.json itself. Raises BenchFailed."""
+    # Some 20 ms that most loads do not need.
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:
+        # The library raises nothing narrower.
+        raise BenchFailed(f"--tokenizer {file}: {error}") from None
+
+
+def counted(outcomes: Sequence[Outcome], tokenizer: Any | None) -> list[Outcome]:
+    """With the tokens of those outputs that their endpoint did not count."""
+    if tokenizer is None:
+        return [replace(each, text="") for each in outcomes]
+    return [_counted(each, tokenizer) for each in outcomes]
+
+
+def _counted(outcome: Outcome, tokenizer: Any) -> Outcome:
+    if outcome.counted_by is not CountedBy.PIECES:
+        return outcome
+    tokens = len(tokenizer.encode(outcome.text, add_special_tokens=False).ids)
+    by = CountedBy.TOKENIZER
+    return replace(outcome, output_tokens=max(1, tokens), counted_by=by, text="")

@@ -1,0 +1,108 @@
+"""Figures in words, for the terminal and for pages alike. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cluster.bench.figures import Json, percent_name
+from cluster.bench.report import ours
+
+#: What is not there.
+NOTHING = "-"
+
+LATENCIES = {
+    "ttft": "time to first token",
+    "itl": "between two pieces (ITL)",
+    "tpot": "per output token (TPOT)",
+    "e2el": "end to end (E2E)",
+    "norm": "E2E by output tokens",
+}
+
+
+def shown(value: object) -> str:
+    """Numbers with about four digits; what is not there as a dash."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def statistics(found: Json) -> list[str]:
+    """What is said of each latency: the mean, the median and the percentiles that the report
+    has."""
+    names = [percent_name(percent) for percent in ours(found).get("percents", [99.0])]
+    return ["mean", "median", *(name for name in names if name != "p50")]
+
+
+def latency_rows(found: Json, source: Json) -> Iterator[tuple[str, list[str]]]:
+    """Milliseconds, of ``source``: the report, or its figures from when requests were sent."""
+    for name, title in LATENCIES.items():
+        values = [source.get(f"{word}_{name}_ms") for word in statistics(found)]
+        if any(value is not None for value in values):
+            yield title, [shown(value) for value in values]
+
+
+def summary_rows(found: Json) -> Iterator[tuple[str, str]]:
+    more = ours(found)
+    yield "requests", f"{found['completed']} of {found['num_prompts']} complete"
+    yield "duration", f"{shown(found['duration'])} s"
+    yield "requests a second", shown(found["request_throughput"])
+    if found.get("request_goodput") is not None:
+        wanted = " ".join(f"{name}:{most:g}" for name, most in more.get("goodput_ms", {}).items())
+        part = f", {more['good_share']:.1%} of all" if more else ""
+        yield f"good ones a second {wanted}".rstrip(), f"{shown(found['request_goodput'])}{part}"
+    yield "output tokens a second", shown(found["output_throughput"])
+    yield "input and output tokens a second", shown(found["total_token_throughput"])
+    yield "most at once", shown(found.get("max_concurrent_requests"))
+    if more:
+        yield from _generator_rows(more)
+        yield from _saturation_rows(more)
+
+
+def setting_rows(found: Json) -> Iterator[tuple[str, str]]:
+    more = ours(found)
+    yield "endpoint", f"{found['backend']} at {more.get('where', 'an address that is not told')}"
+    yield "model", str(found["model_id"])
+    yield "rate, requests a second", shown(found["request_rate"])
+    yield "burstiness", shown(found.get("burstiness"))
+    yield "most requests at once", shown(found["max_concurrency"])
+    for name, value in more.get("load", {}).items():
+        yield name, shown(value)
+    if more:
+        counted = more["tokens_counted_by"].items()
+        yield (
+            "tokens counted by",
+            ", ".join(f"{by} ({number})" for by, number in counted) or NOTHING,
+        )
+        yield "tokens a piece", shown(more["tokens_per_piece"])
+
+
+def error_rows(found: Json) -> Iterator[tuple[str, str]]:
+    for cause, number in ours(found).get("errors", {}).items():
+        yield cause, shown(number)
+
+
+def _generator_rows(more: Json) -> Iterator[tuple[str, str]]:
+    late = more["lag"]
+    yield (
+        "generator's lag p50, p99, most",
+        ", ".join(f"{1e3 * late[name]:.1f}" for name in ("p50", "p99", "most")) + " ms",
+    )
+    yield "generator's part of a core", f"{late['cpu_share']:.0%}"
+    if more["held_s"] > 0:
+        yield "held back for want of room, at most", f"{shown(more['held_s'])} s"
+
+
+def _saturation_rows(more: Json) -> Iterator[tuple[str, str]]:
+    if (found := more.get("saturation")) is None:
+        return
+    kept, too_much = found["kept"], found["too_much"]
+    if kept is None:
+        yield "saturation", f"below {shown(too_much)} requests a second"
+    elif too_much is None:
+        yield "saturation", f"above {shown(kept)} requests a second"
+    else:
+        yield "saturation", f"between {shown(kept)} and {shown(too_much)} requests a second"

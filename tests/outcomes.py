@@ -1,0 +1,22 @@
+"""Outcomes of requests, for tests of what is made of them."""
+
+from __future__ import annotations
+
+from cluster.bench.outcome import CountedBy, Outcome
+
+
+def outcome(
+    due: float = 0.0,
+    ttft_s: float = 0.5,
+    gap_s: float = 0.1,
+    tokens: int = 5,
+    *,
+    lag_s: float = 0.0,
+    error: str = "",
+    counted_by: CountedBy = CountedBy.USAGE,
+) -> Outcome:
+    """Each piece is one token; ``ttft_s`` counts from when it was sent."""
+    sent = due + lag_s
+    pieces = [sent + ttft_s + number * gap_s for number in range(tokens)]
+    ended = pieces[-1] if pieces else sent
+    return Outcome(due, due, sent, ended, pieces, 10, tokens, counted_by, error)
