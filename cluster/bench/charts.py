@@ -30,7 +30,7 @@ def distributions(reports: Mapping[str, Json]) -> Iterator[Chart]:
             for style, (who, more) in enumerate(reports.items())
             if more
         ]
-        yield Chart(title, "ms", "% of all", lines, is_log=True, top=100.0)
+        yield Chart(title[0].upper() + title[1:], "ms", "% of all", lines, is_log=True, top=100.0)
 
 
 def _cumulative(curve: Sequence[float]) -> list[tuple[float, float]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cluster.bench.figures import Json
 from cluster.bench.report import ours
-from cluster.bench.wording import LATENCIES, NOTHING, shown, statistics
+from cluster.bench.wording import LATENCIES, NOTHING, goodput, shown, statistics
 
 #: What differs by less is not called better or worse.
 _SAME = 0.02
@@ -60,6 +60,11 @@ class Comparison:
     #: what keeps the two from being comparable
     warnings: Sequence[str]
 
+    def cells(self) -> Iterator[tuple[str, ...]]:
+        """Under COMPARED_COLUMNS."""
+        for row in self.rows:
+            yield row.title, shown(row.a), shown(row.b), row.ratio_text, row.verdict
+
 
 def compare(a: Json, b: Json) -> Comparison:
     """What only one of them has is left out."""
@@ -100,4 +105,4 @@ def _settings(a: Json, b: Json) -> Iterator[tuple[str, object, object]]:
         loads = ours(a)["load"], ours(b)["load"]
         for name in dict.fromkeys((*loads[0], *loads[1])):
             yield name, loads[0].get(name), loads[1].get(name)
-        yield "goodput", ours(a)["goodput_ms"], ours(b)["goodput_ms"]
+        yield "goodput", goodput(ours(a)["goodput_ms"]), goodput(ours(b)["goodput_ms"])

@@ -10,7 +10,7 @@ from statistics import median
 from cluster.bench.outcome import Outcome
 
 #: Points of a curve over time, at most about twice as many.
-_POINTS = 120
+_POINTS = 60
 _WIDTHS = (1, 2, 5)
 
 

@@ -28,15 +28,15 @@ body { margin: 0 auto; max-width: 76rem; padding: 1.5rem 1rem 3rem; background: 
 h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 p.under { margin: .2rem 0 1rem; color: var(--faint); }
-p.note { margin: .5rem 0; padding: .5rem .75rem; border-radius: .4rem; color: var(--note);
-  background: var(--note-paper); }
+ul.notes { margin: .75rem 0; padding: .5rem .75rem .5rem 1.75rem; border-radius: .4rem;
+  color: var(--note); background: var(--note-paper); }
 .cards { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: .5rem;
   padding: .6rem .8rem; }
 .card b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
 .card span { color: var(--faint); font-size: .85rem; }
 .charts { display: grid; gap: 1rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(min(28rem, 100%), 1fr)); }
 figure { margin: 0; background: var(--card); border: 1px solid var(--rule);
   border-radius: .5rem; padding: .6rem; }
 figcaption { font-weight: 600; font-size: .95rem; }
@@ -58,6 +58,7 @@ th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px so
   vertical-align: top; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 td { overflow-wrap: anywhere; }
+tbody th { font-weight: 400; color: var(--faint); }
 """
 
 
@@ -111,8 +112,10 @@ def _section(title: str, content: str) -> Iterator[str]:
         yield f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
-def _notes(texts: Iterable[str]) -> Iterator[str]:
-    return (f'<p class="note">{escape(text)}</p>' for text in texts)
+def _notes(texts: Sequence[str]) -> Iterator[str]:
+    if texts:
+        items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+        yield f'<ul class="notes">{items}</ul>'
 
 
 def _cards(found: Json) -> str:
@@ -138,32 +141,12 @@ def _latencies(found: Json, source: Json) -> str:
 
 
 def _stages(stages: Sequence[Json]) -> Iterator[str]:
-    columns = ("came, a second", "answered, a second", "tokens a second", "TTFT p50, ms", "p99, ms")
-    rows = [
-        (
-            "kept up with" if stage["is_kept"] else "too much",
-            *(
-                wording.shown(stage.get(key))
-                for key in (
-                    "rate",
-                    "request_throughput",
-                    "output_throughput",
-                    "median_ttft_ms",
-                    "p99_ttft_ms",
-                )
-            ),
-        )
-        for stage in stages
-    ]
-    return _section("Ramp", _table(("stage", *columns), rows) if rows else "")
+    rows = [wording.stage_row(stage) for stage in stages]
+    return _section("Ramp", _table(wording.STAGE_COLUMNS, rows) if rows else "")
 
 
 def _compared(comparison: Comparison) -> str:
-    rows = [
-        (row.title, wording.shown(row.a), wording.shown(row.b), row.ratio_text, row.verdict)
-        for row in comparison.rows
-    ]
-    return _table(("figure", "A", "B", "B / A", "B is"), rows)
+    return _table(wording.COMPARED_COLUMNS, list(comparison.cells()))
 
 
 def _figures(drawn: Iterable[Chart]) -> str:
@@ -180,7 +163,11 @@ def _pairs(rows: Iterator[tuple[str, str]]) -> str:
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>'
         for name, value in rows
     )
-    return f'<div class="wide" tabindex="0"><table>{cells}</table></div>' if cells else ""
+    return (
+        f'<div class="wide" tabindex="0"><table><tbody>{cells}</tbody></table></div>'
+        if cells
+        else ""
+    )
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

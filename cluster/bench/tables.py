@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
@@ -20,6 +20,8 @@ def tables(found: Json) -> Iterator[RenderableType]:
     yield _latencies(found, found, "ms, from when it was due")
     if sent := ours(found).get("from_sent"):
         yield _latencies(found, sent, "ms, from when it was sent")
+    if stages := ours(found).get("stages"):
+        yield _table(wording.STAGE_COLUMNS, map(wording.stage_row, stages))
     if errors := list(wording.error_rows(found)):
         yield _pairs(iter(errors), "errors")
     for mark in ours(found).get("marks", ()):
@@ -27,14 +29,7 @@ def tables(found: Json) -> Iterator[RenderableType]:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    table = Table("", "A", "B", "B / A", "B is", box=SIMPLE_HEAD)
-    for column in table.columns[1:4]:
-        column.justify = "right"
-    for row in comparison.rows:
-        table.add_row(
-            row.title, wording.shown(row.a), wording.shown(row.b), row.ratio_text, row.verdict
-        )
-    return table
+    return _table(wording.COMPARED_COLUMNS, comparison.cells())
 
 
 def _pairs(rows: Iterator[tuple[str, str]], title: str = "") -> Table:
@@ -45,9 +40,15 @@ def _pairs(rows: Iterator[tuple[str, str]], title: str = "") -> Table:
 
 
 def _latencies(found: Json, source: Json, title: str) -> Table:
-    table = Table(title, *wording.statistics(found), box=SIMPLE_HEAD)
+    rows = ((name, *cells) for name, cells in wording.latency_rows(found, source))
+    return _table((title, *wording.statistics(found)), rows)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """The first column names its row."""
+    table = Table(*columns, box=SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, cells in wording.latency_rows(found, source):
-        table.add_row(name, *cells)
+    for row in rows:
+        table.add_row(*row)
     return table

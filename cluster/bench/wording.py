@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from cluster.bench.figures import Json, percent_name
 from cluster.bench.report import ours
 
+STAGE_COLUMNS = (
+    "stage",
+    "came, a second",
+    "answered, a second",
+    "tokens a second",
+    "TTFT p50, ms",
+    "p99, ms",
+)
+COMPARED_COLUMNS = ("figure", "A", "B", "B / A", "B is")
 #: What is not there.
 NOTHING = "-"
 
@@ -21,7 +30,7 @@ LATENCIES = {
 
 def shown(value: object) -> str:
     """Numbers with about four digits; what is not there as a dash."""
-    if value is None:
+    if value is None or value == "":
         return NOTHING
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
@@ -51,7 +60,7 @@ def summary_rows(found: Json) -> Iterator[tuple[str, str]]:
     yield "duration", f"{shown(found['duration'])} s"
     yield "requests a second", shown(found["request_throughput"])
     if found.get("request_goodput") is not None:
-        wanted = " ".join(f"{name}:{most:g}" for name, most in more.get("goodput_ms", {}).items())
+        wanted = goodput(more.get("goodput_ms", {}))
         part = f", {more['good_share']:.1%} of all" if more else ""
         yield f"good ones a second {wanted}".rstrip(), f"{shown(found['request_goodput'])}{part}"
     yield "output tokens a second", shown(found["output_throughput"])
@@ -83,6 +92,18 @@ def setting_rows(found: Json) -> Iterator[tuple[str, str]]:
 def error_rows(found: Json) -> Iterator[tuple[str, str]]:
     for cause, number in ours(found).get("errors", {}).items():
         yield cause, shown(number)
+
+
+def stage_row(stage: Json) -> tuple[str, ...]:
+    """Of a ramp, under STAGE_COLUMNS."""
+    keys = ("rate", "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
+    how = "kept up with" if stage["is_kept"] else "too much"
+    return (how, *(shown(stage.get(key)) for key in keys))
+
+
+def goodput(wanted: Mapping[str, float]) -> str:
+    """As it is said on the command line."""
+    return " ".join(f"{name}:{most:g}" for name, most in wanted.items())
 
 
 def _generator_rows(more: Json) -> Iterator[tuple[str, str]]:

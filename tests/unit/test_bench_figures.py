@@ -171,14 +171,14 @@ def test_a_lag_of_one_in_a_hundred_is_seen() -> None:
 
 
 def test_curves_over_time() -> None:
-    outcomes = [outcome(at, ttft_s=0.5, gap_s=0.5, tokens=4) for at in (0.0, 0.0, 10.0, 118.0)]
+    outcomes = [outcome(at, ttft_s=0.5, gap_s=0.5, tokens=4) for at in (0.0, 0.0, 10.0, 58.0)]
     found = over_time(outcomes)
     assert found.width_s == 1.0
-    assert len(found.due_per_s) == 121
+    assert len(found.due_per_s) == 61
     assert [found.due_per_s[i] for i in (0, 1, 10)] == [2.0, 0.0, 1.0]
     assert [found.ended_per_s[i] for i in (1, 2, 12)] == [0.0, 2.0, 1.0]
     assert [found.tokens_per_s[i] for i in (0, 1, 2)] == [2.0, 4.0, 2.0]
-    assert [found.in_flight[i] for i in (0, 1, 2, 10, 12, 120)] == [2, 2, 0, 1, 0, 0]
+    assert [found.in_flight[i] for i in (0, 1, 2, 10, 12, 60)] == [2, 2, 0, 1, 0, 0]
     assert found.ttft_ms[0] == pytest.approx(500.0) and found.ttft_ms[1] is None
     assert sum(found.tokens_per_s) == pytest.approx(16.0)
 
