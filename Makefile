@@ -14,6 +14,7 @@ MADE_OF := pyproject.toml constraints.txt
 PROTO_MADE_OF := proto/requirements.txt
 CLIENTS_MADE_OF := tests/clients/requirements.txt
 VLLM_PINS := tests/perf/peers/vllm.txt
+GUIDELLM_PINS := tests/perf/peers/guidellm.txt
 RAY_LLM_PINS := $(VLLM_PINS) tests/perf/peers/ray_llm.txt
 MAKE_PEER := tests/perf/peers/make.sh
 # An environment is made again when what these files hold has changed. Their times say nothing: a clone's are all new.
@@ -31,7 +32,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -67,6 +68,10 @@ $(PEERS)/vllm/.installed: $(call unless_current,$(PEERS)/vllm,$(MAKE_PEER) $(VLL
 $(PEERS)/ray-llm/.installed: $(call unless_current,$(PEERS)/ray-llm,$(MAKE_PEER) $(RAY_LLM_PINS))
 	$(MAKE_PEER) $(PYTHON) $(PEERS)/ray-llm $(RAY_LLM_PINS)
 	@cat $(MAKE_PEER) $(RAY_LLM_PINS) | cksum > $@
+
+$(PEERS)/guidellm/.installed: $(call unless_current,$(PEERS)/guidellm,$(MAKE_PEER) $(GUIDELLM_PINS))
+	$(MAKE_PEER) $(PYTHON) $(PEERS)/guidellm $(GUIDELLM_PINS)
+	@cat $(MAKE_PEER) $(GUIDELLM_PINS) | cksum > $@
 
 demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no token
 	@$(BIN)/everlift demo --picture build/demo.png
@@ -158,6 +163,9 @@ bench-engine: $(VENV)/.installed $(PEERS)/vllm/.installed ## the engine against 
 
 bench-online: $(VENV)/.installed $(PEERS)/vllm/.installed $(PEERS)/ray-llm/.installed ## the product under load, beside vllm serve and Ray Serve LLM (build/bench/online.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/online_bench.py
+
+bench-generator: $(VENV)/.installed $(PEERS)/guidellm/.installed ## the load generator beside guidellm, on an endpoint of known times (build/bench/load_generator.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/load_generator.py
 
 bench-collectives: $(VENV)/.installed ## sums among ranks on CPUs: shared memory against gloo (build/bench/collectives.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/collectives.py

@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 
 from cluster import endpoint
-from cluster.forecast.arrival import Arrival
+from cluster.workloads.arrival import Arrival
 from cluster.forecast.hardware import kind_file, learned
 from cluster.forecast.scenario import Scenario, WorkerSpec
 from cluster.forecast.simulate import simulate
