@@ -10,9 +10,9 @@ from typing import Protocol
 from cluster.bench.outcome import CountedBy, Outcome
 from cluster.bench.request import Request
 
-#: What an endpoint says of an error goes into reports only where it is a word: never a sentence,
-#: in which a prompt or a key may stand.
-_SLUG = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+#: What an endpoint says of an error goes into reports only where it is a word: no sentence, in
+#: which a prompt may stand, and nothing that could be a key.
+_SLUG = re.compile(r"[A-Za-z_]{1,48}\d?")
 
 
 class Refused(Exception):
@@ -52,7 +52,7 @@ class Answer:
 
     def outcome(self, due: float, admitted: float, error: str = "") -> Outcome:
         """Now is its end."""
-        prompt_tokens, output_tokens = self._usage or (self._request.prompt_tokens, 0)
+        prompt_tokens, output_tokens = self._usage or (0, 0)
         known = output_tokens or self._told_tokens
         if not error and not self._pieces:
             error = "no_output"
@@ -62,7 +62,7 @@ class Answer:
             admitted if self._sent is None else self._sent,
             self._now(),
             self._pieces,
-            prompt_tokens,
+            prompt_tokens or self._request.prompt_tokens,
             known or len(self._pieces),
             CountedBy.USAGE if known else CountedBy.PIECES,
             error,

@@ -61,6 +61,8 @@ class Load:
                 raise BenchFailed(f"--{name} must be above 0, not {value:g}")
         if self.duration_s is not None and not 0 < self.duration_s < inf:
             raise BenchFailed(f"--duration must be above 0, not {self.duration_s:g}")
+        if self.duration_s is not None and not self.has_moments:
+            raise BenchFailed("--duration needs a finite --rate, a workload or a trace")
 
     @property
     def has_moments(self) -> bool:
@@ -78,14 +80,14 @@ class Load:
             arrivals = (
                 replace(arrival, at=at) for arrival, at in zip(arrivals, moments, strict=False)
             )
-        if self.duration_s is not None and self.has_moments:
+        if self.duration_s is not None:
             end_s = self.duration_s
             arrivals = takewhile(lambda arrival: arrival.at < end_s, arrivals)
         return islice(arrivals, self._most())
 
     def _most(self) -> int | None:
         """None: until they end by themselves."""
-        ends = self.trace is not None or (self.duration_s is not None and self.has_moments)
+        ends = self.trace is not None or self.duration_s is not None
         return self.requests if self.requests is not None or ends else REQUESTS
 
     def _recorded_or_made_up(self) -> Iterator[Arrival]:

@@ -112,7 +112,10 @@ class OpenAiEndpoint:
             for event in events.of(data):
                 if event == DONE:
                     return
-                self._take(_parsed(event), answer)
+                try:
+                    self._take(_parsed(event), answer)
+                except (AttributeError, TypeError, ValueError):
+                    raise Refused("malformed_chunk") from None
         raise Refused("broken_off")
 
     def _take(self, chunk: dict[str, Any], answer: Answer) -> None:
@@ -123,7 +126,8 @@ class OpenAiEndpoint:
             if text or (not self._is_chat and choice.get("finish_reason") is None):
                 answer.piece(text)
         if usage := chunk.get("usage"):
-            answer.usage(usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0))
+            told = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
+            answer.usage(*(int(number or 0) for number in told))
 
     def _text(self, choice: Mapping[str, Any]) -> str:
         """Reasoning and calls of tools are output too; a chat's first chunk may have a role

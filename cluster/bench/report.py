@@ -63,7 +63,7 @@ def report(setting: Setting, seen: Seen, *, is_detailed: bool = False) -> Json:
     return {
         **_head(setting, len(outcomes)),
         **figures(outcomes, slo, percents),
-        **(each_request(outcomes) if is_detailed else {}),
+        **_lists(outcomes, is_detailed),
         OURS: {
             "where": setting.where,
             "load": dict(setting.load),
@@ -126,6 +126,15 @@ def _head(setting: Setting, number: int) -> Json:
         "request_rate": "inf" if rate is not None and isinf(rate) else rate,
         "burstiness": setting.burstiness,
         "max_concurrency": setting.concurrency,
+    }
+
+
+def _lists(outcomes: Sequence[Outcome], is_detailed: bool) -> Json:
+    """Without details two of them, as vLLM has it."""
+    return {
+        name: values
+        for name, values in each_request(outcomes).items()
+        if is_detailed or name in ("latencies", "queue_times")
     }
 
 

@@ -19,7 +19,7 @@ from cluster.bench.request import Request
 from cluster.bench.saturation import Ramp, is_kept_up
 from cluster.bench.target import Opened, Target, counted, opened
 from cluster.errors import BenchFailed
-from everlift.heap import settle
+from everlift.heap import growing
 
 #: Prompts of a warm-up are none of those that count.
 _WARM_UP_SEED = 1 << 32
@@ -51,10 +51,11 @@ class Run:
 
     async def send(self, load: Load) -> Seen:
         """Raises BenchFailed, WorkloadFailed."""
-        requests = load.all_requests(self._found.prompts(load.seed))
+        # Or the collector looks through all of them in the middle of the load.
+        with growing():
+            requests = load.all_requests(self._found.prompts(load.seed))
         if not requests:
             raise BenchFailed("no request comes in that time")
-        settle()
         with bar(_title(load), len(requests), shown=self._manner.is_shown) as advance:
             cpu, began = time.process_time(), time.perf_counter()
             outcomes = await self._sent(load, requests, advance)

@@ -169,6 +169,9 @@ DONE = b"data: [DONE]\n\n"
         ((TOKEN,), 200, "broken_off"),
         ((b"data: {\n\n",), 200, "no_json"),
         ((b"data: []\n\n",), 200, "no_json"),
+        ((b'data: {"choices": 5}\n\n',), 200, "malformed_chunk"),
+        ((b'data: {"choices": ["a"]}\n\n',), 200, "malformed_chunk"),
+        ((TOKEN, b'data: {"usage": {"prompt_tokens": "many"}}\n\n'), 200, "malformed_chunk"),
         ((TOKEN, b'data: {"error": {"code": "engine_failed"}}\n\n', DONE), 200, "engine_failed"),
         (
             (TOKEN, b'data: {"error": {"message": "%s"}}\n\n' % KEY.encode(), DONE),

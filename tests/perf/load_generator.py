@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from tests.perf import report
 from tests.perf.peer import ROOT
@@ -72,7 +73,10 @@ def everlift(url: str, plan: Plan, directory: Path) -> Figures:
         *("--rate", str(plan.rate), "--burstiness", "inf", "--requests", str(plan.requests)),
         *("--input-tokens", str(_INPUT_TOKENS), "--output-tokens", str(plan.tokens)),
     )
-    found = json.loads(file.read_text())
+    return of_everlift(json.loads(file.read_text()))
+
+
+def of_everlift(found: Any) -> Figures:
     return {
         **{f"{name}_ms": found[f"median_{name}_ms"] for name in ("ttft", "tpot", "e2el")},
         "lag_p99_ms": 1e3 * found["everlift"]["lag"]["p99"],
@@ -80,7 +84,6 @@ def everlift(url: str, plan: Plan, directory: Path) -> Figures:
 
 
 def guidellm(url: str, plan: Plan, directory: Path) -> Figures:
-    """Its ITL is what vLLM and we call TPOT: its own TPOT has the first token in it."""
     file = directory / "guidellm.json"
     _run(
         *(str(GUIDELLM / "bin/guidellm"), "run", "--disable-console"),
@@ -90,16 +93,21 @@ def guidellm(url: str, plan: Plan, directory: Path) -> Figures:
         *("--tokenizer", f"kind=huggingface_auto,model={_MODEL}"),
         *("--data", _synthetic(plan), "--output", f"kind=json,path={file}"),
     )
-    (benchmark,) = json.loads(file.read_text())["benchmarks"]
-    medians = {
+    return of_guidellm(json.loads(file.read_text()))
+
+
+def of_guidellm(found: Any) -> Figures:
+    """Its ITL is what vLLM and we call TPOT: its own TPOT has the first token in it."""
+    (benchmark,) = found["benchmarks"]
+    found = {
         name: metric["successful"]["median"]
         for name, metric in benchmark["metrics"].items()
         if name in ("time_to_first_token_ms", "inter_token_latency_ms", "request_latency")
     }
     return {
-        "ttft_ms": medians["time_to_first_token_ms"],
-        "tpot_ms": medians["inter_token_latency_ms"],
-        "e2el_ms": 1e3 * medians["request_latency"],
+        "ttft_ms": found["time_to_first_token_ms"],
+        "tpot_ms": found["inter_token_latency_ms"],
+        "e2el_ms": 1e3 * found["request_latency"],
     }
 
 

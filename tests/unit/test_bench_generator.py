@@ -188,5 +188,10 @@ def test_tokens_are_those_that_somebody_counted(
 
 
 def test_of_an_error_only_a_word_is_kept() -> None:
-    assert slug("rate_limited") == "rate_limited"
-    assert slug("no such key: sk-1234") == slug(429) == slug("a" * 65) == ""
+    assert [slug(word) for word in ("rate_limited", "not_utf8", "BadRequestError")] == [
+        "rate_limited",
+        "not_utf8",
+        "BadRequestError",
+    ]
+    for said in ("no such key: ev", "sk-1234", "ev_1_4b2c", "a" * 50, 429, None):
+        assert slug(said) == ""

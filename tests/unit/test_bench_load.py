@@ -126,7 +126,9 @@ def test_prompts_share_what_those_of_the_trace_share(trace: Path) -> None:
         {"workloads": ["chat", "reasoning"]},
         {"rate": 0.0},
         {"rate": 1.0, "burstiness": 0.0},
-        {"duration_s": 0.0},
+        {"rate": 1.0, "duration_s": 0.0},
+        {"duration_s": 5.0},
+        {"rate": inf, "duration_s": 5.0},
         {"workloads": ["gossip"]},
     ],
 )

@@ -86,6 +86,7 @@ class Page(HTMLParser):
 def test_a_report_has_vllms_keys_and_is_json(tmp_path: Path) -> None:
     found = of(SOME)
     assert found.keys() >= VLLMS_HEAD
+    assert len(found["latencies"]) == len(found["queue_times"]) == 20
     path = tmp_path / "new" / "a.json"
     write(found, path)
     assert read(path) == json.loads(json.dumps(found, allow_nan=False))

@@ -1,0 +1,48 @@
+"""What the benchmark of the load generator makes of two reports."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.perf.load_generator import Plan, medians, of_everlift, of_guidellm, ratios
+
+PLAN = Plan(ttft=100.0, gap=10.0, tokens=11, rate=5.0, requests=20)
+
+
+def test_figures_of_the_same_thing_stand_beside_each_other() -> None:
+    ours = of_everlift(
+        {
+            "median_ttft_ms": 101.0,
+            "median_tpot_ms": 10.0,
+            "median_e2el_ms": 202.0,
+            "everlift": {"lag": {"p99": 0.002}},
+        }
+    )
+    metrics = {
+        "time_to_first_token_ms": 100.0,
+        "inter_token_latency_ms": 10.0,
+        # With the first token.
+        "time_per_output_token_ms": 18.0,
+        "request_latency": 0.2,
+    }
+    theirs = of_guidellm(
+        {
+            "benchmarks": [
+                {"metrics": {n: {"successful": {"median": it}} for n, it in metrics.items()}}
+            ]
+        }
+    )
+    assert ours["lag_p99_ms"] == 2.0
+    assert theirs == {"ttft_ms": 100.0, "tpot_ms": 10.0, "e2el_ms": 200.0}
+    assert ratios({"everlift": ours, "guidellm": theirs}, PLAN.truth()) == {
+        "ttft_ms by guidellm": pytest.approx(1.01),
+        "tpot_ms by guidellm": pytest.approx(1.0),
+        "e2el_ms by guidellm": pytest.approx(1.01),
+        "ttft_ms by the endpoint": pytest.approx(1.01),
+        "tpot_ms by the endpoint": pytest.approx(1.0),
+        "e2el_ms by the endpoint": pytest.approx(1.01),
+    }
+
+
+def test_rounds_are_summed_up_by_their_medians() -> None:
+    assert medians([{"a": 1.0}, {"a": 9.0}, {"a": 2.0}]) == {"a": 2.0}
