@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from cluster.bench import options
+from cluster.bench.generator import TIMEOUT_S
 from cluster.bench.goodput import slo
-from cluster.bench.load import Load
+from cluster.bench.load import INPUT_TOKENS, OUTPUT_TOKENS, Load
 from cluster.bench.options import DEFAULT_PERCENTILES
 from cluster.connection import Address
 from cluster.errors import BenchFailed
@@ -58,8 +59,8 @@ def serve(
     end: workloads.End = None,
     speed: workloads.Speed = 1.0,
     steady: workloads.Steady = False,
-    input_tokens: options.InputTokens = 256,
-    output_tokens: options.OutputTokens = 64,
+    input_tokens: options.InputTokens = INPUT_TOKENS,
+    output_tokens: options.OutputTokens = OUTPUT_TOKENS,
     longest_input: options.LongestInput = None,
     longest_output: options.LongestOutput = None,
     requests: options.Number = None,
@@ -70,7 +71,7 @@ def serve(
     ramp: options.RampText = None,
     concurrency: options.Concurrency = None,
     warm_up: options.WarmUp = 4,
-    timeout: options.Timeout = 600.0,
+    timeout: options.Timeout = TIMEOUT_S,
     goodput: options.Goodput = None,
     percentiles: options.Percentiles = DEFAULT_PERCENTILES,
     json_file: options.JsonFile = None,

@@ -11,7 +11,7 @@ class EverliftEndpoint:
     """The client should not come again by itself with what was refused: that is an answer, too."""
 
     def __init__(
-        self, client: AsyncClient, *, ignore_eos: bool = True, temperature: float = 0.0
+        self, client: AsyncClient, *, ignore_eos: bool, temperature: float
     ) -> None:
         self._client = client
         self._ignore_eos = ignore_eos

@@ -22,6 +22,8 @@ from cluster.workloads.workload import Workload, merged
 
 #: Where nothing says when it ends.
 REQUESTS = 200
+#: Where nothing says how long prompts and outputs are.
+INPUT_TOKENS, OUTPUT_TOKENS = 256, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class Load:
     end_s: float | None = None
     speed: float = 1.0
     is_steady: bool = False
-    input_tokens: int = 256
-    output_tokens: int = 64
+    input_tokens: int = INPUT_TOKENS
+    output_tokens: int = OUTPUT_TOKENS
     longest_input: int | None = None
     longest_output: int | None = None
     rate: float | None = None

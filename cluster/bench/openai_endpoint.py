@@ -67,9 +67,9 @@ class OpenAiEndpoint:
         session: aiohttp.ClientSession,
         model: str,
         *,
+        ignore_eos: bool,
+        temperature: float,
         is_chat: bool = False,
-        ignore_eos: bool = True,
-        temperature: float = 0.0,
         fields: Mapping[str, object] | None = None,
     ) -> None:
         self._session = session

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.bench.load import REQUESTS
 from cluster.config import API_KEY_VARIABLE
-from cluster.workloads.options import PANEL as _REQUESTS
+from cluster.workloads.options import PANEL as _WHICH
 
 _WHERE, _WHEN, _OUT = "The endpoint", "When requests come", "What comes out"
 
@@ -68,27 +69,27 @@ TokenizerFile = Annotated[
 ]
 
 InputTokens = Annotated[
-    int, _option("--input-tokens", panel=_REQUESTS, min=1, help="Of each prompt, else.")
+    int, _option("--input-tokens", panel=_WHICH, min=1, help="Of each prompt, else.")
 ]
 OutputTokens = Annotated[
-    int, _option("--output-tokens", panel=_REQUESTS, min=1, help="Of each output, else.")
+    int, _option("--output-tokens", panel=_WHICH, min=1, help="Of each output, else.")
 ]
 LongestInput = Annotated[
     int | None,
-    _option("--max-input", panel=_REQUESTS, min=1, metavar="N", help="Longer prompts are cut."),
+    _option("--max-input", panel=_WHICH, min=1, metavar="N", help="Longer prompts are cut."),
 ]
 LongestOutput = Annotated[
     int | None,
-    _option("--max-output", panel=_REQUESTS, min=1, metavar="N", help="Longer outputs are cut."),
+    _option("--max-output", panel=_WHICH, min=1, metavar="N", help="Longer outputs are cut."),
 ]
 Number = Annotated[
     int | None,
     _option(
         "--requests",
-        panel=_REQUESTS,
+        panel=_WHICH,
         min=1,
         metavar="N",
-        help="So many at most. Default: 200, a whole trace, or what comes in --duration.",
+        help=f"So many at most. Default: {REQUESTS}, a whole trace, or what comes in --duration.",
     ),
 ]
 

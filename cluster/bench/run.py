@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 from cluster.bar import bar
-from cluster.bench.generator import TIMEOUT_S, Generator
+from cluster.bench.generator import Generator
 from cluster.bench.goodput import Slo
 from cluster.bench.load import Load
 from cluster.bench.outcome import Outcome
@@ -31,11 +31,11 @@ class Manner:
     """How a load is sent: at most ``concurrency`` requests at once, None: any number. A request has
     failed after ``timeout_s``. ``is_shown``: on a bar."""
 
-    concurrency: int | None = None
-    warm_up: int = 4
-    timeout_s: float = TIMEOUT_S
-    tokenizer: Any | None = None
-    is_shown: bool = False
+    concurrency: int | None
+    warm_up: int
+    timeout_s: float
+    tokenizer: Any | None
+    is_shown: bool
 
 
 class Run:

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from cluster.bench import openai_endpoint
 from cluster.bench.endpoint import Endpoint
@@ -25,14 +24,14 @@ class Target:
     ``fields`` are of every OpenAI body. Its key is in no text that is made of it. Raises
     BenchFailed."""
 
-    url: str | None = None
-    address: str | None = None
-    is_chat: bool = False
-    model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    ignore_eos: bool = True
-    temperature: float = 0.0
-    fields: Mapping[str, object] = field(default_factory=dict)
+    url: str | None
+    address: str | None
+    is_chat: bool
+    model: str | None
+    api_key: str | None = field(repr=False)
+    ignore_eos: bool
+    temperature: float
+    fields: Mapping[str, object]
 
     def __post_init__(self) -> None:
         if self.url is None and (self.is_chat or self.fields or self.model):
@@ -48,7 +47,7 @@ class Target:
     def where(self) -> str:
         if self.url is None:
             return ", ".join(addresses(self.address))
-        return urlsplit(openai_endpoint.base_url(self.url)).geturl()
+        return openai_endpoint.base_url(self.url)
 
 
 @dataclass(frozen=True, slots=True)

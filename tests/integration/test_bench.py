@@ -148,7 +148,10 @@ async def scripted(*said: bytes, status: int = 200) -> AsyncIterator[OpenAiEndpo
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         async with openai_endpoint.connected(url, None) as session:
-            yield OpenAiEndpoint(session, "m", is_chat=b"delta" in b"".join(said))
+            is_chat = b"delta" in b"".join(said)
+            yield OpenAiEndpoint(
+                session, "m", ignore_eos=True, temperature=0.0, is_chat=is_chat
+            )
     finally:
         await runner.cleanup()
 

@@ -104,7 +104,7 @@ class Client:
         """Whether it answers a request."""
         try:
             model = await first_model(self._session, self._url)
-            self._endpoint = OpenAiEndpoint(self._session, model)
+            self._endpoint = self._endpoint_of(model)
             await self.send([Ask((1, 2, 3), 2, 0.0)])
         except (BenchFailed, Incomplete):
             return False
@@ -112,13 +112,16 @@ class Client:
 
     async def send(self, asks: Sequence[Ask]) -> list[Answer]:
         """All answers, when the last one is there. Raises Incomplete."""
-        endpoint = self._endpoint or OpenAiEndpoint(self._session, "")
+        endpoint = self._endpoint or self._endpoint_of("")
         requests = [
             Request(ask.due, ask.prompt, len(ask.prompt), ask.max_tokens, ask.fields)
             for ask in asks
         ]
         outcomes = await Generator(endpoint, timeout_s=_TIMEOUT_S).open_loop(requests)
         return [_answer(ask, outcome) for ask, outcome in zip(asks, outcomes, strict=True)]
+
+    def _endpoint_of(self, model: str) -> OpenAiEndpoint:
+        return OpenAiEndpoint(self._session, model, ignore_eos=True, temperature=0.0)
 
 
 def _answer(ask: Ask, outcome: Outcome) -> Answer:
