@@ -39,6 +39,7 @@ class Obstacle(IntEnum):
 Arrival: TypeAlias = tuple[float, ...]
 
 _CLASSES = 3 + len(Obstacle)
+_NOBODY = ("", 0.0, 0.0)
 
 
 class Stays:
@@ -54,7 +55,7 @@ class Stays:
         self._left: dict[int, Overtaking] = {}
         self._left_last: deque[str] = deque(maxlen=_LOOKED_AT)
         #: who is the next one, since when, and the seconds of all obstacles then
-        self._next = ("", 0.0, 0.0)
+        self._next = _NOBODY
 
     @property
     def num_kept(self) -> int:
@@ -84,6 +85,9 @@ class Stays:
     # who comes and goes
 
     def come(self, waiting: Waiting, num_waiting: int, now: float) -> Arrival:
+        if self._next[0] == waiting.request_id:
+            # That was another stay of it.
+            self._next = _NOBODY
         number = self._num_come.setdefault(waiting.priority, 0)
         arrival = (
             now,

@@ -138,6 +138,7 @@ def resumed(stored: Stored, now: float) -> Journal:
     journal = Journal(now - explanation.total_s - max(0.0, untold_s))
     journal.adopted(list(_spans(explanation)), stored.entry.attempts, now)
     journal.earlier_attempts = tuple(explanation.attempts)
+    journal.earlier_dropped = explanation.dropped_attempts
     if explanation.HasField("ttft_s"):
         journal.ttft_s = explanation.ttft_s
     return journal

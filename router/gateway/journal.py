@@ -138,11 +138,14 @@ class Journal:
         self.ttft_s: float | None = None
         #: as the gateway before told them
         self.earlier_attempts: tuple[pb.ExplainedAttempt, ...] = ()
+        #: of those before, of which only sums were told
+        self.earlier_dropped = 0
         self._attempts: deque[Attempt] = deque(maxlen=MAX_EVENTS)
         self._spans: list[Span] = []
         #: of the attempts before those, by kind
         self._early: dict[pb.SpanKind.ValueType, float] = {}
         self._num_dispatched = 0
+        self._is_delivered = False
         self._until = came
         #: what the time since then will be called
         self._open: pb.SpanKind.ValueType = pb.SPAN_KIND_DOOR
@@ -183,7 +186,7 @@ class Journal:
     @property
     def num_dropped(self) -> int:
         """Attempts before these."""
-        return max(0, self._num_dispatched - MAX_TOLD)
+        return self.earlier_dropped + max(0, self._num_dispatched - MAX_TOLD)
 
     def until(self, now: float) -> Journal:
         """As it would be if all that goes on had ended at this moment."""
@@ -281,10 +284,7 @@ class Journal:
         """A client has read all of it. The first one counts."""
         if not self.is_open and not self._is_delivered:
             self._lap(pb.SPAN_KIND_DELIVERY, now)
-
-    @property
-    def _is_delivered(self) -> bool:
-        return bool(self._spans) and self._spans[-1].kind == pb.SPAN_KIND_DELIVERY
+            self._is_delivered = True
 
     # spans
 
@@ -334,6 +334,8 @@ class Journal:
 
     def _forget_up_to(self, attempt: int) -> None:
         """Of these spans there are sums from now on."""
+        self.earlier_dropped += len(self.earlier_attempts)
+        self.earlier_attempts = ()
         for span in self._spans:
             if span.attempt <= attempt:
                 self._early[span.kind] = self._early.get(span.kind, 0.0) + span.seconds

@@ -117,6 +117,20 @@ def test_an_heir_goes_on_with_what_its_gateway_told() -> None:
     assert explanation.ttft_s == 3.0
 
 
+def test_what_was_dropped_before_an_heir_stays_dropped() -> None:
+    first = told(journal(12), CAME + 100, attempts=12)
+    heir = resumed(stored(packed(first), entry(attempts=12), LEDGER + CAME + 101), now=101.0)
+    explanation = told(heir, 102.0, attempts=12)
+    assert explanation.dropped_attempts + len(explanation.attempts) == 12
+    for attempt in range(13, 13 + 9):
+        heir.dispatched(session_pb2.Dispatched(worker_id="x", attempt=attempt), 10, (), 103.0)
+        heir.left("moved", 104.0)
+        heir.queued_again(105.0)
+    explanation = told(heir, 110.0, attempts=21)
+    assert explanation.dropped_attempts + len(explanation.attempts) == 21
+    assert seconds(explanation) == pytest.approx(explanation.total_s)
+
+
 def test_every_kind_has_a_label() -> None:
     assert set(LABELS) == set(pb.SpanKind.values()) - {pb.SPAN_KIND_UNSPECIFIED}
 

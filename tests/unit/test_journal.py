@@ -185,6 +185,14 @@ def test_of_many_attempts_the_last_ones_are_told_and_the_others_summed() -> None
     assert kinds(journal)["requeue"] == pytest.approx(100.0)
 
 
+def test_a_later_reader_does_not_lengthen_what_was_read_at_once() -> None:
+    journal = accepted()
+    journal.ended("cancelled", CAME + 7)
+    journal.delivered(CAME + 7)
+    journal.delivered(CAME + 20)
+    assert journal.total_s == 7.0
+
+
 STEPS: list[Callable[[Journal, float], None]] = [
     lambda journal, now: journal.tokenised(now),
     lambda journal, now: journal.charged(now),

@@ -116,3 +116,12 @@ def test_of_a_queue_it_is_told_who_left_first() -> None:
     assert stay.queue == pb.QueueStay(found=2, earlier=2, before=["r0", "r1"], order="fifo")
     queue.dispatch(head)
     assert not queue._arrivals
+
+
+def test_who_comes_again_is_the_next_one_anew() -> None:
+    stays, one = Stays(), waiting("r")
+    stays.leave(stays.come(one, 0, 0.0), one)
+    stays.is_next("r", 1.0)
+    arrival = stays.come(one, 0, 5.0)
+    stays.is_next("r", 6.0)
+    assert told(stays, arrival, one, 8.0).first_s == 2.0

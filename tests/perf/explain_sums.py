@@ -1,0 +1,150 @@
+"""Whether explanations add up: requests of all kinds through one router, in one process.
+
+    python tests/perf/explain_sums.py [--requests 200] [--out build/bench/explain_sums.json]
+
+Two fake workers with few slots, of which one is killed in the middle; requests of several lengths,
+classes and numbers of choices, some ended by a stop string. Each is timed by who asks for it in the
+router's own process, from the call to the last piece, and its spans are summed: as the router tells
+them, and as the ledger does when the router has forgotten the request (there is no delivery then,
+and the end is when the ledger says).
+
+worst_sum_error        the largest difference, as a part of the request's time
+worst_kept_sum_error   the same of the ledger's
+worst_of_allowed       the larger one, as a part of 1 ms or 1 % of the time, whichever is more
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from everlift.v1 import inference_pb2 as pb
+from router.clock import now
+from router.gateway.caller import ANYONE
+from router.gateway.explanation import kept
+from router.router import Router
+from tests.in_process import ROUTER, WORKER, Cluster, cluster
+from tests.perf import report
+from worker.config import FakeModel
+
+_WORKER = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.004))
+_RATE = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    settings: dict[str, Any]
+    raw: dict[str, Any]
+    ratios: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Of one request, in seconds: by a stopwatch, as its router told it, and as the ledger did,
+    which knows of no ``delivery_s``."""
+
+    wall_s: float
+    told_s: float
+    delivery_s: float
+    kept_s: float
+
+    @property
+    def error_s(self) -> float:
+        return abs(self.told_s - self.wall_s)
+
+    @property
+    def kept_error_s(self) -> float:
+        return abs(self.kept_s + self.delivery_s - self.wall_s)
+
+    @property
+    def of_allowed(self) -> float:
+        return max(self.error_s, self.kept_error_s) / max(1e-3, 0.01 * self.wall_s)
+
+
+def measure(num_requests: int = 200) -> Measured:
+    sums = asyncio.run(_measured(num_requests))
+    return Measured(
+        settings={"requests": num_requests, "requests_per_s": _RATE},
+        raw={
+            "mean_wall_s": sum(it.wall_s for it in sums) / len(sums),
+            "worst_error_ms": 1e3 * max(it.error_s for it in sums),
+            "worst_kept_error_ms": 1e3 * max(it.kept_error_s for it in sums),
+        },
+        ratios={
+            "worst_sum_error": max(it.error_s / it.wall_s for it in sums),
+            "worst_kept_sum_error": max(it.kept_error_s / it.wall_s for it in sums),
+            "worst_of_allowed": max(it.of_allowed for it in sums),
+        },
+    )
+
+
+async def _measured(num_requests: int) -> list[_Sums]:
+    dice = Random(0)
+    async with cluster(1, 2, replace(ROUTER, max_queued=num_requests), _WORKER) as parts:
+        asked = []
+        for number in range(num_requests):
+            asked.append(asyncio.create_task(_asked(parts, _message(number, dice))))
+            await asyncio.sleep(dice.expovariate(_RATE))
+            if number == num_requests // 2:
+                await parts.kill_worker(parts.workers[0])
+        return await asyncio.gather(*asked)
+
+
+def _message(number: int, dice: Random) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id=f"r{number}",
+        tokens=pb.TokenIds(ids=[dice.randrange(256) for _ in range(dice.randint(1, 200))]),
+        max_tokens=dice.randint(1, 120),
+        n=dice.choice((1, 1, 1, 3)),
+        priority=dice.choice((0, 0, 0, 5)),
+        stop=dice.choice(((), (), ("e",))),
+    )
+
+
+async def _asked(parts: Cluster, message: pb.GenerateRequest) -> _Sums:
+    router = parts.routers[0]
+    wall_s = await _timed(router, message)
+    told = await router._inference.explain(ANYONE, pb.ExplainRequest(request_id=message.request_id))
+    stored = await parts.ledger.read(message.request_id)
+    explanation = kept(stored, await parts.ledger.events(message.request_id))
+    delivery_s = sum(it.seconds for it in told.spans if it.kind == pb.SPAN_KIND_DELIVERY)
+    return _Sums(wall_s, _sum(told), delivery_s, _sum(explanation))
+
+
+async def _timed(router: Router, message: pb.GenerateRequest) -> float:
+    began = now()
+    opened = await router._inference.generate(ANYONE, message, {})
+    async with aclosing(opened.pieces) as pieces:  # type: ignore[type-var]
+        async for _ in pieces:
+            pass
+        return now() - began
+
+
+def _sum(explanation: pb.Explanation) -> float:
+    return sum(span.seconds for span in explanation.spans)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--out", type=Path, default=Path("build/bench/explain_sums.json"))
+    options = parser.parse_args()
+    began = time.monotonic()
+    measured = measure(options.requests)
+    report.write(
+        options.out,
+        packages=["protobuf", "grpcio"],
+        settings=measured.settings,
+        raw={**measured.raw, "took_s": time.monotonic() - began},
+        ratios=measured.ratios,
+    )
+
+
+if __name__ == "__main__":
+    main()
