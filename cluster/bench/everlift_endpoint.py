@@ -10,9 +10,7 @@ from everlift import AsyncClient, EverliftError
 class EverliftEndpoint:
     """The client should not come again by itself with what was refused: that is an answer, too."""
 
-    def __init__(
-        self, client: AsyncClient, *, ignore_eos: bool, temperature: float
-    ) -> None:
+    def __init__(self, client: AsyncClient, *, ignore_eos: bool, temperature: float) -> None:
         self._client = client
         self._ignore_eos = ignore_eos
         self._temperature = temperature

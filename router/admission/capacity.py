@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from everlift.v1 import admin_pb2, session_pb2
 from everlift.step_fit import FittedStepTime
+from everlift.v1 import admin_pb2, session_pb2
 
 
 class Connected(NamedTuple):

@@ -149,9 +149,7 @@ async def scripted(*said: bytes, status: int = 200) -> AsyncIterator[OpenAiEndpo
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         async with openai_endpoint.connected(url, None) as session:
             is_chat = b"delta" in b"".join(said)
-            yield OpenAiEndpoint(
-                session, "m", ignore_eos=True, temperature=0.0, is_chat=is_chat
-            )
+            yield OpenAiEndpoint(session, "m", ignore_eos=True, temperature=0.0, is_chat=is_chat)
     finally:
         await runner.cleanup()
 

@@ -9,8 +9,8 @@ import pytest
 
 from cluster.errors import ForecastFailed
 from cluster.forecast.hardware import kind_file, learned
-from everlift.v1.admin_pb2 import StepTimeModel, WorkerKind
 from everlift.step_time import Roofline
+from everlift.v1.admin_pb2 import StepTimeModel, WorkerKind
 
 STEPS = StepTimeModel(
     overhead_s=0.01, row_s=2e-6, token_s=1e-4, kv_token_s=3e-8, pair_s=1e-9, error=0.04
