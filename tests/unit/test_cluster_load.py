@@ -77,7 +77,7 @@ def test_who_waits_is_counted_by_class_and_by_tenant_the_most_first() -> None:
     cluster = Cluster(weight_of=lambda tenant: 1.0)
     cluster.connect()
     for name, priority in (("a/1", 1), ("a/2", 0), ("a/3", 0), ("b/1", 0)):
-        cluster.enqueue(name, priority=priority)
+        cluster.enqueue(name, priority=priority, accepted=True)
     load = say(cluster)
     assert [(it.priority, it.queued) for it in load.class_queues] == [(1, 1), (0, 3)]
     assert [(it.tenant, it.priority, it.queued) for it in load.tenant_queues] == [
@@ -93,8 +93,8 @@ def test_of_very_many_tenants_the_longest_queues_are_told() -> None:
     cluster = Cluster(weight_of=lambda tenant: 1.0)
     cluster.connect()
     for number in range(80):
-        cluster.enqueue(f"t{number}/1")
-    cluster.enqueue("t7/2")
+        cluster.enqueue(f"t{number}/1", accepted=True)
+    cluster.enqueue("t7/2", accepted=True)
     queues = say(cluster).tenant_queues
     assert (len(queues), queues[0].tenant, queues[0].queued) == (64, "t7", 2)
 
