@@ -58,9 +58,13 @@ async def test_of_a_real_engine_all_of_the_time_is_told() -> None:
     worker = WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=64, num_threads=1)
     config = replace(ROUTER, model=str(DEMO_MODEL))
     async with cluster(1, 1, config, worker) as parts, AsyncClient(parts.address) as client:
-        for number, more in enumerate(({}, {"n": 3}, {"stop": ["e"]})):
+        for number, more in enumerate(({}, {"n": 3}, {"stop": ["20"]})):
             message = pb.GenerateRequest(
-                text="Once upon a time", request_id=f"r{number}", max_tokens=24, **more
+                text="count from 17 to 30:",
+                request_id=f"r{number}",
+                max_tokens=24,
+                sampling=pb.Sampling(temperature=0),
+                **more,
             )
             wall_s = await timed(parts.routers[0], message)
             explanation = await client.explain(f"r{number}")
