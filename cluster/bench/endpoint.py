@@ -37,6 +37,11 @@ class Answer:
         self._told_tokens = 0
         self._usage: tuple[int, int] | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """Some of its output is here."""
+        return bool(self._pieces)
+
     def is_sent(self) -> None:
         """The request leaves now."""
         self._sent = self._now()

@@ -123,15 +123,21 @@ class OpenAiEndpoint:
             raise Refused(_error_slug(chunk) or "error_in_stream")
         for choice in chunk.get("choices") or ():
             text = self._text(choice)
-            if text or (not self._is_chat and choice.get("finish_reason") is None):
+            if text or self._has_tokens(choice, answer):
                 answer.piece(text)
         if usage := chunk.get("usage"):
             told = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
             answer.usage(*(int(number or 0) for number in told))
 
+    def _has_tokens(self, choice: Mapping[str, Any], answer: Answer) -> bool:
+        """Although no text: special tokens, or a part of a character. A chat's first chunk may have
+        a role alone, and the last one of most answers an end alone."""
+        if choice.get("finish_reason") is not None:
+            return not answer.has_begun
+        return not self._is_chat
+
     def _text(self, choice: Mapping[str, Any]) -> str:
-        """Reasoning and calls of tools are output too; a chat's first chunk may have a role
-        alone."""
+        """Reasoning and calls of tools are output too."""
         if not self._is_chat:
             return str(choice.get("text") or "")
         delta = choice.get("delta") or {}

@@ -207,6 +207,14 @@ async def test_a_completions_last_chunk_may_have_no_text() -> None:
     assert len(outcome.pieces) == 2, "a token may have no text of its own"
 
 
+@pytest.mark.parametrize("choice", [b'"text": ""', b'"delta": {}'])
+async def test_an_answer_of_special_tokens_alone_is_one(choice: bytes) -> None:
+    end = b'data: {"choices": [{%s, "finish_reason": "length"}]}\n\n' % choice
+    usage = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 5}}\n\n'
+    outcome = await outcome_of(end, usage, DONE)
+    assert (len(outcome.pieces), outcome.output_tokens, outcome.error) == (1, 5, "")
+
+
 # a cluster of ours
 
 
