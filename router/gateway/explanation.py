@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from everlift.messages import Request
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.journal import FINISHED, Attempt, Journal, Span
+from router.gateway.attempt import Attempt
+from router.gateway.journal import FINISHED, Journal, Span
 from router.ledger.entry import Entry, Event, State, Stored
 
 #: In the ledger.

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 
 from everlift.messages import Request
 from everlift.trace_context import TraceContext
-from router.gateway.journal import Attempt, Journal
+from router.gateway.attempt import Attempt
+from router.gateway.journal import Journal
 from router.ledger.entry import Entry, Event, State
 
 Value = str | int | float | Sequence[str]
