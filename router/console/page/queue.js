@@ -15,9 +15,9 @@ export class Queue {
       $("classes").replaceChildren(...rows(queue.classes ?? [], (it) => row(String(it.priority), bar(it.queued, queue.queued), seconds(it.wait_s))));
     }
     if (tenants) {
-      $("tenants").replaceChildren(
-        ...rows(tenants, (it) => row(it.tenant, String(it.priority), bar(it.queued, all.queue.queued))),
-      );
+      // Where tenants are not told apart there are none.
+      $("by-tenant").hidden = !tenants.length;
+      $("tenants").replaceChildren(...tenants.map((it) => row(it.tenant, String(it.priority), bar(it.queued, all.queue.queued))));
     }
   }
 }
