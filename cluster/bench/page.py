@@ -91,9 +91,9 @@ def comparison_page(a: Json, b: Json, comparison: Comparison) -> str:
 
 
 def _under(found: Json) -> str:
-    return " · ".join(
-        str(part) for part in (found["label"], found["backend"], found["date"]) if part
-    )
+    """Not every release of vLLM's says all of it."""
+    parts = (found.get(name) for name in ("label", "backend", "date"))
+    return " · ".join(str(part) for part in parts if part)
 
 
 def _page(title: str, under: str, body: Iterable[str]) -> str:

@@ -73,11 +73,12 @@ def summary_rows(found: Json) -> Iterator[tuple[str, str]]:
 
 def setting_rows(found: Json) -> Iterator[tuple[str, str]]:
     more = ours(found)
-    yield "endpoint", f"{found['backend']} at {more.get('where', 'an address that is not told')}"
-    yield "model", str(found["model_id"])
-    yield "rate, requests a second", shown(found["request_rate"])
+    where = more.get("where", "an address that is not told")
+    yield "endpoint", f"{shown(found.get('backend'))} at {where}"
+    yield "model", shown(found.get("model_id"))
+    yield "rate, requests a second", shown(found.get("request_rate"))
     yield "burstiness", shown(found.get("burstiness"))
-    yield "most requests at once", shown(found["max_concurrency"])
+    yield "most requests at once", shown(found.get("max_concurrency"))
     for name, value in more.get("load", {}).items():
         yield name, shown(value)
     if more:
