@@ -281,6 +281,7 @@ async def test_each_path_asks_for_the_scope_that_it_asks_for_over_grpc(locked: L
         assert (await get(address, path)).status == 200
     for method, path, statuses in (
         ("GET", "/console/requests/r", {"acme": 404, "operator": 404, "watcher": 403}),
+        ("GET", "/v1/requests/r/explanation", {"acme": 404, "operator": 404, "watcher": 403}),
         ("POST", "/console/policy", {"operator": 200, "acme": 403, "watcher": 403}),
         ("POST", "/console/drain", {"operator": 404, "acme": 403, "other": 403}),
         ("POST", "/console/chaos", {"operator": 403, "acme": 403, "other": 403}),
@@ -319,6 +320,8 @@ async def test_a_tenant_sees_its_own_requests_alone(locked: Locked) -> None:
         for name, status in (("acme", 200), ("other", 404)):
             answer = await get(locked.address, "/console/requests/of-acme", locked.keys[name])
             assert answer.status == status
+        for path in ("/console/requests/acme%2Fof-acme", "/v1/requests/acme%2Fof-acme/explanation"):
+            assert (await get(locked.address, path, locked.keys["operator"])).status == 200, path
 
 
 async def test_a_key_that_is_revoked_ends_its_feed(locked: Locked) -> None:

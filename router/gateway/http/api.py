@@ -21,7 +21,7 @@ from router.gateway.http.explaining import Explaining
 from router.gateway.http.texts import Texts
 from router.gateway.model import ServedModel
 
-INFER, METRICS = caller.Scope.INFER, caller.Scope.METRICS
+INFER, ADMIN, METRICS = caller.Scope.INFER, caller.Scope.ADMIN, caller.Scope.METRICS
 _EXPLANATION = "/v1/requests/{request_id:path}/explanation"
 
 #: A method, a path, who answers, and one of which scopes it asks for; without any: none.
@@ -72,7 +72,7 @@ class Api:
                 self._route("POST", "/v1/chat/completions", self._answering.chat, INFER),
                 self._route("GET", "/v1/models", self._models, INFER),
                 self._route("GET", "/v1/models/{model:path}", self._one_model, INFER),
-                self._route("GET", _EXPLANATION, self._explaining.explain, INFER),
+                self._route("GET", _EXPLANATION, self._explaining.explain, INFER, ADMIN),
                 self._route("POST", "/tokenize", self._texts.tokenize, INFER),
                 self._route("POST", "/detokenize", self._texts.detokenize, INFER),
                 self._route("GET", "/metrics", self._exposed, METRICS),
