@@ -214,8 +214,8 @@ class Journal:
             self._divide(pb.SPAN_KIND_ON_THE_WAY, at_worker(attempt.account), attempt.accounted)
         elif attempt.waited_s is not None and attempt.heard is not None:
             first = attempt.heard if attempt.first_token is None else attempt.first_token
-            waited = ((pb.SPAN_KIND_WORKER_WAIT, attempt.waited_s),)
-            self._divide(pb.SPAN_KIND_PREFILL, waited, first)
+            self._lap(pb.SPAN_KIND_WORKER_WAIT, min(self._until + attempt.waited_s, first))
+            self._lap(pb.SPAN_KIND_PREFILL, first)
         if attempt.heard is not None:
             self._lap(attempt.unaccounted, attempt.heard)
             self._lap(pb.SPAN_KIND_DETECTION if is_lost else attempt.unaccounted, now)
