@@ -24,7 +24,8 @@ def draw(explanation: pb.Explanation, path: Path) -> Path:
 
 
 def figure(explanation: pb.Explanation) -> Figure:
-    kinds = list(dict.fromkeys(span.kind for span in explanation.spans))
+    # In the order of their numbers, which is about that in which they come.
+    kinds = sorted({span.kind for span in explanation.spans})
     drawn, panel = pyplot.subplots(figsize=(12, 1.4 + _INCHES_A_LANE * max(1, len(kinds))))
     at = 0.0
     for span in explanation.spans:
