@@ -21,6 +21,7 @@ def of(explanation: pb.Explanation) -> list[str | Table]:
         *headline(explanation),
         spans(explanation),
         *([attempts(explanation)] if explanation.attempts else []),
+        *neighbours(explanation),
         *stays(explanation),
     ]
 
@@ -70,25 +71,29 @@ def attempts(explanation: pb.Explanation) -> Table:
         "attempt", "worker", "known", "cached", "new", "preempted", "again", "beside", "end",
         box=SIMPLE_HEAD,
     )  # fmt: skip
+    table.columns[-1].overflow = "fold"
     for each in explanation.attempts:
         table.add_row(
             str(each.number),
-            escape(each.worker_id),
+            escape(each.worker_id[:8]),
             str(each.known_tokens),
             str(each.cached_tokens),
             str(each.new_tokens),
             str(each.preemptions),
             str(each.recomputed_tokens),
-            _beside(each),
+            # A worker that was lost soon told nothing.
+            str(each.most_neighbours) if each.steps else "",
             escape(each.end) or "goes on",
         )
     return table
 
 
-def _beside(attempt: pb.ExplainedAttempt) -> str:
-    """How many there were in the same step at most, and who of its own tenant was there."""
-    names = ", ".join(map(escape, attempt.neighbours))
-    return f"{attempt.most_neighbours}{f' ({names})' if names else ''}"
+def neighbours(explanation: pb.Explanation) -> Iterator[str]:
+    """Who of its own tenant was at the worker already."""
+    for attempt in explanation.attempts:
+        if attempt.neighbours:
+            names = ", ".join(map(escape, attempt.neighbours))
+            yield f"at its worker before attempt {attempt.number}, of your own: {names}"
 
 
 def stays(explanation: pb.Explanation) -> Iterator[str]:
