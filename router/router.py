@@ -258,11 +258,11 @@ class Router:
             InternalServer(self._fleet, self._leader, chaos), self._internal
         )
         if self.config.console and self.config.http_host:
-            self._console = self._open_console(cluster_id, admin, chaos)
+            self._console = self._open_console(admin, chaos)
 
-    def _open_console(self, cluster_id: str, admin: AdminServer, chaos: Chaos) -> Console:
+    def _open_console(self, admin: AdminServer, chaos: Chaos) -> Console:
         config, has_access = self.config, self._access is not None
-        identity = Identity(self.router_id, cluster_id, self._model.name, config.chaos, has_access)
+        identity = Identity(self.router_id, self._model.name, config.chaos, has_access)
         snapshot = Snapshot(
             identity,
             self._sessions,

@@ -90,10 +90,9 @@ class Measured(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Of a router."""
+    """Of a router. With ``has_access`` callers show keys."""
 
     router_id: str
-    cluster_id: str
     model: str
     has_chaos: bool
     has_access: bool

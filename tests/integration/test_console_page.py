@@ -66,6 +66,7 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
 ) -> None:
     async with opened(chromium, url) as page:
         await expect(page.locator("#connection")).to_have_text("live")
+        await expect(page.locator("#key-form"), "nobody asks for a key").to_be_hidden()
         await page.fill("#max-tokens", "200")
         await page.click("#try-start")
         await expect(page.locator("#try-status")).to_contain_text("streaming")

@@ -35,6 +35,7 @@ export class Overview {
     if (router) {
       const leads = router.is_leading ? "leads" : `leader ${router.leader ? router.leader.slice(0, 8) : "none"}`;
       say($("identity"), `${router.model} · router ${router.router_id.slice(0, 8)} · ${leads}`);
+      $("key-form").hidden = !router.has_access;
     }
     if (!totals) return;
     for (const { number, small, bar, value, more, part } of this.tiles) {
