@@ -69,9 +69,12 @@ def _share(part_s: float, whole_s: float) -> tuple[str, str]:
 def attempts(explanation: pb.Explanation) -> Table:
     table = Table(
         "attempt", "worker", "known", "cached", "new", "preempted", "again", "beside", "end",
-        box=SIMPLE_HEAD,
+        box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
-    table.columns[-1].overflow = "fold"
+    *numbers, end = table.columns
+    for column in numbers:
+        column.no_wrap = True
+    end.overflow = "fold"
     for each in explanation.attempts:
         table.add_row(
             str(each.number),
