@@ -48,7 +48,7 @@ class Backlog:
             if not fresh:
                 del self._fresh[priority]
         if waiting.expires < inf:
-            self._expiring.left()
+            self._expiring.left(ticket)
 
     @property
     def work(self) -> dict[int, int]:

@@ -50,7 +50,7 @@ class Classes:
         if lane is None:
             lane = self._lanes[waiting.priority] = self._lane(waiting.priority)
             insort(self._ascending, waiting.priority)
-        lane.push(waiting, self._policy.key(waiting), ticket)
+        lane.push(waiting, self._policy.place(waiting), ticket)
 
     def _lane(self, priority: int) -> Lane:
         if self._fair_share is None:
@@ -58,10 +58,10 @@ class Classes:
         counters = self._fair_share.counters(priority)
         return FairLane(lambda: self._policy.lane(self._rows), counters, self._rows)
 
-    def left(self, waiting: Waiting) -> None:
+    def left(self, waiting: Waiting, ticket: int) -> None:
         """It does not wait any more."""
         if waiting.priority in self._numbers:
-            self._lanes[waiting.priority].left(waiting)
+            self._lanes[waiting.priority].left(waiting, ticket)
         else:
             self._remove(waiting.priority)
 

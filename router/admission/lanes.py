@@ -2,6 +2,7 @@
 
 A lane is told who comes. Who is gone it finds out by ``present``, the tickets of those that still
 wait: what it has of others are holes, left out when they come up or when a part of them is swept.
+Who was first in a line leaves none.
 """
 
 from __future__ import annotations
@@ -10,15 +11,11 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
 from math import log2
-from typing import Any, TypeAlias
 
 from everlift.request_id import tenant_of
-from router.admission.ladder import RUNG, Ladder
+from router.admission.ladder import RUNG, Item, Ladder
 from router.admission.token_counters import TokenCounters
-from router.admission.waiting import Key, Ordered
-
-#: A key's parts, and a ticket.
-_Place: TypeAlias = tuple[Any, ...]
+from router.admission.waiting import Ordered, Place
 
 #: Departures after which one rung is swept: of what a lane has, about a half are holes at most.
 _SWEPT_AFTER = RUNG // 2
@@ -29,39 +26,43 @@ class Lane(ABC):
         self._present = present
 
     @abstractmethod
-    def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
-        """``key`` is the policy's."""
+    def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
+        """``place`` is the policy's."""
 
     @abstractmethod
     def head(self, moment: float | None) -> int | None:
-        """The ticket of who leaves next at this ledger time in seconds, or by the keys alone."""
+        """The ticket of who leaves next at this ledger time in seconds, or by the places alone."""
 
     @abstractmethod
-    def left(self, waiting: Ordered) -> None:
+    def left(self, waiting: Ordered, ticket: int) -> None:
         """It is not present any more."""
 
 
 class Line:
-    """Places by their order, with the holes among them."""
+    """Items that end in a ticket, by their order, with the holes among them."""
 
     def __init__(self, present: Container[int]) -> None:
         self._present = present
-        self._places: Ladder[_Place] = Ladder()
+        self._items = Ladder()
         self._until_sweep = _SWEPT_AFTER
 
-    def push(self, place: _Place) -> None:
-        self._places.push(place)
+    def push(self, item: Item) -> None:
+        self._items.push(item)
 
-    def first(self) -> _Place | None:
-        while (place := self._places.head()) is not None and place[-1] not in self._present:
-            self._places.pop()
-        return place
+    def first(self) -> Item | None:
+        while (item := self._items.head()) is not None and item[-1] not in self._present:
+            self._items.pop()
+        return item
 
-    def left(self) -> None:
+    def left(self, ticket: int) -> None:
+        first = self._items.head()
+        if first is not None and first[-1] == ticket:
+            self._items.pop()
+            return
         self._until_sweep -= 1
         if not self._until_sweep:
             self._until_sweep = _SWEPT_AFTER
-            self._places.sweep(lambda place: place[-1] in self._present)
+            self._items.sweep(lambda item: item[-1] in self._present)
 
 
 class KeyLane(Lane):
@@ -71,14 +72,14 @@ class KeyLane(Lane):
         super().__init__(present)
         self._line = Line(present)
 
-    def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
-        self._line.push((*key, ticket))
+    def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
+        self._line.push((*place, ticket))
 
     def head(self, moment: float | None) -> int | None:
         return _ticket(self._line.first())
 
-    def left(self, waiting: Ordered) -> None:
-        self._line.left()
+    def left(self, waiting: Ordered, ticket: int) -> None:
+        self._line.left(ticket)
 
 
 class RatioLane(Lane):
@@ -94,28 +95,28 @@ class RatioLane(Lane):
         #: by twice the binary logarithm of the tokens
         self._lines: dict[int, Line] = {}
 
-    def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
+    def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
         line = self._lines.get(size := _size(waiting))
         if line is None:
             line = self._lines[size] = Line(self._present)
-        line.push((waiting.arrived, key, ticket))
+        line.push((waiting.arrived, place, ticket))
 
     def head(self, moment: float | None) -> int | None:
         firsts = [(size, it) for size, line in self._lines.items() if (it := line.first())]
         if len(firsts) < len(self._lines):
             self._lines = {size: self._lines[size] for size, _ in firsts}
         if moment is None:
-            return _ticket(min((place for _, place in firsts), default=None))
+            return _ticket(min((item for _, item in firsts), default=None))
         ratios = (
-            ((place[0] - moment) / tokens, place)
-            for size, place in firsts
+            ((item[0] - moment) / tokens, item)
+            for size, item in firsts
             if (tokens := 2 ** (size / 2))
         )
         return _ticket(min(ratios, default=(0.0, None))[1])
 
-    def left(self, waiting: Ordered) -> None:
+    def left(self, waiting: Ordered, ticket: int) -> None:
         if (line := self._lines.get(_size(waiting))) is not None:
-            line.left()
+            line.left(ticket)
 
 
 class StarvationLane(Lane):
@@ -127,8 +128,8 @@ class StarvationLane(Lane):
         self._limit_s = limit_s
         self._by_arrival = Line(present)
 
-    def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
-        self._inner.push(waiting, key, ticket)
+    def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
+        self._inner.push(waiting, place, ticket)
         self._by_arrival.push((waiting.arrived, ticket))
 
     def head(self, moment: float | None) -> int | None:
@@ -137,13 +138,13 @@ class StarvationLane(Lane):
             return _ticket(oldest)
         return self._inner.head(moment)
 
-    def left(self, waiting: Ordered) -> None:
-        self._inner.left(waiting)
-        self._by_arrival.left()
+    def left(self, waiting: Ordered, ticket: int) -> None:
+        self._inner.left(waiting, ticket)
+        self._by_arrival.left(ticket)
 
 
 class FairLane(Lane):
-    """A lane for each tenant, and the turn is that of who was served least. By the keys alone
+    """A lane for each tenant, and the turn is that of who was served least. By the places alone
     tenants are not told apart."""
 
     def __init__(
@@ -157,14 +158,14 @@ class FairLane(Lane):
         #: by their counters, as they were: they only grow
         self._tenants: list[tuple[float, str]] = []
 
-    def push(self, waiting: Ordered, key: Key, ticket: int) -> None:
-        self._by_key.push(waiting, key, ticket)
+    def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
+        self._by_key.push(waiting, place, ticket)
         tenant = tenant_of(waiting.request_id)
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = self._make()
             heapq.heappush(self._tenants, (self._counters.of(tenant), tenant))
-        lane.push(waiting, key, ticket)
+        lane.push(waiting, place, ticket)
 
     def head(self, moment: float | None) -> int | None:
         if moment is None:
@@ -180,15 +181,15 @@ class FairLane(Lane):
                 del self._lanes[tenant]
         return None
 
-    def left(self, waiting: Ordered) -> None:
-        self._by_key.left(waiting)
+    def left(self, waiting: Ordered, ticket: int) -> None:
+        self._by_key.left(waiting, ticket)
         if (lane := self._lanes.get(tenant_of(waiting.request_id))) is not None:
-            lane.left(waiting)
+            lane.left(waiting, ticket)
 
 
 def _size(waiting: Ordered) -> int:
     return round(2 * log2(max(1, waiting.predicted_total)))
 
 
-def _ticket(place: _Place | None) -> int | None:
-    return None if place is None else place[-1]
+def _ticket(item: Item | None) -> int | None:
+    return None if item is None else item[-1]

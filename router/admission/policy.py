@@ -1,8 +1,8 @@
 """In which order those of a class leave the admission queue, and how many may wait. Pure.
 
-A policy's key of a request is the same whenever it is asked, in every replica: a new leader is told
-what waits in the order of the keys. What leaves next is up to the policy's lanes, which may look at
-the time as well.
+A policy's place of a request is the same whenever it is asked, in every replica: a new leader is
+told what waits in the order of the places. What leaves next is up to the policy's lanes, which may
+look at the time as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import inf, log1p
 from typing import Protocol, Self, get_args
 
 from router.admission.lanes import KeyLane, Lane, RatioLane, StarvationLane
-from router.admission.waiting import Key, Ordered
+from router.admission.waiting import Key, Ordered, Place
 from router.config import Order, RouterConfig
 
 
@@ -24,15 +24,22 @@ class Policy(Protocol):
         ...
 
     @property
-    def key_name(self) -> str:
-        """Two policies of the same one have the same keys."""
+    def place_name(self) -> str:
+        """Two policies of the same one have the same places."""
         ...
 
-    def key(self, waiting: Ordered) -> Key: ...
+    def place(self, waiting: Ordered) -> Place:
+        """Among those of its class."""
+        ...
 
     def lane(self, present: Container[int]) -> Lane:
         """Where those of a class wait. ``present`` are the tickets of those that do."""
         ...
+
+
+def key_of(policy: Policy, waiting: Ordered) -> Key:
+    """A higher class goes first, and in a class it is as the policy says."""
+    return (-waiting.priority, *policy.place(waiting))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +51,11 @@ class Fifo:
         return "fifo"
 
     @property
-    def key_name(self) -> str:
+    def place_name(self) -> str:
         return "fifo"
 
-    def key(self, waiting: Ordered) -> Key:
-        return (-waiting.priority, waiting.arrived, waiting.request_id)
+    def place(self, waiting: Ordered) -> Place:
+        return (waiting.arrived, waiting.request_id)
 
     def lane(self, present: Container[int]) -> Lane:
         return KeyLane(present)
@@ -62,7 +69,7 @@ class EarliestDeadline:
     """By what is due first: a request's deadline, or that of its first token. One without any is
     due ``undated_s`` after it came: nobody who comes later than that goes before it.
 
-    One that is late still goes first, as its time does not change its key.
+    One that is late still goes first, as its time does not change its place.
     """
 
     undated_s: float
@@ -72,12 +79,12 @@ class EarliestDeadline:
         return "deadline"
 
     @property
-    def key_name(self) -> str:
+    def place_name(self) -> str:
         return f"deadline {self.undated_s:g}"
 
-    def key(self, waiting: Ordered) -> Key:
+    def place(self, waiting: Ordered) -> Place:
         due = waiting.due if waiting.due < inf else waiting.arrived + self.undated_s
-        return (-waiting.priority, due, waiting.arrived, waiting.request_id)
+        return (due, waiting.arrived, waiting.request_id)
 
     def lane(self, present: Container[int]) -> Lane:
         return KeyLane(present)
@@ -105,10 +112,10 @@ class ShortestWork:
         return "shortest"
 
     @property
-    def key_name(self) -> str:
+    def place_name(self) -> str:
         return f"shortest {self.patience:g}"
 
-    def key(self, waiting: Ordered) -> Key:
+    def place(self, waiting: Ordered) -> Place:
         return _yielding(waiting, self.patience, waiting.predicted_work_rank)
 
     def lane(self, present: Container[int]) -> Lane:
@@ -129,20 +136,20 @@ class PredictedRank:
         return "ranked"
 
     @property
-    def key_name(self) -> str:
+    def place_name(self) -> str:
         return f"ranked {self.patience:g}"
 
-    def key(self, waiting: Ordered) -> Key:
+    def place(self, waiting: Ordered) -> Place:
         return _yielding(waiting, self.patience, waiting.predicted_rank)
 
     def lane(self, present: Container[int]) -> Lane:
         return KeyLane(present)
 
 
-def _yielding(waiting: Ordered, patience: float, rank: float) -> Key:
+def _yielding(waiting: Ordered, patience: float, rank: float) -> Place:
     """By when those have to come that go before it. ``rank`` is below 1."""
     until = waiting.arrived - patience * waiting.foreseen_wait_s * log1p(-rank)
-    return (-waiting.priority, until, waiting.arrived, waiting.request_id)
+    return (until, waiting.arrived, waiting.request_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +166,11 @@ class HighestResponseRatio:
         return "hrrn"
 
     @property
-    def key_name(self) -> str:
+    def place_name(self) -> str:
         return "fifo"
 
-    def key(self, waiting: Ordered) -> Key:
-        return _FIFO.key(waiting)
+    def place(self, waiting: Ordered) -> Place:
+        return _FIFO.place(waiting)
 
     def lane(self, present: Container[int]) -> Lane:
         return RatioLane(present)
@@ -182,11 +189,11 @@ class NeverLonger:
         return self.policy.name
 
     @property
-    def key_name(self) -> str:
-        return self.policy.key_name
+    def place_name(self) -> str:
+        return self.policy.place_name
 
-    def key(self, waiting: Ordered) -> Key:
-        return self.policy.key(waiting)
+    def place(self, waiting: Ordered) -> Place:
+        return self.policy.place(waiting)
 
     def lane(self, present: Container[int]) -> Lane:
         return StarvationLane(self.policy.lane(present), self.limit_s, present)

@@ -90,8 +90,12 @@ class AdmissionQueue:
         # First: who is replaced by itself does not go meanwhile.
         if self._fair_share is not None:
             self._fair_share.come(waiting)
-        replaced = self._take_out(waiting.request_id)
-        ticket = self._ticket_of[waiting.request_id] = next(self._tickets)
+        ticket = next(self._tickets)
+        before = self._ticket_of.setdefault(waiting.request_id, ticket)
+        replaced = None
+        if before != ticket:
+            replaced = self._take(before)
+            self._ticket_of[waiting.request_id] = ticket
         self._arrivals[ticket] = self.stays.come(waiting, len(self._rows), now)
         self._rows[ticket] = tuple(waiting)
         self._numbers[waiting.priority] = self._numbers.get(waiting.priority, 0) + 1
@@ -143,7 +147,7 @@ class AdmissionQueue:
             del self._numbers[waiting.priority]
         if self._fair_share is not None:
             self._fair_share.go(waiting)
-        self._classes.left(waiting)
+        self._classes.left(waiting, ticket)
         self.backlog.remove(waiting, ticket)
 
     def peek(self, moment: float | None = None) -> Waiting | None:

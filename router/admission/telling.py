@@ -14,7 +14,7 @@ from itertools import count, islice
 from typing import TypeAlias
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.policy import Policy
+from router.admission.policy import Policy, key_of
 from router.admission.waiting import Key, Waiting
 
 #: Entries of a message: the first ones come soon, and none keeps either end for long.
@@ -38,7 +38,7 @@ class Telling:
         self._router_id = router_id
         self._policy = policy
         self._hello = pb.GatewayMessage(
-            router_id=router_id, generation=generation, order=policy.key_name
+            router_id=router_id, generation=generation, order=policy.place_name
         )
         self._tickets = count()
         self._roll = ((self._key(it), next(self._tickets), it) for it in waiting)
@@ -62,7 +62,7 @@ class Telling:
         return not self._all_running_told or bool(self._news) or self._hello.ByteSize() > 0
 
     def _key(self, waiting: pb.Waiting) -> Key:
-        return self._policy.key(Waiting.told(self._router_id, waiting))
+        return key_of(self._policy, Waiting.told(self._router_id, waiting))
 
     # what changes
 

@@ -18,7 +18,7 @@ from router.admission.generation import Generations
 from router.admission.growth import Growth
 from router.admission.moving import ROOM, Move, Moving
 from router.admission.placement import Placement
-from router.admission.policy import Rules
+from router.admission.policy import Rules, key_of
 from router.admission.queue import AdmissionQueue
 from router.admission.roll_call import RollCall
 from router.admission.running import Running, RunningTable
@@ -167,12 +167,12 @@ class Tenure:
 
     def hear(self, gateway: str, message: session_pb2.GatewayMessage, now: float) -> Heard:
         heard = Heard([], [])
-        if message.order not in ("", self._order.key_name):
+        if message.order not in ("", self._order.place_name):
             # What it will still tell may go before what it told: there is nothing to wait for.
             self.roll_call.complete(gateway)
         for told in message.enqueue:
             waiting = Waiting.told(gateway, told)
-            self.roll_call.told(gateway, self._order.key(waiting), now)
+            self.roll_call.told(gateway, self._key(waiting), now)
             self._enqueue(waiting, told.accepted, now, heard)
         for request_id in message.withdraw:
             self._withdraw(gateway, request_id)
@@ -277,7 +277,7 @@ class Tenure:
         if self.roll_call.is_over(now):
             return self._queue.peek(ledger_now)
         head = self._queue.peek()
-        allowed = head is not None and self.roll_call.allows(self._order.key(head), now)
+        allowed = head is not None and self.roll_call.allows(self._key(head), now)
         return head if allowed else None
 
     def _place(
@@ -306,7 +306,7 @@ class Tenure:
         """A worker for a request that is about to come, where nobody has to be asked before it:
         none waits, nor is preempted. It counts against the worker until that has acknowledged it,
         or it is given back."""
-        if self.has_work or not self.roll_call.allows(self._order.key(waiting), now):
+        if self.has_work or not self.roll_call.allows(self._key(waiting), now):
             return None
         worker_id = self._placement.choose(waiting)
         if worker_id is None:
@@ -337,13 +337,13 @@ class Tenure:
         in_turns = self._takes_turns and self.roll_call.is_over(now)
         head = self._queue.peek_highest(ledger_now) if in_turns else self._queue.peek()
         candidates = self._moving.candidates(
-            self._running.preempted(), head, self._turn if in_turns else self._order.key
+            self._running.preempted(), head, self._turn if in_turns else self._key
         )
         moves: list[Move] = []
         workers = self._placement.workers
         promised = self._growth.blocks(workers, now)
         for running, needed in candidates:
-            if not self.roll_call.allows(self._order.key(running), now):
+            if not self.roll_call.allows(self._key(running), now):
                 break
             if running.request_id in self._spared:
                 continue
@@ -358,10 +358,13 @@ class Tenure:
     def _takes_turns(self) -> bool:
         return self._in_turns and self._fair_share is not None
 
+    def _key(self, ordered: Ordered) -> Key:
+        return key_of(self._order, ordered)
+
     def _turn(self, ordered: Ordered) -> Key:
-        """The order's key, after class and tenant's turn."""
+        """The order's place, after class and tenant's turn."""
         assert self._fair_share is not None
-        return (-ordered.priority, self._fair_share.of(ordered), *self._order.key(ordered))
+        return (-ordered.priority, self._fair_share.of(ordered), *self._order.place(ordered))
 
     def _hold(self, move: Move, now: float) -> None:
         running = move.running

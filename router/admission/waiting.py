@@ -7,7 +7,10 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 
 from everlift.v1 import session_pb2
 
-#: By which requests are ordered. Compared as a tuple; the smallest leaves first.
+#: By which the requests of a class are ordered: a number first. The smallest leaves first.
+Place: TypeAlias = tuple[float | str, ...]
+
+#: The same for those of all classes.
 Key: TypeAlias = tuple[float | str, ...]
 
 

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from everlift import logs
@@ -35,7 +36,7 @@ from everlift.v1 import session_pb2
 from router.access.limits import Limits
 from router.admission.entrance import Entrance
 from router.admission.foreseen_wait import ForeseenWait
-from router.admission.policy import Policy, Rules
+from router.admission.policy import Policy, Rules, key_of
 from router.clock import now
 from router.config import RouterConfig
 from router.gateway.adoption import Adoption
@@ -459,7 +460,7 @@ class Requests:
         """What a new leader has to know, in this order, made as it is read. Nothing of it may be
         refused any more."""
         waiting = [live for live in self._custody if live.phase is Phase.WAITING]
-        for live in sorted(waiting, key=order.key):
+        for live in sorted(waiting, key=partial(key_of, order)):
             if live.phase is Phase.WAITING and self._custody.has(live):
                 live.accepted = True
                 yield self.attempts.waiting(live)

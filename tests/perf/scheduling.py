@@ -136,11 +136,16 @@ def faithful(options: argparse.Namespace) -> Part:
     adopt_orphans()
     model = options.model or checkpoints.ensure("small")
     logs = Path("build/bench/scheduling")
-    raw = asyncio.run(scheduling_faithful.measure(model, logs, options.duration / 2))
+    duration_s = options.duration / 2
+    rounds = [
+        asyncio.run(scheduling_faithful.measure(model, logs, duration_s))
+        for _ in range(options.faithful_rounds)
+    ]
+    errors = scheduling_faithful.errors(rounds)
     return {
-        "settings": {"loads": scheduling_faithful.LOADS, "duration_s": options.duration / 2},
-        "raw": raw,
-        "ratios": scheduling_faithful.ratios(raw["found"]),
+        "settings": {"loads": scheduling_faithful.LOADS, "duration_s": duration_s},
+        "raw": {"errors": errors, "rounds": rounds},
+        "ratios": scheduling_faithful.ratios(errors),
     }
 
 
@@ -159,7 +164,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS))
     parser.add_argument("--waiting", type=int, nargs="+", default=(100, 10_000, 1_000_000))
     parser.add_argument("--queue-rounds", type=int, default=9)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--faithful-rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1, help="of the live ones")
     parser.add_argument("--load", type=float, default=1.15, help="of saturation")
     parser.add_argument("--duration", type=float, default=300.0, help="seconds of each load")
     parser.add_argument("--model", type=Path, help="the 125M checkpoint, if none is named")

@@ -5,9 +5,11 @@ which the router learns how long its worker's steps take; what it has learned is
 of worker (``everlift measure --running``). What a request takes beside its worker's steps is
 measured too: one after the other, each with one token, on an idle cluster.
 
-Then it is saturated, and gets LOADS of what it did; everybody is waited for. The forecast gets the
-prompts' lengths, the outputs' lengths and the moments. Near saturation an error of the rate is a
-much larger one of the time to the first token, as it would be of any two runs.
+Then it is saturated, and gets LOADS of what it did; everybody is waited for. The forecasts get the
+prompts' lengths, the outputs' lengths and the moments. One has what the router had learned before
+the requests came ("foretold"), one what it has learned by their end ("forecast"): machines become
+faster and slower by a tenth within minutes, and near saturation that is a much larger part of the
+time to the first token, as it would be of any two runs. The second one's error is the simulator's.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class Seen:
 
 
 async def measure(model: Path, logs: Path, duration_s: float) -> dict[str, Any]:
-    """Live and forecast figures, and by how much they differ."""
+    """Live and forecast figures of one cluster."""
     with TemporaryDirectory(prefix="everlift-faithful-") as state:
         server = everlift(
             "faithful",
@@ -121,16 +123,22 @@ async def _measure(bench: Bench, duration_s: float) -> dict[str, Any]:
     rough = saturation((await bench.send(mix(_SATURATING // 2, 0.0, _SEED + 2))).answers)
     per_s = rough / statistics.fmean(it.tokens for it in mix(10_000, 0.0, _SEED))
     await bench.send(mix(round(0.8 * per_s * _LEARNED_FROM_S), 0.8 * per_s, _SEED + 3))
+    beside_s = await bench.beside_s()
     kind = await bench.kind()
-    scenario = _scenario(kind, await bench.beside_s())
     saturated = await bench.send(mix(_SATURATING, 0.0, _SEED + 4))
-    found = {"saturated": _compared(saturated, scenario)}
+    kinds = [kind, await bench.kind()]
+    found = {"saturated": _compared(saturated, kinds, beside_s)}
     rate = saturation(saturated.answers)
     for number, load in enumerate(LOADS):
-        requests = _at_load(load * rate, duration_s, _SEED + 5 + number)
-        found[f"{load:g}"] = _compared(await bench.send(requests), scenario)
+        seen = await bench.send(_at_load(load * rate, duration_s, _SEED + 5 + number))
+        kinds.append(await bench.kind())
+        found[f"{load:g}"] = _compared(seen, kinds[-2:], beside_s)
         print(load, found[f"{load:g}"], file=sys.stderr, flush=True)
-    return {"kind": learned.content(kind), "link_s": scenario.link_s, "found": found}
+    return {
+        "kinds": [learned.content(kind) for kind in kinds],
+        "beside_s": beside_s,
+        "found": found,
+    }
 
 
 def _at_load(tokens_per_s: float, duration_s: float, seed: int) -> list[Request]:
@@ -149,17 +157,17 @@ def _scenario(kind: admin_pb2.WorkerKind, beside_s: float) -> Scenario:
     return Scenario((worker,), RouterConfig(), link_s=beside_s / 2, weights=None)
 
 
-def _compared(seen: Seen, scenario: Scenario) -> dict[str, Figures]:
-    records = simulate(seen.arrivals, scenario).records
-    forecast = [
-        Answer(it.arrival.at, it.first_token, it.finished, it.output_tokens) for it in records
-    ]
-    live, foreseen = figures(seen.answers), figures(forecast)
-    return {
-        "live": live,
-        "forecast": foreseen,
-        "error": {name: foreseen[name] / live[name] - 1 for name in live},
-    }
+def _compared(
+    seen: Seen, kinds: Sequence[admin_pb2.WorkerKind], beside_s: float
+) -> dict[str, Figures]:
+    """``kinds`` are what had been learned before and what has been learned since."""
+    found = {"live": figures(seen.answers)}
+    for name, kind in zip(("foretold", "forecast"), kinds, strict=True):
+        records = simulate(seen.arrivals, _scenario(kind, beside_s)).records
+        found[name] = figures(
+            [Answer(it.arrival.at, it.first_token, it.finished, it.output_tokens) for it in records]
+        )
+    return found
 
 
 def figures(answers: Sequence[Answer]) -> Figures:
@@ -172,12 +180,32 @@ def figures(answers: Sequence[Answer]) -> Figures:
     return found
 
 
-def ratios(found: Mapping[str, Mapping[str, Figures]]) -> Figures:
-    """The largest errors over the loads; that of the rate is of the saturated cluster."""
-    errors = [found[f"{load:g}"]["error"] for load in LOADS]
+def errors(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, Figures]]:
+    """By load and forecast: of the medians over the rounds."""
+    found: dict[str, dict[str, Figures]] = {}
+    for load in rounds[0]["found"]:
+        medians = {
+            name: {
+                figure: statistics.median(each["found"][load][name][figure] for each in rounds)
+                for figure in seen
+            }
+            for name, seen in rounds[0]["found"][load].items()
+        }
+        live = medians.pop("live")
+        found[load] = {
+            name: {figure: seen[figure] / live[figure] - 1 for figure in live}
+            for name, seen in medians.items()
+        }
+    return found
+
+
+def ratios(errors: Mapping[str, Mapping[str, Figures]]) -> Figures:
+    """The simulator's largest errors over the loads; that of the rate is of the saturated
+    cluster."""
+    at_loads = [errors[f"{load:g}"]["forecast"] for load in LOADS]
     each = {
-        f"simulator_{name}_error": max(abs(error[f"{name}_s"]) for error in errors)
+        f"simulator_{name}_error": max(abs(error[f"{name}_s"]) for error in at_loads)
         for name in ("ttft_p50", "ttft_p90", "latency_p50", "latency_p90")
     }
-    rate = found["saturated"]["error"]["tokens_per_s"]
+    rate = errors["saturated"]["forecast"]["tokens_per_s"]
     return each | {"simulator_saturation_error": abs(rate)}

@@ -161,7 +161,7 @@ def test_within_a_tenant_the_order_is_as_if_it_were_alone(
         if leaves:
             gone = queue.pop(now)
             tenant = tenant_of(gone.request_id)
-            assert gone == min(alone[tenant], key=policy.key)
+            assert gone == min(alone[tenant], key=policy.place)
             alone[tenant].remove(gone)
             left[tenant].append(gone)
 

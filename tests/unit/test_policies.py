@@ -85,7 +85,7 @@ def test_an_order_is_known_by_its_name() -> None:
     assert limited.name == "shortest"
 
 
-def test_policies_with_the_same_name_for_their_keys_have_the_same_keys() -> None:
+def test_policies_with_the_same_name_for_their_places_have_the_same_places() -> None:
     dice = random.Random(3)
     requests = [
         waiting(str(n), dice.random(), dice.randrange(999), deadline=dice.choice([inf, 2.0]))
@@ -93,8 +93,8 @@ def test_policies_with_the_same_name_for_their_keys_have_the_same_keys() -> None
     ]
     by_name: dict[str, list[object]] = {}
     for policy in (*POLICIES, ShortestWork(0.3), EarliestDeadline(6.0)):
-        keys = [policy.key(each) for each in requests]
-        assert by_name.setdefault(policy.key_name, list(keys)) == keys
+        places = [policy.place(each) for each in requests]
+        assert by_name.setdefault(policy.place_name, list(places)) == places
     assert len(by_name) == 6
 
 
@@ -147,8 +147,8 @@ def test_where_nothing_is_predicted_an_order_by_rank_is_fifo(
     for number, (pause, tokens, _, _) in enumerate(arrivals):
         moment += pause
         requests.append(waiting(str(number), moment, tokens, predicted_rank=0.0))
-    by_rank = sorted(requests, key=PredictedRank(20.0).key)
-    assert by_rank == sorted(requests, key=Fifo().key)
+    by_rank = sorted(requests, key=PredictedRank(20.0).place)
+    assert by_rank == sorted(requests, key=Fifo().place)
 
 
 @given(ARRIVALS, st.randoms(use_true_random=False), st.sampled_from(POLICIES))

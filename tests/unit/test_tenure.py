@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.v1 import session_pb2 as pb
-from router.admission.policy import Rules, policy_of
+from router.admission.policy import Rules, key_of, policy_of
 from router.admission.telling import Telling
 from router.admission.tenure import Placed
 from router.admission.waiting import Key, Waiting
@@ -139,7 +139,7 @@ def test_nothing_leaves_before_its_turn_is_known() -> None:
 
 
 def key(order: Order, waiting: pb.Waiting) -> Key:
-    return policy_of(order, CONFIG).key(Waiting.told("g", waiting))
+    return key_of(policy_of(order, CONFIG), Waiting.told("g", waiting))
 
 
 class Teller:
@@ -310,6 +310,6 @@ def test_what_is_due_moves_before_what_came_first() -> None:
     cluster.runs("old", "home", preempted=True, arrived=1.0)
     cluster.runs("due", "home", preempted=True, arrived=2.0, due=50.0)
     moving = cluster.tenure._moving.candidates(
-        cluster.tenure._running.preempted(), None, cluster.tenure._order.key
+        cluster.tenure._running.preempted(), None, cluster.tenure._key
     )
     assert [running.request_id for running, _ in moving] == ["due", "old"]
