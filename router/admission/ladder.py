@@ -18,12 +18,15 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator
 from itertools import chain
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 #: Items that a rung has after it was parted; twice as many before.
 RUNG = 256
 
 Item: TypeAlias = tuple[Any, ...]
+
+_NUMBER = itemgetter(0)
 
 
 class Ladder:
@@ -58,7 +61,7 @@ class Ladder:
 
     def _part(self, rung: list[Item], place: int) -> None:
         """Its larger half is a rung of its own from now on, at ``place``."""
-        rung.sort()
+        _sort(rung)
         bound = rung[RUNG]
         self._rungs.insert(place, rung[RUNG:])
         self._bounds.insert(place, bound)
@@ -80,7 +83,7 @@ class Ladder:
     def _climb(self) -> None:
         while not self._front and self._rungs:
             self._front = self._rungs.pop(0)
-            self._front.sort()
+            _sort(self._front)
             del self._bounds[0], self._numbers[0]
 
     def sweep(self, wanted: Callable[[Item], bool]) -> None:
@@ -96,3 +99,10 @@ class Ladder:
             else:
                 for of_rungs in (self._rungs, self._bounds, self._numbers):
                     del of_rungs[self._swept]
+
+
+def _sort(items: list[Item]) -> None:
+    """Numbers are compared several times as fast as items that begin with them."""
+    items.sort(key=_NUMBER)
+    if len(set(map(_NUMBER, items))) < len(items):
+        items.sort()
