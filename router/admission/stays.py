@@ -11,10 +11,9 @@ leaves compares: no cost grows with what waits, and a stay is a tuple of plain v
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from enum import IntEnum
 from itertools import chain
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from everlift.request_id import tenant_of
 from everlift.v1 import inference_pb2 as pb
@@ -34,11 +33,12 @@ class Obstacle(IntEnum):
     NO_WORKER = 1
 
 
-#: When a request came, how many had left by then, how many waited, the seconds of each obstacle;
-#: and by class how many of it had come.
-Arrival: TypeAlias = tuple[float, ...]
+#: When a request came, how many had left by then, how many waited, the seconds of each obstacle,
+#: its number in its class; and of each class its priority, and how many of it had come.
+Arrival: TypeAlias = tuple[Any, ...]
 
-_CLASSES = 3 + len(Obstacle)
+_NUMBER = 3 + len(Obstacle)
+_CLASSES = _NUMBER + 1
 _NOBODY = ("", 0.0, 0.0)
 
 
@@ -74,13 +74,16 @@ class Stays:
         held_s = self._seconds[obstacle]
         return held_s + max(0.0, now - self._looked) if self._obstacle is obstacle else held_s
 
-    def _all_held_s(self, now: float) -> float:
-        return sum(self._held_s(obstacle, now) for obstacle in Obstacle)
+    def _held(self, now: float) -> list[float]:
+        """By each obstacle, seconds."""
+        if self._obstacle is None:
+            return self._seconds
+        return [self._held_s(obstacle, now) for obstacle in Obstacle]
 
     def is_next(self, request_id: str, now: float) -> None:
         """It would leave now, if a worker had room."""
         if self._next[0] != request_id:
-            self._next = (request_id, now, self._all_held_s(now))
+            self._next = (request_id, now, sum(self._held(now)))
 
     # who comes and goes
 
@@ -93,7 +96,8 @@ class Stays:
             now,
             self._num_left,
             num_waiting,
-            *(self._held_s(obstacle, now) for obstacle in Obstacle),
+            *self._held(now),
+            number,
             *chain.from_iterable(self._num_come.items()),
         )
         self._num_come[waiting.priority] = number + 1
@@ -104,12 +108,14 @@ class Stays:
         self._num_left += 1
         self._left_last.append(waiting.request_id)
         if not waiting.accepted:
-            number = dict(_classes(arrival))[waiting.priority]
-            self._left.setdefault(waiting.priority, Overtaking()).leave(number)
+            left = self._left.get(waiting.priority)
+            if left is None:
+                left = self._left[waiting.priority] = Overtaking()
+            left.leave(arrival[_NUMBER])
 
     def forget(self, oldest: Arrival | None) -> None:
         """Nobody asks any more for who came before this one; None: nobody asks at all."""
-        numbers = self._num_come if oldest is None else dict(_classes(oldest))
+        numbers = self._num_come if oldest is None else _come(oldest)
         for priority, left in self._left.items():
             left.forget(numbers.get(priority, 0))
 
@@ -121,7 +127,7 @@ class Stays:
 
     def _left_later(self, arrival: Arrival) -> dict[int, int]:
         """By class."""
-        numbers = dict(_classes(arrival))
+        numbers = _come(arrival)
         return {
             priority: left.count(numbers.get(priority, 0) - 1)
             for priority, left in self._left.items()
@@ -132,7 +138,7 @@ class Stays:
     ) -> session_pb2.Stay:
         """Of one that leaves now, from a queue of this order, in which tenants take turns or do
         not."""
-        came, held_s = arrival[0], arrival[3:_CLASSES]
+        came, held_s = arrival[0], arrival[3:_NUMBER]
         queue = self._queue_stay(arrival, waiting, in_turns)
         queue.order = order
         return session_pb2.Stay(
@@ -147,16 +153,16 @@ class Stays:
         next_id, since, held_s = self._next
         if next_id != request_id or since < came:
             return 0.0
-        return max(0.0, now - since - (self._all_held_s(now) - held_s))
+        return max(0.0, now - since - (sum(self._held(now)) - held_s))
 
     def _queue_stay(self, arrival: Arrival, waiting: Waiting, in_turns: bool) -> pb.QueueStay:
-        num_left = self._num_left - round(arrival[1])
+        num_left = self._num_left - arrival[1]
         later = self._left_later(arrival)
         same = later.pop(waiting.priority, 0)
         higher = sum(count for priority, count in later.items() if priority > waiting.priority)
         lower = sum(later.values()) - higher
         return pb.QueueStay(
-            found=round(arrival[2]),
+            found=arrival[2],
             earlier=max(0, num_left - same - higher - lower),
             higher=higher,
             lower=lower,
@@ -172,7 +178,6 @@ class Stays:
         return [each for each in last if tenant_of(each) == tenant][-_TOLD:]
 
 
-def _classes(arrival: Arrival) -> Iterator[tuple[int, int]]:
-    """Priorities, and how many had come of each."""
-    fields = map(round, arrival[_CLASSES:])
-    return zip(fields, fields, strict=True)
+def _come(arrival: Arrival) -> dict[int, int]:
+    """By class, how many had."""
+    return dict(zip(arrival[_CLASSES::2], arrival[_CLASSES + 1 :: 2], strict=True))

@@ -11,7 +11,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.policy import Fifo
 from router.admission.queue import AdmissionQueue
-from router.admission.stays import Obstacle, Stays
+from router.admission.stays import Arrival, Obstacle, Stays
 from router.admission.waiting import Waiting
 
 
@@ -20,7 +20,7 @@ def waiting(request_id: str, priority: int = 0, accepted: bool = False) -> Waiti
 
 
 def told(
-    stays: Stays, arrival: tuple[float, ...], of: Waiting, now: float, in_turns: bool = False
+    stays: Stays, arrival: Arrival, of: Waiting, now: float, in_turns: bool = False
 ) -> session_pb2.Stay:
     return stays.told(arrival, of, "fifo", now, in_turns=in_turns)
 
@@ -39,7 +39,7 @@ def test_those_that_left_first_are_counted_by_their_reasons(
     with patch.multiple("router.admission.overtaking", _BLOCK=4, _ROW=3):
         stays = Stays()
         left: list[tuple[int, Waiting]] = []
-        there: list[tuple[int, Waiting, tuple[float, ...], int]] = []
+        there: list[tuple[int, Waiting, Arrival, int]] = []
         for number, (which, priority, is_accepted) in enumerate(moves):
             one = waiting(f"r{number}", priority, is_accepted)
             there.append((number, one, stays.come(one, len(there), float(number)), len(left)))
