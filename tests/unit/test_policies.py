@@ -237,11 +237,11 @@ def test_what_is_withdrawn_leaves_nothing_behind_for_long(policy: Policy) -> Non
     for number in range(20_000):
         queue.push(waiting(str(number), float(number), number % 999, deadline=1e6 + number))
         assert queue.withdraw(str(number), "g")
-    assert _places(queue) <= 6000
+    assert _items(queue) <= 3000
     assert drain(queue, 30_000.0) == ["stays"]
 
 
-def _places(queue: AdmissionQueue) -> int:
+def _items(queue: AdmissionQueue) -> int:
     """Of all lines of all lanes, holes too."""
     lines = []
     for lane in queue._classes._lanes.values():
@@ -250,7 +250,7 @@ def _places(queue: AdmissionQueue) -> int:
                 getattr(part, name) for name in ("_line", "_by_arrival") if hasattr(part, name)
             ]
             lines += getattr(part, "_lines", {}).values()
-    return sum(len(line._places) for line in lines)
+    return sum(len(line._items) for line in lines)
 
 
 def test_who_has_waited_too_long_leaves_first_by_arrival() -> None:
