@@ -90,9 +90,3 @@ async def test_the_example_without_a_cluster_runs() -> None:
     environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
     body = example[1].replace("cluster/demo_model", str(DEMO_MODEL))
     assert await output(environment, "-c", body) == " 42\n 5 4 3 2 1\n"
-
-
-@pytest.mark.parametrize("target", re.findall(r"^    make ([a-z0-9-]+)", README, re.MULTILINE))
-def test_each_make_target_exists(target: str) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    assert re.search(rf"^{target}:.*## ", makefile, re.MULTILINE)
