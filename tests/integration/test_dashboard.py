@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana/everlift.json").read_text())
 ALERTS = DEPLOY / "prometheus/alerts.yaml"
 RULES = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+RUNBOOK = (DEPLOY / "RUNBOOK.md").read_text()
 TESTED = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yaml").read_text())["tests"]
 #: In their queries dashboards have these.
 VARIABLES = {"$job": "everlift", "$worker": ".*", "$__rate_interval": "10s"}
@@ -139,12 +141,24 @@ def test_every_panel_says_what_it_shows() -> None:
 
 
 def test_every_alert_has_a_severity_a_summary_and_a_section_in_the_runbook() -> None:
-    runbook = (DEPLOY / "RUNBOOK.md").read_text()
-    sections = re.findall(r"^## (Everlift\w+)$", runbook, re.MULTILINE)
+    sections = re.findall(r"^## (Everlift\w+)$", RUNBOOK, re.MULTILINE)
     assert sections == [rule["alert"] for rule in RULES]
     for rule in RULES:
         assert rule["labels"]["severity"] in ("critical", "warning"), rule["alert"]
         assert rule["annotations"].keys() == {"summary", "runbook"}, rule["alert"]
+
+
+def test_every_error_has_one_row_in_the_runbook() -> None:
+    errors = RUNBOOK.partition("\n## Errors\n")[2]
+    first_cells = re.findall(r"^\| (`.*?`) \|", errors, re.MULTILINE)
+    told = Counter(slug for cell in first_cells for slug in re.findall(r"\w+", cell))
+    assert told == Counter(BY_SLUG.keys())
+
+
+def test_the_runbook_and_the_guides_name_alerts_that_there_are() -> None:
+    texts = [RUNBOOK, *(guide.read_text() for guide in (DEPLOY / "guides").glob("*.md"))]
+    named = {name for text in texts for name in re.findall(r"\bEverlift[A-Z]\w+", text)}
+    assert named == {rule["alert"] for rule in RULES}
 
 
 def test_every_alert_is_tested_loud_and_silent() -> None:
