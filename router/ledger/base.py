@@ -103,6 +103,14 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalingReport:
+    """What the autoscaler said of its decisions, so many seconds ago."""
+
+    scaling: session_pb2.Scaling
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class AccessRecords:
     """Texts by their names. ``version`` changes with every change of them, 0 before the first."""
 
@@ -330,6 +338,14 @@ class Ledger(Protocol):
         ...
 
     async def load(self) -> LoadReport | None:
+        """What was put last; None if nothing ever was."""
+        ...
+
+    async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
+        """For who wants to see it: nobody decides by it."""
+        ...
+
+    async def scaling(self) -> ScalingReport | None:
         """What was put last; None if nothing ever was."""
         ...
 

@@ -41,6 +41,7 @@
 --   workers_version          STRING  µs of the worker table's last change
 --   last_worker              STRING  WorkerInfo of the worker that came last, though it is gone
 --   load                     HASH    load: ClusterLoad, moment: µs when its leader said so
+--   scaling                  HASH    scaling: Scaling, moment: µs when the autoscaler said so
 --   policy                   HASH    what was set of the queue, by the settings' names, and version: µs of the last change
 --   access                   HASH    keys and limits of tenants by their names (router/access/document.py)
 --   access_version           STRING  µs of their last change

@@ -26,6 +26,7 @@ from router.ledger.base import (
     Page,
     Position,
     QueuePolicy,
+    ScalingReport,
     StaleTerm,
     check_end,
     check_listed,
@@ -94,6 +95,7 @@ class MemoryLedger:
         self._workers_version = 0
         self._last_worker: bytes | None = None
         self._load: tuple[float, bytes] | None = None
+        self._scaling: tuple[float, bytes] | None = None
         self._quotas = MemoryQuotas(clock)
         self._access = AccessRecords(0, {})
         self._policy = QueuePolicy()
@@ -423,6 +425,15 @@ class MemoryLedger:
             return None
         moment, load = self._load
         return LoadReport(session_pb2.ClusterLoad.FromString(load), self._clock() - moment)
+
+    async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
+        self._scaling = (self._clock(), scaling.SerializeToString())
+
+    async def scaling(self) -> ScalingReport | None:
+        if self._scaling is None:
+            return None
+        moment, scaling = self._scaling
+        return ScalingReport(session_pb2.Scaling.FromString(scaling), self._clock() - moment)
 
     # tenants
 

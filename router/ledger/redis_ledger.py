@@ -40,6 +40,7 @@ from router.ledger.base import (
     Page,
     Position,
     QueuePolicy,
+    ScalingReport,
     StaleTerm,
     check_end,
     check_listed,
@@ -418,6 +419,16 @@ class RedisLedger:
             return None
         load, age = answer
         return LoadReport(session_pb2.ClusterLoad.FromString(load), codec.seconds(age))
+
+    async def put_scaling(self, scaling: session_pb2.Scaling) -> None:
+        await self._shards.run(scripts.SET_SCALING, _CONTROL, scaling.SerializeToString())
+
+    async def scaling(self) -> ScalingReport | None:
+        answer = await self._shards.run(scripts.GET_SCALING, _CONTROL)
+        if not answer:
+            return None
+        scaling, age = answer
+        return ScalingReport(session_pb2.Scaling.FromString(scaling), codec.seconds(age))
 
     # tenants
 

@@ -1635,6 +1635,18 @@ async def test_only_the_last_leader_says_what_work_there_is(ledger: Ledger) -> N
     assert report.load.queued == 2
 
 
+async def test_what_the_autoscaler_decided_is_read_with_its_age(ledger: Ledger) -> None:
+    assert await ledger.scaling() is None
+    await ledger.put_scaling(session_pb2.Scaling(workers=2, reason="enough"))
+    change = session_pb2.ScalingChange(ago_s=0.5, before=2, workers=3, reason="requests wait")
+    scaling = session_pb2.Scaling(workers=3, max_workers=8, need=2.5, wait_s=4.0, changes=[change])
+    await ledger.put_scaling(scaling)
+    report = await ledger.scaling()
+    assert report is not None
+    assert report.scaling == scaling
+    assert 0.0 <= report.age_s < AGES_S
+
+
 # listings
 
 

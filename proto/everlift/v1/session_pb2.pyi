@@ -410,6 +410,72 @@ class TenantQueue(google.protobuf.message.Message):
 Global___TenantQueue: typing_extensions.TypeAlias = TenantQueue
 
 @typing.final
+class Scaling(google.protobuf.message.Message):
+    """What the autoscaler decided, as it lies in the ledger: consoles read it there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: builtins.int
+    MAX_WORKERS_FIELD_NUMBER: builtins.int
+    NEED_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    CHANGES_FIELD_NUMBER: builtins.int
+    workers: builtins.int
+    """that there are to be"""
+    max_workers: builtins.int
+    need: builtins.float
+    """workers that the work there is needs"""
+    wait_s: builtins.float
+    """what a request that comes now would wait"""
+    reason: builtins.str
+    """of the last decision"""
+    @property
+    def changes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ScalingChange]:
+        """the last ones, the oldest first"""
+
+    def __init__(
+        self,
+        *,
+        workers: builtins.int = ...,
+        max_workers: builtins.int = ...,
+        need: builtins.float = ...,
+        wait_s: builtins.float = ...,
+        reason: builtins.str = ...,
+        changes: collections.abc.Iterable[Global___ScalingChange] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changes", b"changes", "max_workers", b"max_workers", "need", b"need", "reason", b"reason", "wait_s", b"wait_s", "workers", b"workers"]) -> None: ...
+
+Global___Scaling: typing_extensions.TypeAlias = Scaling
+
+@typing.final
+class ScalingChange(google.protobuf.message.Message):
+    """Another number of workers than before."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AGO_S_FIELD_NUMBER: builtins.int
+    BEFORE_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    ago_s: builtins.float
+    """before this was told"""
+    before: builtins.int
+    workers: builtins.int
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        ago_s: builtins.float = ...,
+        before: builtins.int = ...,
+        workers: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ago_s", b"ago_s", "before", b"before", "reason", b"reason", "workers", b"workers"]) -> None: ...
+
+Global___ScalingChange: typing_extensions.TypeAlias = ScalingChange
+
+@typing.final
 class TenantService(google.protobuf.message.Message):
     """What a tenant was served in a class, for the next leader."""
 
