@@ -16,9 +16,10 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.util.metrics import Gauge
 
 from cluster.autoscale.config import AutoscaleConfig
+from cluster.autoscale.decisions import Decisions
+from cluster.autoscale.exchange import LedgerExchange
 from cluster.autoscale.gauges import Gauges
-from cluster.autoscale.policy import Autoscaler
-from cluster.autoscale.reader import LoadReader
+from cluster.autoscale.policy import Autoscaler, Decision
 from cluster.config import Config
 from everlift import logs, settings
 from everlift.v1.session_pb2 import ClusterLoad
@@ -43,19 +44,25 @@ class QueuePolicy:
         config = settings.load(AutoscaleConfig, autoscale)
         self._autoscaler = Autoscaler(config)
         self._gauges = Gauges(Gauge, config.max_workers or 0)
-        self._reader = LoadReader(partial(_ledger_config, dict(ledger), url_file))
+        self._decisions = Decisions(config.max_workers or 0)
+        self._exchange = LedgerExchange(partial(_ledger_config, dict(ledger), url_file))
         # Serve drops a policy when another one is deployed.
-        weakref.finalize(self, self._reader.stop)
+        weakref.finalize(self, self._exchange.stop)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        report = self._reader.latest()
+        report = self._exchange.latest()
         load, age_s = (report.load, report.age_s) if report else (None, 0.0)
-        target = context.target_num_replicas
-        decision = self._autoscaler.decide(load, age_s, target, time.monotonic())
+        target, now = context.target_num_replicas, time.monotonic()
+        decision = self._autoscaler.decide(load, age_s, target, now)
         self._gauges.show(decision, load or ClusterLoad(), age_s)
+        self._say(decision, target, now)
+        return decision.workers, {}
+
+    def _say(self, decision: Decision, target: int, now: float) -> None:
+        self._decisions.note(decision, target, now)
+        self._exchange.say(self._decisions.told(now))
         if decision.workers != target:
             log.info("workers", before=target, now=decision.workers, reason=decision.reason)
-        return decision.workers, {}
 
 
 def serve_autoscaling(config: Config, log_dir: Path, url_file: Path) -> AutoscalingConfig:

@@ -13,7 +13,11 @@ from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
 from cluster.ray_cluster import RayCluster
 from everlift.client import AsyncClient
+from everlift.v1.session_pb2 import Scaling
 from router.config import RouterConfig
+from router.ledger.config import LedgerConfig
+from router.ledger.embedded import running_url
+from router.ledger.redis_ledger import connect
 from tests.free_port import free_port
 from worker.config import FakeModel, WorkerConfig
 from worker.fake_runner import expected_tokens
@@ -59,6 +63,19 @@ def read(url: str) -> list[str]:
         return response.read().decode().splitlines()
 
 
+async def told(state_dir: Path) -> Scaling:
+    """What the autoscaler said of its decisions in the cluster's ledger."""
+    url = running_url(state_dir)
+    assert url is not None
+    ledger = await connect(LedgerConfig(url=url))
+    try:
+        report = await ledger.scaling()
+    finally:
+        await ledger.close()
+    assert report is not None
+    return report.scaling
+
+
 async def check_some(client: AsyncClient, count: int) -> None:
     """Requests at once; each answer is the right one."""
 
@@ -83,3 +100,6 @@ async def test_none_without_work_one_for_a_request_and_two_for_a_queue(tmp_path:
         await until_workers(client, 0)
         await until_exported("ray_everlift_autoscaler_max_workers{")
         await until_exported("ray_everlift_autoscaler_reason{")
+        changes = [(it.before, it.workers) for it in (await told(tmp_path)).changes]
+        assert changes[0][1] == changes[-1][1] == 0
+        assert any(before < after == 2 for before, after in changes)

@@ -13,7 +13,7 @@ import pytest
 from cluster.autoscale.config import AutoscaleConfig
 from cluster.autoscale.gauges import REASONS, Gauges
 from cluster.autoscale.policy import Decision
-from everlift.v1.session_pb2 import ClusterLoad
+from everlift.v1.session_pb2 import ClusterLoad, Scaling
 from router.ledger.base import LoadReport
 from tests.fleet import Fleet
 
@@ -85,15 +85,20 @@ def test_the_policy_shows_what_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_p
         term=1, workers=1, queued=9, queued_tokens=5000, waited_s=9.0, slots=8, worker_rate=100.0
     )
 
-    class Reader:
+    said: list[Scaling] = []
+
+    class Exchange:
         def __init__(self, config: object) -> None: ...
 
         def latest(self) -> LoadReport:
             return LoadReport(load, 0.1)
 
+        def say(self, scaling: Scaling) -> None:
+            said.append(scaling)
+
         def stop(self) -> None: ...
 
-    monkeypatch.setattr(serve_policy, "LoadReader", Reader)
+    monkeypatch.setattr(serve_policy, "LedgerExchange", Exchange)
     monkeypatch.setattr(serve_policy, "Gauge", FakeGauge)
     monkeypatch.setattr(serve_policy.logs, "configure", lambda *args: None)
     autoscale = asdict(AutoscaleConfig(max_workers=4))
@@ -104,6 +109,11 @@ def test_the_policy_shows_what_it_answers(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert values["everlift_autoscaler_workers"] == workers == 3
     assert values["everlift_autoscaler_max_workers"] == 4
     assert values["everlift_autoscaler_wait_seconds"] == 50.0
+    [scaling] = said
+    [change] = scaling.changes
+    assert (scaling.workers, scaling.max_workers, scaling.wait_s) == (3, 4, 50.0)
+    assert (change.before, change.workers) == (1, 3)
+    assert change.reason == scaling.reason == "requests would wait 50.0 s"
 
 
 def test_dashboard_and_alerts_ask_for_what_there_is() -> None:
