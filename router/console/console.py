@@ -16,6 +16,7 @@ from router.console.actions import Actions
 from router.console.feed import FRAME_S, Audience, Feed
 from router.console.lanes import MOST_LANES, Lanes
 from router.console.page import SECURITY_HEADERS, Page
+from router.console.scaling import described
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
 from router.gateway.caller import Scope
@@ -23,7 +24,7 @@ from router.gateway.door import Door
 from router.gateway.http.api import Path
 from router.gateway.http.encoding import encode
 from router.gateway.http.endpoint import Call
-from router.ledger.base import Ledger, LoadReport
+from router.ledger.base import Ledger, LoadReport, ScalingReport
 
 log = logs.get(__name__)
 
@@ -32,7 +33,7 @@ _IDLE_S = 1.0
 #: After a look it rests for so many times as long, however many workers there are.
 _RESTS = 50
 #: Between two questions to the ledger.
-_LOAD_S = 1.0
+_ASK_S = 1.0
 
 
 class Console:
@@ -50,7 +51,7 @@ class Console:
 
     async def run(self) -> None:
         """Looks at the cluster until cancelled."""
-        asking = asyncio.create_task(self._ask_for_load())
+        asking = asyncio.create_task(self._ask_ledger())
         try:
             while True:
                 began = now()
@@ -76,17 +77,20 @@ class Console:
             self._encoded = {name: encode(value) for name, value in self._sections.items()}
         return self._encoded
 
-    async def _ask_for_load(self) -> None:
+    async def _ask_ledger(self) -> None:
         """While somebody watches."""
         while True:
-            self._snapshot.load = await self._load() if self._audience else None
-            await asyncio.sleep(_LOAD_S)
+            load, scaling = await self._said() if self._audience else (None, None)
+            self._snapshot.load = load
+            self._snapshot.scaling = described(scaling, now())
+            await asyncio.sleep(_ASK_S)
 
-    async def _load(self) -> LoadReport | None:
+    async def _said(self) -> tuple[LoadReport | None, ScalingReport | None]:
+        """By the leader and by the autoscaler."""
         try:
-            return await self._ledger.load()
+            return await self._ledger.load(), await self._ledger.scaling()
         except LedgerUnavailable:
-            return None
+            return None, None
 
     async def feed(self, call: Call) -> ASGIApp:
         """Raises TooManyConnections; later, Unauthenticated and Forbidden when the key does not

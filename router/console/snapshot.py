@@ -48,7 +48,7 @@ _PARTS = ("p50", "p90", "p99")
 
 
 class Snapshot:
-    """``load`` is set from outside, as often as it is read."""
+    """``load`` and ``scaling`` are set from outside, as often as they are read."""
 
     def __init__(
         self,
@@ -70,6 +70,8 @@ class Snapshot:
         self._rulebook = rulebook
         self._measured = measured
         self.load: LoadReport | None = None
+        #: as described in scaling.py
+        self.scaling: Json | None = None
         self.happenings = Happenings()
         self.history = History()
         self._rates = Rates()
@@ -111,6 +113,7 @@ class Snapshot:
             "workers": workers.names(self._rows),
             "cells": workers.cells(self._rows),
             "queue": self._queue(holding),
+            "scaling": self.scaling,
             "latencies": latencies,
             "ledger": _ledger(ledger),
             "errors": [

@@ -13,6 +13,7 @@ import pytest
 from playwright.async_api import Browser, expect
 
 from everlift.client import AsyncClient
+from everlift.v1.session_pb2 import Scaling, ScalingChange
 from router.gateway.caller import Scope
 from tests.browser import browser, opened, violations
 from tests.in_process import ROUTER, WORKER, Cluster, cluster
@@ -113,6 +114,21 @@ async def test_the_page_is_accessible_dark_and_light_wide_and_narrow(
                 if PICTURES:
                     path = Path(PICTURES) / f"console-{width}.png"
                     await page.screenshot(path=path, full_page=True)
+
+
+async def test_what_the_autoscaler_decides_is_seen_with_its_reasons(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with opened(chromium, url) as page:
+        line, changes = page.locator("#scaling-line"), page.locator("#scalings tr")
+        await expect(line).to_have_text("No autoscaler is at work: the number of workers is fixed.")
+        change = ScalingChange(ago_s=30.0, before=1, workers=3, reason="requests would wait 7.0 s")
+        await parts.ledger.put_scaling(
+            Scaling(workers=3, max_workers=8, need=2.5, reason="enough", changes=[change])
+        )
+        await expect(line).to_contain_text("3 workers are wanted, 8 at most: enough.")
+        await expect(changes).to_have_count(1)
+        await expect(changes).to_contain_text("1 → 3requests would wait 7.0 s")
 
 
 async def test_workers_are_chosen_with_the_keyboard_alone(

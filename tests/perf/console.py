@@ -131,6 +131,9 @@ class _Ledger:
     async def load(self) -> LoadReport:
         return self._busy.load()
 
+    async def scaling(self) -> None:
+        """The number of workers is fixed."""
+
 
 async def of_browser(num_workers: int, seconds: float) -> dict[str, float]:
     busy = BusyCluster(num_workers)

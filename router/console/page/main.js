@@ -13,6 +13,7 @@ import { Latencies } from "./latencies.js";
 import { Overview } from "./overview.js";
 import { Queue } from "./queue.js";
 import { Request } from "./request.js";
+import { Scaling } from "./scaling.js";
 import { TryIt } from "./tryit.js";
 
 const api = new Api();
@@ -22,6 +23,7 @@ const queue = new Queue();
 const latencies = new Latencies();
 const happenings = new Happenings();
 const health = new Health();
+const scaling = new Scaling();
 const admin = new Admin(api);
 const lanes = new Lanes(cluster, (name) => request.look(name));
 const request = new Request(api, (name) => lanes.seek(name));
@@ -58,6 +60,7 @@ function show(changed) {
   if (!isSecond) return;
   lanes.tell();
   happenings.show(cluster);
+  scaling.show(all.scaling, cluster.at);
 }
 
 $("key-form").addEventListener("submit", (event) => {

@@ -1,0 +1,21 @@
+// How many workers the autoscaler wants, and why.
+
+import { $, ago, count, el, row, say, seconds } from "./dom.js";
+
+export class Scaling {
+  // `scaling` is null where the number of workers is fixed.
+  show(scaling, now) {
+    say($("scaling-line"), scaling ? line(scaling) : "No autoscaler is at work: the number of workers is fixed.");
+    const rows = (scaling?.changes ?? []).toReversed().map(([at, before, after, why]) =>
+      row(ago(now - at), `${count(before)} → ${count(after)}`, why));
+    $("scalings").replaceChildren(...(rows.length ? rows : [el("tr", {}, el("td", { colspan: 3, class: "quiet" }, "none"))]));
+  }
+}
+
+function line({ late_s, workers, max_workers, need, wait_s, reason }) {
+  const late = late_s === null ? "" : `It has said nothing for ${seconds(late_s)}. `;
+  return (
+    `${late}${count(workers)} workers are wanted, ${count(max_workers)} at most: ${reason}. ` +
+    `The work there is needs ${need.toFixed(1)}; a request that comes now would wait ${seconds(wait_s)}.`
+  );
+}

@@ -1,0 +1,41 @@
+"""What a page is told of the autoscaler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everlift.v1.session_pb2 import Scaling, ScalingChange
+from router.console.scaling import described
+from router.ledger.base import ScalingReport
+
+
+def report(age_s: float, *changes: ScalingChange) -> ScalingReport:
+    scaling = Scaling(workers=3, max_workers=8, need=2.46, wait_s=4.12, reason="enough")
+    scaling.changes.extend(changes)
+    return ScalingReport(scaling, age_s)
+
+
+def told(age_s: float, *changes: ScalingChange) -> Any:
+    return described(report(age_s, *changes), now=1000.0)
+
+
+def test_what_is_wanted_and_why_and_the_changes_by_their_moments() -> None:
+    change = ScalingChange(ago_s=19.0, before=1, workers=3, reason="requests would wait 7.0 s")
+    assert told(1.0, change) == {
+        "late_s": None,
+        "workers": 3,
+        "max_workers": 8,
+        "need": 2.5,
+        "wait_s": 4.1,
+        "reason": "enough",
+        "changes": [[980, 1, 3, "requests would wait 7.0 s"]],
+    }
+
+
+def test_an_autoscaler_that_says_nothing_is_late_and_is_forgotten_after_an_hour() -> None:
+    assert [told(age_s)["late_s"] for age_s in (10.0, 11.0, 3600.0)] == [None, 11, 3600]
+    assert told(3601.0) is None
+
+
+def test_where_none_ever_said_anything_the_number_of_workers_is_fixed() -> None:
+    assert described(None, now=1000.0) is None
