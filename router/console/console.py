@@ -94,7 +94,7 @@ class Console:
 
     async def feed(self, call: Call) -> ASGIApp:
         """Raises TooManyConnections; later, Unauthenticated and Forbidden when the key does not
-        hold any more."""
+        hold any more, or is not good for this any more."""
         self._audience.check_room()
         call.told |= SECURITY_HEADERS
         if call.request.method == "HEAD":
@@ -106,7 +106,8 @@ class Console:
         viewer = Viewer(self._snapshot, call.caller, Lanes(chosen))
 
         def frame() -> str:
-            self._door.admit(call.headers).check(Scope.METRICS, Scope.ADMIN)
+            viewer.caller = self._door.admit(call.headers)
+            viewer.caller.check(Scope.METRICS, Scope.ADMIN)
             return viewer.frame(self._as_json(), now())
 
         return Feed(self._audience, frame)

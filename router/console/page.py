@@ -30,6 +30,9 @@ _POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
+        # Text is made into no element and no script, also by mistake.
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
     )
 )
 #: Of everything that the console answers.

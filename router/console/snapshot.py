@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from everlift.explanation import LABELS, kind_name
 from everlift.v1 import inference_pb2, session_pb2
 from router.console import workers
 from router.console.failures import Failures
@@ -45,6 +46,8 @@ LATENCIES = {
 #: Of these a page has charts.
 _CHARTED = ("ttft", "inter_token")
 _PARTS = ("p50", "p90", "p99")
+#: What a request's time went into, in words.
+_SPAN_LABELS = {kind_name(kind): label for kind, label in LABELS.items()}
 
 
 class Snapshot:
@@ -114,6 +117,7 @@ class Snapshot:
             "cells": workers.cells(self._rows),
             "queue": self._queue(holding),
             "scaling": self.scaling,
+            "span_labels": _SPAN_LABELS,
             "latencies": latencies,
             "ledger": _ledger(ledger),
             "errors": [
@@ -178,12 +182,13 @@ class Snapshot:
         }
 
     def _classes(self, load: session_pb2.ClusterLoad) -> list[Json]:
-        waits = {each.priority: each.wait_s for each in self._requests.outlook.waits}
+        """Of each, how long a new request waits at the least; None: not known."""
+        waits = {it.priority: round(it.wait_s, 2) for it in self._requests.outlook.waits}
         return [
             {
                 "priority": each.priority,
                 "queued": each.queued,
-                "wait_s": round(waits[each.priority], 2) if each.priority in waits else None,
+                "wait_s": waits.get(each.priority) or None,
             }
             for each in load.class_queues
         ]

@@ -15,11 +15,12 @@ from router.gateway.http.encoding import encode
 
 
 class Viewer:
-    """``lanes`` are the workers whose slots it is shown."""
+    """``caller`` may have another one's rights by the next frame. ``lanes`` are the workers whose
+    slots it is shown."""
 
     def __init__(self, snapshot: Snapshot, caller: Caller, lanes: Lanes) -> None:
         self._snapshot = snapshot
-        self._caller = caller
+        self.caller = caller
         self._lanes = lanes
         self._seating = Seating()
         #: sections as they were told last
@@ -52,13 +53,13 @@ class Viewer:
         return changed
 
     def _you(self) -> dict[str, Any]:
-        scopes = sorted(scope.value for scope in self._caller.scopes)
-        return {"tenant": self._caller.tenant, "scopes": scopes}
+        scopes = sorted(scope.value for scope in self.caller.scopes)
+        return {"tenant": self.caller.tenant, "scopes": scopes}
 
     def _tenants(self) -> list[dict[str, Any]]:
-        if Scope.ADMIN in self._caller.scopes:
+        if Scope.ADMIN in self.caller.scopes:
             return self._snapshot.tenants(None)
-        return self._snapshot.tenants(self._caller.tenant)
+        return self._snapshot.tenants(self.caller.tenant)
 
     def _happened(self) -> list[dict[str, Any]]:
         happenings = self._snapshot.happenings
@@ -94,14 +95,14 @@ class Viewer:
     def _names(self, news: News) -> dict[str, str]:
         """Of requests that it may know of."""
         return {
-            str(key): self._caller.name(request_id)
+            str(key): self.caller.name(request_id)
             for key, request_id in news.requests.items()
             if self._may_know(request_id)
         }
 
     def _may_know(self, request_id: str) -> bool:
         """Whose requests run is nobody's business but their tenant's and an administrator's."""
-        caller = self._caller
+        caller = self.caller
         if Scope.ADMIN in caller.scopes:
             return True
         return Scope.INFER in caller.scopes and tenant_of(request_id) == caller.tenant

@@ -6,8 +6,9 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from playwright.async_api import Browser, expect
@@ -22,6 +23,8 @@ from worker.config import FakeModel
 
 #: Where pictures of the page are left, if anywhere.
 PICTURES = os.environ.get("CONSOLE_PICTURES")
+THEMES: tuple[Literal["dark", "light"], ...] = ("dark", "light")
+WINDOWS = ((1440, 900), (390, 844))
 #: Requests last for as long as a test looks at them.
 SLOW = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.02))
 
@@ -91,6 +94,12 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
         await expect(answer).to_contain_text("finished")
         await expect(answer).to_contain_text("200 of its output")
         await expect(answer).to_contain_text("was lost")
+        # Where its time went is told in words, attempt by attempt.
+        spans = page.get_by_role("region", name="Where its")
+        await expect(spans).to_contain_text("until its worker was found lost")
+        attempts = page.get_by_role("region", name="Its attempts").locator("tbody tr")
+        await expect(attempts).to_have_count(2)
+        await expect(attempts.last).to_contain_text("finished")
 
 
 async def test_the_page_is_accessible_dark_and_light_wide_and_narrow(
@@ -99,20 +108,21 @@ async def test_the_page_is_accessible_dark_and_light_wide_and_narrow(
     async with Load(parts.address) as load:
         for number in range(12):
             await load.begin(f"story-{number}", priority=number % 3)
-        for theme, width, height in (("dark", 1440, 900), ("light", 390, 844)):
-            viewport = {"width": width, "height": height}
-            async with opened(chromium, url, viewport=viewport, color_scheme=theme) as page:
-                await expect(page.locator("#percentiles tr")).to_have_count(4)
-                await page.fill("#request-id", "story-3")
-                await page.press("#request-id", "Enter")
-                await expect(page.locator("#request-answer")).to_contain_text("running")
-                await page.click("#seats-details summary")
-                await expect(page.locator("#seats tr")).to_have_count(12)
-                assert await violations(page) == []
+        async with opened(chromium, url) as page:
+            await page.fill("#request-id", "story-3")
+            await page.press("#request-id", "Enter")
+            await expect(page.locator("#request-answer")).to_contain_text("running")
+            await page.click("#seats-details summary")
+            await expect(page.locator("#seats tr")).to_have_count(12)
+            await expect(page.locator("#percentiles tr")).to_have_count(4)
+            for theme, (width, height) in product(THEMES, WINDOWS):
+                await page.emulate_media(color_scheme=theme)
+                await page.set_viewport_size({"width": width, "height": height})
+                assert await violations(page) == [], (theme, width)
                 wide = await page.evaluate("document.documentElement.scrollWidth")
                 assert wide <= width, "nothing is wider than the window"
                 if PICTURES:
-                    path = Path(PICTURES) / f"console-{width}.png"
+                    path = Path(PICTURES) / f"console-{theme}-{width}.png"
                     await page.screenshot(path=path, full_page=True)
 
 

@@ -23,6 +23,9 @@ class Page:
         self._snapshot = snapshot
         self._viewer = Viewer(snapshot, caller, Lanes(None))
 
+    def becomes(self, caller: Caller) -> None:
+        self._viewer.caller = caller
+
     def frame(self, now: float) -> Any:
         sections = self._snapshot.look(now)
         text = self._viewer.frame({name: encode(it) for name, it in sections.items()}, now)
@@ -80,9 +83,22 @@ def test_whose_requests_run_is_told_to_their_tenant_and_to_administrators() -> N
     assert names == [everybodys, everybodys, {"1": "r"}, None]
 
 
+def test_rights_that_are_taken_away_end_with_the_next_frame() -> None:
+    cluster = FakeCluster([link("a")])
+    cluster.links[0].seat("acme/r")
+    page = Page(cluster.snapshot(), ADMIN)
+    assert page.frame(1.0)["names"] == {"1": "acme/r"}
+    page.becomes(WATCHER)
+    cluster.links[0].seat("acme/r", "acme/s")
+    later = page.frame(2.0)
+    assert later["you"]["scopes"] == ["metrics"]
+    assert later["seats"] and "names" not in later
+
+
 def test_who_waits_is_told_by_class_and_each_tenant_sees_its_own() -> None:
     cluster = FakeCluster(queued=5)
     cluster.outlook.waits.add(priority=1, wait_s=0.5)
+    cluster.outlook.waits.add(priority=0, wait_s=0.0)
     snapshot = cluster.snapshot()
     snapshot.load = report(
         queued=5,

@@ -27,6 +27,20 @@ export function row(...cells) {
   return el("tr", {}, ...cells.map((cell) => el("td", {}, cell)));
 }
 
+export function table(caption, columns, rows) {
+  return el(
+    "div",
+    { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+    el(
+      "table",
+      {},
+      el("caption", {}, caption),
+      el("thead", {}, el("tr", {}, ...columns.map((it) => el("th", { scope: "col" }, it)))),
+      el("tbody", {}, ...rows),
+    ),
+  );
+}
+
 // Text that does not change is left alone: who listens to the page would hear it again.
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;

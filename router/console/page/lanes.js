@@ -84,11 +84,7 @@ export class Lanes {
   }
 
   lane(context, lane, top, { slots, row }, width) {
-    const known = this.cluster.sections.workers?.ids.indexOf(lane.worker) ?? -1;
-    const state = this.cluster.sections.cells?.[known]?.[0] ?? "gone";
-    context.fillStyle = state === "up" ? this.colour.quiet : this.colour.lost;
-    context.font = "12px system-ui, sans-serif";
-    context.fillText(`worker ${short(lane.worker)}${state === "up" ? "" : ` · ${state}`}`, 2, top + 13);
+    this.title(context, lane, top);
     const band = top + TITLE_PX;
     context.fillStyle = this.colour.empty;
     context.fillRect(0, band, width, slots * row);
@@ -101,6 +97,19 @@ export class Lanes {
         context.fillRect(left, band + slot * row, Math.max(1, right - left), row > 2 ? row - 1 : row);
       }
     }
+  }
+
+  title(context, { worker }, top) {
+    const { workers, cells } = this.cluster.sections;
+    // Where several workers share a cell nothing is known of one alone.
+    const known = workers?.addresses ? (cells?.[workers.ids.indexOf(worker)] ?? ["gone"]) : ["up"];
+    const [state, slots, running, , used, cached] = known;
+    const words = [`worker ${short(worker)}`];
+    if (state !== "up") words.push(state);
+    if (slots && state !== "lost") words.push(`${running} of ${slots} slots`, `KV ${used} % used, ${cached} % cached`);
+    context.fillStyle = state === "up" ? this.colour.quiet : this.colour.lost;
+    context.font = "12px system-ui, sans-serif";
+    context.fillText(words.join(" · "), 2, top + 13);
   }
 
   fill(stretch) {

@@ -26,7 +26,7 @@ const health = new Health();
 const scaling = new Scaling();
 const admin = new Admin(api);
 const lanes = new Lanes(cluster, (name) => request.look(name));
-const request = new Request(api, (name) => lanes.seek(name));
+const request = new Request(api, cluster, (name) => lanes.seek(name));
 new TryIt(api, (name, isWanted) => {
   lanes.seek(name);
   if (isWanted) request.look(name).then(() => $("request").scrollIntoView());

@@ -1,14 +1,16 @@
 // One request: its record in the ledger, its moves, and where its time went.
 
 import { Refusal } from "./api.js";
-import { $, count, el, row, seconds } from "./dom.js";
+import { $, count, el, row, seconds, table } from "./dom.js";
+import { explained } from "./explanation.js";
 
 const PREFIX = /^(REQUEST_STATE|FINISH_REASON)_/;
 
 export class Request {
   // `onFound` is told the name that was looked up.
-  constructor(api, onFound) {
+  constructor(api, cluster, onFound) {
     this.api = api;
+    this.cluster = cluster;
     this.onFound = onFound;
     $("request-form").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -23,10 +25,14 @@ export class Request {
     try {
       const record = await this.api.get(`requests/${encodeURIComponent(name)}`);
       const explanation = await this.explanation(name);
-      answer.replaceChildren(facts(record), ...(explanation ? [breakdown(explanation)] : []), moves(record.events));
+      answer.replaceChildren(facts(record), ...(explanation ? this.breakdown(explanation) : []), moves(record.events));
     } catch (error) {
       answer.replaceChildren(el("p", { class: "problem" }, `${error.slug || "failed"}: ${error.message}`));
     }
+  }
+
+  breakdown(explanation) {
+    return explained(explanation, this.cluster.sections.span_labels ?? {}, (name) => this.look(name));
   }
 
   // Where its time went; undefined where that is not known any more.
@@ -54,41 +60,11 @@ function facts(record) {
   return el("dl", { class: "facts" }, ...known.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 }
 
-// The spans of its time, which add up to all of it.
-function breakdown({ spans, total_s: total }) {
-  return table(
-    `Where its ${seconds(total)} went`,
-    ["what for", "time", "when"],
-    spans.map((it) => row(it.kind.replaceAll("_", " "), seconds(it.seconds), stretch(it, total))),
-  );
-}
-
-function stretch({ start_s: start, seconds: long }, total) {
-  const bar = el("span", { class: "bar", "aria-hidden": "true" });
-  bar.style.marginInlineStart = `${(100 * start) / total}%`;
-  bar.style.width = `${Math.max(0.5, (100 * long) / total)}%`;
-  return el("div", { class: "span" }, bar);
-}
-
 function moves(events) {
   const first = events[0]?.time ?? 0;
   return table(
     "Its moves",
     ["after", "move", "detail"],
     events.map((it) => row(seconds(it.time - first), it.move.replace("_", " "), it.detail)),
-  );
-}
-
-function table(caption, columns, rows) {
-  return el(
-    "div",
-    { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
-    el(
-      "table",
-      {},
-      el("caption", {}, caption),
-      el("thead", {}, el("tr", {}, ...columns.map((it) => el("th", { scope: "col" }, it)))),
-      el("tbody", {}, ...rows),
-    ),
   );
 }

@@ -1,0 +1,80 @@
+// Where a request's time went: its spans, which add up to all of it, and how its attempts went.
+
+import { count, el, row, seconds, short, table } from "./dom.js";
+
+// Of the whole; what took less is one row.
+const LEAST_PART = 1e-3;
+
+const BEFORE = {
+  earlier: "that came earlier",
+  higher: "later ones of higher classes",
+  turns: "later ones by turns",
+  ordered: "later ones by the order",
+  lower: "later ones of lower classes",
+};
+
+// `labels` say kinds of spans in words; `onPick` is told the name of a request that is chosen.
+export function explained(explanation, labels, onPick) {
+  const { spans, attempts, total_s: total } = explanation;
+  return [
+    el("p", {}, headline(explanation)),
+    table(`Where its ${seconds(total)} went`, ["what for", "time", "part", "when"], rows(spans, total, labels)),
+    ...(attempts.length ? [table("Its attempts", COLUMNS, attempts.map((it) => attempt(it, onPick)))] : []),
+    ...attempts.flatMap((it) => stay(it, onPick)),
+  ];
+}
+
+function headline({ output_tokens: made, predicted_output_tokens: foreseen, ttft_s: ttft, predicted_ttft_s: wait }) {
+  const predicted = foreseen ? ` (${count(foreseen)} predicted)` : "";
+  if (ttft === undefined) return `No token yet${predicted}.`;
+  const late = wait === undefined ? "" : ` (${seconds(wait)} predicted)`;
+  return `The first token came after ${seconds(ttft)}${late}; ${count(made)} tokens of output${predicted}.`;
+}
+
+function rows(spans, total, labels) {
+  const long = spans.filter((it) => it.seconds >= LEAST_PART * total);
+  const rest = spans.filter((it) => it.seconds < LEAST_PART * total).reduce((sum, it) => sum + it.seconds, 0);
+  return [
+    ...long.map((it) => row(what(it, labels), seconds(it.seconds), part(it.seconds, total), stretch(it, total))),
+    ...(rest ? [row("what took less than 0.1 % each", seconds(rest), part(rest, total), "")] : []),
+  ];
+}
+
+function what({ kind, attempt }, labels) {
+  const words = labels[kind] ?? kind.replaceAll("_", " ");
+  return attempt > 1 ? `${words} (attempt ${attempt})` : words;
+}
+
+function part(long, total) {
+  return total ? `${((100 * long) / total).toFixed(1)} %` : "";
+}
+
+function stretch({ start_s: start, seconds: long, kind }, total) {
+  const bar = el("span", { class: "bar", "data-kind": kind, "aria-hidden": "true" });
+  bar.style.marginInlineStart = `${(100 * start) / total}%`;
+  bar.style.width = `${Math.max(0.5, (100 * long) / total)}%`;
+  return el("div", { class: "span" }, bar);
+}
+
+const COLUMNS = ["attempt", "worker", "known tokens", "of these cached", "new", "preempted", "computed again", "beside at most", "end"];
+
+function attempt(it, onPick) {
+  const beside = el("span", {}, count(it.most_neighbours), ...names(it.neighbours, onPick));
+  return row(
+    String(it.number), short(it.worker_id), count(it.known_tokens), count(it.cached_tokens), count(it.new_tokens),
+    count(it.preemptions), count(it.recomputed_tokens), beside, it.end.replaceAll("_", " ") || "goes on",
+  );
+}
+
+// Its stay in the queue, where others left that first.
+function stay({ number, queue }, onPick) {
+  const before = Object.entries(BEFORE).filter(([name]) => queue?.[name]);
+  if (!before.length) return [];
+  const who = before.map(([name, words]) => `${count(queue[name])} ${words}`).join(", ");
+  const text = `Queue before attempt ${number} (${queue.order}): ${count(queue.found)} waited when it came; before it left ${who}`;
+  return [el("p", {}, text, ...(queue.before.length ? ["; the last of your own:", ...names(queue.before, onPick)] : ["."]))];
+}
+
+function names(requests, onPick) {
+  return requests.flatMap((it) => [" ", el("button", { type: "button", class: "link", click: () => onPick(it) }, it)]);
+}
