@@ -155,7 +155,7 @@ bench-console: $(VENV)/.installed ## what the console costs a router and a brows
 bench-scheduler: $(VENV)/.installed ## what a step costs beside the model (build/bench/scheduler.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/scheduler.py
 
-bench-explain: $(VENV)/.installed ## what it costs to be able to say where a request's time went (build/bench/explain.json)
+bench-explain: $(VENV)/.installed ## what explanations of requests cost, and whether they add up (build/bench/explain.json)
 	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 PYTHONPATH=. $(BIN)/python tests/perf/explain.py
 
 bench-engine: $(VENV)/.installed $(PEERS)/vllm/.installed ## the engine against vLLM and transformers on this CPU (build/bench/engine.json)

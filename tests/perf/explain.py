@@ -1,8 +1,9 @@
-"""What it costs to be able to say where a request's time went.
+"""What it costs to be able to say where a request's time went, and whether what is said adds up.
 
 python tests/perf/explain.py [--parts PART ...] [--out build/bench/explain.json]
 
 account   what a worker's accounts take of its steps (explain_account.py)
+sums      how far the spans of requests are from their time by a stopwatch (explain_sums.py)
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tests.perf import explain_account, report
+from tests.perf import explain_account, explain_sums, report
 
-PARTS = {"account": explain_account.measure}
+PARTS = {"account": explain_account.measure, "sums": explain_sums.measure}
 
 
 def main() -> None:
@@ -23,7 +24,7 @@ def main() -> None:
     measured = {part: PARTS[part]() for part in options.parts}
     report.write(
         options.out,
-        packages=["torch", "numpy", "protobuf"],
+        packages=["torch", "numpy", "protobuf", "grpcio"],
         settings={part: it.settings for part, it in measured.items()},
         raw={part: it.raw for part, it in measured.items()},
         ratios={name: value for it in measured.values() for name, value in it.ratios.items()},

@@ -1,6 +1,5 @@
-"""Whether explanations add up: requests of all kinds through one router, in one process.
-
-    python tests/perf/explain_sums.py [--requests 200] [--out build/bench/explain_sums.json]
+"""Whether explanations add up, for bench-explain: requests of all kinds through one router, in one
+process.
 
 Two fake workers with few slots, of which one is killed in the middle; requests of several lengths,
 classes and numbers of choices, some ended by a stop string. Each is timed by who asks for it in the
@@ -15,14 +14,10 @@ worst_of_allowed       the larger one, as a part of 1 ms or 1 % of the time, whi
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import time
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
-from typing import Any
 
 from everlift.v1 import inference_pb2 as pb
 from router.clock import now
@@ -30,18 +25,12 @@ from router.gateway.caller import ANYONE
 from router.gateway.explanation import kept
 from router.router import Router
 from tests.in_process import ROUTER, WORKER, Cluster, cluster
-from tests.perf import report
+from tests.perf.explain_account import Measured
 from worker.config import FakeModel
 
 _WORKER = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.004))
 _RATE = 40.0
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    settings: dict[str, Any]
-    raw: dict[str, Any]
-    ratios: dict[str, float]
+_REQUESTS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +56,10 @@ class _Sums:
         return max(self.error_s, self.kept_error_s) / max(1e-3, 0.01 * self.wall_s)
 
 
-def measure(num_requests: int = 200) -> Measured:
-    sums = asyncio.run(_measured(num_requests))
+def measure() -> Measured:
+    sums = asyncio.run(_measured(_REQUESTS))
     return Measured(
-        settings={"requests": num_requests, "requests_per_s": _RATE},
+        settings={"requests": _REQUESTS, "requests_per_s": _RATE},
         raw={
             "mean_wall_s": sum(it.wall_s for it in sums) / len(sums),
             "worst_error_ms": 1e3 * max(it.error_s for it in sums),
@@ -128,23 +117,3 @@ async def _timed(router: Router, message: pb.GenerateRequest) -> float:
 
 def _sum(explanation: pb.Explanation) -> float:
     return sum(span.seconds for span in explanation.spans)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--out", type=Path, default=Path("build/bench/explain_sums.json"))
-    options = parser.parse_args()
-    began = time.monotonic()
-    measured = measure(options.requests)
-    report.write(
-        options.out,
-        packages=["protobuf", "grpcio"],
-        settings=measured.settings,
-        raw={**measured.raw, "took_s": time.monotonic() - began},
-        ratios=measured.ratios,
-    )
-
-
-if __name__ == "__main__":
-    main()
