@@ -15,6 +15,7 @@ from cluster.errors import ForecastFailed
 from cluster.forecast import as_json, comparison
 from cluster.forecast.command import machines
 from cluster.forecast.command.load import Requests
+from cluster.forecast.command.policies import routers
 from cluster.forecast.command.progress import watched
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.record import Record
@@ -75,7 +76,7 @@ def replay(
     if from_ledger == (trace is not None):
         raise ForecastFailed("requests come --from-ledger or from a --trace")
     specs = machines.specs_of(workers, model, config, assignments)
-    routers = _routers(policy, config, assignments)
+    policies = _routers(policy, config, assignments)
     asked = Requests(trace=trace, begin_s=begin, end_s=end, speed=speed)
     answers: dict[str, Forecast] = {}
     if from_ledger:
@@ -84,7 +85,7 @@ def replay(
         arrivals = [record.arrival for record in records]
     else:
         arrivals = list(asked.arrivals(specs))
-    for name, router in routers.items():
+    for name, router in policies.items():
         scenario = Scenario(specs, router=router, fluid=fluid, foresight_sigma=foresight)
         answers[name] = simulate(watched(arrivals, name), scenario)
     Console(highlight=False).print(comparison.table(answers))
@@ -95,20 +96,12 @@ def replay(
 def _routers(
     policies: Sequence[str] | None, file: Path | None, assignments: Sequence[str] | None
 ) -> Mapping[str, RouterConfig]:
-    """By the policies' names. Raises SettingsError and ForecastFailed."""
-    if not policies:
-        router = machines.config_of(file, assignments).router
-        return {router.order: router}
-    names = [name.strip() for each in policies for name in each.split(",")]
-    return {name: _router(name, file, assignments) for name in names}
-
-
-def _router(policy: str, file: Path | None, assignments: Sequence[str] | None) -> RouterConfig:
-    order, *others = policy.split() or [policy]
-    if not all(setting.startswith("router.") for setting in others):
-        raise ForecastFailed(f"--policy {policy}: behind an order stand settings of routers alone")
-    settings = [*(assignments or ()), f"router.order={order}", *others]
-    return machines.config_of(file, settings).router
+    """By the policies' names; of none, the configuration's. Raises SettingsError and
+    ForecastFailed."""
+    if policies:
+        return routers(policies, file, assignments)
+    router = machines.config_of(file, assignments).router
+    return {router.order: router}
 
 
 async def _records(config: Config, limit: int) -> list[Record]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from cluster.explain.what_if import WhatIf
 from everlift.explanation import LABELS, state_name
 from everlift.v1 import inference_pb2 as pb
 
@@ -121,3 +123,23 @@ def _reasons(queue: pb.QueueStay) -> Iterator[str]:
         "later ones of lower classes": queue.lower,
     }
     return (f"{count} {reason}" for reason, count in reasons.items() if count)
+
+
+def estimates(what_if: WhatIf, total_s: float) -> Iterator[str]:
+    """What a request that took ``total_s`` would have taken, and how far that may be off."""
+    for policy, seconds in what_if.seconds.items():
+        in_truth = f"; in truth {total_s:.3f} s" if policy == what_if.ran else ""
+        yield f"with policy {escape(policy)}: {_estimate(seconds)} by estimate{in_truth}"
+    yield (
+        f"estimates are simulations of what came at that time, {what_if.num_requests} requests: "
+        f"under {escape(what_if.ran)}, which they ran under, off by {_part(what_if.error)} at the "
+        "median"
+    )
+
+
+def _estimate(seconds: float) -> str:
+    return f"{seconds:.3f} s" if isfinite(seconds) else "not to its end,"
+
+
+def _part(error: float) -> str:
+    return f"{error:.0%}" if isfinite(error) else "more than can be said"

@@ -1,8 +1,8 @@
 """How long outputs become, as it is foretold in a forecast. Pure.
 
-A workload has no texts, so there is no model to ask. Outputs are predicted by the mean of those
-that ended before, which is what a router without a model does, or as somebody would who sees how
-long each becomes, but not sharply.
+A workload has no texts, so there is no model to ask. Outputs are predicted as routers predicted
+them, where that is known; else by the mean of those that ended before, which is what a router
+without a model does, or as somebody would who sees how long each becomes, but not sharply.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Foretold(NamedTuple):
 
 class Foresight:
     """``sigma`` is the standard deviation of the logarithm of what is foretold about what comes;
-    None: nothing is seen of it."""
+    None: nothing is seen of it but what was foreseen."""
 
     def __init__(self, sigma: float | None, seed: int) -> None:
         self._sigma = sigma
@@ -41,14 +41,16 @@ class Foresight:
         self._work_ranks = RecentRanks()
 
     def foretell(self, arrival: Arrival) -> Foretold:
-        if self._sigma is None:
-            length = LengthDistribution(self._lengths.mean)
-        else:
-            error = exp(self._dice.gauss(0.0, self._sigma))
-            length = LengthDistribution(max(1.0, arrival.output_tokens * error))
+        seen = self._seen(arrival)
+        length = LengthDistribution(self._lengths.mean if seen is None else max(1.0, seen))
         output = length.to_come(0, arrival.max_tokens)
-        rank = _NO_RANK if self._sigma is None else self._ranks.rank(output)
+        rank = _NO_RANK if seen is None else self._ranks.rank(output)
         return Foretold(length, rank, self._work_ranks.rank(arrival.prompt_tokens + output))
+
+    def _seen(self, arrival: Arrival) -> float | None:
+        if self._sigma is None:
+            return arrival.foreseen_tokens
+        return arrival.output_tokens * exp(self._dice.gauss(0.0, self._sigma))
 
     def note(self, num_tokens: int) -> None:
         """An output came to its end."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Protocol
 
+from cluster.errors import ForecastFailed
+from cluster.forecast.past import Past
 from cluster.forecast.record import Record
-from cluster.workloads.arrival import Arrival
-from everlift.blockhash import BLOCK_SIZE, block_hashes
+from cluster.forecast.surroundings import Surroundings
 from everlift.errors import UnknownRequest
-from everlift.request_id import tenant_of
 from router.ledger.base import MOST_LISTED, Page, Position
 from router.ledger.entry import Entry, Event, State, Stored
 
 #: Requests that are read at the same time.
 _AT_ONCE = 64
+#: Around a request, of those that came so many seconds before it or later, so many are read at
+#: most.
+_BEFORE_S, _MOST = 600.0, 10_000
 
 
 class Reading(Protocol):
@@ -32,20 +34,20 @@ class Reading(Protocol):
         before: Position | None = None,
     ) -> Page: ...
 
+    async def get(self, request_id: str) -> Entry: ...
+
     async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored: ...
 
     async def events(self, request_id: str) -> tuple[Event, ...]: ...
 
 
 async def finished_requests(ledger: Reading, limit: int) -> list[Record]:
-    """Of the ``limit`` newest ones each choice, by arrival; the first arrives at 0. When a first
-    token came no ledger knows: it is infinite. Raises LedgerUnavailable."""
+    """Of the ``limit`` newest ones each choice, by arrival; the first arrives at 0. The first token
+    is that of all choices, infinite where nobody told of it. Raises LedgerUnavailable."""
     found: list[Record] = []
-    async for entries in _pages(ledger, limit):
-        for start in range(0, len(entries), _AT_ONCE):
-            part = entries[start : start + _AT_ONCE]
-            for records in await asyncio.gather(*(_read(ledger, entry) for entry in part)):
-                found += records
+    async for entries in _listed(ledger, limit):
+        for past in await _read_all(ledger, entries):
+            found += past.records
     found.sort(key=lambda record: record.arrival.at)
     begin = found[0].arrival.at if found else 0.0
     return [_shifted(record, begin, index) for index, record in enumerate(found)]
@@ -57,73 +59,69 @@ def _shifted(record: Record, begin: float, index: int) -> Record:
         index=index,
         arrival=replace(record.arrival, at=record.arrival.at - begin),
         dispatched=record.dispatched - begin,
+        first_token=record.first_token - begin,
         finished=record.finished - begin,
     )
 
 
-async def _pages(ledger: Reading, limit: int) -> AsyncIterator[Sequence[Entry]]:
-    last: Position | None = None
+async def surroundings(ledger: Reading, request_id: str) -> Surroundings:
+    """Of one that finished, until it would be over if it had taken twice as long: who comes later
+    than a request may still be before it. Raises ForecastFailed, UnknownRequest,
+    LedgerUnavailable."""
+    entry = await ledger.get(request_id)
+    if entry.state is not State.FINISHED:
+        raise ForecastFailed(
+            f"{request_id} is {entry.state.value}: only what finished can be simulated"
+        )
+    found: list[Past] = []
+    for past in await _read_all(ledger, [entry]):
+        end = past.records[0].finished
+        found = await _between(ledger, entry.arrived - _BEFORE_S, end + (end - entry.arrived))
+    around = Surroundings.among(found, request_id)
+    if around is None:
+        raise ForecastFailed(f"more than {_MOST} requests came while {request_id} was there")
+    return around
+
+
+async def _between(ledger: Reading, since: float, until: float) -> list[Past]:
+    """Those that came then, in ledger time."""
+    found: list[Past] = []
+    async for entries in _listed(ledger, _MOST, Position(until, "")):
+        near = [entry for entry in entries if entry.arrived >= since]
+        found += await _read_all(ledger, near)
+        if len(near) < len(entries):
+            break
+    return found
+
+
+async def _listed(
+    ledger: Reading, limit: int, before: Position | None = None
+) -> AsyncIterator[Sequence[Entry]]:
+    """Of those that finished, and are listed behind ``before``, the ``limit`` newest ones."""
     while limit > 0:
         page = await ledger.list_requests(
-            "", states=[State.FINISHED], limit=min(limit, MOST_LISTED), before=last
+            "", states=[State.FINISHED], limit=min(limit, MOST_LISTED), before=before
         )
         yield page.entries
-        limit, last = limit - len(page.entries), page.last
-        if last is None:
+        limit, before = limit - len(page.entries), page.last
+        if before is None:
             return
 
 
-async def _read(ledger: Reading, entry: Entry) -> list[Record]:
-    """In ledger time, and none of one that was forgotten meanwhile. Of its outputs no token is
-    read, and of its prompt nothing is kept."""
+async def _read_all(ledger: Reading, entries: Sequence[Entry]) -> list[Past]:
+    """In their order, without those that were forgotten meanwhile. Of their outputs no token is
+    read."""
+    found: list[Past | None] = []
+    for start in range(0, len(entries), _AT_ONCE):
+        part = entries[start : start + _AT_ONCE]
+        found += await asyncio.gather(*(_read(ledger, entry) for entry in part))
+    return [past for past in found if past is not None]
+
+
+async def _read(ledger: Reading, entry: Entry) -> Past | None:
     try:
         stored = await ledger.read(entry.request_id, entry.num_tokens)
         events = await ledger.events(entry.request_id)
     except UnknownRequest:
-        return []
-    return list(_records(stored, events))
-
-
-def _records(stored: Stored, events: Iterable[Event]) -> Iterator[Record]:
-    entry, moments = stored.entry, _moments(events)
-    for num_tokens in entry.num_tokens:
-        yield Record(
-            0,
-            _arrival(stored, num_tokens),
-            dispatched=moments.get("dispatch", inf),
-            finished=moments.get("finish", inf),
-            worker=entry.worker,
-            output_tokens=num_tokens,
-            attempts=entry.attempts,
-            preemptions=entry.tally.preemptions,
-            migrations=entry.tally.migrations,
-            recomputed_tokens=entry.tally.recomputed_tokens,
-        )
-
-
-def _arrival(stored: Stored, num_tokens: int) -> Arrival:
-    request, arrived = stored.request, stored.entry.arrived
-    return Arrival(
-        arrived,
-        len(request.prompt_ids),
-        max(1, num_tokens),
-        request.max_tokens,
-        priority=request.priority,
-        tenant=tenant_of(request.request_id),
-        application=request.application,
-        ttft_target_s=inf if request.ttft_target_s is None else request.ttft_target_s,
-        deadline_s=inf if request.deadline is None else request.deadline - arrived,
-        prefix=tuple(
-            int.from_bytes(name[:8], "big")
-            for name in block_hashes(request.prompt_ids, request.salt)
-        ),
-        prefix_part_tokens=BLOCK_SIZE,
-    )
-
-
-def _moments(events: Iterable[Event]) -> dict[str, float]:
-    """Of the first event of each kind."""
-    moments: dict[str, float] = {}
-    for event in events:
-        moments.setdefault(event.move, event.time)
-    return moments
+        return None
+    return Past.of(stored, events)

@@ -26,3 +26,5 @@ class Arrival:
     #: share that many parts of ``prefix_part_tokens`` tokens
     prefix: tuple[int, ...] = ()
     prefix_part_tokens: int = 512
+    #: how long its output was expected to become when it came; None: nobody said
+    foreseen_tokens: float | None = None

@@ -36,6 +36,9 @@ async def test_finished_requests_come_back_as_they_were_but_without_their_prompt
     assert first.arrival.prefix == second.arrival.prefix
     assert 0 <= first.queued_s <= first.latency_s
     assert second.arrival.at > 0 and second.attempts == 1
+    assert 0 < first.ttft_s < first.latency_s
+    # Nothing but its max_tokens ends it.
+    assert first.arrival.foreseen_tokens == 5
     assert newest.arrival == replace(second.arrival, at=0.0)
 
 
@@ -57,7 +60,7 @@ async def test_what_was_stands_beside_what_would_have_been() -> None:
     rows = [line.split() for line in written.getvalue().splitlines()]
     assert ["all,", "2"] in rows
     was, hrrn = (next(row for row in rows if row[:1] == [name]) for name in ("was", "hrrn"))
-    assert was[1] == "100.0%" and "-" in was
+    assert was[1] == "100.0%" and "-" not in was
     assert hrrn[1] == "100.0%" and "-" not in hrrn
     content = comparison.as_json(answers)
     assert content.keys() == {"was", "hrrn"}

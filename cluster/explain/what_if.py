@@ -1,0 +1,85 @@
+"""How long a request would have taken under other policies, by simulation, and how far the
+simulation is from what was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import median
+from typing import Any
+
+from cluster.forecast.record import Record
+from cluster.forecast.surroundings import Surroundings
+
+#: The same requests under a policy, at workers whose steps take so many times what is known of
+#: them: a record of each choice, in the order of their arrival.
+Replay = Callable[[str, float], Sequence[Record]]
+
+#: Slower workers have fuller batches, whose steps are slower: it is looked again.
+_FITS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """``seconds`` are what the request would have taken by policy, infinite where it would not have
+    come to its end; the first policy is the one that it ran under. Under that one the simulation of
+    ``num_requests`` of that time was off by the part ``error`` of what each took, at the median."""
+
+    seconds: Mapping[str, float]
+    num_requests: int
+    error: float
+
+    @property
+    def ran(self) -> str:
+        return next(iter(self.seconds))
+
+    def as_json(self) -> dict[str, Any]:
+        """None stands for what is infinite."""
+        return {
+            "policy": self.ran,
+            "estimated_s": {name: _finite(seconds) for name, seconds in self.seconds.items()},
+            "requests": self.num_requests,
+            "error": _finite(self.error),
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if value < inf else None
+
+
+def what_if(around: Surroundings, policies: Sequence[str], replay: Replay) -> WhatIf:
+    """Under each of ``policies``, of which the first is the one that it ran under."""
+    ran = policies[0]
+    slowness = _slowness(around, lambda slowness: replay(ran, slowness))
+    totals = {policy: _totals(around, replay(policy, slowness)) for policy in policies}
+    pairs = zip(around.requests, totals[ran], strict=True)
+    errors = [abs(total_s - past.total_s) / past.total_s for past, total_s in pairs if past.total_s]
+    seconds = {policy: those[around.own] for policy, those in totals.items()}
+    return WhatIf(seconds, len(around.requests), median(errors) if errors else inf)
+
+
+def _totals(around: Surroundings, records: Sequence[Record]) -> list[float]:
+    """Of each request. What is not simulated is as it was: the ledger's time above all."""
+    pairs = zip(around.requests, around.choices, strict=True)
+    return [past.other_s + max(it.latency_s for it in records[place]) for past, place in pairs]
+
+
+def _slowness(around: Surroundings, replay: Callable[[float], Sequence[Record]]) -> float:
+    """At which workers have all requests together for as long as they had: a machine is not always
+    as quick as when its steps were learned."""
+    slowness = 1.0
+    for _ in range(_FITS):
+        pairs = [*_at_workers(around, replay(slowness))]
+        if pairs:
+            slowness *= sum(was_s for was_s, _ in pairs) / sum(there_s for _, there_s in pairs)
+    return slowness
+
+
+def _at_workers(around: Surroundings, records: Sequence[Record]) -> Iterator[tuple[float, float]]:
+    """Of each request the seconds that a worker had it, and those of the simulation."""
+    for past, place in zip(around.requests, around.choices, strict=True):
+        there_s = max(record.finished - record.dispatched for record in records[place])
+        simulated_s = there_s - 2 * around.link_s
+        if past.worker_s > 0.0 and 0.0 < simulated_s < inf:
+            yield past.worker_s, simulated_s

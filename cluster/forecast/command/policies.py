@@ -1,0 +1,27 @@
+"""Under which policies requests come again, as it is said on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cluster.errors import ForecastFailed
+from cluster.forecast.command import machines
+from router.config import RouterConfig
+
+
+def routers(
+    policies: Sequence[str], file: Path | None, assignments: Sequence[str] | None
+) -> Mapping[str, RouterConfig]:
+    """By the policies' names, of which each of ``policies`` may have several between commas. Raises
+    SettingsError and ForecastFailed."""
+    names = [name.strip() for each in policies for name in each.split(",")]
+    return {name: _router(name, file, assignments) for name in names}
+
+
+def _router(policy: str, file: Path | None, assignments: Sequence[str] | None) -> RouterConfig:
+    order, *others = policy.split() or [policy]
+    if not all(setting.startswith("router.") for setting in others):
+        raise ForecastFailed(f"--policy {policy}: behind an order stand settings of routers alone")
+    settings = [*(assignments or ()), f"router.order={order}", *others]
+    return machines.config_of(file, settings).router
