@@ -11,6 +11,7 @@ leaves compares: no cost grows with what waits, and a stay is a tuple of plain v
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from enum import IntEnum
 from itertools import chain
 from typing import Any, TypeAlias
@@ -48,7 +49,8 @@ class Stays:
     def __init__(self) -> None:
         self._obstacle: Obstacle | None = None
         self._looked = 0.0
-        self._seconds = [0.0] * len(Obstacle)
+        #: by obstacle, when it was looked last
+        self._seconds: Sequence[float] = [0.0] * len(Obstacle)
         self._num_left = 0
         #: by class
         self._num_come: dict[int, int] = {}
@@ -66,24 +68,21 @@ class Stays:
 
     def look(self, obstacle: Obstacle | None, now: float) -> None:
         """What holds the queue up from now on."""
-        if self._obstacle is not None:
-            self._seconds[self._obstacle] = self._held_s(self._obstacle, now)
+        self._seconds = self._held_s(now)
         self._obstacle, self._looked = obstacle, now
 
-    def _held_s(self, obstacle: Obstacle, now: float) -> float:
-        held_s = self._seconds[obstacle]
-        return held_s + max(0.0, now - self._looked) if self._obstacle is obstacle else held_s
-
-    def _held(self, now: float) -> list[float]:
-        """By each obstacle, seconds."""
+    def _held_s(self, now: float) -> Sequence[float]:
+        """By obstacle."""
         if self._obstacle is None:
             return self._seconds
-        return [self._held_s(obstacle, now) for obstacle in Obstacle]
+        held_s = [*self._seconds]
+        held_s[self._obstacle] += max(0.0, now - self._looked)
+        return held_s
 
     def is_next(self, request_id: str, now: float) -> None:
         """It would leave now, if a worker had room."""
         if self._next[0] != request_id:
-            self._next = (request_id, now, sum(self._held(now)))
+            self._next = (request_id, now, sum(self._held_s(now)))
 
     # who comes and goes
 
@@ -96,7 +95,7 @@ class Stays:
             now,
             self._num_left,
             num_waiting,
-            *self._held(now),
+            *self._held_s(now),
             number,
             *chain.from_iterable(self._num_come.items()),
         )
@@ -138,13 +137,14 @@ class Stays:
     ) -> session_pb2.Stay:
         """Of one that leaves now, from a queue of this order, in which tenants take turns or do
         not."""
-        came, held_s = arrival[0], arrival[3:_NUMBER]
+        came, before = arrival[0], arrival[3:_NUMBER]
+        held_s = [after - at for after, at in zip(self._held_s(now), before, strict=True)]
         queue = self._queue_stay(arrival, waiting, in_turns)
         queue.order = order
         return session_pb2.Stay(
             seconds=now - came,
-            leader_s=self._held_s(Obstacle.LEADER, now) - held_s[Obstacle.LEADER],
-            no_worker_s=self._held_s(Obstacle.NO_WORKER, now) - held_s[Obstacle.NO_WORKER],
+            leader_s=held_s[Obstacle.LEADER],
+            no_worker_s=held_s[Obstacle.NO_WORKER],
             first_s=self._next_s(waiting.request_id, came, now),
             queue=queue,
         )
@@ -153,7 +153,7 @@ class Stays:
         next_id, since, held_s = self._next
         if next_id != request_id or since < came:
             return 0.0
-        return max(0.0, now - since - (sum(self._held(now)) - held_s))
+        return max(0.0, now - since - (sum(self._held_s(now)) - held_s))
 
     def _queue_stay(self, arrival: Arrival, waiting: Waiting, in_turns: bool) -> pb.QueueStay:
         num_left = self._num_left - arrival[1]
