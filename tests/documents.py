@@ -1,19 +1,22 @@
-"""What is checked of the project's Markdown: its links, and the commands that it tells to type."""
+"""The project's Markdown, checked: links, commands that it tells to type, examples in YAML."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import jsonschema
 import typer
+import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from typer.core import TyperGroup
@@ -21,6 +24,7 @@ from typer.main import get_command
 
 from cluster import config as configuration
 from cluster.cli import app
+from everlift import settings
 from everlift.settings import SettingsError
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +98,12 @@ class Document:
             if token.type == "code_inline" and token.content.startswith(_OURS):
                 for each in commands_of(token.content):
                     yield Command(each.words, each.environ, mentioned=True)
+
+    def examples(self) -> Iterator[dict[str, Any]]:
+        """Its blocks of YAML."""
+        for block in self._blocks:
+            if block.type == "fence" and block.info == "yaml":
+                yield yaml.safe_load(block.content)
 
     def _inline(self) -> Iterator[Token]:
         for block in self._blocks:
@@ -178,7 +188,7 @@ def _fault_of_make(arguments: Sequence[str]) -> str:
 
 def _fault_of_everlift(arguments: Sequence[str], mentioned: bool) -> str:
     command, name = _everlift(), "everlift"
-    while isinstance(command, TyperGroup) and arguments:
+    while isinstance(command, TyperGroup) and arguments and arguments[0] != "--help":
         name, *arguments = arguments
         if name not in command.commands:
             return f"there is no command {name}"
@@ -217,3 +227,20 @@ def _fault_of_settings(command: Command) -> str:
     except SettingsError as error:
         return str(error)
     return ""
+
+
+def fault_of_example(example: dict[str, Any]) -> str:
+    """What is wrong with settings of Everlift, or with values of the chart."""
+    try:
+        if example.keys() <= {field.name for field in fields(configuration.Config)}:
+            settings.load(configuration.Config, example)
+        else:
+            jsonschema.validate(example, _values_schema())
+    except (SettingsError, jsonschema.ValidationError) as error:
+        return str(error)
+    return ""
+
+
+@cache
+def _values_schema() -> Any:
+    return json.loads((ROOT / "helm" / "values.schema.json").read_text())

@@ -1,4 +1,4 @@
-"""The project's Markdown: where its links lead, and whether its commands are there."""
+"""The project's Markdown: where its links lead, whether its commands and examples are right."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import ROOT, Document, documents, fault
+from tests.documents import ROOT, Document, documents, fault, fault_of_example
 
 PATHS = [pytest.param(ROOT / path, id=str(path)) for path in documents()]
 
@@ -32,9 +32,14 @@ def test_every_command_is_one(path: Path) -> None:
     assert not faults(Document.read(path))
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_every_example_in_yaml_is_taken(path: Path) -> None:
+    assert not [what for each in Document.read(path).examples() if (what := fault_of_example(each))]
+
+
 def test_the_readme_and_the_guides_are_read() -> None:
     names = {str(path) for path in documents()}
-    assert {"README.md", "SECURITY.md", "deploy/RUNBOOK.md", "router/README.md"} <= names
+    assert {"README.md", "SECURITY.md", "deploy/RUNBOOK.md", "deploy/guides/tuning.md"} <= names
     assert sum(len(list(Document.read(ROOT / name).commands())) for name in names) > 200
 
 
@@ -118,3 +123,20 @@ def test_a_command_that_is_one(text: str) -> None:
 def test_a_command_that_is_none(text: str, told: str) -> None:
     [what] = faults(written(text)).values()
     assert told in what
+
+
+@pytest.mark.parametrize(
+    ("example", "told"),
+    [
+        ("router: {port: 0}\nworker: {max_num_seqs: 8}", ""),
+        ("workers: {min: 1, max: 8}\nconfig:\n  worker: {max_num_seqs: 8}", ""),
+        ("router: {prot: 0}", "port"),
+        ("worker: {max_num_seqs: 0}", "max_num_seqs"),
+        ("workers: {mim: 1}", "mim"),
+        ("workers: {min: 1}\nconfig:\n  worker: {max_num_sqes: 8}", "max_num_sqes"),
+    ],
+)
+def test_an_example_in_yaml(example: str, told: str) -> None:
+    [block] = written(f"```yaml\n{example}\n```").examples()
+    what = fault_of_example(block)
+    assert told in what and bool(told) == bool(what)
