@@ -75,6 +75,7 @@ class FakeCluster:
     is_leading: bool = True
     false_alarms: int = 0
     queued: int = 0
+    is_quiet: bool = False
 
     def ledger_status(self) -> inference_pb2.LedgerStatus:
         return self.ledger

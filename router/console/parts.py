@@ -50,7 +50,12 @@ class Leader(Protocol):
 
 
 class Line(Protocol):
+    """To the leader."""
+
     queued: int
+
+    @property
+    def is_quiet(self) -> bool: ...
 
 
 class Fleet(Protocol):

@@ -42,6 +42,7 @@ LATENCIES = {
     "inter_token": "everlift_inter_token_latency_seconds",
     "queue_wait": "everlift_queue_wait_seconds",
     "latency": "everlift_request_latency_seconds",
+    "ledger": "everlift_ledger_call_seconds",
 }
 #: Of these a page has charts.
 _CHARTED = ("ttft", "inter_token")
@@ -147,6 +148,7 @@ class Snapshot:
         return asdict(self._identity) | {
             "leader": self._fleet.leader_id,
             "is_leading": self._leader.is_leading,
+            "leader_is_quiet": self._line.is_quiet,
         }
 
     def _totals(self) -> Json:

@@ -86,6 +86,8 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
         await expect(arrow).to_have_attribute("data-cause", "worker_lost")
         told = page.locator("#happened li[data-kind=migrated]")
         await expect(told).to_contain_text(f"{name} went from worker {worker}")
+        # And for who does not see it.
+        await expect(page.locator("#news")).to_contain_text("went on at another worker")
         await expect(page.locator("#grid .cell[data-state=lost]")).to_have_count(1)
         # And not a token is lost.
         await expect(page.locator("#try-status")).to_contain_text("pieces in", timeout=20_000)
@@ -114,7 +116,7 @@ async def test_the_page_is_accessible_dark_and_light_wide_and_narrow(
             await expect(page.locator("#request-answer")).to_contain_text("running")
             await page.click("#seats-details summary")
             await expect(page.locator("#seats tr")).to_have_count(12)
-            await expect(page.locator("#percentiles tr")).to_have_count(4)
+            await expect(page.locator("#percentiles tr")).to_have_count(5)
             for theme, (width, height) in product(THEMES, WINDOWS):
                 await page.emulate_media(color_scheme=theme)
                 await page.set_viewport_size({"width": width, "height": height})
@@ -139,6 +141,40 @@ async def test_what_the_autoscaler_decides_is_seen_with_its_reasons(
         await expect(line).to_contain_text("3 workers are wanted, 8 at most: enough.")
         await expect(changes).to_have_count(1)
         await expect(changes).to_contain_text("1 → 3requests would wait 7.0 s")
+
+
+async def test_what_others_say_is_text_and_never_markup(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    markup = "<img src=x onerror=alert(1)>"
+    change = ScalingChange(ago_s=1.0, before=1, workers=2, reason=markup)
+    await parts.ledger.put_scaling(Scaling(workers=2, reason=markup, changes=[change]))
+    async with opened(chromium, url) as page:
+        await expect(page.locator("#scaling-line")).to_contain_text(markup)
+        await expect(page.locator("#scalings")).to_contain_text(markup)
+        await page.fill("#request-id", markup)
+        await page.press("#request-id", "Enter")
+        await expect(page.locator("#request-answer")).to_contain_text("invalid_request")
+        await expect(page.locator("main img")).to_have_count(0)
+
+
+async def test_a_request_is_looked_up_from_the_table_with_the_keyboard(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with Load(parts.address) as load:
+        await load.begin("story")
+        async with opened(chromium, url) as page:
+            await page.focus("#seats-details summary")
+            await page.keyboard.press("Enter")
+            name, age = page.locator("#seats button"), page.locator("#seats td").last
+            await expect(name).to_have_text("story")
+            await name.focus()
+            # What is told again every second takes the focus from nobody.
+            been = await age.inner_text()
+            await expect(age).not_to_have_text(been)
+            await expect(name).to_be_focused()
+            await page.keyboard.press("Enter")
+            await expect(page.locator("#request-answer")).to_contain_text("running")
 
 
 async def test_workers_are_chosen_with_the_keyboard_alone(

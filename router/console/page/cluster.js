@@ -112,7 +112,7 @@ export class Cluster {
       for (const slot of [...slots.keys()].sort((a, b) => a - b)) {
         const last = slots.get(slot).at(-1);
         if (last.until === null) {
-          yield { worker, slot, phase: last.phase, name: this.names.get(last.key), since: last.since };
+          yield { worker, slot, key: last.key, phase: last.phase, name: this.names.get(last.key), since: last.since };
         }
       }
     }

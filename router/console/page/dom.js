@@ -46,17 +46,29 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+// These become its children. Those that stay are not moved: who has the focus keeps it.
+export function keep(parent, wanted) {
+  const kept = new Set(wanted);
+  for (const child of [...parent.children]) if (!kept.has(child)) child.remove();
+  let next = parent.firstChild;
+  for (const child of wanted) {
+    if (child === next) next = next.nextSibling;
+    else parent.insertBefore(child, next);
+  }
+}
+
 export function count(number) {
   return number.toLocaleString("en");
 }
 
+// A number and its unit stay on one line.
 export function seconds(value) {
   if (value === null || value === undefined) return "not known";
-  if (value === 0) return "0 s";
-  if (value < 0.0995) return `${(value * 1000).toPrecision(2)} ms`;
-  if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
-  if (value < 100) return `${value.toPrecision(3)} s`;
-  return `${Math.round(value)} s`;
+  if (value === 0) return "0\u00a0s";
+  if (value < 0.0995) return `${(value * 1000).toPrecision(2)}\u00a0ms`;
+  if (value < 0.9995) return `${Math.round(value * 1000)}\u00a0ms`;
+  if (value < 100) return `${value.toPrecision(3)}\u00a0s`;
+  return `${Math.round(value)}\u00a0s`;
 }
 
 export function ago(value) {

@@ -46,7 +46,7 @@ function what({ kind, attempt }, labels) {
 }
 
 function part(long, total) {
-  return total ? `${((100 * long) / total).toFixed(1)} %` : "";
+  return total ? `${((100 * long) / total).toFixed(1)}\u00a0%` : "";
 }
 
 function stretch({ start_s: start, seconds: long, kind }, total) {

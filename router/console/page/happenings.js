@@ -28,7 +28,20 @@ const TEXTS = {
   resumed: (it) => `${it.request ?? "a request"} is back at worker ${short(it.to.worker)}, slot ${it.to.slot}, after a preemption`,
 };
 
+// What is read out when it happens: not what happens all the time.
+const FRESH_S = 5;
+const MOST_NEWS = 8;
+const isNews = ({ kind, at }, now) => kind !== "preempted" && at > now - FRESH_S;
+
 export class Happenings {
+  announce({ happened, transfers }, now) {
+    const news = happened.filter((it) => isNews(it, now)).map((it) => TEXTS[it.kind]?.(it) ?? it.kind);
+    const moved = transfers.filter((it) => it.cause !== "preempted").length;
+    if (moved) news.push(`${moved === 1 ? "a request" : `${count(moved)} requests`} went on at another worker`);
+    $("news").append(...news.map((it) => el("p", {}, it)));
+    while ($("news").children.length > MOST_NEWS) $("news").firstChild.remove();
+  }
+
   show(cluster) {
     const { happened, at } = cluster;
     if (!happened.length) {
@@ -37,7 +50,7 @@ export class Happenings {
     }
     $("happened").replaceChildren(
       ...happened.toReversed().map((it) =>
-        el("li", { "data-kind": it.kind }, el("span", { class: "when" }, ago(at - it.at)), TEXTS[it.kind]?.(it) ?? it.kind),
+        el("li", { "data-kind": it.kind }, el("span", { class: "when" }, ago(at - it.at)), " ", TEXTS[it.kind]?.(it) ?? it.kind),
       ),
     );
   }

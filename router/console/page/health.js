@@ -22,7 +22,7 @@ export class Health {
       ["delivery", ledger.durability.replace("_", " ")],
       ["its memory", ledger.memory_used === null ? "no bound" : `${Math.round(100 * ledger.memory_used)} % used`],
       ["came back with less", `${count(ledger.rollbacks)} times`],
-      ["leader", router.leader || "none"],
+      ["leader", `${router.leader || "none"}${router.leader && router.leader_is_quiet ? " · does not answer" : ""}`],
       ["false alarms", count(totals.false_alarms)],
     ];
     $("health-list").replaceChildren(...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));

@@ -1,16 +1,20 @@
 // Batch slots over time, a lane for each worker: who boards and leaves, and who goes on where.
 
 import { EMPTY, PREFILL, WINDOW_S } from "./cluster.js";
-import { $, el, say, seconds, short, svg } from "./dom.js";
+import { $, el, keep, row, say, seconds, short, svg } from "./dom.js";
 
 const TITLE_PX = 18;
 const LEAST_SLOTS = 4;
 const MOST_ARROWS = 64;
 const HEAD_PX = 7;
+const MOST_ROWS = 512;
 
 export class Lanes {
   constructor(cluster, onPick) {
     this.cluster = cluster;
+    this.onPick = onPick;
+    // Rows of the table by whose they are.
+    this.rows = new Map();
     this.canvas = $("lanes-canvas");
     this.arrows = $("lanes-arrows");
     this.sought = "";
@@ -52,6 +56,7 @@ export class Lanes {
     context.setTransform(pixels, 0, 0, pixels, 0, 0);
     context.clearRect(0, 0, width, height);
     this.hatch ??= this.hatched(context);
+    this.wanted = this.names();
     lanes.forEach((lane, place) => this.lane(context, lane, this.tops[place], heights[place], width));
     this.heights = heights;
     this.drawArrows(width);
@@ -113,9 +118,14 @@ export class Lanes {
   }
 
   fill(stretch) {
-    const name = this.cluster.names.get(stretch.key);
-    if (this.sought && name === this.sought) return this.colour.yours;
+    if (this.wanted.includes(this.cluster.names.get(stretch.key))) return this.colour.yours;
     return stretch.phase === PREFILL ? this.hatch : this.colour.decode;
+  }
+
+  // Who sees every tenant's requests is told their tenants' names too.
+  names() {
+    const { tenant } = this.cluster.sections.you ?? {};
+    return this.sought ? [this.sought, `${tenant}/${this.sought}`] : [];
   }
 
   hatched(context) {
@@ -160,14 +170,25 @@ export class Lanes {
             `${transfers.length} requests went on in another slot in the last minute.`
         : "No worker is shown.",
     );
-    if ($("seats-details").open) {
-      $("seats").replaceChildren(...seated.slice(0, 512).map((it) => this.seat(it)));
-    }
+    if ($("seats-details").open) this.list(seated.slice(0, MOST_ROWS));
   }
 
-  seat({ worker, slot, phase, name, since }) {
-    const cells = [short(worker), String(slot), phase === PREFILL ? "prefill" : "decode", name ?? "", seconds(this.cluster.at - since)];
-    return el("tr", {}, ...cells.map((it) => el("td", {}, it)));
+  list(seated) {
+    const rows = new Map();
+    for (const seat of seated) {
+      const whose = `${seat.worker} ${seat.slot} ${seat.key}`;
+      const known = this.rows.get(whose) ?? this.seat(seat);
+      say(known.cells[2], seat.phase === PREFILL ? "prefill" : "decode");
+      say(known.cells[4], seconds(Math.max(0, this.cluster.at - seat.since)));
+      rows.set(whose, known);
+    }
+    this.rows = rows;
+    keep($("seats"), [...rows.values()]);
+  }
+
+  seat({ worker, slot, name }) {
+    const found = name ? el("button", { type: "button", class: "link", click: () => this.onPick(name) }, name) : "";
+    return row(short(worker), String(slot), "", found, "");
   }
 
   // The name of the request whose stretch is at this place of the canvas.

@@ -8,6 +8,7 @@ const TITLES = {
   inter_token: "between two tokens",
   queue_wait: "in the queue",
   latency: "to the last token",
+  ledger: "a call to the ledger",
 };
 const LINES = ["p50", "p90", "p99"];
 

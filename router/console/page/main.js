@@ -34,7 +34,11 @@ new TryIt(api, (name, isWanted) => {
 
 const feed = new Feed(api, {
   onOpen: () => cluster.begin(),
-  onFrame: (frame) => show(cluster.take(frame).sections),
+  onFrame: (frame) => {
+    const news = cluster.take(frame);
+    happenings.announce(news, cluster.at);
+    show(news.sections);
+  },
   onState: (state, text) => {
     $("connection").dataset.state = state;
     say($("connection"), text);

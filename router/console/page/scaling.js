@@ -14,8 +14,9 @@ export class Scaling {
 
 function line({ late_s, workers, max_workers, need, wait_s, reason }) {
   const late = late_s === null ? "" : `It has said nothing for ${seconds(late_s)}. `;
+  const wait = reason.includes("wait") ? "" : ` A request that comes now would wait ${seconds(wait_s)}.`;
   return (
     `${late}${count(workers)} workers are wanted, ${count(max_workers)} at most: ${reason}. ` +
-    `The work there is needs ${need.toFixed(1)}; a request that comes now would wait ${seconds(wait_s)}.`
+    `The work there is needs ${need.toFixed(1)}.${wait}`
   );
 }
