@@ -32,7 +32,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -151,6 +151,9 @@ bench-overload: $(VENV)/.installed ## goodput when more comes than can be served
 
 bench-console: $(VENV)/.installed ## what the console costs a router and a browser, with 1,000 workers (build/bench/console.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/console.py
+
+picture-console: $(VENV)/.installed ## the README's picture of the console, of a cluster under Ray (pictures/console.png)
+	PYTHONPATH=. $(BIN)/python -W ignore tests/console_picture.py
 
 bench-scheduler: $(VENV)/.installed ## what a step costs beside the model (build/bench/scheduler.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/scheduler.py
