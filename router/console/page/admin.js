@@ -109,13 +109,17 @@ function options(select, values) {
   if (values.includes(chosen)) select.value = chosen;
 }
 
+let answered = Promise.resolve();
+
 // Whether the reader wants that.
-function confirmed(question) {
+async function confirmed(question) {
+  // The answer to the question before may be on its way still.
+  await answered;
   const dialog = $("confirm");
   say($("confirm-text"), question);
   dialog.returnValue = "no";
   dialog.showModal();
-  return new Promise((resolve) => {
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
-  });
+  answered = new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
+  await answered;
+  return dialog.returnValue === "yes";
 }
