@@ -7,6 +7,7 @@ const TITLE_PX = 18;
 const LEAST_SLOTS = 4;
 const MOST_ARROWS = 64;
 const HEAD_PX = 7;
+const NARROW_PX = 420;
 const MOST_ROWS = 512;
 
 export class Lanes {
@@ -111,7 +112,10 @@ export class Lanes {
     const [state, slots, running, , used, cached] = known;
     const words = [`worker ${short(worker)}`];
     if (state !== "up") words.push(state);
-    if (slots && state !== "lost") words.push(`${running} of ${slots} slots`, `KV ${used} % used, ${cached} % cached`);
+    if (slots && state !== "lost") {
+      if (this.canvas.clientWidth > NARROW_PX) words.push(`${running} of ${slots} slots`);
+      words.push(`KV ${used} % used, ${cached} % cached`);
+    }
     context.fillStyle = state === "up" ? this.colour.quiet : this.colour.lost;
     context.font = "12px system-ui, sans-serif";
     context.fillText(words.join(" · "), 2, top + 13);
