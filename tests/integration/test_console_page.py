@@ -98,7 +98,7 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
         await expect(answer).to_contain_text("was lost")
         # Where its time went is told in words, attempt by attempt.
         spans = page.get_by_role("region", name="Where its")
-        await expect(spans).to_contain_text("until its worker was found lost")
+        await expect(spans).to_contain_text("decode (attempt 2)")
         attempts = page.get_by_role("region", name="Its attempts").locator("tbody tr")
         await expect(attempts).to_have_count(2)
         await expect(attempts.last).to_contain_text("finished")
