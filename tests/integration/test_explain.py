@@ -71,7 +71,8 @@ async def test_of_a_real_engine_all_of_the_time_is_told() -> None:
             check_sum(explanation, wall_s)
             spent = seconds(explanation)
             assert spent[pb.SPAN_KIND_DOOR] > 0 and spent[pb.SPAN_KIND_OPENING] > 0
-            assert spent[pb.SPAN_KIND_DECODE] > 0
+            # What a stop string ends may have come in one frame, which told of no step.
+            assert spent.keys() & {pb.SPAN_KIND_PREFILL, pb.SPAN_KIND_DECODE}
             (attempt,) = explanation.attempts
             assert attempt.worker_id == parts.workers[0].worker_id
             assert attempt.new_tokens == explanation.output_tokens > 0
