@@ -86,7 +86,9 @@ class LedgerExchange:
         if said is None or now - self._told_at < _TELL_S:
             return
         self._said, self._told_at = None, now
-        await ledger.put_scaling(said)
+        # A ledger that is full takes no more, and can be read all the same: decisions need that.
+        with suppress(LedgerUnavailable):
+            await ledger.put_scaling(said)
 
     async def _pause(self, seconds: float) -> None:
         if not self._stopping.is_set():

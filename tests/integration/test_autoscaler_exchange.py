@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from cluster.autoscale.exchange import LedgerExchange
+from everlift.errors import LedgerUnavailable
 from everlift.v1.session_pb2 import ClusterLoad, Scaling
 from router.ledger.config import LedgerConfig
-from router.ledger.redis_ledger import connect
+from router.ledger.redis_ledger import RedisLedger, connect
 from tests.ledgers import PATIENCE_S, valkey_server
 
 
@@ -28,6 +31,38 @@ async def test_the_autoscaler_hears_the_leader_and_says_what_it_decided() -> Non
                     await asyncio.sleep(0.02)
             assert heard.load.queued == 7
             assert told.scaling == Scaling(workers=3, reason="requests wait")
+        finally:
+            exchange.stop()
+            await asyncio.to_thread(exchange._thread.join)
+            await ledger.close()
+
+
+async def test_a_ledger_that_takes_nothing_more_is_read_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connections: list[LedgerConfig] = []
+    refused: list[Scaling] = []
+
+    async def refuse(self: RedisLedger, scaling: Scaling) -> None:
+        refused.append(scaling)
+        raise LedgerUnavailable("it is full")
+
+    with valkey_server() as url:
+        config = LedgerConfig(url=url, durability_class="memory")
+        ledger = await connect(config)
+        await ledger.lead("router", "address", 1, PATIENCE_S)
+        await ledger.put_load(ClusterLoad(term=1, queued=7))
+        monkeypatch.setattr(RedisLedger, "put_scaling", refuse)
+        exchange = LedgerExchange(lambda: connections.append(config) or config)  # type: ignore[func-returns-value]
+        exchange.say(Scaling(workers=2))
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not refused:
+                    await asyncio.sleep(0.02)
+                await ledger.put_load(ClusterLoad(term=1, queued=9))
+                while (heard := exchange.latest()) is None or heard.load.queued != 9:
+                    await asyncio.sleep(0.02)
+            assert len(connections) == 1
         finally:
             exchange.stop()
             await asyncio.to_thread(exchange._thread.join)
