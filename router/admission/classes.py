@@ -76,7 +76,7 @@ class Classes:
         self._owed.pop(priority, None)
 
     def head(self, moment: float | None) -> int | None:
-        """Who leaves next, at this ledger time in seconds, or by class and key alone."""
+        """Who leaves next, at this ledger time in seconds, or by class and place alone."""
         heads = self._heads(moment)
         _, highest = next(heads, _NOBODY)
         if moment is None or not self._owed:

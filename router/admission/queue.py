@@ -151,7 +151,7 @@ class AdmissionQueue:
         self.backlog.remove(waiting, ticket)
 
     def peek(self, moment: float | None = None) -> Waiting | None:
-        """The request that leaves next at this moment. Without one: by class and key alone."""
+        """The request that leaves next at this moment. Without one: by class and place alone."""
         ticket = self._classes.head(moment)
         return self._waiting_of(ticket)
 
