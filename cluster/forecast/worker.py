@@ -24,7 +24,7 @@ from router.admission.pace import Work
 from router.admission.worker_view import Capacity, Load
 from worker.outcome import Outcome, SequenceKey, Stop
 from worker.pending import Pending
-from worker.plan import Rows
+from worker.plan import Plan, Rows
 from worker.scheduler import Scheduler
 from worker.sequence import NO_SLOT
 
@@ -66,6 +66,7 @@ class SimulatedWorker:
         self._step_s = 0.0
         self._started: list[SequenceKey] = []
         self._outcomes: list[Outcome] = []
+        self._plan: Plan | None = None
         self._stretch: Stretch | None = None
         self._tell()
         timeline.after(spec.config.beat, self._beat)
@@ -149,9 +150,8 @@ class SimulatedWorker:
         plan = self._scheduler.schedule(now=self._timeline.now)
         if not plan.rows:
             return 0.0
-        size = step_size(plan.rows)
-        self._outcomes += self._scheduler.commit_drawn(plan, TOKEN)
-        return self._seconds(size)
+        self._plan = plan
+        return self._seconds(step_size(plan.rows))
 
     def _seconds(self, size: StepSize) -> float:
         return self._spec.step_time.seconds(size) * self._spec.slowness
@@ -169,6 +169,9 @@ class SimulatedWorker:
             self._outcomes += self._scheduler.decode(TOKEN, stretch.num_done)
             self.num_jumped += stretch.num_done - 1
             self._stretch = None
+        elif self._plan is not None:
+            self._outcomes += self._scheduler.commit_drawn(self._plan, TOKEN)
+            self._plan = None
         self._report()
         self._turn()
 
