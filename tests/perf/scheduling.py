@@ -5,6 +5,7 @@
 batches static against continuous batching of an engine, outputs of 64, 256 or 1,024 tokens
         (batching.py, which has more of it)
 queue   a push and a pop, by how many wait (scheduling_queue.py)
+leader  all that a leader does for a request, by how many wait (scheduling_leader.py)
 turns   how far tenants are apart in what they were served, and what turns cost
         (scheduling_turns.py)
 forecast
@@ -27,16 +28,20 @@ import os
 import signal
 import statistics
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from router.admission.policy import ORDERS
+from router.config import Order
 from tests.perf import (
     batching,
     checkpoints,
     report,
     scheduling_faithful,
     scheduling_forecast,
+    scheduling_leader,
     scheduling_live,
     scheduling_picture,
     scheduling_queue,
@@ -45,6 +50,7 @@ from tests.perf import (
 from tests.perf.batching_engines import Live
 from tests.perf.online_parts import adopt_orphans
 from tests.perf.scheduling_live import Figures, Plan
+from tests.perf.scheduling_queue import Bench, measure
 
 _BATCH, _BATCH_ROUNDS = 32, 3
 
@@ -53,15 +59,23 @@ Part = dict[str, Any]
 
 
 def queue(options: argparse.Namespace) -> Part:
+    return _by_order(options, "queue", scheduling_queue.QueueBench)
+
+
+def leader(options: argparse.Namespace) -> Part:
+    return _by_order(options, "leader", scheduling_leader.LeaderBench)
+
+
+def _by_order(options: argparse.Namespace, name: str, make: Callable[[Order, int], Bench]) -> Part:
     raw = {
-        order: scheduling_queue.measure(order, options.waiting, options.queue_rounds)
+        order: measure(partial(make, order), options.waiting, options.queue_rounds)
         for order in ORDERS
     }
     us = {order: {n: statistics.median(seen[n]) for n in seen} for order, seen in raw.items()}
     return {
         "settings": {"waiting": options.waiting, "rounds": options.queue_rounds},
-        "raw": {"us_per_push_and_pop": us, "rounds": raw},
-        "ratios": scheduling_queue.ratios(us),
+        "raw": {"us_per_request": us, "rounds": raw},
+        "ratios": scheduling_queue.ratios(name, us),
     }
 
 
@@ -72,7 +86,7 @@ def turns(options: argparse.Namespace) -> Part:
     )
     return {
         "settings": {"steps": scheduling_turns.STEPS, "waiting": options.waiting},
-        "raw": {"gaps": gaps, "bound": scheduling_turns.bound(), "us_per_push_and_pop": costs},
+        "raw": {"gaps": gaps, "bound": scheduling_turns.bound(), "us_per_request": costs},
         "ratios": scheduling_turns.ratios(gaps, costs),
     }
 
@@ -152,6 +166,7 @@ def faithful(options: argparse.Namespace) -> Part:
 PARTS = {
     "batches": batches,
     "queue": queue,
+    "leader": leader,
     "turns": turns,
     "forecast": forecast,
     "faithful": faithful,

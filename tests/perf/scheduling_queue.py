@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from everlift.request_id import qualified
 from router.admission.fair_share import FairShare
@@ -25,34 +26,22 @@ GATEWAYS = 4
 PER_S = 100.0
 
 
-class Bench:
-    """A queue in this order with ``waiting`` requests, of so many tenants; 0: they are not told
-    apart."""
+class Requests:
+    """Each comes as a queue of ``waiting`` requests is found, and is of one of so many tenants; 0:
+    they are not told apart."""
 
-    def __init__(self, order: Order, waiting: int, tenants: int = 0) -> None:
-        config = RouterConfig()
+    def __init__(self, waiting: int, tenants: int = 0) -> None:
         self._dice = random.Random(0)
         self._came = 0
         self._tenants = tenants
         self._wait_s = waiting / PER_S
-        share = FairShare(1.0, 2.0, lambda tenant: 1.0) if tenants else None
-        policy = policy_of(order, config)
-        self._queue = AdmissionQueue(policy, config.class_floor, share, in_turns=tenants > 0)
-        for each in self._requests(waiting):
-            self._queue.push(each)
 
-    def us_per_pair(self) -> float:
-        requests = self._requests(AT_ONCE)
-        began = time.perf_counter()
-        for each in requests:
-            self._queue.push(each)
-            self._queue.pop(each.arrived)
-        return (time.perf_counter() - began) / AT_ONCE * 1e6
+    @property
+    def now(self) -> float:
+        """When the last one came, in seconds."""
+        return self._came / PER_S
 
-    def _requests(self, number: int) -> list[Waiting]:
-        return [self._request() for _ in range(number)]
-
-    def _request(self) -> Waiting:
+    def make(self) -> Waiting:
         self._came += 1
         prompt, output = self._dice.randrange(20, 2000), self._dice.randrange(1, 500)
         tenant = f"tenant-{self._dice.randrange(self._tenants)}" if self._tenants else ""
@@ -70,18 +59,45 @@ class Bench:
         )
 
 
-def measure(order: Order, waiting: Sequence[int], rounds: int) -> dict[int, list[float]]:
-    """us of a push and a pop, by how many wait, in the order of the rounds."""
-    benches = {size: Bench(order, size) for size in waiting}
+class QueueBench:
+    """A queue in this order with ``waiting`` requests."""
+
+    def __init__(self, order: Order, waiting: int, tenants: int = 0) -> None:
+        config = RouterConfig()
+        self._requests = Requests(waiting, tenants)
+        share = FairShare(1.0, 2.0, lambda tenant: 1.0) if tenants else None
+        policy = policy_of(order, config)
+        self._queue = AdmissionQueue(policy, config.class_floor, share, in_turns=tenants > 0)
+        for _ in range(waiting):
+            self._queue.push(self._requests.make())
+
+    def us_per_request(self) -> float:
+        requests = [self._requests.make() for _ in range(AT_ONCE)]
+        began = time.perf_counter()
+        for each in requests:
+            self._queue.push(each)
+            self._queue.pop(each.arrived)
+        return (time.perf_counter() - began) / AT_ONCE * 1e6
+
+
+class Bench(Protocol):
+    def us_per_request(self) -> float: ...
+
+
+def measure(
+    make: Callable[[int], Bench], waiting: Sequence[int], rounds: int
+) -> dict[int, list[float]]:
+    """us of a request, by how many wait, in the order of the rounds."""
+    benches = {size: make(size) for size in waiting}
     seen: dict[int, list[float]] = {size: [] for size in waiting}
     for _ in range(rounds):
         for size, bench in benches.items():
-            seen[size].append(bench.us_per_pair())
+            seen[size].append(bench.us_per_request())
     return seen
 
 
-def ratios(us: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
+def ratios(name: str, us: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
     """``us`` by order and by how many wait."""
     few, many = min(us["fifo"]), max(us["fifo"])
-    each = {f"queue_{order}_many_over_few": us[order][many] / us[order][few] for order in us}
-    return each | {"queue_ops_per_s_at_1e6": 1e6 / us["fifo"][many]}
+    each = {f"{name}_{order}_many_over_few": us[order][many] / us[order][few] for order in us}
+    return each | {f"{name}_ops_per_s_at_1e6": 1e6 / us["fifo"][many]}

@@ -23,7 +23,7 @@ from router.admission.policy import ORDERS, policy_of
 from router.admission.queue import AdmissionQueue
 from router.admission.waiting import Waiting
 from router.config import Order, RouterConfig
-from tests.perf.scheduling_queue import Bench
+from tests.perf.scheduling_queue import QueueBench
 
 SLOTS, STEPS, STEPS_UNTOLD, STEP_S = 32, 20_000, 5, 0.05
 CONFIG = RouterConfig()
@@ -131,9 +131,9 @@ def costs(waiting: Sequence[int], rounds: int) -> dict[int, dict[int, float]]:
     size are measured one after the other, and again."""
     medians: dict[int, dict[int, float]] = {tenants: {} for tenants in (0, 10, 1000)}
     for number in waiting:
-        benches = {tenants: Bench("fifo", number, tenants) for tenants in medians}
+        benches = {tenants: QueueBench("fifo", number, tenants) for tenants in medians}
         seen = [
-            {tenants: bench.us_per_pair() for tenants, bench in benches.items()}
+            {tenants: bench.us_per_request() for tenants, bench in benches.items()}
             for _ in range(rounds)
         ]
         for tenants in medians:
