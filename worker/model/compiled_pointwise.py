@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from worker import native
-from worker.model.pointwise import TORCH, Pointwise
+from worker.model.pointwise import TORCH, Pointwise, TorchPointwise
 from worker.model.rope import Angle
 from worker.model.spec import Activation
 
@@ -22,7 +22,7 @@ ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_pytorch_tanh": 1}
 _ALONE = 1 << 14
 
 
-class CompiledPointwise:
+class CompiledPointwise(TorchPointwise):
     """For tensors of one dtype on the CPU."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:

@@ -84,9 +84,9 @@ class Attention:
         turned, value = qkv.tensor_split([self.num_turned], dim=1)
         if self.norms is not None:
             turned = self.norms(turned, self.num_query)
-        turned = self.pointwise.rotate(turned, angle)
-        query, key = turned.tensor_split([self.num_query], dim=1)
-        attention.write(self._layer, key, value)
+        query = self.pointwise.rotate_and_write(
+            turned, self.num_query, value, angle, self._layer, attention
+        )
         return self.out(attention.attend(self._layer, query, self.form).flatten(1))
 
     def pack(self, packing: Packing) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional
 
+from worker.attention.backend import StepAttention
 from worker.model.rope import Angle, rotate
 from worker.model.spec import Activation
 
@@ -38,6 +39,19 @@ class Pointwise(Protocol):
         """As rope.rotate; it may be in the memory of ``heads``."""
         ...
 
+    def rotate_and_write(
+        self,
+        turned: Tensor,
+        num_query: int,
+        value: Tensor,
+        angle: Angle,
+        layer: int,
+        attention: StepAttention,
+    ) -> Tensor:
+        """Rotates ``turned`` [T, heads, head_dim], whose first ``num_query`` heads are queries,
+        which are returned; the others are keys, which are written with ``value``."""
+        ...
+
 
 class TorchPointwise:
     def norm(
@@ -56,6 +70,19 @@ class TorchPointwise:
 
     def rotate(self, heads: Tensor, angle: Angle) -> Tensor:
         return rotate(heads, angle)
+
+    def rotate_and_write(
+        self,
+        turned: Tensor,
+        num_query: int,
+        value: Tensor,
+        angle: Angle,
+        layer: int,
+        attention: StepAttention,
+    ) -> Tensor:
+        query, key = self.rotate(turned, angle).tensor_split([num_query], dim=1)
+        attention.write(layer, key, value)
+        return query
 
 
 TORCH = TorchPointwise()
