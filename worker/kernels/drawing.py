@@ -1,0 +1,194 @@
+"""One token a row: temperature, filters, one uniform number, as worker.draw has them.
+
+A program has one row, and reads it a few times. All filters keep the weights from some one
+upwards, and which one is found without sorting: the bits of a float that is not negative ascend
+with it, and of the one that is sought a digit of five bits is settled a pass, by how many weights,
+or how much of their mass, each digit has.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: worker.draw.GREEDY_BELOW, and worker.largest's marks.
+GREEDY_BELOW = tl.constexpr(1e-5)
+NOT_FINITE = tl.constexpr(-1)
+NOTHING_LEFT = tl.constexpr(-2)
+#: A weight is at most 1.0, whose bits are below 1 << 30.
+DIGIT_BITS = tl.constexpr(5)
+DIGITS = tl.constexpr(6)
+#: of one digit
+VALUES = tl.constexpr(32)
+
+
+@triton.jit
+def draw_rows(
+    tokens,
+    logits,
+    filters,
+    keys,
+    positions,
+    row_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``tokens`` int64 [rows] of ``logits`` fp32 [rows, VOCAB]. By row, ``filters`` fp64 [rows, 4]
+    are temperature, top_k, top_p and min_p, inf where top_k or top_p keep all; ``keys`` int64
+    [rows, 2] have the bits of seed and choice, ``positions`` int64 [rows]."""
+    row = tl.program_id(0).to(tl.int64)
+    source = logits + row * row_stride
+    largest, token = _largest(source, VOCAB, BLOCK)
+    precise = tl.load(filters + row * 4)
+    if (token >= 0) & (precise >= GREEDY_BELOW):
+        temperature = precise.to(tl.float32)
+        least = _least_kept(
+            source,
+            largest,
+            temperature,
+            tl.load(filters + row * 4 + 1),
+            tl.load(filters + row * 4 + 2),
+            tl.load(filters + row * 4 + 3),
+            VOCAB,
+            BLOCK,
+        )
+        share = uniform(
+            tl.load(keys + row * 2), tl.load(keys + row * 2 + 1), tl.load(positions + row)
+        )
+        token = _walk(source, largest, temperature, least, share, VOCAB, BLOCK)
+    tl.store(tokens + row, token.to(tl.int64))
+
+
+@triton.jit
+def uniform(seed, choice, position):
+    """worker.uniform's number."""
+    mixed = _mix(_mix(_mix(seed.to(tl.uint64)) ^ choice.to(tl.uint64)) ^ position.to(tl.uint64))
+    return (mixed >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def _mix(x):
+    x = x + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _largest(source, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit, and the first token that has it or a mark."""
+    largest = tl.full([], float("-inf"), tl.float32)
+    token = tl.full([], 0, tl.int32)
+    num_broken = tl.full([], 0, tl.int32)
+    for begin in range(0, VOCAB, BLOCK):
+        ids = begin + tl.arange(0, BLOCK)
+        values = tl.load(source + ids, mask=ids < VOCAB, other=float("-inf"))
+        is_broken = (values != values) | (values == float("inf"))
+        num_broken += tl.sum(is_broken.to(tl.int32), 0)
+        values = tl.where(is_broken, float("-inf"), values)
+        top = tl.max(values, 0)
+        first = tl.min(tl.where(values == top, ids, VOCAB), 0)
+        token = tl.where(top > largest, first, token)
+        largest = tl.maximum(largest, top)
+    token = tl.where(largest == float("-inf"), NOTHING_LEFT, token)
+    return largest, tl.where(num_broken > 0, NOT_FINITE, token)
+
+
+@triton.jit
+def _weights(source, ids, largest, temperature, VOCAB: tl.constexpr):
+    """Probabilities relative to the largest; 0 behind the vocabulary's end."""
+    values = tl.load(source + ids, mask=ids < VOCAB, other=float("-inf"))
+    return tl.exp((values - largest) / temperature)
+
+
+@triton.jit
+def _least_kept(
+    source, largest, temperature, top_k, top_p, min_p, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The smallest weight that the filters keep; 0 without any."""
+    least = tl.full([], 0.0, tl.float32)
+    if top_k < VOCAB:
+        bits = _crossing(source, largest, temperature, top_k, 0, VOCAB, BLOCK, False)
+        least = bits.to(tl.float32, bitcast=True)
+    if top_p < 1.0:
+        bound = least.to(tl.int32, bitcast=True)
+        mass = _mass(source, largest, temperature, least, VOCAB, BLOCK)
+        bits = _crossing(source, largest, temperature, top_p * mass, bound, VOCAB, BLOCK, True)
+        least = tl.maximum(least, bits.to(tl.float32, bitcast=True))
+    # Of all that fp32 has, the least that is not below min_p.
+    floor = min_p.to(tl.float32)
+    above = (floor.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
+    floor = tl.where(floor.to(tl.float64) < min_p, above, floor)
+    return tl.maximum(least, floor)
+
+
+@triton.jit
+def _mass(source, largest, temperature, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """fp64: of all weights that are not below ``least``."""
+    mass = tl.full([], 0.0, tl.float64)
+    for begin in range(0, VOCAB, BLOCK):
+        weights = _weights(source, begin + tl.arange(0, BLOCK), largest, temperature, VOCAB)
+        mass += tl.sum(tl.where(weights >= least, weights, 0.0).to(tl.float64), 0)
+    return mass
+
+
+@triton.jit
+def _crossing(
+    source,
+    largest,
+    temperature,
+    limit,
+    floor,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OF_MASS: tl.constexpr,
+):
+    """The bits of the smallest weight of which the greater ones are, together, less than ``limit``:
+    their number, or OF_MASS their mass. Weights with bits below ``floor`` are not looked at."""
+    prefix = tl.full([], 0, tl.int32)
+    above = tl.full([], 0.0, tl.float64)
+    digits = tl.arange(0, VALUES)
+    for turn in range(DIGITS):
+        shift = (DIGITS - 1 - turn) * DIGIT_BITS
+        sums = tl.zeros([VALUES], tl.float64)
+        for begin in range(0, VOCAB, BLOCK):
+            ids = begin + tl.arange(0, BLOCK)
+            weights = _weights(source, ids, largest, temperature, VOCAB)
+            bits = weights.to(tl.int32, bitcast=True)
+            is_one = (bits >> (shift + DIGIT_BITS)) == prefix
+            is_one = is_one & (bits >= floor) & (ids < VOCAB)
+            digit = (bits >> shift) & (VALUES - 1)
+            counted = weights if OF_MASS else tl.full([BLOCK], 1.0, tl.float32)
+            has = is_one[:, None] & (digit[:, None] == digits[None, :])
+            sums += tl.sum(tl.where(has, counted[:, None], 0.0), 0).to(tl.float64)
+        # What lies above a digit: that of all greater ones, summed up from the greatest.
+        greater = above + tl.sum(tl.where(digits[None, :] > digits[:, None], sums[None, :], 0.0), 1)
+        wanted = (greater < limit) & (sums > 0.0)
+        # The greatest weight is always kept.
+        digit = tl.min(tl.where(wanted, digits, VALUES), 0)
+        most = tl.max(tl.where(sums > 0.0, digits, 0), 0)
+        digit = tl.where(digit < VALUES, digit, most)
+        above = tl.sum(tl.where(digits == digit, greater, 0.0), 0)
+        prefix = (prefix << DIGIT_BITS) | digit
+    return prefix
+
+
+@triton.jit
+def _walk(source, largest, temperature, least, share, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The first token whose cumulative weight, of those that are kept, exceeds ``share`` of it."""
+    target = share * _mass(source, largest, temperature, least, VOCAB, BLOCK)
+    passed = tl.full([], 0.0, tl.float64)
+    token = tl.full([], -1, tl.int32)
+    for begin in range(0, VOCAB, BLOCK):
+        ids = begin + tl.arange(0, BLOCK)
+        weights = _weights(source, ids, largest, temperature, VOCAB)
+        kept = tl.where(weights >= least, weights, 0.0).to(tl.float64)
+        mass = tl.sum(kept, 0)
+        if (token < 0) & (passed + mass > target):
+            beyond = (passed + tl.cumsum(kept, 0) > target) & (kept > 0.0)
+            first = tl.min(tl.where(beyond, ids, VOCAB), 0)
+            # Summed up in another order the last one may fall short of the target by a bit.
+            last = tl.max(tl.where(kept > 0.0, ids, 0), 0)
+            token = tl.minimum(first, last)
+        passed += mass
+    return token

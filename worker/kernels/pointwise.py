@@ -1,0 +1,71 @@
+"""What a layer computes between its products, in one piece each: sum and norm, and the gate."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_and_norm(
+    x,
+    added,
+    weight,
+    out,
+    heads,
+    token_stride,
+    head_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+    ADD_ONE: tl.constexpr,
+):
+    """``out`` [rows, WIDTH] = x / rms(x) * weight, a program for each row. Row r of ``x`` begins at
+    (r // heads) * token_stride + (r % heads) * head_stride. With ADDS, ``added`` [rows, WIDTH] is
+    first added to ``x`` in its place, rounded as it is kept there."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    within = columns < WIDTH
+    place = x + row // heads * token_stride + row % heads * head_stride + columns
+    values = tl.load(place, mask=within, other=0.0)
+    if ADDS:
+        more = tl.load(added + row * WIDTH + columns, mask=within, other=0.0)
+        values = (values.to(tl.float32) + more.to(tl.float32)).to(values.dtype)
+        tl.store(place, values, mask=within)
+    precise = values.to(tl.float32)
+    factor = tl.load(weight + columns, mask=within, other=0.0).to(tl.float32)
+    if ADD_ONE:
+        factor += 1.0
+    mean = tl.sum(precise * precise, 0) / WIDTH
+    result = precise * (1.0 / tl.sqrt(mean + eps)) * factor
+    tl.store(out + row * WIDTH + columns, result.to(values.dtype), mask=within)
+
+
+@triton.jit
+def gate_and_multiply(
+    gate_up,
+    out,
+    token_stride,
+    width,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """``out`` [tokens, width] = activation(gate) * up, of ``gate_up`` [tokens, 2 * width]; a
+    program for each (token, BLOCK columns). ACTIVATION is a name of model.spec.Activation."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = columns < width
+    source = gate_up + token * token_stride + columns
+    gate = tl.load(source, mask=within, other=0.0)
+    up = tl.load(source + width, mask=within, other=0.0).to(tl.float32)
+    x = gate.to(tl.float32)
+    if ACTIVATION == "silu":
+        active = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        active = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        # x * sigmoid(2 y) is x / 2 * (1 + tanh(y))
+        twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        active = x / (1.0 + tl.exp(-twice))
+    tl.store(out + token * width + columns, (active * up).to(gate.dtype), mask=within)
