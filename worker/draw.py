@@ -15,7 +15,8 @@ upwards, so ties at the edge are kept, and no sorting order shows in the result.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from everlift.sampling import SamplingParams
-from worker.largest import Largest
+from worker.kernels.trial import kernels_work
+from worker.largest import Largest, choose_largest
 from worker.plan import Ints
 from worker.uniform import U64, uniform
 from worker.upload import upload
@@ -76,9 +78,25 @@ class DrawTable:
         return Draws(self._filters[slots], self._keys[slots], positions)
 
 
+class Draw(Protocol):
+    def __call__(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Token ids int64 [n] for ``logits`` fp32 [n, vocab]; NOT_FINITE or NOTHING_LEFT for a row
+        from which none can be drawn."""
+        ...
+
+
+def choose_draw(device: torch.device) -> Draw:
+    """By a kernel on GPUs, where it can be, else in torch."""
+    if device.type == "cuda" and kernels_work(device):
+        # Triton need not be there but for a GPU.
+        from worker.draw_by_kernel import draw_by_kernel
+
+        return draw_by_kernel
+    return partial(draw, largest=choose_largest(device))
+
+
 def draw(logits: Tensor, draws: Draws, largest: Largest) -> Tensor:
-    """Token ids int64 [n] for ``logits`` fp32 [n, vocab]; NOT_FINITE or NOTHING_LEFT for a row from
-    which none can be drawn."""
+    """As Draw, in torch."""
     maxima, tokens = largest(logits)
     (drawn,) = (draws.filters[:, 0] >= GREEDY_BELOW).nonzero()
     if len(drawn):

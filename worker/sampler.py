@@ -29,9 +29,9 @@ from torch import Tensor
 
 from everlift.errors import EngineFailed, EverliftError
 from everlift.sampling import SamplingParams
-from worker.draw import Draws, DrawTable, draw
+from worker.draw import Draws, DrawTable, choose_draw
 from worker.history import Histories, PenalisedRow
-from worker.largest import NOT_FINITE, choose_largest
+from worker.largest import NOT_FINITE
 from worker.logprobs import KeptLogits
 from worker.plan import Admission, Ints, RowResult
 from worker.sampled_row import SampledRow, SampledSlot, plain_results
@@ -81,7 +81,7 @@ class Sampler:
         #: those of them for which nothing is done but to draw
         self._plain: set[int] = set()
         self._table = DrawTable()
-        self._largest = choose_largest(device)
+        self._draw = choose_draw(device)
         self._masks: dict[int, TokenMask] = {}
         self._histories = Histories(device)
 
@@ -125,7 +125,7 @@ class Sampler:
         num_top = _num_top(rows.values())
         kept = KeptLogits(logits, num_top) if num_top else None
         broken = self._shape(logits, [row for row in rows.values() if row.is_shaped])
-        tokens = draw(logits, self._draws(asks, firsts, num_sites), self._largest)
+        tokens = self._draw(logits, self._draws(asks, firsts, num_sites))
         if broken is not None:
             tokens = tokens.masked_fill(broken, NOT_FINITE)
         drawn, logprobs = tokens.tolist(), kept.logprobs(tokens) if kept is not None else {}

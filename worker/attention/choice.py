@@ -1,17 +1,33 @@
-"""Which attention there is for a KV cache: the compiled one on CPUs where there is a compiler, else
-torch's."""
+"""Which attention there is for a KV cache: the compiled one on CPUs where there is a compiler, the
+one in Triton on GPUs where that is, else torch's."""
 
 from __future__ import annotations
+
+import torch
 
 from worker.attention.backend import AttentionBackend
 from worker.attention.cpu import CpuAttention, compiled_kernel
 from worker.attention.reference import ReferenceAttention
+from worker.kernels.trial import kernels_work
 from worker.kv_cache import KVCache
+
+#: Of larger heads a tile does not fit into a multiprocessor.
+_LARGEST_HEAD = 256
 
 
 def choose_attention(cache: KVCache) -> AttentionBackend:
     """Compiles the kernel, in a few seconds, where this machine has not done so before."""
-    if cache.tensor.device.type != "cpu":
-        return ReferenceAttention(cache)
-    kernel = compiled_kernel(cache.tensor.shape[-1], cache.tensor.dtype)
+    device, head_dim = cache.tensor.device, cache.tensor.shape[-1]
+    if device.type == "cuda":
+        if head_dim > _LARGEST_HEAD or not kernels_work(device):
+            return ReferenceAttention(cache)
+        return _gpu_attention(cache, device)
+    kernel = compiled_kernel(head_dim, cache.tensor.dtype) if device.type == "cpu" else None
     return ReferenceAttention(cache) if kernel is None else CpuAttention(cache, kernel)
+
+
+def _gpu_attention(cache: KVCache, device: torch.device) -> AttentionBackend:
+    # Triton need not be there but for a GPU.
+    from worker.attention.gpu import GpuAttention
+
+    return GpuAttention(cache, torch.cuda.get_device_properties(device).multi_processor_count)

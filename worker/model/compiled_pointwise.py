@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from worker import native
+from worker.kernels.trial import kernels_work
 from worker.model.pointwise import TORCH, Pointwise, TorchPointwise
 from worker.model.rope import Angle
 from worker.model.spec import Activation
@@ -109,6 +110,11 @@ class CompiledPointwise(TorchPointwise):
 
 def choose_pointwise(dtype: torch.dtype, device: torch.device) -> Pointwise:
     """Compiled, where it can be."""
+    if device.type == "cuda" and kernels_work(device):
+        # Triton need not be there but for a GPU.
+        from worker.model.kernel_pointwise import KernelPointwise
+
+        return KernelPointwise()
     return (_compiled(dtype) if device.type == "cpu" else None) or TORCH
 
 

@@ -1,0 +1,59 @@
+"""What a GPU computes by kernels, where these work."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from worker.attention.choice import choose_attention
+from worker.attention.gpu import GpuAttention
+from worker.attention.reference import ReferenceAttention
+from worker.draw import choose_draw
+from worker.draw_by_kernel import draw_by_kernel
+from worker.kernels.trial import kernels_work
+from worker.model.compiled_pointwise import choose_pointwise
+from worker.model.kernel_pointwise import KernelPointwise
+from worker.model.pointwise import TORCH
+
+GPU = torch.device("cuda")
+CHOOSERS = ("worker.attention.choice", "worker.draw", "worker.model.compiled_pointwise")
+
+
+@pytest.fixture(autouse=True)
+def tried_again() -> Iterator[None]:
+    kernels_work.cache_clear()
+    yield
+    kernels_work.cache_clear()
+
+
+def test_a_kernel_is_tried() -> None:
+    assert kernels_work(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def test_without_triton_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "worker.model.kernel_pointwise", None)
+    assert not kernels_work(torch.device("cpu"))
+
+
+def cache_on_gpu(head_dim: int) -> Any:
+    tensor = SimpleNamespace(device=GPU, shape=(9, 1, 2, 4, 32, head_dim))
+    return SimpleNamespace(tensor=tensor, kv_heads=4)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_gpu_has_them_where_they_work(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in CHOOSERS:
+        monkeypatch.setattr(f"{module}.kernels_work", lambda _: works)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert (choose_draw(GPU) is draw_by_kernel) == works
+    pointwise = choose_pointwise(torch.bfloat16, GPU)
+    assert isinstance(pointwise, KernelPointwise) if works else pointwise is TORCH
+    attention = GpuAttention if works else ReferenceAttention
+    assert isinstance(choose_attention(cache_on_gpu(128)), attention)
+    assert isinstance(choose_attention(cache_on_gpu(512)), ReferenceAttention)
