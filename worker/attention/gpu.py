@@ -6,16 +6,22 @@ A block lies as the cache's shape says. One upload a step tells the kernels of a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache as cache_of
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everlift.blockhash import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
+from worker.attention.gpu_launch import (
+    NARROW,
+    WIDE,
+    RowTable,
+    TileSet,
+    attend,
+    place,
+    power_of_two,
+)
 from worker.attention.tiles import (
     narrow_rows,
     num_splits,
@@ -23,47 +29,11 @@ from worker.attention.tiles import (
     tokens_of_tiles,
     wide_rows,
 )
-from worker.kernels.paged_attention import attend_tiles, merge_splits
-from worker.kernels.placing import turn_and_place
 from worker.kv_cache import KVCache
 from worker.limits import blocks_for
 from worker.model.rope import Angle
 from worker.plan import Ints, Rows
 from worker.upload import upload_all
-
-#: Queries of a narrow tile, the least that tensor cores take, and of a wide one.
-_NARROW, _WIDE = 16, 64
-#: Positions that a program looks at in one go, of narrow tiles and of wide ones, if their keys take
-#: no more bytes than this: a multiprocessor of an Ada has 99 KiB for all that a program keeps.
-_NARROW_KEYS, _WIDE_KEYS, _KEY_BYTES = 32, 64, 16 << 10
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TileSet:
-    """Tiles of one kind on the device: ``rows`` and ``offsets`` int32 [m], as in Tiles, of up to
-    ``tokens`` tokens in a matrix of ``block_rows`` queries."""
-
-    rows: Tensor
-    offsets: Tensor
-    tokens: int
-    block_rows: int
-    splits: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowTable:
-    """A step's rows on the device, int32: by row [n] its first token's index in the step, where it
-    begins in its sequence, its number of tokens, and its blocks ``tables`` [n, ``width``]; by token
-    [T] its row and its position, which is negative where nothing is to be written."""
-
-    firsts: Tensor
-    starts: Tensor
-    counts: Tensor
-    tables: Tensor
-    #: [1]
-    width: Tensor
-    row_of_token: Tensor
-    positions: Tensor
 
 
 class GpuAttention:
@@ -88,14 +58,14 @@ class GpuAttention:
     def _tile_sets(self, counts: Ints, group: int) -> list[TileSet]:
         """Of rows with ``counts`` [n] tokens, ``group`` query heads to a KV head. Decoding and
         prompts are separate launches: either would waste the other's tiles."""
-        chosen = ((narrow_rows(counts), _NARROW), (wide_rows(counts), _WIDE))
+        chosen = ((narrow_rows(counts), NARROW), (wide_rows(counts), WIDE))
         return [self._tile_set(counts, rows, least, group) for rows, least in chosen if len(rows)]
 
     def _tile_set(self, counts: Ints, rows: Ints, least: int, group: int) -> TileSet:
-        block_rows, splits = max(least, _power_of_two(group)), 1
+        block_rows, splits = max(least, power_of_two(group)), 1
         tokens = tokens_of_tiles(counts[rows], block_rows // group)
         tiles = tiles_of(counts, rows, tokens)
-        if least == _NARROW:
+        if least == NARROW:
             splits = num_splits(len(tiles), self._cache.kv_heads, self._multiprocessors)
         row_of_tile, offsets = upload_all([tiles.rows, tiles.offsets], self._device)
         return TileSet(row_of_tile, offsets, tokens, block_rows, splits)
@@ -113,7 +83,7 @@ class GpuStep:
         self._tile_sets = cache_of(tile_sets)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        self._place(layer, key, value, 0, None)
+        place(self._cache, layer, self._table, key, value, 0, None)
 
     def turn_and_write(
         self, layer: int, turned: Tensor, num_query: int, value: Tensor, angle: Angle
@@ -121,147 +91,14 @@ class GpuStep:
         """Of the heads ``turned`` [tokens, heads, head_dim] the first ``num_query`` are queries, in
         whose place they are turned, and which are returned; the others are keys, which go turned to
         the cache, as does ``value``."""
-        self._place(layer, turned, value, num_query, angle)
+        place(self._cache, layer, self._table, turned, value, num_query, angle)
         return turned[:, :num_query]
 
     def attend(self, layer: int, query: Tensor, form: AttentionForm) -> Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for tiles in self._tile_sets(query.shape[1] // self._cache.kv_heads):
-            _attend(self._cache, layer, self._table, tiles, query, form, out)
+            attend(self._cache, layer, self._table, tiles, query, form, out)
         return out
-
-    def _place(
-        self, layer: int, turned: Tensor, value: Tensor, num_query: int, angle: Angle | None
-    ) -> None:
-        _place(self._cache, layer, self._table, turned, value, num_query, angle)
-
-
-def _place(
-    cache: KVCache,
-    layer: int,
-    table: RowTable,
-    turned: Tensor,
-    value: Tensor,
-    num_query: int,
-    angle: Angle | None,
-) -> None:
-    """Launches turn_and_place for one layer; without an ``angle`` nothing is turned."""
-    turned, value = _with_whole_heads(turned), _with_whole_heads(value)
-    keys = cache.layer(layer)
-    kv_heads, head_dim = value.shape[1:]
-    cos, sin = (value, value) if angle is None else angle
-    half = 0 if angle is None else cos.shape[-1] // 2
-    turn_and_place[(len(value), num_query + 2 * kv_heads)](
-        turned,
-        value,
-        cos,
-        sin,
-        keys,
-        table.row_of_token,
-        table.positions,
-        table.tables,
-        table.width,
-        turned.stride(0),
-        turned.stride(1),
-        value.stride(0),
-        value.stride(1),
-        2 * half,
-        keys.stride(0),
-        keys.stride(1),
-        NUM_QUERY=num_query,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=_power_of_two(head_dim),
-        HALF=half,
-        BLOCK_HALF=_power_of_two(max(1, half)),
-        BLOCK_SIZE=BLOCK_SIZE,
-        num_warps=1,
-    )
-
-
-def _attend(
-    cache: KVCache,
-    layer: int,
-    table: RowTable,
-    tiles: TileSet,
-    query: Tensor,
-    form: AttentionForm,
-    out: Tensor,
-) -> None:
-    """Launches what attends for ``tiles`` in one layer. ``query`` and ``out`` are of the whole
-    step; ``out`` is one run of memory."""
-    query = _with_whole_heads(query)
-    keys = cache.layer(layer)
-    num_tiles, heads, head_dim = len(tiles.rows), *query.shape[1:]
-    sums, states = _room_for_splits(tiles, heads, head_dim, query.device)
-    sinks = None if form.sinks is None else form.sinks.float()
-    described: dict[str, Any] = {
-        "HEADS": heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_DIM": max(16, _power_of_two(head_dim)),
-        "TOKENS": tiles.tokens,
-        "SPLITS": tiles.splits,
-        "HAS_SINKS": sinks is not None,
-    }
-    attend_tiles[(num_tiles, cache.kv_heads, tiles.splits)](
-        out,
-        sums,
-        states,
-        query,
-        keys,
-        out if sinks is None else sinks,
-        tiles.rows,
-        tiles.offsets,
-        table.firsts,
-        table.starts,
-        table.counts,
-        table.tables,
-        table.width,
-        query.stride(0),
-        query.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        form.scale,
-        form.softcap or 0.0,
-        form.window or 0,
-        **described,
-        GROUP=heads // cache.kv_heads,
-        BLOCK_SIZE=BLOCK_SIZE,
-        BLOCK_ROWS=tiles.block_rows,
-        BLOCK_KEYS=_num_keys(tiles, described["BLOCK_DIM"] * keys.element_size()),
-        HAS_WINDOW=form.window is not None,
-        HAS_SOFTCAP=form.softcap is not None,
-        num_warps=4,
-        num_stages=2,
-    )
-    if tiles.splits > 1:
-        merge_splits[(num_tiles * tiles.tokens, heads)](
-            out,
-            sums,
-            states,
-            out if sinks is None else sinks,
-            tiles.rows,
-            tiles.offsets,
-            table.firsts,
-            table.counts,
-            **described,
-            num_warps=4,
-        )
-
-
-def _num_keys(tiles: TileSet, bytes_of_one: int) -> int:
-    most = _NARROW_KEYS if tiles.block_rows == _NARROW else _WIDE_KEYS
-    return max(16, min(most, _KEY_BYTES // bytes_of_one))
-
-
-def _room_for_splits(
-    tiles: TileSet, heads: int, head_dim: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    if tiles.splits == 1:
-        nothing = torch.empty(1, device=device)
-        return nothing, nothing
-    parts = len(tiles.rows) * tiles.tokens * heads * tiles.splits
-    return torch.empty(parts, head_dim, device=device), torch.empty(parts, 2, device=device)
 
 
 def _row_table(rows: Rows, device: torch.device) -> RowTable:
@@ -280,13 +117,3 @@ def _row_table(rows: Rows, device: torch.device) -> RowTable:
             device,
         )
     )
-
-
-def _power_of_two(number: int) -> int:
-    """The least that is not less."""
-    return 1 << (number - 1).bit_length()
-
-
-def _with_whole_heads(heads: Tensor) -> Tensor:
-    """``heads`` [tokens, heads, head_dim], each head's in one run of memory."""
-    return heads if heads.stride(2) == 1 else heads.contiguous()

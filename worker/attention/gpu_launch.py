@@ -1,0 +1,188 @@
+"""The launches of attention's kernels, for one layer of a step each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everlift.blockhash import BLOCK_SIZE
+from worker.attention.backend import AttentionForm
+from worker.kernels.paged_attention import attend_tiles, merge_splits
+from worker.kernels.placing import turn_and_place
+from worker.kv_cache import KVCache
+from worker.model.rope import Angle
+
+#: Queries of a narrow tile, the least that tensor cores take, and of a wide one.
+NARROW, WIDE = 16, 64
+#: Positions that a program looks at in one go, of narrow tiles and of wide ones, if their keys take
+#: no more bytes than this: a multiprocessor of an Ada has 99 KiB for all that a program keeps.
+_NARROW_KEYS, _WIDE_KEYS, _KEY_BYTES = 32, 64, 16 << 10
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileSet:
+    """Tiles of one kind on the device: ``rows`` and ``offsets`` int32 [m], as in Tiles, of up to
+    ``tokens`` tokens in a matrix of ``block_rows`` queries."""
+
+    rows: Tensor
+    offsets: Tensor
+    tokens: int
+    block_rows: int
+    splits: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTable:
+    """A step's rows on the device, int32: by row [n] its first token's index in the step, where it
+    begins in its sequence, its number of tokens, and its blocks ``tables`` [n, ``width``]; by token
+    [T] its row and its position, which is negative where nothing is to be written."""
+
+    firsts: Tensor
+    starts: Tensor
+    counts: Tensor
+    tables: Tensor
+    #: [1]
+    width: Tensor
+    row_of_token: Tensor
+    positions: Tensor
+
+
+def place(
+    cache: KVCache,
+    layer: int,
+    table: RowTable,
+    turned: Tensor,
+    value: Tensor,
+    num_query: int,
+    angle: Angle | None,
+) -> None:
+    """Launches turn_and_place for one layer; without an ``angle`` nothing is turned."""
+    turned, value = _with_whole_heads(turned), _with_whole_heads(value)
+    keys = cache.layer(layer)
+    kv_heads, head_dim = value.shape[1:]
+    cos, sin = (value, value) if angle is None else angle
+    half = 0 if angle is None else cos.shape[-1] // 2
+    turn_and_place[(len(value), num_query + 2 * kv_heads)](
+        turned,
+        value,
+        cos,
+        sin,
+        keys,
+        table.row_of_token,
+        table.positions,
+        table.tables,
+        table.width,
+        turned.stride(0),
+        turned.stride(1),
+        value.stride(0),
+        value.stride(1),
+        2 * half,
+        keys.stride(0),
+        keys.stride(1),
+        NUM_QUERY=num_query,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_DIM=power_of_two(head_dim),
+        HALF=half,
+        BLOCK_HALF=power_of_two(max(1, half)),
+        BLOCK_SIZE=BLOCK_SIZE,
+        num_warps=1,
+    )
+
+
+def attend(
+    cache: KVCache,
+    layer: int,
+    table: RowTable,
+    tiles: TileSet,
+    query: Tensor,
+    form: AttentionForm,
+    out: Tensor,
+) -> None:
+    """Launches what attends for ``tiles`` in one layer. ``query`` and ``out`` are of the whole
+    step; ``out`` is one run of memory."""
+    query = _with_whole_heads(query)
+    keys = cache.layer(layer)
+    num_tiles, heads, head_dim = len(tiles.rows), *query.shape[1:]
+    sums, states = _room_for_splits(tiles, heads, head_dim, query.device)
+    sinks = None if form.sinks is None else form.sinks.float()
+    described: dict[str, Any] = {
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": max(16, power_of_two(head_dim)),
+        "TOKENS": tiles.tokens,
+        "SPLITS": tiles.splits,
+        "HAS_SINKS": sinks is not None,
+    }
+    attend_tiles[(num_tiles, cache.kv_heads, tiles.splits)](
+        out,
+        sums,
+        states,
+        query,
+        keys,
+        out if sinks is None else sinks,
+        tiles.rows,
+        tiles.offsets,
+        table.firsts,
+        table.starts,
+        table.counts,
+        table.tables,
+        table.width,
+        query.stride(0),
+        query.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        form.scale,
+        form.softcap or 0.0,
+        form.window or 0,
+        **described,
+        GROUP=heads // cache.kv_heads,
+        BLOCK_SIZE=BLOCK_SIZE,
+        BLOCK_ROWS=tiles.block_rows,
+        BLOCK_KEYS=_num_keys(tiles, described["BLOCK_DIM"] * keys.element_size()),
+        HAS_WINDOW=form.window is not None,
+        HAS_SOFTCAP=form.softcap is not None,
+        num_warps=4,
+        num_stages=2,
+    )
+    if tiles.splits > 1:
+        merge_splits[(num_tiles * tiles.tokens, heads)](
+            out,
+            sums,
+            states,
+            out if sinks is None else sinks,
+            tiles.rows,
+            tiles.offsets,
+            table.firsts,
+            table.counts,
+            **described,
+            num_warps=4,
+        )
+
+
+def _num_keys(tiles: TileSet, bytes_of_one: int) -> int:
+    most = _NARROW_KEYS if tiles.block_rows == NARROW else _WIDE_KEYS
+    return max(16, min(most, _KEY_BYTES // bytes_of_one))
+
+
+def _room_for_splits(
+    tiles: TileSet, heads: int, head_dim: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    if tiles.splits == 1:
+        nothing = torch.empty(1, device=device)
+        return nothing, nothing
+    parts = len(tiles.rows) * tiles.tokens * heads * tiles.splits
+    return torch.empty(parts, head_dim, device=device), torch.empty(parts, 2, device=device)
+
+
+def power_of_two(number: int) -> int:
+    """The least that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def _with_whole_heads(heads: Tensor) -> Tensor:
+    """``heads`` [tokens, heads, head_dim], each head's in one run of memory."""
+    return heads if heads.stride(2) == 1 else heads.contiguous()
