@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from tests.worker_support import Collected, run, start
@@ -14,11 +16,12 @@ from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.counters import Counters
 from worker.engine import Engine
+from worker.last_tokens import LastTokens
 from worker.limits import Limits
 from worker.model.end_tokens import end_token_ids
 from worker.outcome import SequenceKey
 from worker.parallel import Group
-from worker.plan import Plan, RowResult
+from worker.plan import Launched, Plan, RowResult
 from worker.runner import TorchRunner
 from worker.sequence import Sequence as EngineSequence
 
@@ -66,13 +69,25 @@ class RecordingRunner:
         self.plans.append(plan)
         return self._runner.execute(plan)
 
+    def launch(self, plan: Plan) -> Launched:
+        self.plans.append(plan)
+        launch = self._runner.launch
+        assert launch is not None
+        return launch(plan)
+
 
 class TorchEngine:
     """One engine over ``directory`` in fp32, under a token budget that cuts most prompts.
-    ``settings`` are more of WorkerConfig's."""
+    ``settings`` are more of WorkerConfig's. ``ahead``, its steps are launched before the ones
+    before them are committed, as on a GPU."""
 
     def __init__(
-        self, directory: Path, num_blocks: int, group: Group | None = None, **settings: Any
+        self,
+        directory: Path,
+        num_blocks: int,
+        group: Group | None = None,
+        ahead: bool = False,
+        **settings: Any,
     ) -> None:
         config = WorkerConfig(
             model=str(directory),
@@ -87,7 +102,10 @@ class TorchEngine:
         self._eos = end_token_ids(directory)
         self._runner = RecordingRunner(build_runner(config, group or Group.single()))
         self._limits = Limits.of(config, self._runner)
-        self._engine = Engine(self._runner, self._limits)
+        if ahead:
+            self._runner._runner._last_tokens = LastTokens(config.max_num_seqs, torch.device("cpu"))
+        launch = self._runner.launch if ahead else None
+        self._engine = Engine(self._runner, self._limits, launch=launch)
 
     def serve(self, jobs: Sequence[Job]) -> list[list[int]]:
         """Output tokens of ``jobs``, all there from the start."""

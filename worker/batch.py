@@ -169,6 +169,11 @@ class Batch:
         for block in row.block_table[row.start // BLOCK_SIZE : row.known_end // BLOCK_SIZE]:
             self._pool.forget(block)
 
+    def forget_all(self) -> None:
+        """Nobody finds anything any more that was computed so far."""
+        for block in range(self._limits.num_blocks):
+            self._pool.forget(block)
+
     def distrust(self, sequence: Sequence) -> None:
         """A row of it failed, so that all it has computed may be wrong. Nobody finds that any more,
         nor what it found here itself, unless others use that too."""

@@ -11,10 +11,15 @@ import torch
 
 from everlift import logs, model_files
 from everlift.progress import told, untold
+from worker.attention.backend import AttentionBackend
 from worker.attention.choice import choose_attention
 from worker.config import WorkerConfig
+from worker.decode_buckets import decode_buckets
+from worker.decode_graphs import CudaGraphs, DecodeGraphs, DecodingBackend
 from worker.device import choose_device, choose_dtype, use_threads
 from worker.kv_cache import KVCache, block_bytes
+from worker.last_tokens import LastTokens
+from worker.limits import blocks_for
 from worker.model import dummy, weights
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
@@ -80,7 +85,29 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
         place,
     )
     host_cache = build_host_cache(config, cache, group, build())
-    return build(host_cache, stopwatch)
+    if device.type != "cuda":
+        return build(host_cache, stopwatch)
+    last_tokens = LastTokens(config.max_num_seqs, device)
+    graphs = _capture(config, loaded, cache, attention, last_tokens)
+    return build(host_cache, stopwatch, last_tokens, graphs)
+
+
+def _capture(
+    config: WorkerConfig,
+    loaded: _Loaded,
+    cache: KVCache,
+    attention: AttentionBackend,
+    last_tokens: LastTokens,
+) -> DecodeGraphs | None:
+    """What others' modules compute, or torch's attention, may not be capturable."""
+    if not isinstance(loaded.model, Decoder) or not isinstance(attention, DecodingBackend):
+        return None
+    buckets = decode_buckets(config.max_num_seqs)
+    most = min(blocks_for(loaded.max_model_len), cache.num_blocks)
+    device = cache.tensor.device
+    graphs = DecodeGraphs(loaded.model, attention, last_tokens, buckets, most, device, CudaGraphs())
+    log.info("decoding captured", buckets=buckets)
+    return graphs
 
 
 def _load(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:

@@ -15,7 +15,7 @@ import numpy as np
 
 from everlift.blockhash import BLOCK_SIZE
 from worker.limits import Limits, blocks_for
-from worker.plan import Flags, Ints, Row, Rows
+from worker.plan import UNKNOWN, Flags, Ints, Row, Rows
 from worker.sequence import Sequence
 
 
@@ -94,6 +94,19 @@ class Columns:
         self._num_computed[slots] = self._num_known[slots] - 1
         self._last_tokens[slots] = token
 
+    def take_off(self, slots: Ints, num_computed: Ints, draws: Flags) -> None:
+        """``num_computed`` [n] of ``slots`` [n] count as computed, and where one ``draws`` another
+        token as known."""
+        self._num_computed[slots] = num_computed
+        self._num_known[slots] += draws
+        self._last_tokens[slots[draws]] = UNKNOWN
+
+    def land(self, slots: Ints, num_computed: Ints, drew: Flags) -> None:
+        """Takes that back; no more than ``num_computed`` are. The last tokens of those that drew
+        mean nothing until they are drawn."""
+        self._num_computed[slots] = num_computed
+        self._num_known[slots] -= drew
+
     # what a step makes of it
 
     @property
@@ -102,8 +115,9 @@ class Columns:
         return self._num_known
 
     def decoding(self) -> Ints:
-        """Slots where one known token is not computed, by arrival."""
-        return self._by_order(self._remaining == 1)
+        """Slots where one known token is not computed, by arrival, but for those that end by it:
+        of these there are some only while a step is in flight."""
+        return self._by_order((self._remaining == 1) & self._goes_on)
 
     def prefilling(self) -> Ints:
         """Those where more are, by arrival."""
@@ -111,7 +125,8 @@ class Columns:
 
     def lacking(self) -> Ints:
         """Slots whose known tokens need more blocks than their tables have."""
-        return (self._num_known > self._num_blocks * BLOCK_SIZE).nonzero()[0]
+        lacks: Flags = self._num_known > self._num_blocks * BLOCK_SIZE
+        return (lacks & self._goes_on).nonzero()[0]
 
     def filling(self, decoding: Ints) -> Ints:
         """Those of the slots ``decoding`` whose next token is the last of its block."""
@@ -226,6 +241,12 @@ class Columns:
     @property
     def _remaining(self) -> Ints:
         return self._num_known - self._num_computed
+
+    @property
+    def _goes_on(self) -> Flags:
+        """bool [slots]: whom no limit ends."""
+        goes_on: Flags = self._num_known < self._ends
+        return goes_on
 
     def _by_order(self, chosen: Flags) -> Ints:
         (slots,) = chosen.nonzero()

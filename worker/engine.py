@@ -2,6 +2,11 @@
 
     step = schedule -> execute -> commit
 
+Where a device computes by itself, a step is launched before the last one is committed, and the host
+plans while the device computes:
+
+    step n = schedule(n) -> forward(n) -> commit(n - 1) -> sample(n)
+
 Every rank of a worker runs one; with the same adds and aborts between the same steps they all do
 the same.
 """
@@ -15,15 +20,18 @@ from everlift import logs
 from everlift.errors import EngineFailed
 from worker.accounts import Accounts
 from worker.digest import plan_digest
+from worker.flight import Flight
 from worker.limits import Limits
 from worker.load import Load, Occupant
 from worker.outcome import Abort, Outcome
-from worker.plan import NO_ROWS, Plan, Runner
+from worker.plan import NO_ROWS, Launch, Launched, Plan, Runner
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 from worker.step_times import STOPPED, Part, StepTimes, Stopwatch
 
 log = logs.get(__name__)
+
+_AFTER_A_FAILED_STEP = EngineFailed("the step before failed")
 
 
 class EngineBroken(Exception):
@@ -36,6 +44,7 @@ class Engine:
     nobody: the steps become smaller.
 
     Each step is executed ``within`` a context made of its plan. ``stopwatch`` is told of its parts.
+    With ``launch``, the runner's, steps are launched ahead; ``limits`` have to allow it.
     """
 
     def __init__(
@@ -45,8 +54,13 @@ class Engine:
         survivable: type[Exception] = Exception,
         within: Callable[[Plan], AbstractContextManager[object]] = nullcontext,
         stopwatch: Stopwatch = STOPPED,
+        launch: Launch | None = None,
     ) -> None:
+        assert launch is None or limits.plans_ahead, "no step can be planned ahead"
         self.limits = limits
+        self._launch = launch
+        #: the step that was launched and is not committed
+        self._in_flight: tuple[Flight, Launched] | None = None
         self._within = within
         self._stopwatch = stopwatch
         self._runner = runner
@@ -59,7 +73,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return len(self._scheduler) > 0
+        return len(self._scheduler) > 0 or self._in_flight is not None
 
     def add(self, sequence: Sequence) -> None:
         """Takes in a sequence that was checked against this engine's limits, is not at its end, and
@@ -75,7 +89,8 @@ class Engine:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes the blocks of a running sequence between two steps; it goes on when there are
-        some."""
+        some. No step may be in flight."""
+        assert self._in_flight is None, "a step is in flight"
         self._scheduler.preempt(sequence)
         self._release()
 
@@ -92,15 +107,65 @@ class Engine:
         nothing, unless nobody else has anything to do. ``now`` is when it begins, in seconds on
         rank 0's clock. Raises EngineBroken."""
         self._stopwatch.start()
+        landed = self.settle() if self._in_flight and self._scheduler.must_land() else []
         self._plan = self._scheduler.schedule(held, now)
         if self.accounts is not None and self._plan.rows:
             scheduler = self._scheduler
             self.accounts.begin(self._plan.rows, scheduler.vacated, scheduler.newcomers, now)
         self._stopwatch.end(Part.SCHEDULE)
         if not self._plan.rows:
-            return []
-        outcomes = self._execute()
+            return [*landed, *self.settle()]
+        outcomes = self._execute() if self._launch is None else self._run_ahead(self._launch)
         self._release()
+        return [*landed, *outcomes]
+
+    def settle(self) -> list[Outcome]:
+        """Waits for the step that is in flight, if one is, and commits it."""
+        if self._in_flight is None:
+            return []
+        with self._within(self._in_flight[0].plan):
+            outcomes = self._land()
+        self._release()
+        return outcomes
+
+    def _run_ahead(self, launch: Launch) -> list[Outcome]:
+        """forward(n), commit(n - 1), sample(n)"""
+        plan, flight = self._plan, self._scheduler.flight(self._plan)
+        with self._within(plan):
+            try:
+                launched = launch(plan)
+            except Exception as error:
+                return [*self._land(), *self._failed(flight.left(), error)]
+            self._stopwatch.end(Part.MODEL)
+            follows, outcomes = self._in_flight is not None, self._scheduler.notices()
+            outcomes += self._land()
+            if follows and self._last_failed:
+                # What this step reads, that one was to write.
+                return [*outcomes, *self._scheduler.crash(flight, _AFTER_A_FAILED_STEP)]
+            try:
+                launched.sample()
+            except Exception as error:
+                return [*outcomes, *self._failed(flight.left(), error)]
+            flight.take_off()
+            self._in_flight = flight, launched
+            if plan.rows.scores_prompt.any():
+                # What is told of a prompt comes before its next chunk is planned.
+                outcomes += self._land()
+        return outcomes
+
+    def _land(self) -> list[Outcome]:
+        if self._in_flight is None:
+            return []
+        (flight, launched), self._in_flight = self._in_flight, None
+        try:
+            results = launched.results()
+        except Exception as error:
+            flight.land()
+            return self._scheduler.crash(flight, self._survived(flight.plan, error))
+        self._stopwatch.end(Part.SAMPLE)
+        self._last_failed = False
+        outcomes = self._scheduler.land(flight, results)
+        self._stopwatch.end(Part.COMMIT)
         return outcomes
 
     def _execute(self) -> list[Outcome]:
@@ -108,23 +173,28 @@ class Engine:
             with self._within(self._plan):
                 results = self._runner.execute(self._plan)
         except Exception as error:
-            return self._failed(error)
+            return self._failed(self._plan, error)
         self._stopwatch.end(Part.MODEL)
         self._last_failed = False
         outcomes = self._scheduler.commit(self._plan, results)
         self._stopwatch.end(Part.COMMIT)
         return outcomes
 
-    def _failed(self, error: Exception) -> list[Outcome]:
+    def _failed(self, plan: Plan, error: Exception) -> list[Outcome]:
+        """``plan`` was not executed, and nothing was planned on top of it."""
         if isinstance(error, MemoryError) and isinstance(error, self._survivable):
-            log.warning("out of memory", step=self._plan.step, tokens=self._plan.num_tokens)
-            return self._scheduler.shed(self._plan, EngineFailed("out of memory"))
-        log.exception("step failed", step=self._plan.step)
+            log.warning("out of memory", step=plan.step, tokens=plan.num_tokens)
+            return self._scheduler.shed(plan, EngineFailed("out of memory"))
+        return self._scheduler.fail(plan, self._survived(plan, error))
+
+    def _survived(self, plan: Plan, error: Exception) -> EngineFailed:
+        """What the plan's sequences are told. Raises EngineBroken where the engine ends by it."""
+        log.exception("step failed", step=plan.step)
         if self._last_failed or not isinstance(error, self._survivable):
-            raise EngineBroken(f"step {self._plan.step}: {error!r}") from error
+            raise EngineBroken(f"step {plan.step}: {error!r}") from error
         self._last_failed = True
         cause = str(error) if isinstance(error, EngineFailed) else type(error).__name__
-        return self._scheduler.fail(self._plan, EngineFailed(f"the step failed: {cause}"))
+        return EngineFailed(f"the step failed: {cause}")
 
     def _release(self) -> None:
         if slots := self._scheduler.take_vacated():

@@ -88,7 +88,8 @@ class EngineThread:
         """Of several ranks each goes on after an error only where all of them have it."""
         survivable = Exception if self._config.tensor_parallel == 1 else EngineFailed
         limits = Limits.of(self._config, runner)
-        return Engine(runner, limits, survivable, self._watched, self._stopwatch)
+        launch = runner.launch if limits.plans_ahead else None
+        return Engine(runner, limits, survivable, self._watched, self._stopwatch, launch)
 
     @contextmanager
     def _watched(self, plan: Plan) -> Iterator[None]:

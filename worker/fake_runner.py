@@ -24,7 +24,7 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.sampling import SamplingParams, TokenLogprobs
 from worker.config import FakeModel
 from worker.limits import blocks_for
-from worker.plan import Admission, Plan, Row, RowResult
+from worker.plan import UNKNOWN, Admission, Launch, Launched, Plan, Row, RowResult
 
 _ENTRY = 2  # uint32: token, position
 _ENTRY_BYTES = _ENTRY * array("I").itemsize
@@ -42,7 +42,7 @@ class FakeGrammar(Protocol):
 class FakeRunner:
     """A Runner, whose steps take ``model.step_time`` seconds and ``model.token_time`` for each
     token: that long it is in ``sleep``. By its number a step may have a fault: that is raised when
-    all is written, and all of it wrong."""
+    all is written, and all of it wrong. With ``runs_ahead`` its steps may be launched."""
 
     def __init__(
         self,
@@ -51,10 +51,14 @@ class FakeRunner:
         num_host_blocks: int = 0,
         sleep: Callable[[float], None] = time.sleep,
         faults: Mapping[int, Exception] = MappingProxyType({}),
+        runs_ahead: bool = False,
     ) -> None:
         self._model = model
         self._sleep = sleep
         self._faults = faults
+        self._runs_ahead = runs_ahead
+        #: by slot, where steps are launched
+        self._last_tokens: dict[int, int] = {}
         self._kv = _blocks(num_blocks)
         self._host = _blocks(num_host_blocks)
         self._slots: dict[int, _Slot] = {}
@@ -78,7 +82,19 @@ class FakeRunner:
     def unready_slots(self) -> frozenset[int]:
         return frozenset()
 
+    @property
+    def launch(self) -> Launch | None:
+        return self._launch if self._runs_ahead else None
+
     def execute(self, plan: Plan) -> list[RowResult]:
+        self._begin(plan)
+        return [self._compute(row) for row in plan.rows]
+
+    def _launch(self, plan: Plan) -> Launched:
+        self._begin(plan)
+        return FakeStep(lambda: [self._compute_launched(row) for row in plan.rows])
+
+    def _begin(self, plan: Plan) -> None:
         if seconds := self._model.step_time + self._model.token_time * plan.num_tokens:
             self._sleep(seconds)
         for admission in plan.admissions:
@@ -90,7 +106,6 @@ class FakeRunner:
         if (fault := self._faults.get(plan.step)) is not None:
             self._spoil(plan)
             raise fault
-        return [self._compute(row) for row in plan.rows]
 
     def release(self, slots: Collection[int]) -> None:
         for slot in slots:
@@ -108,6 +123,14 @@ class FakeRunner:
         for row in plan.rows:
             self._write(replace(row, tokens=(_NEVER_WRITTEN,) * len(row.tokens)))
             self._slots.pop(row.slot, None)
+
+    def _compute_launched(self, row: Row) -> RowResult:
+        if row.tokens[0] == UNKNOWN:
+            row = replace(row, tokens=(self._last_tokens[row.slot],))
+        result = self._compute(row)
+        if result.tokens:
+            self._last_tokens[row.slot] = result.tokens[-1]
+        return result
 
     def _compute(self, row: Row) -> RowResult:
         self._write(row)
@@ -129,6 +152,20 @@ class FakeRunner:
         end = row.start + len(row.tokens)
         blocks = (self._kv[block].tobytes() for block in row.block_table[: blocks_for(end)])
         return b"".join(blocks)[: end * _ENTRY_BYTES]
+
+
+class FakeStep:
+    """A Launched step, whose rows ``compute`` does when they are sampled."""
+
+    def __init__(self, compute: Callable[[], list[RowResult]]) -> None:
+        self._compute = compute
+        self._results: list[RowResult] = []
+
+    def sample(self) -> None:
+        self._results = self._compute()
+
+    def results(self) -> list[RowResult]:
+        return self._results
 
 
 def _blocks(count: int) -> list[array[int]]:

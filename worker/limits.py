@@ -45,6 +45,12 @@ class Limits:
     speculation: Speculation
     scheduling: Scheduling = field(default_factory=Scheduling)
 
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether a step can be planned before what the one before it drew is known. Drafts follow
+        from what was drawn, and places in the host's memory are settled step by step."""
+        return not self.speculation.num_draft_tokens and not self.num_host_blocks
+
     @classmethod
     def of(cls, config: WorkerConfig, runner: Device) -> Self:
         """A pool smaller than the model's context makes the context smaller: routers are told so,

@@ -83,7 +83,7 @@ class LeadingLoop:
 
     def turn(self, orders: Orders) -> bool:
         """One turn; False after the stop order. Raises as ``run`` does."""
-        leaving = self._give_back(orders) if orders.drain else []
+        settled, leaving = self._give_back(orders) if orders.drain else ([], [])
         held, now = self._engine.unready_slots(), self._clock()
         returned = [sequence.outcome(Stop.RETURNED) for sequence in leaving]
         accounts = [self._accounts.so_far(sequence, now) for sequence in leaving]
@@ -92,7 +92,7 @@ class LeadingLoop:
             return False
         _apply(self._engine, orders.starts, orders.aborts)
         outcomes, told = self._step(held, now)
-        self._tell(orders, [*returned, *outcomes], [*accounts, *told])
+        self._tell(orders, [*settled, *returned, *outcomes], [*accounts, *told])
         return True
 
     def _step(self, held: Collection[int], began: float) -> tuple[list[Outcome], list[Told]]:
@@ -124,8 +124,10 @@ class LeadingLoop:
         self._engine.check_integrity()
         return self._inbox.take(timeout_s=None)
 
-    def _give_back(self, orders: Orders) -> list[Sequence]:
-        """Turns the drain into aborts, which is how the other ranks see it. Who leaves by it."""
+    def _give_back(self, orders: Orders) -> tuple[list[Outcome], list[Sequence]]:
+        """Turns the drain into aborts, which is how the other ranks see it. What the step in flight
+        brought, and who leaves by the drain."""
+        settled = self._engine.settle()
         leaving = [
             sequence
             for sequence in [*self._engine.sequences(), *orders.starts]
@@ -133,7 +135,7 @@ class LeadingLoop:
         ]
         epochs = dict.fromkeys(sequence.key.epoch for sequence in leaving)
         orders.aborts.extend(Abort(epoch) for epoch in epochs)
-        return leaving
+        return settled, leaving
 
     def _write(
         self,

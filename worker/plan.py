@@ -6,7 +6,7 @@ Plan  ->  saves, loads of KV blocks; admissions to slots; rows to compute
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -22,6 +22,9 @@ from worker.limits import blocks_for
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+
+#: In the place of a token that is being drawn in its slot by the step before.
+UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Rows:
     """The rows of a step as columns, since most steps decode: then nothing is made for each row,
     here or in the runner. Of n rows, whose T tokens lie row after row, each is a Row to whoever
     iterates; ``starts``, ``counts`` (tokens, at least one) and the other columns [n] are its
-    fields.
+    fields. A row that decodes may have the token UNKNOWN.
 
     ``tables`` int32 [slots, width] are the block tables by slot: the block of position p of row i
     is ``tables[slots[i], p // BLOCK_SIZE]``. What lies beyond a row's last token means nothing. It
@@ -128,6 +131,19 @@ class Rows:
             samples=np.concatenate((self.samples, others.samples)),
             scores_prompt=np.concatenate((self.scores_prompt, others.scores_prompt)),
             tokens=np.concatenate((self.tokens, others.tokens)),
+            tables=self.tables,
+        )
+
+    def only(self, chosen: Flags) -> Rows:
+        """Those of them that are ``chosen`` [n]."""
+        return Rows(
+            slots=self.slots[chosen],
+            starts=self.starts[chosen],
+            counts=self.counts[chosen],
+            num_drafts=self.num_drafts[chosen],
+            samples=self.samples[chosen],
+            scores_prompt=self.scores_prompt[chosen],
+            tokens=self.tokens[np.repeat(chosen, self.counts)],
             tables=self.tables,
         )
 
@@ -262,6 +278,24 @@ class RowResult(NamedTuple):
 NOTHING_DRAWN = RowResult()
 
 
+class Launched(Protocol):
+    """A step that the device is computing."""
+
+    def sample(self) -> None:
+        """Lets it draw, now that what was drawn in the step before is known. Raises as
+        Runner.execute."""
+        ...
+
+    def results(self) -> list[RowResult]:
+        """Waits for what it drew; as Runner.execute returns it."""
+        ...
+
+
+#: Begins a step, in which the tokens that the step before draws may be UNKNOWN. Raises as
+#: Runner.execute.
+Launch = Callable[[Plan], Launched]
+
+
 class Runner(Protocol):
     """Executes plans. One runner a rank."""
 
@@ -285,6 +319,12 @@ class Runner(Protocol):
 
     def unready_slots(self) -> frozenset[int]:
         """Slots in which drawing would have to wait for a grammar; only rank 0 knows of any."""
+        ...
+
+    @property
+    def launch(self) -> Launch | None:
+        """How a step is begun before what the one before it draws is known; None where that saves
+        no time. Steps with drafts, or copies to and from the host, are executed."""
         ...
 
     def execute(self, plan: Plan) -> list[RowResult]:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everlift.errors import EngineFailed
 from everlift.sampling import TokenLogprobs
 from worker.agreement import from_lines, to_lines
 from worker.attention.backend import AttentionBackend, StepAttention
+from worker.decode_graphs import DecodeGraphs
+from worker.drawing import Drawing
 from worker.host_cache import HostCache
 from worker.kv_cache import KVCache
-from worker.logprobs import read_score, score
+from worker.last_tokens import LastTokens
 from worker.model.layers import Placement
-from worker.plan import NOTHING_DRAWN, Admission, Ints, Plan, RowResult, Rows
-from worker.sampled_row import NOT_FINITE_CAUSE
+from worker.plan import NOTHING_DRAWN, Admission, Ints, Launch, Plan, RowResult, Rows
+from worker.prompt_scores import score_prompts, with_scores
 from worker.sampler import Asks, Sampler
 from worker.step_times import STOPPED, Part, Stopwatch
 from worker.upload import upload
 
-#: Positions of prompts whose logits are in memory at once.
-SCORED_AT_ONCE = 64
+_Args = ParamSpec("_Args")
+_T = TypeVar("_T")
+_Scores = Mapping[int, list[TokenLogprobs]]
 
 
 class Model(Protocol):
@@ -49,21 +51,34 @@ class Model(Protocol):
         ...
 
 
-class _Scored(NamedTuple):
-    """A prompt's token whose log probability is wanted, ``row``'s, and where among the step's
-    tokens the one before it lies."""
+def _part_of_step(
+    method: Callable[Concatenate[TorchRunner, _Args], _T],
+) -> Callable[Concatenate[TorchRunner, _Args], _T]:
+    """Raises MemoryError where there is too little of it."""
 
-    row: int
-    at: int
-    token: int
-    num_top: int
+    @wraps(method)
+    def part(runner: TorchRunner, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _T:
+        try:
+            with torch.inference_mode():
+                return method(runner, *args, **kwargs)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            cause = str(error)
+        # Here the tensors are free that the error's frames held.
+        if runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise MemoryError(cause)
+
+    return part
 
 
 class TorchRunner:
     """One rank's Runner (worker.plan). It owns the model's share, the KV cache and the group.
 
     The ranks' collectives follow from the plan alone. Only rank 0 has logits: it draws, and the
-    others take its word, so that rounding does not part them.
+    others take its word, so that rounding does not part them. On a device that computes by itself
+    there are ``last_tokens``, of all slots, and perhaps ``graphs`` of steps that decode.
     """
 
     def __init__(
@@ -76,6 +91,8 @@ class TorchRunner:
         place: Placement,
         host_cache: HostCache | None = None,
         stopwatch: Stopwatch = STOPPED,
+        last_tokens: LastTokens | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -85,7 +102,9 @@ class TorchRunner:
         self._stopwatch = stopwatch
         self._attention = attention
         self._group = place.group
-        self._device = place.device
+        self.device = place.device
+        self._last_tokens = last_tokens
+        self._graphs = graphs
         self._slots: dict[int, Admission] = {}
         self._sampler = Sampler(vocab_size, place.device) if place.group.rank == 0 else None
 
@@ -108,18 +127,19 @@ class TorchRunner:
     def unready_slots(self) -> frozenset[int]:
         return self._sampler.unready_slots() if self._sampler is not None else frozenset()
 
-    @torch.inference_mode()
+    @property
+    def launch(self) -> Launch | None:
+        """Of several ranks each step is executed: all have to hear what rank 0 drew."""
+        is_alone = self._group.size == 1
+        return self._launch if is_alone and self._last_tokens is not None else None
+
     def execute(self, plan: Plan) -> list[RowResult]:
-        try:
-            return self._execute(plan)
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
-                raise
-            cause = str(error)
-        # Here the tensors are free that the error's frames held.
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        raise MemoryError(cause)
+        step = self._launch(plan)
+        self._stopwatch.end(Part.MODEL)
+        step.sample()
+        results = step.results()
+        self._stopwatch.end(Part.SAMPLE)
+        return results
 
     def release(self, slots: Collection[int]) -> None:
         for slot in slots:
@@ -127,16 +147,33 @@ class TorchRunner:
             if self._sampler is not None:
                 self._sampler.release(slot)
 
-    def _execute(self, plan: Plan) -> list[RowResult]:
+    def close(self) -> None:
+        self._group.close()
+
+    @_part_of_step
+    def _launch(self, plan: Plan) -> TorchStep:
         self._copy_blocks(plan)
         for admission in plan.admissions:
             self._admit(admission)
-        results = self._compute(plan.rows)
-        self._stopwatch.end(Part.SAMPLE)
-        return results
+        return TorchStep(self, plan.rows, *self._hidden(plan.rows))
 
-    def close(self) -> None:
-        self._group.close()
+    @_part_of_step
+    def sample(self, rows: Rows, hidden: Tensor) -> Drawing | None:
+        """Lets the device draw; None where nothing is drawn. ``hidden`` are of the rows' sites."""
+        logits = self._model.logits(hidden) if len(hidden) else None
+        if logits is None or self._sampler is None:
+            return None
+        asks = self._asks(rows)
+        drawing = self._sampler.begin(logits, asks)
+        if self._last_tokens is not None and not asks.drafts:
+            self._last_tokens.put(self._upload(asks.slots), drawing.tokens)
+        return drawing
+
+    @_part_of_step
+    def conclude(self, rows: Rows, drawing: Drawing | None, scores: _Scores) -> list[RowResult]:
+        """Waits for what was drawn. A result for each row, as rank 0 drew it."""
+        drawn = [] if drawing is None else drawing.results()
+        return self._agree(rows, with_scores(_of_all(rows, drawn), scores))
 
     def _copy_blocks(self, plan: Plan) -> None:
         if self._host_cache is not None:
@@ -149,42 +186,35 @@ class TorchRunner:
         if self._sampler is not None:
             self._sampler.admit(admission)
 
-    def _compute(self, rows: Rows) -> list[RowResult]:
+    def _hidden(self, rows: Rows) -> tuple[Tensor, _Scores]:
+        """Hidden states of the tokens after which one is drawn; by row, what is told of prompts."""
+        if self._graphs is not None and self._graphs.fit(rows):
+            return self._graphs.run(rows), {}
         sites = _sites(rows)
-        if rows.scores_prompt.any():
-            hidden = self._forward(rows, None)
-            self._stopwatch.end(Part.MODEL)
-            scores = self._score_prompts(rows, hidden)
-            drawn = self._sample(rows, hidden[self._upload(sites)])
-            return self._agree(rows, _with_scores(drawn, scores))
-        hidden = self._forward(rows, sites)
-        self._stopwatch.end(Part.MODEL)
-        return self._agree(rows, self._sample(rows, hidden))
+        if not rows.scores_prompt.any():
+            return self._forward(rows, sites), {}
+        hidden = self._forward(rows, None)
+        scores = score_prompts(rows, self._slots, hidden, self._model)
+        return hidden[self._upload(sites)], scores
 
     def _forward(self, rows: Rows, sites: Ints | None) -> Tensor:
         """Hidden states of the step's tokens at ``sites``, or of all; the keys and values of all go
         to the cache."""
         attention = self._attention.prepare(rows)
         return self._model.forward(
-            self._upload(rows.tokens),
+            self._tokens(rows),
             self._upload(rows.positions),
             attention,
             None if sites is None or len(sites) == rows.num_tokens else self._upload(sites),
         )
 
-    # tokens
+    def _tokens(self, rows: Rows) -> Tensor:
+        tokens = self._upload(rows.tokens)
+        if self._last_tokens is None or (rows.tokens >= 0).all():
+            return tokens
+        return self._last_tokens.fill_in(tokens, self._upload(rows.spread(rows.slots)))
 
-    def _sample(self, rows: Rows, hidden: Tensor) -> list[RowResult]:
-        """A result for each row; those that sample are drawn on rank 0, and empty elsewhere.
-        ``hidden`` are of their sites."""
-        logits = self._model.logits(hidden) if len(hidden) else None
-        if logits is None or self._sampler is None:
-            return [NOTHING_DRAWN] * len(rows)
-        drawn = self._sampler.sample(logits, self._asks(rows))
-        if len(drawn) == len(rows):
-            return drawn
-        results = iter(drawn)
-        return [next(results) if samples else NOTHING_DRAWN for samples in rows.samples.tolist()]
+    # tokens
 
     def _asks(self, rows: Rows) -> Asks:
         (sampling,) = rows.samples.nonzero()
@@ -209,39 +239,26 @@ class TorchRunner:
         heard = dict(zip(told, from_lines(lines.tolist()), strict=True))
         return [heard.get(i, result) for i, result in enumerate(results)]
 
-    # prompts
-
-    def _score_prompts(self, rows: Rows, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
-        """By row, the log probabilities of the prompt's tokens that it scores; none but on rank 0.
-
-        Piece by piece, since a chunk's logits may be larger than all of the model.
-        """
-        wanted = list(self._scored(rows))
-        width = max((each.num_top for each in wanted), default=0)
-        pieces = range(0, len(wanted), SCORED_AT_ONCE)
-        tables = [self._score(wanted[i : i + SCORED_AT_ONCE], hidden, width) for i in pieces]
-        lines = [line for table in tables if table is not None for line in table.tolist()]
-        scores: dict[int, list[TokenLogprobs]] = {}
-        for each, line in zip(wanted, lines, strict=False):  # no lines but on rank 0
-            scores.setdefault(each.row, []).append(read_score(line, each.num_top))
-        return scores
-
-    def _score(self, piece: Sequence[_Scored], hidden: Tensor, width: int) -> Tensor | None:
-        logits = self._model.logits(hidden[self._upload([each.at for each in piece])])
-        if logits is None:
-            return None
-        return score(logits, self._upload([each.token for each in piece]), width)
-
-    def _scored(self, rows: Rows) -> Iterator[_Scored]:
-        for i in np.flatnonzero(rows.scores_prompt).tolist():
-            row, slot = rows[i], self._slots[rows[i].slot]
-            last = min(row.start + len(row.tokens), slot.num_prompt - 1)
-            tokens = slot.tokens[row.start + 1 : last + 1]
-            for at, token in enumerate(tokens, int(rows.firsts[i])):
-                yield _Scored(i, at, token, slot.sampling.prompt_logprobs or 0)
-
     def _upload(self, values: Sequence[object] | Ints) -> Tensor:
-        return upload(values, self._device)
+        return upload(values, self.device)
+
+
+class TorchStep:
+    """A Launched step of ``rows``: ``hidden`` are those after which a token is drawn, ``scores``
+    what is told of prompts by row."""
+
+    def __init__(self, runner: TorchRunner, rows: Rows, hidden: Tensor, scores: _Scores) -> None:
+        self._runner = runner
+        self._rows = rows
+        self._hidden = hidden
+        self._scores = scores
+        self._drawing: Drawing | None = None
+
+    def sample(self) -> None:
+        self._drawing = self._runner.sample(self._rows, self._hidden)
+
+    def results(self) -> list[RowResult]:
+        return self._runner.conclude(self._rows, self._drawing, self._scores)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -258,20 +275,11 @@ def _sites(rows: Rows) -> Ints:
     return (is_last & np.repeat(rows.samples, rows.counts)).nonzero()[0]
 
 
-def _with_scores(
-    results: list[RowResult], scores: dict[int, list[TokenLogprobs]]
-) -> list[RowResult]:
-    if not scores:
-        return results
-    return [
-        _with_prompt_logprobs(result, scores[i]) if i in scores else result
-        for i, result in enumerate(results)
-    ]
-
-
-def _with_prompt_logprobs(result: RowResult, scores: Sequence[TokenLogprobs]) -> RowResult:
-    if result.error is not None:
-        return result
-    if any(math.isnan(scored.logprob) for scored in scores):
-        return RowResult(error=EngineFailed(NOT_FINITE_CAUSE))
-    return result._replace(prompt_logprobs=tuple(scores))
+def _of_all(rows: Rows, drawn: list[RowResult]) -> list[RowResult]:
+    """``drawn`` are of the rows that sample, or none."""
+    if not drawn:
+        return [NOTHING_DRAWN] * len(rows)
+    if len(drawn) == len(rows):
+        return drawn
+    results = iter(drawn)
+    return [next(results) if samples else NOTHING_DRAWN for samples in rows.samples.tolist()]

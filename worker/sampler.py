@@ -30,11 +30,12 @@ from torch import Tensor
 from everlift.errors import EngineFailed, EverliftError
 from everlift.sampling import SamplingParams
 from worker.draw import Draws, DrawTable, choose_draw
+from worker.drawing import Concluded, Drawing
 from worker.history import Histories, PenalisedRow
 from worker.largest import NOT_FINITE
 from worker.logprobs import KeptLogits
 from worker.plan import Admission, Ints, RowResult
-from worker.sampled_row import SampledRow, SampledSlot, plain_results
+from worker.sampled_row import SampledRow, SampledSlot
 from worker.token_mask import CompiledGrammar, TokenMask, forbidden, mask_words
 from worker.upload import upload
 
@@ -119,6 +120,11 @@ class Sampler:
     def sample(self, logits: Tensor, asks: Asks) -> list[RowResult]:
         """A result for each ask. ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows for each, one
         ask's behind the other's; they are changed."""
+        return self.begin(logits, asks).results()
+
+    def begin(self, logits: Tensor, asks: Asks) -> Drawing:
+        """The same; but for log probabilities, nobody waits for the device until its results are
+        asked for, which must be before the next call."""
         num_sites = asks.num_sites
         firsts = num_sites.cumsum() - num_sites
         rows = self._rows(asks, firsts)
@@ -128,12 +134,8 @@ class Sampler:
         tokens = self._draw(logits, self._draws(asks, firsts, num_sites))
         if broken is not None:
             tokens = tokens.masked_fill(broken, NOT_FINITE)
-        drawn, logprobs = tokens.tolist(), kept.logprobs(tokens) if kept is not None else {}
-        results = plain_results(drawn if not asks.drafts else [drawn[i] for i in firsts.tolist()])
-        for i, row in rows.items():
-            results[i] = row.conclude(drawn, logprobs)
-        self._take_in((row, results[i]) for i, row in rows.items())
-        return results
+        logprobs = kept.logprobs(tokens) if kept is not None else {}
+        return Drawing(tokens, firsts, rows, logprobs, self._take_in)
 
     def _rows(self, asks: Asks, firsts: Ints) -> dict[int, SampledRow]:
         """By index, those with drafts, and those whose slot is not plain."""
@@ -208,11 +210,12 @@ class Sampler:
             ]
             self._histories.penalise(logits, penalised)
 
-    def _take_in(self, drawn: Iterable[tuple[SampledRow, RowResult]]) -> None:
+    def _take_in(self, concluded: Concluded) -> None:
+        """Some may have left their slots since."""
         self._histories.advance(
             (row.slot.number, result.tokens)
-            for row, result in drawn
-            if row.slot.sampling.has_penalties
+            for row, result in concluded
+            if row.slot.sampling.has_penalties and self._slots.get(row.slot.number) is row.slot
         )
 
     # tensors

@@ -16,6 +16,7 @@ O(running), whatever waits.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import replace
 from itertools import chain
 from operator import neg
@@ -26,6 +27,7 @@ from worker.batch import Batch
 from worker.budget import TokenBudget
 from worker.counters import Counters
 from worker.drafter import MAX_READ, Drafter
+from worker.flight import Flight
 from worker.limits import Limits, blocks_for
 from worker.load import Load, Occupant
 from worker.outcome import NO_NEWS, Outcome, SequenceKey, Stop
@@ -131,7 +133,39 @@ class Scheduler:
         """Takes over what ``plan`` computed."""
         self._executed(plan)
         outcomes = self._commit_rows(plan.rows, results)
-        return [*self._notices(), *outcomes]
+        return [*self.notices(), *outcomes]
+
+    # steps that the device is computing while the next one is planned
+
+    def flight(self, plan: Plan) -> Flight:
+        """Of the plan that was just made."""
+        return Flight(plan, self._batch)
+
+    def must_land(self) -> bool:
+        """Whether the next plan would preempt somebody. While a step is in flight nobody is: what
+        comes back has to know its tokens."""
+        return len(self._batch.columns.lacking()) > self._batch.num_blocks_free
+
+    def land(self, flight: Flight, results: Several[RowResult]) -> list[Outcome]:
+        """Commits what is left of it."""
+        left = flight.of_those_left(results)
+        plan = flight.land()
+        self._register_filled(plan.rows)
+        return self.commit(plan, left)
+
+    def crash(self, flight: Flight, error: EverliftError) -> list[Outcome]:
+        """As ``fail``, of what is left of a flight that is not in the air. Nobody can tell any more
+        which blocks it was to fill, since others have some of them: nothing is found of any."""
+        self._batch.forget_all()
+        slots = flight.left().rows.slots.tolist()
+        return [*self.notices(), *(self._fail(self._batch[slot], error) for slot in slots)]
+
+    def _register_filled(self, rows: Rows) -> None:
+        """What decoding filled: when it was planned the token was not known."""
+        filled = (rows.counts == 1) & (rows.known_ends % BLOCK_SIZE == 0)
+        starts = rows.starts[filled].tolist()
+        for sequence, start in zip(self._batch.at(rows.slots[filled]), starts, strict=True):
+            self._batch.register(sequence, start, start + 1)
 
     def _executed(self, plan: Plan) -> None:
         self._batch.executed()
@@ -147,7 +181,7 @@ class Scheduler:
         """Ends every sequence of a plan that could not be executed."""
         self._batch.failed(plan)
         ended = [self._fail(self._batch[row.slot], error) for row in plan.rows]
-        return [*self._notices(), *ended]
+        return [*self.notices(), *ended]
 
     def shed(self, plan: Plan, error: EverliftError) -> list[Outcome]:
         """Takes back a plan that was too much to execute: some are preempted, the others are as
@@ -157,10 +191,10 @@ class Scheduler:
         self._budget.shrink(plan.num_tokens)
         self._doubtful.update(row.slot for row in plan.rows)
         if plan.num_tokens == 1:
-            return [*self._notices(), self._fail(self._batch[plan.rows[0].slot], error)]
+            return [*self.notices(), self._fail(self._batch[plan.rows[0].slot], error)]
         for row in self._to_shed(plan):
             self.preempt(self._batch[row.slot])
-        return self._notices()
+        return self.notices()
 
     # for whoever knows what is drawn
 
@@ -180,7 +214,7 @@ class Scheduler:
         slots = rows.slots[usual]
         columns.draw(slots, token, 1)
         self._output_tokens += len(slots)
-        drawn, told = RowResult((token,)), self._notices()
+        drawn, told = RowResult((token,)), self.notices()
         for index in (~usual).nonzero()[0].tolist():
             row = rows[index]
             sequence = self._batch[row.slot]
@@ -433,7 +467,7 @@ class Scheduler:
 
     # telling
 
-    def _notices(self) -> list[Outcome]:
+    def notices(self) -> list[Outcome]:
         """Of those that were preempted and are not back already."""
         victims = list(self._victims.values())
         self._victims.clear()

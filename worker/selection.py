@@ -66,9 +66,11 @@ class Selection:
         return slots[~np.isin(slots, list(held))] if held else slots
 
     def _decode(self, slots: Ints) -> Ints:
-        """From here on others find the blocks that these fill."""
+        """From here on others find the blocks that these fill; where the token is not known that
+        fills it, when it is."""
         for sequence in self._batch.at(self._batch.columns.filling(slots)):
-            self._batch.register(sequence, sequence.num_computed, sequence.num_known)
+            if not sequence.is_drawing:
+                self._batch.register(sequence, sequence.num_computed, sequence.num_known)
         return slots
 
     def _prefill(

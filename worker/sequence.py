@@ -30,7 +30,7 @@ from worker.account import Account
 from worker.drafter import Drafter
 from worker.limits import Limits, blocks_for
 from worker.outcome import NO_NEWS, News, Outcome, Residence, SequenceKey, Stop
-from worker.plan import Admission, Row, RowResult
+from worker.plan import UNKNOWN, Admission, Row, RowResult
 
 #: The slot of a sequence that is not in the batch.
 NO_SLOT = -1
@@ -209,6 +209,23 @@ class Sequence:
         """The same, one after the other: ``token``, so many times. Nothing is told of it."""
         self.tokens.extend([token] * times)
         self.num_computed = len(self.tokens) - 1
+
+    def take_off(self, num_computed: int, draws: bool) -> None:
+        """So many tokens count as computed, and with ``draws`` another one as known."""
+        self.num_computed = num_computed
+        if draws:
+            self.tokens.append(UNKNOWN)
+
+    def land(self, num_computed: int, drew: bool) -> None:
+        """Takes that back; no more than ``num_computed`` are."""
+        self.num_computed = num_computed
+        if drew:
+            self.tokens.pop()
+
+    @property
+    def is_drawing(self) -> bool:
+        """Whether its last token is UNKNOWN."""
+        return self.tokens[-1] == UNKNOWN
 
     # what is told of it
 

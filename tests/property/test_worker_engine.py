@@ -16,7 +16,7 @@ from worker.engine import Engine
 from worker.fake_runner import FakeRunner, expected_logprobs, expected_tokens
 from worker.limits import Limits
 from worker.outcome import Abort, SequenceKey, Stop
-from worker.plan import Plan, RowResult
+from worker.plan import Launched, Plan, RowResult
 from worker.sequence import Sequence
 
 #: Its text repeats itself enough for drafts to be right now and then.
@@ -145,6 +145,7 @@ class Faulty(FakeRunner):
     fault: int | None = None
     was_short = False
     has_failed = False
+    num_good = 2
 
     def execute(self, plan: Plan) -> list[RowResult]:
         fault, self.fault = self.fault, None
@@ -162,13 +163,49 @@ class Faulty(FakeRunner):
             results[fault % len(results)] = RowResult(error=EngineFailed("in this row"))
         return results
 
+    def _launch(self, plan: Plan) -> Launched:
+        """The fault that makes a step fail comes in one of two when it is launched, or else when
+        its results are waited for."""
+        fault, self.fault = self.fault, None
+        self.was_short = fault == -2
+        if self.was_short:
+            self._spoil(plan)
+            raise MemoryError
+        # One that follows a failed step is given up, and does not stand between two of them.
+        fails = fault == -1 and self.num_good >= 2
+        self.num_good = 0 if fails else self.num_good + 1
+        if fails and plan.step % 2:
+            self._spoil(plan)
+            raise RuntimeError
+        return Step(super()._launch(plan), fails, fault)
+
+
+class Step:
+    """A step that was launched, perhaps with a fault."""
+
+    def __init__(self, launched: Launched, fails: bool, fault: int | None) -> None:
+        self.launched = launched
+        self.fails = fails
+        self.fault = fault
+
+    def sample(self) -> None:
+        self.launched.sample()
+
+    def results(self) -> list[RowResult]:
+        if self.fails:
+            raise RuntimeError
+        results = self.launched.results()
+        if self.fault is not None and self.fault >= 0:
+            results[self.fault % len(results)] = RowResult(error=EngineFailed("in this row"))
+        return results
+
 
 class Run:
     """One engine under a list of events."""
 
-    def __init__(self, bounds: Limits) -> None:
-        self.runner = Faulty(bounds.num_blocks, MODEL, bounds.num_host_blocks)
-        self.engine = Engine(self.runner, bounds)
+    def __init__(self, bounds: Limits, ahead: bool = False) -> None:
+        self.runner = Faulty(bounds.num_blocks, MODEL, bounds.num_host_blocks, runs_ahead=ahead)
+        self.engine = Engine(self.runner, bounds, launch=self.runner.launch)
         self.collected = Collected()
         self.arrived: list[list[SequenceKey]] = []
         self.jobs: dict[SequenceKey, Job] = {}
@@ -196,6 +233,7 @@ class Run:
         )
 
     def preempt(self, stay: int) -> None:
+        self.collected.take(self.engine.settle())
         scheduler = self.engine._scheduler
         for sequence in list(scheduler._batch)[stay:]:
             scheduler.preempt(sequence)
@@ -227,8 +265,20 @@ class Run:
 def test_every_sequence_gets_exactly_its_tokens(
     bounds: Limits, crowd: Event, events: list[Event]
 ) -> None:
-    this = Run(bounds)
-    this.live([crowd, *events])
+    check_all(Run(bounds), [crowd, *events])
+
+
+@settings(max_examples=60)
+@given(bounds, crowds, events)
+def test_the_same_where_steps_are_launched_ahead(
+    bounds: Limits, crowd: Event, events: list[Event]
+) -> None:
+    bounds = replace(bounds, num_host_blocks=0, speculation=Speculation())
+    check_all(Run(bounds, ahead=True), [crowd, *events])
+
+
+def check_all(this: Run, events: list[Event]) -> None:
+    this.live(events)
     run(this.engine, this.collected)
 
     for key in this.aborted:

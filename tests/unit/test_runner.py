@@ -19,7 +19,7 @@ from everlift.errors import EngineFailed, InvalidRequest
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.sampling_oracle import is_close, own_logprobs
 from tests.sampling_support import FakeGrammar, admission
-from worker import runner as runner_module
+from worker import prompt_scores
 from worker.agreement import FAILED, NO_TOKEN
 from worker.kv_cache import KVCache
 from worker.model.layers import Placement
@@ -296,7 +296,7 @@ def test_output_of_an_earlier_attempt_is_no_prompt() -> None:
 def test_logits_of_long_prompts_are_never_in_memory_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner_module, "SCORED_AT_ONCE", 4)
+    monkeypatch.setattr(prompt_scores, "SCORED_AT_ONCE", 4)
     model = TableModel()
     admissions = [admission(replace(SCORES, prompt_logprobs=i), PROMPT, slot=i) for i in range(3)]
     rows = [row(i, PROMPT, scores_prompt=True) for i in range(3)]

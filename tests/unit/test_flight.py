@@ -1,0 +1,145 @@
+"""Steps that are launched before the one before them is committed: in which order, and what becomes
+of whoever goes meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker_support import Collected, limits, prompt, run, sequence
+from worker.config import FakeModel, Speculation
+from worker.engine import Engine
+from worker.fake_runner import FakeRunner, expected_tokens
+from worker.limits import Limits
+from worker.loop import LeadingLoop, Report
+from worker.orders import Inbox, Orders
+from worker.outcome import Abort, SequenceKey, Stop
+from worker.plan import UNKNOWN, Launched, Plan, RowResult
+
+KEY = SequenceKey(1, 0)
+
+
+class Telling(FakeRunner):
+    """Notes what it is asked for, by step."""
+
+    def __init__(self, bounds: Limits, model: FakeModel | None = None) -> None:
+        super().__init__(bounds.num_blocks, model or FakeModel(), runs_ahead=True)
+        self.asked: list[tuple[str, int]] = []
+        self.plans: list[Plan] = []
+
+    def _launch(self, plan: Plan) -> Launched:
+        self.asked.append(("forward", plan.step))
+        self.plans.append(plan)
+        return TellingStep(super()._launch(plan), self.asked, plan.step)
+
+
+class TellingStep:
+    def __init__(self, launched: Launched, asked: list[tuple[str, int]], step: int) -> None:
+        self._launched, self._asked, self._step = launched, asked, step
+
+    def sample(self) -> None:
+        self._asked.append(("sample", self._step))
+        self._launched.sample()
+
+    def results(self) -> list[RowResult]:
+        self._asked.append(("results", self._step))
+        return self._launched.results()
+
+
+class Ahead:
+    """An engine that launches ahead."""
+
+    def __init__(self, bounds: Limits | None = None, model: FakeModel | None = None) -> None:
+        self.bounds = bounds or limits()
+        self.runner = Telling(self.bounds, model)
+        self.engine = Engine(self.runner, self.bounds, launch=self.runner.launch)
+
+    def add(self, epoch: int, length: int, **fields: object) -> None:
+        self.engine.add(sequence(self.bounds, epoch, prompt(length, epoch), **fields))
+
+
+def test_the_next_step_is_launched_before_the_results_of_the_last_are_waited_for() -> None:
+    this = Ahead()
+    this.add(1, 3, max_tokens=3)
+    collected = run(this.engine)
+    assert collected.tokens[KEY] == expected_tokens(prompt(3, 1), 3)
+    assert this.runner.asked == [
+        *(("forward", 1), ("sample", 1)),
+        *(("forward", 2), ("results", 1), ("sample", 2)),
+        *(("forward", 3), ("results", 2), ("sample", 3)),
+        ("results", 3),
+    ]
+    assert [plan.rows.tokens.tolist() for plan in this.runner.plans] == [
+        prompt(3, 1),
+        [UNKNOWN],
+        [UNKNOWN],
+    ]
+
+
+def test_what_follows_a_stop_token_is_thrown_away() -> None:
+    model = FakeModel(eos_one_in=10)
+    this = Ahead(model=model)
+    for epoch in (1, 2, 3):
+        stops = [model.eos_token_id]
+        this.add(epoch, 40, max_tokens=100, stop_token_ids=stops)
+    collected = run(this.engine)
+    for epoch in (1, 2, 3):
+        expected = expected_tokens(prompt(40, epoch), 100, model, stop_token_ids=stops)
+        assert collected.tokens[SequenceKey(epoch, 0)] == expected
+    assert Stop.EOS in collected.stops.values()
+    assert this.engine.load().blocks_used == 0
+
+
+def test_who_leaves_while_a_step_is_in_flight_leaves_slot_and_blocks_to_others() -> None:
+    this = Ahead(limits(num_blocks=4, max_num_seqs=1, watermark_blocks=0))
+    this.add(1, 40, max_tokens=20)
+    this.add(2, 70, max_tokens=20)
+    collected = Collected()
+    for _ in range(3):
+        collected.take(this.engine.step())
+    this.engine.abort(Abort(1))
+    run(this.engine, collected)
+    assert KEY not in collected.stops
+    assert collected.tokens[SequenceKey(2, 0)] == expected_tokens(prompt(70, 2), 20)
+
+
+def test_blocks_that_decoding_fills_are_found_by_others() -> None:
+    this = Ahead()
+    this.add(1, 30, max_tokens=70)
+    whole = [*prompt(30, 1), *expected_tokens(prompt(30, 1), 70)]
+    run(this.engine)
+    this.engine.add(sequence(this.bounds, 2, whole, max_tokens=2))
+    before = this.engine.load().counters.prefix_hit_tokens
+    run(this.engine)
+    assert this.engine.load().counters.prefix_hit_tokens - before == 96
+
+
+def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
+    this = Ahead(limits(num_blocks=6, max_num_seqs=4))
+    for epoch in range(1, 6):
+        this.add(epoch, 30, max_tokens=90)
+    collected = run(this.engine)
+    for epoch in range(1, 6):
+        tokens = collected.tokens[SequenceKey(epoch, 0)]
+        assert tokens == expected_tokens(prompt(30, epoch), 90)
+    assert this.engine.load().preemptions > 3
+
+
+def test_a_drain_gives_back_what_was_drawn_by_then() -> None:
+    this = Ahead()
+    this.add(1, 3, max_tokens=50)
+    reports: list[Report] = []
+    loop = LeadingLoop(this.engine, Inbox(), reports.append, None)
+    for _ in range(5):
+        loop.turn(Orders())
+    loop.turn(Orders(drain=True))
+    collected = Collected()
+    for report in reports:
+        collected.take(report.outcomes)
+    assert collected.stops == {KEY: Stop.RETURNED}
+    assert collected.tokens[KEY] == expected_tokens(prompt(3, 1), 5)
+
+
+@pytest.mark.parametrize("bounds", [limits(num_host_blocks=3), limits(speculation=Speculation(2))])
+def test_drafts_and_swap_are_not_planned_ahead(bounds: Limits) -> None:
+    with pytest.raises(AssertionError, match="planned ahead"):
+        Ahead(bounds)

@@ -1,0 +1,82 @@
+"""Steps that only decode, padded to a few sizes, each of which is captured once. Pure.
+
+Of a step with n rows and the smallest bucket that has room for them, all that changes lies in one
+array of int32, so that one copy brings it to the device:
+
+    width [1] | tokens, slots, positions, counts: [bucket] each | tables [n, width]
+
+each part from a multiple of 16 bytes on. Rows that only pad have no tokens (``counts`` 0) and the
+position -1: nothing of theirs is written to the cache, and nothing read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.limits import blocks_for
+from worker.plan import Rows
+
+#: Integers that 16 bytes hold.
+_ALIGNED = 4
+#: Up to here powers of two, then multiples: decoding a few more rows takes no longer.
+_STEP = 16
+#: Larger steps compute for so long that launching them shows no more.
+_LARGEST = 256
+
+
+def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 32, 48 ... and ``max_num_seqs``, up to _LARGEST."""
+    most = min(max_num_seqs, _LARGEST)
+    sizes = [1, 2, 4, 8, *range(_STEP, most, _STEP)]
+    return (*(size for size in sizes if size < most), most)
+
+
+def bucket_for(rows: Rows, buckets: Sequence[int]) -> int | None:
+    """The smallest with room for ``rows``; None where these do more than decode, or are too
+    many."""
+    decode = len(rows) == rows.num_tokens and rows.samples.all() and not rows.scores_prompt.any()
+    index = bisect_left(buckets, len(rows))
+    return buckets[index] if decode and 0 < len(rows) and index < len(buckets) else None
+
+
+class Parts(NamedTuple):
+    """Where in the array each part lies; ``tables`` up to its end."""
+
+    width: slice
+    tokens: slice
+    slots: slice
+    positions: slice
+    counts: slice
+    tables: slice
+
+    @classmethod
+    def of(cls, bucket: int) -> Parts:
+        size = -(-bucket // _ALIGNED) * _ALIGNED
+        *firsts, end = (_ALIGNED + i * size for i in range(5))
+        tokens, slots, positions, counts = (slice(first, first + bucket) for first in firsts)
+        return cls(slice(0, 1), tokens, slots, positions, counts, slice(end, None))
+
+
+def room_for(bucket: int, width: int) -> int:
+    """Integers of the array, where the tables are at most ``width`` blocks wide."""
+    return int(Parts.of(bucket).tables.start) + bucket * width
+
+
+def describe(rows: Rows, bucket: int) -> NDArray[np.int32]:
+    """The array of ``rows``, which decode."""
+    count, width = len(rows), blocks_for(int(rows.starts.max()) + 1)
+    parts = Parts.of(bucket)
+    array = np.zeros(room_for(bucket, 0) + count * width, np.int32)
+    array[parts.width] = width
+    array[parts.tokens][:count] = rows.tokens
+    array[parts.slots][:count] = rows.slots
+    array[parts.positions] = -1
+    array[parts.positions][:count] = rows.starts
+    array[parts.counts][:count] = 1
+    array[parts.tables] = rows.tables[rows.slots, :width].reshape(-1)
+    return array

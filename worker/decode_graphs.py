@@ -1,0 +1,112 @@
+"""Steps that only decode, captured once for each bucket and replayed: a launch in the place of
+hundreds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from worker.attention.backend import StepAttention
+from worker.decode_buckets import Parts, bucket_for, describe, room_for
+from worker.last_tokens import LastTokens
+from worker.plan import Rows
+from worker.upload import upload_into
+
+Work = Callable[[], Tensor]
+
+
+class Capture(Protocol):
+    def __call__(self, work: Work) -> Work:
+        """Does ``work`` at least once, and returns what does it again, on the same tensors and with
+        the same one as its result."""
+        ...
+
+
+class CudaGraphs:
+    """The Capture of a GPU; all graphs share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, work: Work) -> Work:
+        # The first time kernels are compiled, which cannot be captured.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = work()
+        self._pool = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class Trunk(Protocol):
+    def forward(self, tokens: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+        """As worker.runner.Model's."""
+        ...
+
+
+@runtime_checkable
+class DecodingBackend(Protocol):
+    def decoding(
+        self, positions: Tensor, counts: Tensor, tables: Tensor, width: Tensor
+    ) -> StepAttention:
+        """Attention of a step whose rows have one token each, or none (``counts`` int32 [n]), at
+        ``positions`` int32 [n], with the blocks ``tables`` int32 [n * ``width[0]``]. What it
+        launches depends on n alone: the tensors are read as they are when it runs."""
+        ...
+
+
+class DecodeGraphs:
+    """Captures the largest bucket first, whose memory the others find. All ranks do so in the same
+    order. ``max_blocks`` is the most that a sequence has."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: Trunk,
+        attention: DecodingBackend,
+        last_tokens: LastTokens,
+        buckets: Sequence[int],
+        max_blocks: int,
+        device: torch.device,
+        capture: Capture,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._last_tokens = last_tokens
+        self._buckets = sorted(buckets)
+        room = room_for(self._buckets[-1], max_blocks)
+        self._inputs = torch.zeros(room, dtype=torch.int32, device=device)
+        self._replays = {bucket: capture(self._work(bucket)) for bucket in reversed(self._buckets)}
+
+    def fit(self, rows: Rows) -> bool:
+        return bucket_for(rows, self._buckets) is not None
+
+    def run(self, rows: Rows) -> Tensor:
+        """Hidden states [n, hidden] of ``rows``, which fit. They hold until the next run."""
+        bucket = bucket_for(rows, self._buckets)
+        assert bucket is not None, "the rows do not fit"
+        upload_into(describe(rows, bucket), self._inputs)
+        return self._replays[bucket]()[: len(rows)]
+
+    def _work(self, bucket: int) -> Work:
+        parts = Parts.of(bucket)
+        width, tokens, slots, positions, counts, tables = (self._inputs[part] for part in parts)
+        attention = self._attention.decoding(positions, counts, tables, width)
+
+        def work() -> Tensor:
+            known = self._last_tokens.fill_in(tokens.long(), slots.long())
+            return self._model.forward(known, positions.clamp(min=0).long(), attention)
+
+        return work

@@ -1,0 +1,90 @@
+"""Log probabilities of prompts' tokens, for the rows that are to tell them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from everlift.errors import EngineFailed
+from everlift.sampling import TokenLogprobs
+from worker.logprobs import read_score, score
+from worker.plan import Admission, RowResult, Rows
+from worker.sampled_row import NOT_FINITE_CAUSE
+from worker.upload import upload
+
+#: Positions of prompts whose logits are in memory at once.
+SCORED_AT_ONCE = 64
+
+
+class Head(Protocol):
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """As worker.runner.Model's."""
+        ...
+
+
+class _Scored(NamedTuple):
+    """A prompt's token whose log probability is wanted, ``row``'s, and where among the step's
+    tokens the one before it lies."""
+
+    row: int
+    at: int
+    token: int
+    num_top: int
+
+
+def score_prompts(
+    rows: Rows, slots: Mapping[int, Admission], hidden: Tensor, head: Head
+) -> dict[int, list[TokenLogprobs]]:
+    """By row, the log probabilities of the prompt's tokens that it scores; none but on rank 0.
+    ``hidden`` are of all of the step's tokens.
+
+    Piece by piece, since a chunk's logits may be larger than all of the model.
+    """
+    wanted = list(_wanted(rows, slots))
+    width = max((each.num_top for each in wanted), default=0)
+    pieces = range(0, len(wanted), SCORED_AT_ONCE)
+    tables = [_score(wanted[i : i + SCORED_AT_ONCE], hidden, head, width) for i in pieces]
+    lines = [line for table in tables if table is not None for line in table.tolist()]
+    scores: dict[int, list[TokenLogprobs]] = {}
+    for each, line in zip(wanted, lines, strict=False):  # no lines but on rank 0
+        scores.setdefault(each.row, []).append(read_score(line, each.num_top))
+    return scores
+
+
+def with_scores(
+    results: list[RowResult], scores: Mapping[int, list[TokenLogprobs]]
+) -> list[RowResult]:
+    if not scores:
+        return results
+    return [
+        _with_prompt_logprobs(result, scores[i]) if i in scores else result
+        for i, result in enumerate(results)
+    ]
+
+
+def _wanted(rows: Rows, slots: Mapping[int, Admission]) -> Iterator[_Scored]:
+    for i in np.flatnonzero(rows.scores_prompt).tolist():
+        row, slot = rows[i], slots[rows[i].slot]
+        last = min(row.start + len(row.tokens), slot.num_prompt - 1)
+        tokens = slot.tokens[row.start + 1 : last + 1]
+        for at, token in enumerate(tokens, int(rows.firsts[i])):
+            yield _Scored(i, at, token, slot.sampling.prompt_logprobs or 0)
+
+
+def _score(piece: Sequence[_Scored], hidden: Tensor, head: Head, width: int) -> Tensor | None:
+    logits = head.logits(hidden[upload([each.at for each in piece], hidden.device)])
+    if logits is None:
+        return None
+    return score(logits, upload([each.token for each in piece], hidden.device), width)
+
+
+def _with_prompt_logprobs(result: RowResult, scores: Sequence[TokenLogprobs]) -> RowResult:
+    if result.error is not None:
+        return result
+    if any(math.isnan(scored.logprob) for scored in scores):
+        return RowResult(error=EngineFailed(NOT_FINITE_CAUSE))
+    return result._replace(prompt_logprobs=tuple(scores))
