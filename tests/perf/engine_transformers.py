@@ -55,8 +55,11 @@ class Static:
             prompts[i, width - len(request.prompt) :] = torch.tensor(request.prompt)
             mask[i, width - len(request.prompt) :] = 1
         longest = max(request.max_tokens for request in requests)
+        device = self._model.device
         output = self._model.generate(
-            prompts, attention_mask=mask, generation_config=_greedy(longest)
+            prompts.to(device),
+            attention_mask=mask.to(device),
+            generation_config=_greedy(longest),
         )
         rows: list[list[int]] = output[:, width:].tolist()
         return rows

@@ -1,0 +1,311 @@
+"""The parts of bench-gpu, each in a process of its own: ``python -m tests.perf.gpu_parts PART
+SHAPE`` writes what it found as the last line of its output, JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from everlift.sampling import SamplingParams
+from everlift.v1 import session_pb2
+from tests.perf.engine_system import Request
+from tests.perf.gpu_shapes import SHAPES, Shape
+from worker.attention.backend import AttentionForm
+from worker.attention.choice import choose_attention
+from worker.build import build_runner
+from worker.config import WorkerConfig
+from worker.device import choose_device
+from worker.engine import Engine
+from worker.kv_cache import KVCache
+from worker.limits import Limits, blocks_for
+from worker.outcome import Abort
+from worker.parallel import Group
+from worker.plan import Row, Rows
+from worker.sequence import Sequence
+
+DEVICE = choose_device("auto")
+DTYPE = torch.bfloat16
+IS_SMALL = DEVICE.type == "cpu"
+#: On a CPU just enough to see that all parts work.
+BATCHES = (1, 4) if IS_SMALL else (1, 8, 64, 256)
+CONTEXT = 40 if IS_SMALL else 1024
+PREFILLS = (16, 60) if IS_SMALL else (1024, 8192)
+STEPS = 5 if IS_SMALL else 64
+WARM_UP_STEPS, PROFILED_STEPS = 4, 16
+ROUNDS = 2 if IS_SMALL else 5
+BATCHED_TOKENS = 64 if IS_SMALL else 8192
+NUM_REQUESTS = 6 if IS_SMALL else 192
+STATIC_BATCH = 2 if IS_SMALL else 64
+#: Means of a request's tokens, as ShareGPT has them.
+MEAN_PROMPT, MEAN_OUTPUT = (8, 6) if IS_SMALL else (161, 338)
+GREEDY = SamplingParams(temperature=0.0).to_proto()
+
+
+def ceilings(_: Shape) -> dict[str, Any]:
+    """A large copy, and a large product of random numbers."""
+    size = 256 if IS_SMALL else 8192
+    source = torch.empty(size * size * 32, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    one, other = (torch.randn(size, size, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    return {
+        "bandwidth": 2 * source.nbytes / seconds(lambda: target.copy_(source)),
+        "flops": 2 * size**3 / seconds(lambda: one @ other),
+    }
+
+
+def seconds(work: Callable[[], object], repeats: int = 20) -> float:
+    """Of one, the median of some rounds, after a first that does not count."""
+    times = []
+    for _ in range(1 + ROUNDS):
+        synchronise()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        synchronise()
+        times.append((time.perf_counter() - began) / repeats)
+    return statistics.median(times[1:])
+
+
+def synchronise() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize(DEVICE)
+
+
+# the engine
+
+
+def engine(shape: Shape) -> dict[str, Any]:
+    """Decoding, prefill and the mix of requests."""
+    with Bench(shape) as bench:
+        bench.prefill(PREFILLS[0])  # compiles
+        return {
+            "context": CONTEXT,
+            "decode": {str(batch): bench.decode(batch) for batch in BATCHES},
+            "prefill_s": {str(n): bench.prefill(n) for n in PREFILLS},
+            "mix_tok_s": bench.mix(),
+        }
+
+
+class Bench:
+    """One engine with pseudo-random weights, as a worker builds it."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._rng = Random(7)
+        self._epoch = 0
+        self._directory = tempfile.TemporaryDirectory()
+        config_json = Path(self._directory.name) / "config.json"
+        config_json.write_text(json.dumps(shape.config))
+        longest = CONTEXT + 2 * (STEPS + PROFILED_STEPS)
+        config = WorkerConfig(
+            model=self._directory.name,
+            load_format="dummy",
+            device=DEVICE.type,
+            dtype="bfloat16",
+            num_blocks=BATCHES[-1] * blocks_for(longest) + blocks_for(PREFILLS[-1]),
+            max_num_seqs=BATCHES[-1],
+            max_num_batched_tokens=BATCHED_TOKENS,
+        )
+        self._runner = build_runner(config, Group.single())
+        self._limits = Limits.of(config, self._runner)
+        self._engine = Engine(self._runner, self._limits, launch=self._runner.launch)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.close()
+        self._directory.cleanup()
+
+    def decode(self, batch: int) -> dict[str, float]:
+        """Seconds of a step in which ``batch`` sequences decode, and the part of it in which the
+        GPU computes nothing."""
+        epochs = [self._add(CONTEXT, 2 * (STEPS + PROFILED_STEPS)) for _ in range(batch)]
+        while self._engine.load().pending_prefill_tokens:
+            self._engine.step()
+        self._timed_steps(WARM_UP_STEPS)
+        step_s = self._timed_steps(STEPS)
+        with profiled() as busy:
+            profiled_s = self._timed_steps(PROFILED_STEPS)
+        for epoch in epochs:
+            self._engine.abort(Abort(epoch))
+        idle = {"idle": 1 - busy[0] / PROFILED_STEPS / profiled_s} if busy else {}
+        return {"step_s": step_s, **idle}
+
+    def _timed_steps(self, steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._engine.step()
+        self._engine.settle()
+        return (time.perf_counter() - began) / steps
+
+    def prefill(self, length: int) -> float:
+        """Seconds to a prompt's first token."""
+        times = []
+        for _ in range(ROUNDS):
+            self._add(length, 1)
+            began = time.perf_counter()
+            self._run()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    def mix(self) -> float:
+        """Output tokens a second of requests that are all there at once."""
+        requests = mix(self._shape)
+        for each in requests:
+            self._add(len(each.prompt), each.max_tokens)
+        began = time.perf_counter()
+        self._run()
+        return sum(each.max_tokens for each in requests) / (time.perf_counter() - began)
+
+    def _run(self) -> None:
+        while self._engine.has_work:
+            self._engine.step()
+
+    def _add(self, length: int, max_tokens: int) -> int:
+        self._epoch += 1
+        prompt = [self._rng.randrange(3, self._shape.vocab) for _ in range(length)]
+        start = session_pb2.Start(
+            epoch=self._epoch, prompt_ids=prompt, max_tokens=max_tokens, sampling=GREEDY
+        )
+        self._engine.add(Sequence.from_start(start, self._limits))
+        return self._epoch
+
+
+@contextmanager
+def profiled() -> Iterator[list[float]]:
+    """Afterwards, the seconds in which the GPU computed anything; nothing on a CPU. Being watched
+    takes the host some time."""
+    busy: list[float] = []
+    if DEVICE.type != "cuda":
+        yield busy
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield busy
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events())
+    busy.append(covered(spans) / 1e6)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of a line ``spans``, by where they begin, cover."""
+    length, reached = 0.0, float("-inf")
+    for begin, end in spans:
+        length += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return length
+
+
+def mix(shape: Shape) -> list[Request]:
+    """Lengths with a long tail: log-normal, a standard deviation of 0.9 in the logarithm."""
+    rng = Random(161338)
+
+    def length(mean: int, most: int) -> int:
+        return min(most, max(1, round(mean * rng.lognormvariate(-0.405, 0.9))))
+
+    most = min(shape.context // 4, 2048)
+    return [
+        Request(
+            [rng.randrange(3, shape.vocab) for _ in range(length(MEAN_PROMPT, most))],
+            length(MEAN_OUTPUT, most),
+        )
+        for _ in range(NUM_REQUESTS)
+    ]
+
+
+# transformers
+
+
+def transformers_continuous(shape: Shape) -> dict[str, Any]:
+    from transformers.generation import ContinuousBatchingConfig
+
+    from tests.perf.engine_transformers import Continuous
+
+    requests, longest = mix(shape), max(each.max_tokens for each in mix(shape))
+    system = Continuous(random_transformer(shape), longest, ContinuousBatchingConfig())
+    tok_s = rate(system.generate, requests)
+    system.close()
+    return {"tok_s": tok_s}
+
+
+def transformers_static(shape: Shape) -> dict[str, Any]:
+    from tests.perf.engine_transformers import Static
+
+    system = Static(random_transformer(shape), STATIC_BATCH, "prompt")
+    return {"tok_s": rate(system.generate, mix(shape))}
+
+
+def random_transformer(shape: Shape) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**shape.config)
+    with DEVICE:
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+    # Nothing ends before its length.
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def rate(generate: Callable[[list[Request]], object], requests: list[Request]) -> float:
+    """Output tokens a second, after a few requests that do not count."""
+    generate(requests[:2])
+    began = time.perf_counter()
+    generate(requests)
+    return sum(each.max_tokens for each in requests) / (time.perf_counter() - began)
+
+
+# kernels
+
+
+def kernels(shape: Shape) -> dict[str, Any]:
+    """Seconds of a layer's attention, by our kernel and by torch's own over keys and values that
+    lie in one piece, which is what a step would have to gather first."""
+    return {
+        name: attention_s(shape, rows, new, context)
+        for name, rows, new, context in (
+            *((f"decode {batch} x {CONTEXT}", batch, 1, CONTEXT) for batch in BATCHES),
+            *((f"prefill {length}", 1, length, length) for length in PREFILLS),
+        )
+    }
+
+
+def attention_s(shape: Shape, rows: int, new: int, context: int) -> dict[str, float]:
+    blocks = blocks_for(context)
+    cache = KVCache(rows * blocks, 1, shape.kv_heads, shape.head_dim, DTYPE, DEVICE)
+    cache.tensor.normal_()
+    order = iter(torch.randperm(rows * blocks).tolist())
+    tables = [tuple(next(order) for _ in range(blocks)) for _ in range(rows)]
+    planned = [Row(i, (0,) * new, context - new, table, True) for i, table in enumerate(tables)]
+    step = choose_attention(cache).prepare(Rows.of(planned))
+    shapes = ((rows, shape.heads, new), *[(rows, shape.kv_heads, context)] * 2)
+    query, key, value = (
+        torch.randn(*each, shape.head_dim, dtype=DTYPE, device=DEVICE) for each in shapes
+    )
+    flat = query.transpose(1, 2).reshape(rows * new, shape.heads, shape.head_dim)
+    form = AttentionForm(shape.head_dim**-0.5)
+    return {
+        "ours_s": seconds(lambda: step.attend(0, flat, form)),
+        "sdpa_s": seconds(
+            lambda: torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=new > 1, enable_gqa=True
+            )
+        ),
+    }
+
+
+PARTS: dict[str, Callable[[Shape], dict[str, Any]]] = {
+    part.__name__: part
+    for part in (ceilings, engine, transformers_continuous, transformers_static, kernels)
+}
+
+if __name__ == "__main__":
+    print(json.dumps(PARTS[sys.argv[1]](SHAPES[sys.argv[2]])))

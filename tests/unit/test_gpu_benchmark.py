@@ -1,0 +1,70 @@
+"""bench-gpu in small, and its arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.perf import gpu, gpu_parts
+from tests.perf.gpu_shapes import SHAPES, Ceiling
+
+LLAMA, TINY = SHAPES["llama-8b"], SHAPES["tiny"]
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_llama_of_8_billion_parameters_is_one() -> None:
+    embedding = LLAMA.vocab * LLAMA.hidden
+    assert 8.0e9 < LLAMA.multiplied + embedding < 8.1e9
+    assert LLAMA.kv_bytes == 128 << 10
+
+
+def test_bounds_on_an_h200_are_those_that_were_published() -> None:
+    """At 4.3 TB/s and 790 TF/s: 3.52 ms, 5.44 ms and 12.7 ms."""
+    ceiling = Ceiling(4.3e12, 790e12)
+    bounds = [LLAMA.decode_bound_s(batch, 1024, ceiling) * 1e3 for batch in (1, 64, 256)]
+    assert bounds == pytest.approx([3.52, 5.44, 12.7], rel=0.02)
+    assert LLAMA.prefill_flops(1024) / 1024 == pytest.approx(14.2e9, rel=0.01)
+
+
+def test_spans_that_overlap_are_covered_once() -> None:
+    assert gpu_parts.covered([(0, 3), (1, 2), (2, 5), (7, 8)]) == 6
+
+
+def test_ratios_are_shares_of_the_bound() -> None:
+    ceiling = {"bandwidth": 4e12, "flops": 8e14}
+    bound = LLAMA.decode_bound_s(8, 1000, Ceiling(**ceiling))
+    engine = {
+        "context": 1000,
+        "decode": {"8": {"step_s": 2 * bound, "idle": 0.1}},
+        "prefill_s": {"100": 1.0, "1000": 4 * LLAMA.prefill_flops(1000) / 8e14},
+        "mix_tok_s": 900.0,
+    }
+    raw = {"ceilings": ceiling, "engine": engine, "transformers_continuous": {"tok_s": 300.0}}
+    assert gpu.ratios(raw, LLAMA, TINY) == pytest.approx(
+        {
+            "decode_b8": 0.5,
+            "prefill_mfu": 0.25,
+            "idle_share": 0.1,
+            "tok_s_vs_hf_continuous": 3.0,
+        }
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
+def test_the_engine_and_the_kernels_are_measured_in_small() -> None:
+    found = gpu_parts.engine(TINY)
+    assert {*found["decode"]} == {"1", "4"} and found["mix_tok_s"] > 0
+    assert all(part["ours_s"] > 0 for part in gpu_parts.kernels(TINY).values())
+
+
+def test_what_fails_says_why() -> None:
+    found, failed = gpu.run([("no such part", "tiny")], until=0.0)
+    assert not found and failed == {"no such part": "no time was left"}
