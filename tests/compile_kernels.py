@@ -47,27 +47,30 @@ class Compiling:
         constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
         signature = {name: _type(name, value, constants) for name, value in values.items()}
         signature = {name: signature[name] for name in kernel.arg_names}
-        variant = (kernel.__name__, *signature.values(), *constants.values(), *options.values())
+        aligned = [
+            i
+            for i, name in enumerate(signature)
+            if name not in constants and _is_aligned(values[name])
+        ]
+        source = ASTSource(
+            kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned}
+        )
+        variant = (source.hash(), *options.items())
         if variant not in self._done:
             self._done.add(variant)
             for capability in self._capabilities:
-                self._compile(kernel, capability, signature, constants, options)
+                self._compile(source, capability, options)
 
-    def _compile(
-        self,
-        kernel: Any,
-        capability: int,
-        signature: dict[str, str],
-        constants: dict[str, Any],
-        options: dict[str, Any],
-    ) -> None:
-        aligned = [["tt.divisibility", 16]]
-        pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
-        source = ASTSource(kernel, signature, constants, {(i,): aligned for i in pointers})
+    def _compile(self, source: ASTSource, capability: int, options: dict[str, Any]) -> None:
         compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
         cubin = compiled.asm["cubin"]
         shared = compiled.metadata.shared
-        print(json.dumps([kernel.__name__, capability, len(cubin), shared]), flush=True)
+        print(json.dumps([source.name, capability, len(cubin), shared]), flush=True)
+
+
+def _is_aligned(value: object) -> bool:
+    """As a launch tells the compiler: memory is, and so are multiples of 16."""
+    return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 def _type(name: str, value: object, constants: dict[str, Any]) -> str:

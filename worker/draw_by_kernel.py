@@ -12,12 +12,12 @@ from worker.kernels.drawing import draw_rows
 from worker.upload import upload
 
 #: Tokens that a program looks at in one go.
-_BLOCK = 1024
+_BLOCK = 512
 
 
 def draw_by_kernel(logits: Tensor, draws: Draws) -> Tensor:
-    """As worker.draw.draw. Sums are taken in another order, so that a number within some 1e-15 of
-    the edge between two tokens may draw the other one."""
+    """As worker.draw.draw. Weights and their sums are rounded otherwise, so that a number at the
+    very edge between two tokens may draw the other one."""
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     columns = (draws.filters.view(np.int64), draws.keys.view(np.int64), draws.positions)
     together = upload(np.concatenate([each.reshape(-1) for each in columns]), logits.device)

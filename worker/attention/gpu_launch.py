@@ -146,7 +146,7 @@ def attend(
         HAS_WINDOW=form.window is not None,
         HAS_SOFTCAP=form.softcap is not None,
         num_warps=4,
-        num_stages=2,
+        num_stages=3,
     )
     if tiles.splits > 1:
         merge_splits[(num_tiles * tiles.tokens, heads)](

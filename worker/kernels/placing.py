@@ -79,6 +79,7 @@ def turn_and_place(
             else:
                 tl.store(source + pairs, left.to(first.dtype), mask=is_pair)
                 tl.store(source + HALF + pairs, right.to(first.dtype), mask=is_pair)
-        if is_key and 2 * HALF < HEAD_DIM:
-            is_rest = (dims >= 2 * HALF) & (dims < HEAD_DIM)
-            tl.store(place + dims, tl.load(source + dims, mask=is_rest), mask=is_rest)
+        if 2 * HALF < HEAD_DIM:
+            if is_key:
+                is_rest = (dims >= 2 * HALF) & (dims < HEAD_DIM)
+                tl.store(place + dims, tl.load(source + dims, mask=is_rest), mask=is_rest)
