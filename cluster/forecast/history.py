@@ -17,8 +17,7 @@ from router.ledger.entry import Entry, Event, State, Stored
 
 #: Requests that are read at the same time.
 _AT_ONCE = 64
-#: Around a request, of those that came so many seconds before it or later, so many are read at
-#: most.
+#: Around a request, those that came so many seconds before it, or later; so many are read at most.
 _BEFORE_S, _MOST = 600.0, 10_000
 
 

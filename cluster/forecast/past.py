@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -11,7 +11,7 @@ from cluster.workloads.arrival import Arrival
 from everlift.blockhash import BLOCK_SIZE, block_hashes
 from everlift.request_id import tenant_of
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.explanation import ACCEPTING
+from router.gateway.explanation import ACCEPTING, kept
 from router.ledger.entry import Event, Stored
 
 _QUEUED = frozenset(
@@ -54,9 +54,9 @@ class Past:
     worker_s: float
 
     @classmethod
-    def of(cls, stored: Stored, events: Iterable[Event]) -> Past:
+    def of(cls, stored: Stored, events: Sequence[Event]) -> Past:
         """Of its prompt nothing is kept."""
-        explanation = pb.Explanation.FromString(stored.explanation)
+        explanation = kept(stored, events)
         return cls(
             stored.entry.request_id,
             tuple(_records(stored, _moments(events), explanation)),
