@@ -122,8 +122,11 @@ class Custody:
             for choice in live.choices:
                 self._note_length(live, len(choice.output))
         self.counters.failed += entry.state is State.FAILED
+        live.has_untold_end = entry.state.is_final and entry.gateway == self.router_id
+        # Whoever reads may have all of it within this call.
+        is_ours = live.has_untold_end
         self.close_as(live, entry)
-        if entry.state.is_final and entry.gateway == self.router_id:
+        if is_ours:
             self.recent.end(live)
             self._trace(live)
 

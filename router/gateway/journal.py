@@ -31,6 +31,9 @@ MAX_TOLD = 8
 #: How an attempt ended that brought the request's last token.
 FINISHED = "finished"
 
+#: What comes last, in this order.
+_BEHIND = (pb.SPAN_KIND_STORING, pb.SPAN_KIND_DELIVERY)
+
 
 class Span(NamedTuple):
     kind: pb.SpanKind.ValueType
@@ -77,6 +80,17 @@ class Journal:
     def total_s(self) -> float:
         """From its call to what happened last: what the spans add up to."""
         return self._until - self.came
+
+    @property
+    def is_delivered(self) -> bool:
+        """A client has read all of it."""
+        return self._is_delivered
+
+    @property
+    def behind_s(self) -> float:
+        """Behind its last token: seconds until its end was in the ledger, and its client had it."""
+        last = self._spans[-len(_BEHIND) :]
+        return sum(span.seconds for span in last if span.kind in _BEHIND)
 
     @property
     def heard(self) -> float:

@@ -103,6 +103,8 @@ class LiveRequest:
         self._readable_since: dict[int, float] = {}
         self._observer: ClassObserver = NOBODY
         self.journal = journal or Journal(now)
+        #: it ended here, and the ledger does not know what became of it since
+        self.has_untold_end = False
 
     @property
     def names(self) -> dict[str, str]:

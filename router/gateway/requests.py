@@ -42,6 +42,7 @@ from router.config import RouterConfig
 from router.gateway.adoption import Adoption
 from router.gateway.attempts import Attempts, Line, Workers
 from router.gateway.custody import Custody, Elsewhere
+from router.gateway.deliveries import Deliveries
 from router.gateway.explanation import kept
 from router.gateway.journal import Journal
 from router.gateway.ledger_health import LedgerHealth
@@ -92,6 +93,7 @@ class Requests:
         self.predictor = Predictor(model.tokenizer, model.name, config.predictor_min_tau)
         self._recent = Recent(config.reassert)
         self.quotas = Quotas(ledger, limits_of)
+        self._deliveries = Deliveries(ledger)
         self._custody = Custody(
             router_id,
             ledger,
@@ -285,6 +287,7 @@ class Requests:
         return Pieces(live, reading, lambda: self._reader_left(live, has_grace=is_relayed))
 
     def _reader_left(self, live: LiveRequest, *, has_grace: bool = False) -> None:
+        self._deliveries.note(live)
         if not self._custody.is_closing:
             self._patience.reader_left(live, has_grace=has_grace)
 
@@ -365,6 +368,7 @@ class Requests:
         """To this router's beat."""
         self._ledger_health.answered(membership)
         self._ledger_ahead_s = membership.now - now()
+        self._custody.spawn(self._deliveries.tell())
 
     def ledger_failed(self) -> None:
         """It did not answer a beat."""
@@ -485,6 +489,7 @@ class Requests:
             live.settle(now(), RouterStopping("this router stops: attach through another one"))
         with suppress(LedgerUnavailable):
             await self.quotas.tell()
+            await self._deliveries.tell()
         await self._custody.cancel_work()
 
     async def _keep_what_was_seen(self) -> None:

@@ -24,6 +24,7 @@ from router.ledger.entry import (
     Dispatch,
     Entry,
     Event,
+    Explained,
     Move,
     Reasserted,
     State,
@@ -237,6 +238,12 @@ class Ledger(Protocol):
         """QUEUED or RUNNING -> ``state`` (FAILED, CANCELLED or EXPIRED). A request that is final,
         or not ``owner``'s where one is given, is answered as it is; else ``explanation`` is stored
         unless it is empty. Raises UnknownRequest."""
+        ...
+
+    async def explain(self, explained: Sequence[Explained]) -> None:
+        """Stores them in the place of what was told with the requests' ends. One whose request is
+        not known, not final, another gateway's, or another one under the same id changes nothing.
+        One round trip for all of them. Raises LedgerUnavailable."""
         ...
 
     async def forget(self, request_id: str) -> Entry | None:

@@ -193,6 +193,17 @@ class Append:
             raise ValueError(f"{len(self.logprobs)} logprobs of {len(self.tokens)} tokens")
 
 
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Where the time of a final request went, by the ``gateway`` that had it to its end. It had
+    ``arrived`` then, in ledger time: another one may have its id by now."""
+
+    request_id: str
+    gateway: str
+    arrived: float
+    explanation: bytes
+
+
 class Appended(Enum):
     #: stored, or already there: a repeated append changes nothing
     OK = "ok"

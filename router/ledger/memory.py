@@ -40,6 +40,7 @@ from router.ledger.entry import (
     Dispatch,
     Entry,
     Event,
+    Explained,
     Move,
     Reasserted,
     State,
@@ -272,6 +273,12 @@ class MemoryLedger:
 
     def _retain(self, entry: Entry) -> None:
         self._ended[entry.request_id] = self._clock() + self._retention_s
+
+    async def explain(self, explained: Sequence[Explained]) -> None:
+        for item in explained:
+            record = self._find(item.request_id)
+            if record is not None and record.is_of(item):
+                record.explain(item.explanation)
 
     async def forget(self, request_id: str) -> Entry | None:
         entry = self._get(request_id).entry

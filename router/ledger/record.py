@@ -19,6 +19,7 @@ from router.ledger.entry import (
     Appended,
     Entry,
     Event,
+    Explained,
     Reasserted,
     State,
     Stored,
@@ -127,6 +128,12 @@ class Record:
             self.put(tally=tally or self.entry.tally)
             self.explain(item.explanation if item.finish_reason else b"")
         return answer
+
+    def is_of(self, explained: Explained) -> bool:
+        """It is over, and the request that is meant."""
+        its = self.entry
+        is_same = (its.gateway, its.arrived) == (explained.gateway, explained.arrived)
+        return its.state.is_final and is_same
 
     def explain(self, explanation: bytes) -> None:
         """What was told before stays where nothing is told."""

@@ -56,6 +56,7 @@ from router.ledger.entry import (
     Dispatch,
     Entry,
     Event,
+    Explained,
     Reasserted,
     State,
     Stored,
@@ -260,6 +261,13 @@ class RedisLedger:
         )
         return codec.entry(request_id, rest[0])
 
+    async def explain(self, explained: Sequence[Explained]) -> None:
+        fields = (
+            (it.request_id, it.gateway, codec.microseconds(it.arrived), it.explanation)
+            for it in explained
+        )
+        await self._run_by_shard(scripts.EXPLAIN, (), fields)
+
     async def forget(self, request_id: str) -> Entry | None:
         word, rest = await self._move(
             scripts.FORGET, request_id, os.urandom(8).hex(), self._call_ms
@@ -459,16 +467,16 @@ class RedisLedger:
             (tenant_of(end.request_id), end.request_id, codec.optional(end.output_tokens))
             for end in ends
         )
-        await self._run_by_tenant(scripts.SETTLE, (), fields)
+        await self._run_by_shard(scripts.SETTLE, (), fields)
 
     async def hold(self, request_ids: Sequence[str], lease_s: float) -> None:
         fields = ((tenant_of(request_id), request_id) for request_id in request_ids)
-        await self._run_by_tenant(scripts.HOLD, [codec.microseconds(lease_s)], fields)
+        await self._run_by_shard(scripts.HOLD, [codec.microseconds(lease_s)], fields)
 
-    async def _run_by_tenant(
+    async def _run_by_shard(
         self, script: Script, first: Sequence[Argument], fields: Iterable[tuple[Argument, ...]]
     ) -> None:
-        """One call for each shard; each of ``fields`` begins with its tenant."""
+        """One call for each shard; each of ``fields`` begins with the name that is placed there."""
         by_shard: dict[int, list[Argument]] = {}
         for each in fields:
             arguments = by_shard.setdefault(self._shards.of(str(each[0])), [*first])

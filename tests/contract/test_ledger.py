@@ -33,6 +33,7 @@ from router.ledger.entry import (
     Appended,
     Dispatch,
     Entry,
+    Explained,
     Move,
     Reasserted,
     State,
@@ -781,6 +782,26 @@ async def test_what_ends_is_explained_by_the_move_that_ends_it(ledger: Ledger, l
     assert await explanation(ledger) == b"lost"
     entry = await ledger.end("r", State.CANCELLED, "slug", "message", None, b"ended")
     assert await explanation(ledger) == (b"lost" if entry.state is State.FAILED else b"ended")
+
+
+async def test_who_had_it_to_its_end_explains_it_once_more(ledger: Ledger) -> None:
+    await run(ledger)
+    entry = await ledger.get("r")
+    told = Explained("r", entry.gateway, entry.arrived, b"delivered")
+    await ledger.explain([told])
+    assert await explanation(ledger) == b""
+    ended = await ledger.end("r", State.CANCELLED, "slug", "message", None, b"ended")
+    others = (
+        replace(told, request_id="other"),
+        replace(told, gateway="heir"),
+        replace(told, arrived=told.arrived + 1),
+    )
+    await ledger.explain(others)
+    assert await explanation(ledger) == b"ended"
+    await ledger.explain([*others, told])
+    assert await explanation(ledger) == b"delivered"
+    assert await ledger.get("r") == ended
+    await ledger.explain([])
 
 
 async def test_what_is_told_again_explains_itself(ledger: Ledger) -> None:

@@ -1010,8 +1010,9 @@ class Explanation(google.protobuf.message.Message):
     request_id: builtins.str
     state: Global___RequestState.ValueType
     total_s: builtins.float
-    """Seconds from its call to its end, or until now: what the spans add up to. Its end is when the ledger had it;
-    or, for as long as the router that had it remembers it, when the first client had read all of it.
+    """Seconds from its call to its end, or until now: what the spans add up to. Its end is when the first client had read
+    all of it, if the router that had it remembers that or told it to the ledger; else when the ledger had it. What it
+    does not tell the ledger is at most 1 ms or 1 %.
     """
     prompt_tokens: builtins.int
     output_tokens: builtins.int
