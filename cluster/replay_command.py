@@ -44,7 +44,8 @@ Policies = Annotated[
     typer.Option(
         "--policy",
         metavar="ORDER,...",
-        help=f"{', '.join(get_args(Order))}. Repeatable. Default: the configuration's.",
+        help=f"{', '.join(get_args(Order))}; ltr is ranked, vtc fifo by turns of tenants. "
+        "Repeatable. Default: the configuration's.",
     ),
 ]
 FromLedger = Annotated[

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.forecast.command.policies import routers
 from tests.commands import run
 
 #: Decodes 20 tokens a second and row, and computes 1,000 tokens of prompts a second.
@@ -126,6 +127,13 @@ async def test_a_trace_is_replayed_under_each_policy(tmp_path: Path, kind: str, 
     assert list(answers) == ["fifo", "shortest", "fifo router.local_depth=4"]
     assert {answer["all"]["finished"] for answer in answers.values()} == {20}
     assert "shortest" in said and "100.0%" in said
+
+
+def test_policies_may_be_called_as_papers_call_them() -> None:
+    named = routers(["hrrn,ltr,vtc"], None, ["router.fair_share=false"])
+    assert list(named) == ["hrrn", "ltr", "vtc"]
+    assert [router.order for router in named.values()] == ["hrrn", "ranked", "fifo"]
+    assert [router.fair_share for router in named.values()] == [False, False, True]
 
 
 async def test_a_replay_needs_its_requests_and_policies_that_are_there(trace: str) -> None:

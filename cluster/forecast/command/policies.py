@@ -9,6 +9,10 @@ from cluster.errors import ForecastFailed
 from cluster.forecast.command import machines
 from router.config import RouterConfig
 
+#: What papers call them: learning to rank (arXiv 2408.15792), and the virtual token counter (arXiv
+#: 2401.00588).
+_IN_PAPERS = {"ltr": ("ranked",), "vtc": ("fifo", "router.fair_share=true")}
+
 
 def routers(
     policies: Sequence[str], file: Path | None, assignments: Sequence[str] | None
@@ -20,7 +24,8 @@ def routers(
 
 
 def _router(policy: str, file: Path | None, assignments: Sequence[str] | None) -> RouterConfig:
-    order, *others = policy.split() or [policy]
+    name, *further = policy.split() or [policy]
+    order, *others = *_IN_PAPERS.get(name, (name,)), *further
     if not all(setting.startswith("router.") for setting in others):
         raise ForecastFailed(f"--policy {policy}: behind an order stand settings of routers alone")
     settings = [*(assignments or ()), f"router.order={order}", *others]
