@@ -16,9 +16,9 @@ found by giving them 1.5 times what an estimate says.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import starmap, takewhile
 from math import inf
 from typing import Any
 
@@ -30,6 +30,7 @@ from cluster.forecast.saturation import saturation_rate
 from cluster.forecast.scenario import EarlyBinding, Scenario, WorkerSpec
 from cluster.forecast.simulate import simulate
 from cluster.forecast.summary import Slo, Summary
+from cluster.workloads.arrival import Arrival
 from cluster.workloads.known import WORKLOADS
 from cluster.workloads.workload import Workload
 from everlift import settings
@@ -85,10 +86,15 @@ class Run:
     early: EarlyBinding | None = None
     fluid: bool = False
     foresight_sigma: float | None = None
+    #: of what the workload brings, by the number of a request
+    change: Callable[[int, Arrival], Arrival] | None = None
+    weights: Mapping[str, float] | None = None
 
     def forecast(self) -> Forecast:
         rate = self.load * sum(_rate(self.workload, it) for it in self.workers)
         arrivals = self.workload.at_rate(rate).arrivals(_SEED)
+        if self.change is not None:
+            arrivals = starmap(self.change, enumerate(arrivals))
         until = _WARM_UP_S + self.duration_s
         scenario = Scenario(
             self.workers,
@@ -96,12 +102,17 @@ class Run:
             early=self.early,
             fluid=self.fluid,
             foresight_sigma=self.foresight_sigma,
-            weights=None,
+            weights=self.weights,
         )
         return simulate(takewhile(lambda it: it.at < until, arrivals), scenario)
 
-    def summary(self) -> Summary:
-        return self.forecast().summary(SLO, lambda record: record.arrival.at >= _WARM_UP_S)
+    def summary(
+        self, forecast: Forecast | None = None, of: Callable[[int], bool] = lambda index: True
+    ) -> Summary:
+        """``of`` those of these numbers."""
+        return (forecast or self.forecast()).summary(
+            SLO, lambda record: record.arrival.at >= _WARM_UP_S and of(record.index)
+        )
 
 
 _rates: dict[tuple[str, WorkerSpec], float] = {}
@@ -134,18 +145,13 @@ BINDINGS: Mapping[str, EarlyBinding | None] = {
 }
 
 
-#: What early bindings cost grows with the workers: these are compared where there are a thousand.
-_FEW = ("global", "p2c")
-_MANY_WORKERS = 100
-
-
 def binding(runs: Mapping[str, Run]) -> dict[str, Figures]:
     """p99 TTFT in ms, by run and binding."""
     found: dict[str, Figures] = {}
     for name, run in runs.items():
-        hows = BINDINGS if len(run.workers) < _MANY_WORKERS else _FEW
         found[name] = {
-            how: 1e3 * replace(run, early=BINDINGS[how]).summary().ttft_s.p99 for how in hows
+            how: 1e3 * replace(run, early=early).summary().ttft_s.p99
+            for how, early in BINDINGS.items()
         }
         print(name, found[name], flush=True)
     return found
@@ -171,28 +177,49 @@ def binding_runs() -> dict[str, Run]:
 
 # orders
 
-ORDERS: tuple[Order, ...] = ("fifo", "shortest", "ranked", "hrrn")
+PREDICTED: tuple[Order, ...] = ("shortest", "ranked", "hrrn")
 LOADS = (0.7, 0.9, 1.1, 1.3)
+#: One of so many requests.
+_MARKED = 10
+#: Until a first token is wanted, of these and of the others.
+_NEAR_S, _FAR_S = 1.0, 10.0
 
 
 def orders() -> dict[str, dict[str, Figures]]:
-    """By load, then by order and how well lengths are foreseen."""
+    """By load, then by order and how well lengths are foreseen. A tenth of the requests is in a
+    higher class, is due sooner, or is a tenant's of its own, where the order looks at that."""
     found: dict[str, dict[str, Figures]] = {}
     for load in LOADS:
-        of_load = found[f"{load:g}"] = {}
-        for order in ORDERS:
-            for how, sigma in TAUS.items() if order != "fifo" else {"": 0.0}.items():
-                run = Run(
-                    CHATS,
-                    4 * (spec(max_num_seqs=64),),
-                    load,
-                    120.0,
-                    RouterConfig(order=order, max_queued=10**9),
-                    fluid=True,
-                    foresight_sigma=sigma,
-                )
-                of_load[f"{order} {how}".strip()] = _latencies(run.summary())
+        of_load = found[f"{load:g}"] = {"fifo": _latencies(_chats(load))}
+        of_load["classes"] = _latencies(replace(_chats(load), change=_in_classes))
+        of_load["turns"] = _latencies(replace(_chats(load), change=_of_tenants, weights={}))
+        of_load["deadline"] = _latencies(replace(_chats(load, "deadline"), change=_due))
+        for order in PREDICTED:
+            for how, sigma in TAUS.items():
+                run = replace(_chats(load, order), foresight_sigma=sigma)
+                of_load[f"{order} {how}"] = _latencies(run)
     return found
+
+
+def _chats(load: float, order: Order = "fifo") -> Run:
+    router = RouterConfig(order=order, max_queued=10**9)
+    return Run(CHATS, 4 * (spec(max_num_seqs=64),), load, 120.0, router, fluid=True)
+
+
+def _is_marked(index: int) -> bool:
+    return index % _MARKED == 0
+
+
+def _in_classes(index: int, arrival: Arrival) -> Arrival:
+    return replace(arrival, priority=int(_is_marked(index)))
+
+
+def _of_tenants(index: int, arrival: Arrival) -> Arrival:
+    return replace(arrival, tenant="few" if _is_marked(index) else "many")
+
+
+def _due(index: int, arrival: Arrival) -> Arrival:
+    return replace(arrival, ttft_target_s=_NEAR_S if _is_marked(index) else _FAR_S)
 
 
 PATIENCES = (0.5, 1.0, 1.5, 2.0, 4.0)
@@ -205,20 +232,24 @@ def patience() -> dict[str, dict[str, Figures]]:
     for workload, slots in ((CHATS, 64), (CONVERSATIONS, 256)):
         run = Run(workload, 2 * (spec(max_num_seqs=slots),), 1.15, 120.0, fluid=True)
         run = replace(run, foresight_sigma=TAUS["tau 0.6"])
-        of_workload = found[workload.name] = {"fifo": _latencies(run.summary())}
+        of_workload = found[workload.name] = {"fifo": _latencies(run)}
         for times in PATIENCES:
             router = replace(run.router, order="shortest", patience=times)
-            of_workload[f"{times:g}"] = _latencies(replace(run, router=router).summary())
+            of_workload[f"{times:g}"] = _latencies(replace(run, router=router))
     return found
 
 
-def _latencies(summary: Summary) -> Figures:
+def _latencies(run: Run) -> Figures:
+    forecast = run.forecast()
+    summary, tenth = run.summary(forecast), run.summary(forecast, _is_marked)
     return {
         "ttft_mean_s": summary.ttft_s.mean,
         "ttft_p99_s": summary.ttft_s.p99,
         "normalised_latency_mean_ms": 1e3 * summary.normalised_latency_s.mean,
         "good_share": summary.good_share,
         "overtaken_p99": summary.overtaken.p99,
+        "tenth_ttft_mean_s": tenth.ttft_s.mean,
+        "tenth_ttft_p99_s": tenth.ttft_s.p99,
     }
 
 
