@@ -93,7 +93,7 @@ class _Trace:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """``requests`` are the names of keys that are new."""
+    """``requests`` are the names of those that took a seat, by their keys."""
 
     changes: list[Change] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
@@ -170,6 +170,8 @@ class Seating:
             self._traces[request_id] = _Trace(self._last_key, seat)
             news.requests[self._last_key] = request_id
             return
+        # It may have been away for longer than anybody remembers its name.
+        news.requests[trace.key] = request_id
         if (cause := _cause(trace, seat, workers)) is not None:
             # One whose worker has not been heard yet since it left has just done so.
             left_at = now if trace.left_at is None else trace.left_at

@@ -89,6 +89,10 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
         # And for who does not see it.
         await expect(page.locator("#news")).to_contain_text("went on at another worker")
         await expect(page.locator("#grid .cell[data-state=lost]")).to_have_count(1)
+        # What is lost is not offered to be drained.
+        offered = page.locator("#drain-worker option")
+        await expect(offered).to_have_count(1)
+        assert await offered.get_attribute("value") != rank.worker_id
         # And not a token is lost.
         await expect(page.locator("#try-status")).to_contain_text("pieces in", timeout=20_000)
         await page.click("#try-status button")

@@ -28,8 +28,8 @@ def test_changes_add_up_to_who_is_there(looks: list[dict[str, Occupancy]]) -> No
     known: dict[tuple[str, int], Sitter] = {}
     for number, look in enumerate(looks):
         news = seating.look(look, 50.0 * number)
-        assert not names.keys() & news.requests.keys(), "a key stands for one request"
-        names |= news.requests
+        for key, name in news.requests.items():
+            assert names.setdefault(key, name) == name, "a key stands for one request"
         for change in news.changes:
             place = (change.seat.worker_id, change.seat.slot)
             if change.key:

@@ -104,6 +104,15 @@ def test_a_request_is_looked_for_for_two_minutes_and_keeps_its_key() -> None:
     assert again == News([Change(A0, 2, Phase.DECODE)], requests={2: "r"})
 
 
+def test_who_comes_back_is_named_again() -> None:
+    """A page forgets the names of those that it does not show."""
+    seating = Seating()
+    seating.look({"a": worker("r", preemptions=4)}, 0.0)
+    seating.look({"a": worker(preemptions=5)}, 1.0)
+    back = seating.look({"a": worker("r", preemptions=5)}, 100.0)
+    assert back.requests == {1: "r"} and back.transfers
+
+
 def test_what_is_kept_of_those_that_left_is_bounded() -> None:
     seating = Seating()
     for number in range(5000):

@@ -23,16 +23,19 @@ export class Admin {
     });
   }
 
-  show({ you, router, workers, queue }, all) {
+  show({ you, router, workers, cells, queue }, all) {
     if (you) $("admin").hidden = !you.scopes.includes("admin");
     if (router) $("chaos-form").hidden = !router.has_chaos;
-    if (workers) this.list(workers);
+    if (workers || cells) this.list(all);
     if (queue) this.showPolicy(all.queue);
   }
 
-  list(workers) {
-    options($("drain-worker"), workers.sizes.every((it) => it === 1) ? workers.ids : []);
-    options($("chaos-target"), [...TARGETS, ...workers.ids]);
+  // What is lost neither drains nor can be struck; where several workers share a cell the state is of none alone.
+  list({ workers, cells = [] }) {
+    const isAlone = workers.sizes.every((it) => it === 1);
+    const there = isAlone ? workers.ids.filter((_, place) => cells[place]?.[0] !== "lost") : [];
+    options($("drain-worker"), there);
+    options($("chaos-target"), [...TARGETS, ...(isAlone ? there : workers.ids)]);
   }
 
   // A field that somebody is about to change is left alone.
@@ -104,6 +107,8 @@ function field(id, name, value) {
 }
 
 function options(select, values) {
+  const offered = [...select.options].map((it) => it.value);
+  if (offered.length === values.length && values.every((it, place) => it === offered[place])) return;
   const chosen = select.value;
   select.replaceChildren(...values.map((it) => el("option", { value: it }, TARGETS.includes(it) ? it : `worker ${short(it)}`)));
   if (values.includes(chosen)) select.value = chosen;
