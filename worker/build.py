@@ -110,11 +110,34 @@ def _capture(
     return graphs
 
 
-def _load(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:
-    """Whichever can: the decoder of our own, or transformers' modules."""
+def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:
+    """What the decoder of our own would run; None where transformers' modules are tried.
+
+    Raises UnsupportedModel for what neither runs, as far as a model's files tell.
+    """
     try:
         spec = ModelSpec.from_hf(directory)
     except UnsupportedArchitecture:
+        # Seconds to import, and most models do without.
+        from worker.model.transformers_loading import check_config
+
+        check_config(directory, config.tensor_parallel)
+        return None
+    _max_model_len(config, spec.max_position)
+    return spec
+
+
+def try_modules(config: WorkerConfig, directory: Path) -> None:
+    """Builds a model that transformers' modules would run, on the CPU and with random weights,
+    which take its memory. Raises UnsupportedModel where a start would."""
+    place = Placement(Group.single(), torch.float32, torch.device("cpu"))
+    _load_with_transformers(replace(config, load_format="dummy"), directory, place)
+
+
+def _load(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:
+    """Whichever can: the decoder of our own, or transformers' modules."""
+    spec = spec_of(config, directory)
+    if spec is None:
         return _load_with_transformers(config, directory, place)
     max_model_len = _max_model_len(config, spec.max_position)
     precompile(spec.head_dim, place.dtype, place.device, place.group.size)
@@ -139,7 +162,6 @@ def make_fast(decoder: Decoder, spec: ModelSpec, dtype: torch.dtype) -> None:
 
 
 def _load_with_transformers(config: WorkerConfig, directory: Path, place: Placement) -> _Loaded:
-    # Seconds to import, and most models do without.
     from worker.model.transformers_loading import load_decoder
 
     decoder = load_decoder(

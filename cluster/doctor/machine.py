@@ -31,6 +31,8 @@ _FEW_DESCRIPTORS = 4096
 _LITTLE_DISK_MIB = 2048
 #: What a rank takes beside weights and KV cache.
 _RANK_MIB = 600
+#: Of weights: a model of as many is built to be tried.
+_TRIED_MIB = 2048
 
 
 def examine(config: Config) -> Iterator[Finding]:
@@ -138,18 +140,36 @@ def _weights_mib(config: Config) -> int:
 
 def _model(config: Config) -> Finding:
     from router.gateway.model import ServedModel
+    from worker.model.spec import UnsupportedModel
 
     mend = "set model to a directory with all files of a model"
     try:
         if is_hub_id(config.model, config.model_revision):
             return fine("model", f"{config.model}: fetched from the hub when a worker starts")
         model = ServedModel.load(config.model, config.model_revision)
-        missing = _missing_weights(config)
+        if missing := _missing_weights(config):
+            return broken("model", f"{config.model} lacks {', '.join(missing)}", mend)
+        is_tried = _try_architecture(config)
+    except UnsupportedModel as error:
+        return broken("model", f"{config.model}: {error}", "worker/README.md says what runs")
     except (EverliftError, ValueError) as error:
         return broken("model", str(error), mend)
-    if missing:
-        return broken("model", f"{config.model} lacks {', '.join(missing)}", mend)
-    return fine("model", f"{model.name}: {model.context} tokens of context")
+    says = f"{model.name}: {model.context} tokens of context"
+    if not is_tried:
+        return doubtful("model", f"{says}; too large to try its architecture here", "see its start")
+    return fine("model", says)
+
+
+def _try_architecture(config: Config) -> bool:
+    """Asks what a start asks; False where only a start can say. Raises UnsupportedModel."""
+    from worker.build import spec_of, try_modules
+
+    if config.model == FAKE or spec_of(config.worker, Path(config.model)) is not None:
+        return True
+    if _weights_mib(config) > _TRIED_MIB:
+        return False
+    try_modules(config.worker, Path(config.model))
+    return True
 
 
 def _missing_weights(config: Config) -> list[str]:

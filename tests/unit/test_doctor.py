@@ -23,6 +23,7 @@ from router.ledger.config import LedgerConfig
 from router.ledger.embedded import EmbeddedLedger
 from tests.authority import Authority
 from tests.free_port import free_port
+from tests.other_architectures import save_config
 
 EVERLIFT = Path(sys.executable).with_name("everlift")
 
@@ -47,6 +48,53 @@ def test_weights_that_are_not_there_are_named(config: Config, tmp_path: Path) ->
     finding = of(list(machine.examine(odd)), "model")
     assert finding.level is Level.ERROR
     assert finding.says == f"{directory} lacks model.safetensors"
+
+
+def test_a_model_that_a_start_would_refuse_is_refused(config: Config, tmp_path: Path) -> None:
+    """In its words: what the decoder does not know, what it does not do, and too long a context."""
+    directory = tmp_path / "m"
+    shutil.copytree(DEMO_MODEL, directory)
+    values = json.loads((DEMO_MODEL / "config.json").read_text())
+
+    def says(max_model_len: int | None = None, **changes: object) -> tuple[Level, str]:
+        (directory / "config.json").write_text(json.dumps(values | changes))
+        odd = replace(
+            config,
+            model=str(directory),
+            worker=replace(config.worker, model="", max_model_len=max_model_len),
+            router=replace(config.router, model=""),
+        )
+        finding = of(list(machine.examine(odd)), "model")
+        return finding.level, finding.says
+
+    assert says()[0] is Level.OK
+    for cause, (level, text) in {
+        "OwnForCausalLM is not supported": says(architectures=["OwnForCausalLM"]),
+        "hidden_act": says(hidden_act="relu"),
+        "max_model_len 999999 is more": says(max_model_len=999_999),
+    }.items():
+        assert level is Level.ERROR and cause in text, text
+
+
+def test_a_model_of_others_modules_is_tried_where_it_is_small(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one attends more than once a layer is seen in its modules alone."""
+    directory = tmp_path / "m"
+    shutil.copytree(DEMO_MODEL, directory)
+    save_config(directory, "diffllama", "DiffLlamaForCausalLM")
+    odd = replace(
+        config,
+        model=str(directory),
+        worker=replace(config.worker, model=""),
+        router=replace(config.router, model=""),
+    )
+    finding = of(list(machine.examine(odd)), "model")
+    assert finding.level is Level.ERROR and "attends more than once" in finding.says
+    monkeypatch.setattr(machine, "_TRIED_MIB", 0)
+    monkeypatch.setattr(machine, "_weights_mib", lambda config: 1)
+    finding = of(list(machine.examine(odd)), "model")
+    assert finding.level is Level.WARNING and "too large to try" in finding.says
 
 
 def test_files_of_tls_are_looked_at(config: Config, tmp_path: Path) -> None:

@@ -49,19 +49,36 @@ def load_decoder(
     It has been tried beside sequences of ``max_model_len`` tokens, or of as many as it is made for.
     Raises UnsupportedModel, BadCheckpoint.
     """
-    architecture = (HfConfig.read(directory / "config.json").words("architectures") or ("",))[0]
-    try:
-        if place.group.size > 1:
-            raise Unservable(f"over {place.group.size} ranks")
-        config = _read_config(directory, architecture)
+    with _refusing(directory) as architecture:
+        config = _known_config(directory, architecture, place.group.size)
         model = _random(config, place) if dummy else _load(directory, config, place)
         return _tried(model, place, max_model_len, attention_over)
+
+
+def check_config(directory: Path, num_ranks: int) -> None:
+    """What is known before the model of ``directory`` is built. Raises UnsupportedModel."""
+    with _refusing(directory) as architecture:
+        _known_config(directory, architecture, num_ranks)
+
+
+@contextmanager
+def _refusing(directory: Path) -> Iterator[str]:
+    """The architecture that the config names: what cannot be served in it is told by that name."""
+    architecture = (HfConfig.read(directory / "config.json").words("architectures") or ("",))[0]
+    try:
+        yield architecture
     except Unservable as why:
         supported = ", ".join(ModelSpec.supported_architectures())
         raise UnsupportedModel(
             f"architecture {architecture} is not supported: {why}; "
             f"supported: {supported}, {_ALSO_SUPPORTED}"
         ) from why
+
+
+def _known_config(directory: Path, architecture: str, num_ranks: int) -> PreTrainedConfig:
+    if num_ranks > 1:
+        raise Unservable(f"over {num_ranks} ranks")
+    return _read_config(directory, architecture)
 
 
 def _read_config(directory: Path, architecture: str) -> PreTrainedConfig:
