@@ -15,12 +15,15 @@ from everlift.v1 import inference_pb2 as pb
 
 #: Of the whole. What took less is one row.
 _LEAST_PART = 1e-3
+#: Likewise. Every token is unread until its client has its turn.
+_MUCH_UNREAD = 0.01
 
 
 def of(explanation: pb.Explanation) -> list[str | Table]:
     """For a rich console."""
     return [
         *headline(explanation),
+        *reading(explanation),
         spans(explanation),
         *([attempts(explanation)] if explanation.attempts else []),
         *neighbours(explanation),
@@ -40,6 +43,14 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
         if explanation.HasField("predicted_ttft_s"):
             first += f" ({explanation.predicted_ttft_s:.3f} s predicted)"
         yield first
+
+
+def reading(explanation: pb.Explanation) -> Iterator[str]:
+    """What lies beside the spans: nothing waits for a client."""
+    unread_s, unread = explanation.unread_s, explanation.unread_tokens
+    if unread or unread_s > _MUCH_UNREAD * explanation.total_s:
+        now = f"; {unread} are unread now" if unread else ""
+        yield f"for {unread_s:.3f} s its client left tokens unread{now}"
 
 
 def spans(explanation: pb.Explanation) -> Table:

@@ -21,7 +21,7 @@ LABELS = MappingProxyType(
         pb.SPAN_KIND_ELSEWHERE: "with another router",
         pb.SPAN_KIND_LINE: "to and from the leader",
         pb.SPAN_KIND_LEADER: "queued: the leader was not ready",
-        pb.SPAN_KIND_NO_WORKER: "queued: no worker was there, or one was starting",
+        pb.SPAN_KIND_NO_WORKER: "queued: no worker was there, and none was starting",
         pb.SPAN_KIND_BEHIND_EARLIER: "queued: behind earlier requests",
         pb.SPAN_KIND_BEHIND_CLASS: "queued: behind higher classes",
         pb.SPAN_KIND_BEHIND_TURN: "queued: other tenants' turns",
@@ -45,6 +45,7 @@ LABELS = MappingProxyType(
         pb.SPAN_KIND_STORING: "ledger: its last tokens, or its end",
         pb.SPAN_KIND_DELIVERY: "its client read on",
         pb.SPAN_KIND_QUEUED: "queued",
+        pb.SPAN_KIND_WORKER_STARTS: "queued: no worker was there yet, one was starting",
     }
 )
 

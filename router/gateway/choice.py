@@ -12,9 +12,9 @@ _TOKENS_A_PIECE = 4096
 
 
 class Choice:
-    """Three counts of tokens: ``len(output)`` came from workers, ``stored`` of them are in the
-    ledger, and ``readable`` may be seen by clients: what is stored, or more where deliveries run
-    ahead of the ledger and are marked.
+    """Four counts of tokens: ``len(output)`` came from workers, ``stored`` of them are in the
+    ledger, ``readable`` may be seen by clients: what is stored, or more where deliveries run ahead
+    of the ledger and are marked; and ``taken`` were, by the client that reads fastest.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Choice:
         self.request_id = bare(request_id)
         self.index = index
         self.output = output
-        self.stored = self.readable = len(output)
+        self.stored = self.readable = self.taken = len(output)
         #: how it ended; its last tokens may still be on their way into the ledger
         self.finish_reason = finish_reason
         #: its end is in the ledger
@@ -42,6 +42,11 @@ class Choice:
         """The ledger has all that came so far."""
         has_end = self.is_complete or not self.finish_reason
         return has_end and self.stored >= len(self.output)
+
+    @property
+    def is_unread(self) -> bool:
+        """There are tokens that no client took."""
+        return self.taken < self.readable
 
     # what happens to it
 
@@ -64,6 +69,10 @@ class Choice:
             return False
         self.readable = count
         return True
+
+    def take(self, count: int) -> None:
+        """A client has the first ``count`` tokens."""
+        self.taken = max(self.taken, count)
 
     def complete(self) -> None:
         """Its end is in the ledger, with all its tokens."""

@@ -3,9 +3,11 @@ back, and how long its client read on. Where that is much of its time, the ledge
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 from router.gateway.live import LiveRequest
 from router.ledger.base import Ledger
-from router.ledger.entry import Explained
+from router.ledger.entry import Entry, Explained
 
 #: Of a request's seconds, and as a part of them: what is less is not told.
 _LEAST_S, _LEAST_PART = 1e-3, 0.01
@@ -19,6 +21,19 @@ class Deliveries:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._untold: list[Explained] = []
+        #: for as long as somebody else holds them: what has ended is its readers'
+        self._read: WeakValueDictionary[str, LiveRequest] = WeakValueDictionary()
+
+    def begin(self, live: LiveRequest) -> None:
+        """A client reads it."""
+        self._read[live.request_id] = live
+
+    def going_on(self, entry: Entry) -> LiveRequest | None:
+        """The request of this entry, where it has ended here and a client still reads it."""
+        live = self._read.get(entry.request_id)
+        if live is None or live.arrived != entry.arrived:
+            return None
+        return live if live.has_untold_end and live.has_readers else None
 
     def note(self, live: LiveRequest) -> None:
         """A client of it is gone, or has all."""

@@ -12,6 +12,7 @@ from everlift.messages import Request
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.attempt import Attempt
 from router.gateway.journal import FINISHED, Journal, Span
+from router.gateway.unread import Unread
 from router.ledger.entry import Entry, Event, State, Stored
 
 #: In the ledger.
@@ -29,15 +30,14 @@ def explained(
     request: Request,
     predicted_tokens: int,
     predicted_ttft_s: float | None,
-    now: float,
+    unread_tokens: int,
 ) -> pb.Explanation:
-    """Up to this moment. ``predicted_tokens`` are of all outputs."""
-    seen = journal.until(now)
+    """``predicted_tokens`` are of all outputs."""
     return pb.Explanation(
         request_id=entry.request_id,
         state=pb.RequestState.Value(f"REQUEST_STATE_{entry.state.name}"),
-        total_s=seen.total_s,
-        spans=map(_span, seen.spans),
+        total_s=journal.total_s,
+        spans=map(_span, journal.spans),
         attempts=[*journal.earlier_attempts, *map(_attempt, journal.told)],
         prompt_tokens=len(request.prompt_ids),
         output_tokens=sum(entry.num_tokens),
@@ -45,6 +45,8 @@ def explained(
         ttft_s=journal.ttft_s,
         predicted_ttft_s=predicted_ttft_s,
         dropped_attempts=journal.num_dropped,
+        unread_s=journal.unread_s,
+        unread_tokens=unread_tokens,
     )
 
 
@@ -83,7 +85,8 @@ def _attempt(attempt: Attempt) -> pb.ExplainedAttempt:
 
 def packed(explanation: pb.Explanation) -> bytes:
     """In MAX_BYTES: of the first attempts the names of other requests are left out, and if that is
-    not enough all but their time."""
+    not enough all but their time. What is true for a moment alone is not kept."""
+    explanation.ClearField("unread_tokens")
     for shorter in _shorter(explanation):
         if shorter.ByteSize() <= MAX_BYTES:
             return shorter.SerializeToString()
@@ -140,6 +143,7 @@ def resumed(stored: Stored, now: float) -> Journal:
     journal.adopted(list(_spans(explanation)), stored.entry.attempts, now)
     journal.earlier_attempts = tuple(explanation.attempts)
     journal.earlier_dropped = explanation.dropped_attempts
+    journal.unread = Unread(explanation.unread_s)
     if explanation.HasField("ttft_s"):
         journal.ttft_s = explanation.ttft_s
     return journal

@@ -24,6 +24,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway.attempt import Attempt
 from router.gateway.shares import Share, at_worker, in_queue
+from router.gateway.unread import Unread
 from router.ledger.entry import MAX_EVENTS
 
 #: Attempts of which each span is kept; of those before them there are sums.
@@ -51,6 +52,7 @@ class Journal:
         #: from then, and from its call, until its first token could be read
         self.readable_s: float | None = None
         self.ttft_s: float | None = None
+        self.unread = Unread()
         #: as the gateway before told them
         self.earlier_attempts: tuple[pb.ExplainedAttempt, ...] = ()
         #: of those before, of which only sums were told
@@ -80,6 +82,11 @@ class Journal:
     def total_s(self) -> float:
         """From its call to what happened last: what the spans add up to."""
         return self._until - self.came
+
+    @property
+    def unread_s(self) -> float:
+        """Of the whole, in which there were tokens that no client had read."""
+        return min(self.total_s, self.unread.until(self._until))
 
     @property
     def is_delivered(self) -> bool:
@@ -114,14 +121,17 @@ class Journal:
         """Attempts before these."""
         return self.earlier_dropped + max(0, self._num_dispatched - MAX_TOLD)
 
-    def until(self, now: float) -> Journal:
-        """As it would be if all that goes on had ended at this moment."""
+    def until(self, now: float, *, is_read: bool = False) -> Journal:
+        """As it would be if all that goes on had ended at this moment. After its end that is its
+        delivery, as long as it ``is_read`` by a client."""
         journal = copy(self)
         journal._spans = [*self._spans]
         if journal._is_at_worker:
             journal._leave(now, is_lost=False)
         if journal.is_open:
             journal._lap(journal._open, now)
+        elif is_read:
+            journal.delivered(now)
         return journal
 
     # it is accepted

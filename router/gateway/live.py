@@ -277,6 +277,7 @@ class LiveRequest:
         self.wake()
 
     def _more_to_read(self, choice: Choice, now: float) -> None:
+        self.journal.unread.look(choice, now)
         if self._first_token is None:
             self._first_token = now
             if not self._has_begun_elsewhere:
@@ -348,6 +349,11 @@ class LiveRequest:
         for wake in self._watchers:
             wake()
 
+    def take(self, choice: Choice, count: int, now: float) -> None:
+        """A client has the first ``count`` tokens of the choice."""
+        choice.take(count)
+        self.journal.unread.look(choice, now)
+
     async def all_stored(self) -> None:
         """Waits until the ledger has all that came so far, or the request is over."""
         changed = asyncio.Event()
@@ -404,7 +410,12 @@ class LiveRequest:
         request = self.request
         predicted = max(0, self.predicted_total - len(request.prompt_ids))
         return explained(
-            self.journal, self.as_entry(), request, predicted, self._predicted_ttft_s, now
+            self.journal.until(now, is_read=self.has_readers),
+            self.as_entry(),
+            request,
+            predicted,
+            self._predicted_ttft_s,
+            sum(choice.readable - choice.taken for choice in self.choices),
         )
 
     def packed_explanation(self, now: float) -> bytes:

@@ -284,6 +284,7 @@ class Requests:
         speaks for ``is_relayed``: if it goes, it may be that gateway that died. Raises
         OffsetOutOfRange."""
         reading = Reading(live, offsets, digests, explains=explains)
+        self._deliveries.begin(live)
         return Pieces(live, reading, lambda: self._reader_left(live, has_grace=is_relayed))
 
     def _reader_left(self, live: LiveRequest, *, has_grace: bool = False) -> None:
@@ -347,11 +348,13 @@ class Requests:
         return stored, await self._ledger.events(request_id)
 
     async def explain(self, request_id: str) -> pb.Explanation:
-        """Where its time went, by who has it in its hands or had a moment ago, else by the ledger.
-        Raises UnknownRequest, Elsewhere, LedgerUnavailable."""
+        """Where its time went, by who has it, had it a moment ago, or has a client that reads on;
+        else by the ledger. Raises UnknownRequest, Elsewhere, LedgerUnavailable."""
         if (live := self._known(request_id)) is not None:
             return live.explanation(now())
         entry = await self._ledger.get(request_id)
+        if (read := self._deliveries.going_on(entry)) is not None:
+            return read.explanation(now())
         if not entry.state.is_final:
             await self._adoption.check_ownerless(entry.gateway)
         return kept(*await self.get(request_id))

@@ -43,7 +43,7 @@ def journal(attempts: int = 1, names: int = 0) -> Journal:
 
 
 def told(of: Journal, now: float, attempts: int = 1) -> pb.Explanation:
-    return explained(of, entry(attempts=attempts), make_request(), 7, 0.5, now)
+    return explained(of.until(now), entry(attempts=attempts), make_request(), 7, 0.5, 3)
 
 
 def stored(explanation: bytes, of: Entry, now: float) -> Stored:

@@ -114,7 +114,7 @@ class _SpanKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     SPAN_KIND_LEADER: _SpanKind.ValueType  # 6
     """the leader was still told what waits, or the ledger what it had lost"""
     SPAN_KIND_NO_WORKER: _SpanKind.ValueType  # 7
-    """there was no worker"""
+    """there was no worker, and none said that it starts"""
     SPAN_KIND_BEHIND_EARLIER: _SpanKind.ValueType  # 8
     """behind requests that came before it"""
     SPAN_KIND_BEHIND_CLASS: _SpanKind.ValueType  # 9
@@ -161,6 +161,8 @@ class _SpanKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """it had ended, and its client had not read all of it"""
     SPAN_KIND_QUEUED: _SpanKind.ValueType  # 30
     """in the queue, which tells why when it leaves"""
+    SPAN_KIND_WORKER_STARTS: _SpanKind.ValueType  # 31
+    """there was no worker yet, and one started"""
 
 class SpanKind(_SpanKind, metaclass=_SpanKindEnumTypeWrapper):
     """What a part of a request's time went into."""
@@ -179,7 +181,7 @@ SPAN_KIND_LINE: SpanKind.ValueType  # 5
 SPAN_KIND_LEADER: SpanKind.ValueType  # 6
 """the leader was still told what waits, or the ledger what it had lost"""
 SPAN_KIND_NO_WORKER: SpanKind.ValueType  # 7
-"""there was no worker"""
+"""there was no worker, and none said that it starts"""
 SPAN_KIND_BEHIND_EARLIER: SpanKind.ValueType  # 8
 """behind requests that came before it"""
 SPAN_KIND_BEHIND_CLASS: SpanKind.ValueType  # 9
@@ -226,6 +228,8 @@ SPAN_KIND_DELIVERY: SpanKind.ValueType  # 29
 """it had ended, and its client had not read all of it"""
 SPAN_KIND_QUEUED: SpanKind.ValueType  # 30
 """in the queue, which tells why when it leaves"""
+SPAN_KIND_WORKER_STARTS: SpanKind.ValueType  # 31
+"""there was no worker yet, and one started"""
 Global___SpanKind: typing_extensions.TypeAlias = SpanKind
 
 @typing.final
@@ -1007,6 +1011,8 @@ class Explanation(google.protobuf.message.Message):
     TTFT_S_FIELD_NUMBER: builtins.int
     PREDICTED_TTFT_S_FIELD_NUMBER: builtins.int
     DROPPED_ATTEMPTS_FIELD_NUMBER: builtins.int
+    UNREAD_S_FIELD_NUMBER: builtins.int
+    UNREAD_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     state: Global___RequestState.ValueType
     total_s: builtins.float
@@ -1025,6 +1031,12 @@ class Explanation(google.protobuf.message.Message):
     """when it came"""
     dropped_attempts: builtins.int
     """the first ones, of which only their time is told"""
+    unread_s: builtins.float
+    """Seconds of these in which there were tokens that no client had taken, also while no client was there. Nothing waits
+    for a client, so that they lie beside the spans; those after its end are its delivery.
+    """
+    unread_tokens: builtins.int
+    """now, of all choices; 0 where no router has it in its hands any more"""
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Span]:
         """One after the other, without gaps. Of what a worker has told only the sums are known: these stand in the order
@@ -1047,9 +1059,11 @@ class Explanation(google.protobuf.message.Message):
         ttft_s: builtins.float | None = ...,
         predicted_ttft_s: builtins.float | None = ...,
         dropped_attempts: builtins.int = ...,
+        unread_s: builtins.float = ...,
+        unread_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "predicted_ttft_s", b"predicted_ttft_s", "ttft_s", b"ttft_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "dropped_attempts", b"dropped_attempts", "output_tokens", b"output_tokens", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "dropped_attempts", b"dropped_attempts", "output_tokens", b"output_tokens", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s"]) -> typing.Literal["predicted_ttft_s"] | None: ...
     @typing.overload

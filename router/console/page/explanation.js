@@ -4,6 +4,8 @@ import { count, el, row, seconds, short, table } from "./dom.js";
 
 // Of the whole; what took less is one row.
 const LEAST_PART = 1e-3;
+// Likewise. Every token is unread until its client has its turn.
+const MUCH_UNREAD = 0.01;
 
 const BEFORE = {
   earlier: "that came earlier",
@@ -18,6 +20,7 @@ export function explained(explanation, labels, onPick) {
   const { spans, attempts, total_s: total } = explanation;
   return [
     el("p", {}, headline(explanation)),
+    ...reading(explanation),
     table(`Where its ${seconds(total)} went`, ["what for", "time", "part", "when"], rows(spans, total, labels)),
     ...(attempts.length ? [table("Its attempts", COLUMNS, attempts.map((it) => attempt(it, onPick)))] : []),
     ...attempts.flatMap((it) => stay(it, onPick)),
@@ -29,6 +32,13 @@ function headline({ output_tokens: made, predicted_output_tokens: foreseen, ttft
   if (ttft === undefined) return `No token yet${predicted}.`;
   const late = wait === undefined ? "" : ` (${seconds(wait)} predicted)`;
   return `The first token came after ${seconds(ttft)}${late}; ${count(made)} tokens of output${predicted}.`;
+}
+
+// What lies beside its spans: nothing waits for a client.
+function reading({ total_s: total, unread_s: unread, unread_tokens: tokens }) {
+  if (!tokens && unread <= MUCH_UNREAD * total) return [];
+  const now = tokens ? `; ${count(tokens)} are unread now` : "";
+  return [el("p", {}, `For ${seconds(unread)} its client left tokens unread${now}.`)];
 }
 
 function rows(spans, total, labels) {

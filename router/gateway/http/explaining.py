@@ -58,6 +58,8 @@ class ExplanationBody(TypedDict):
     ttft_s: NotRequired[float]
     predicted_ttft_s: NotRequired[float]
     dropped_attempts: int
+    unread_s: float
+    unread_tokens: int
 
 
 class Explaining:
