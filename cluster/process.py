@@ -22,6 +22,7 @@ import uvloop
 
 from cluster.announcer import Announcer
 from cluster.launch import Launch, RankLaunch, Report, RouterLaunch, decode
+from cluster.starting import Starting
 from everlift import heap, logs
 from everlift.errors import EverliftError
 from everlift.settings import SettingsError
@@ -100,35 +101,42 @@ async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> 
 
 
 async def _run_rank(launch: RankLaunch, tell: Tell, stop: asyncio.Event) -> None:
-    from worker.rank import Rank
+    routers = launch.routers if launch.rank == 0 else ()
+    async with Starting(routers, internal(launch.worker.internal_tls)) as starting:
+        from worker.rank import Rank
 
-    rank = Rank(launch.worker, launch.rank, launch.rendezvous)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, rank.reclaim)
-    try:
-        await _first(stop.wait(), _live(rank, launch, tell))
-        await rank.drain()
-    finally:
-        await rank.stop()
+        rank = Rank(launch.worker, launch.rank, launch.rendezvous)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, rank.reclaim)
+        try:
+            await _first(stop.wait(), _live(rank, launch, tell, starting))
+            await rank.drain()
+        finally:
+            await rank.stop()
 
 
-async def _live(rank: Rank, launch: RankLaunch, tell: Tell) -> None:
+async def _live(rank: Rank, launch: RankLaunch, tell: Tell, starting: Starting) -> None:
     if launch.rank == 0 and launch.worker.tensor_parallel > 1:
         tell({"rendezvous": await rank.open()})
     info = await rank.start()
     heap.settle()
     if launch.rank == 0:
-        await _first(rank.wait(), _announce(rank, info, launch, tell))
+        await _first(rank.wait(), _announce(rank, info, launch, tell, starting))
     else:
         tell({})
         await rank.wait()
 
 
 async def _announce(
-    rank: Rank, info: session_pb2.WorkerInfo, launch: RankLaunch, tell: Tell
+    rank: Rank,
+    info: session_pb2.WorkerInfo,
+    launch: RankLaunch,
+    tell: Tell,
+    starting: Starting,
 ) -> None:
     announcer = Announcer(info, launch.routers, internal(launch.worker.internal_tls))
     await announcer.announce()
     tell({"worker_id": info.worker_id, "address": info.address})
+    await starting.end()
     await announcer.keep(lambda: rank.is_alone)
 
 

@@ -47,6 +47,10 @@ class RouterDeployment:
         heap.settle()
         on_signal(self._leave)
 
+    async def worker_starts(self, name: str, seconds: float) -> None:
+        """As WorkerStart says it."""
+        self._running.worker_starts(session_pb2.WorkerStart(name=name, seconds=seconds))
+
     async def announce(self, worker: bytes) -> str:
         """A worker is ready: its WorkerInfo. Answers with the cause when it is refused, else ""."""
         try:

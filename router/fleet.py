@@ -98,6 +98,10 @@ class Fleet:
         log.info("worker joined", worker_id=info.worker_id, address=info.address)
         await self._dial()
 
+    def worker_starts(self, start: session_pb2.WorkerStart) -> None:
+        """One that is not ready yet. Who leads is told."""
+        self._line.worker_starts(start)
+
     async def _beat(self) -> None:
         membership = await first_answer(self._renewed, self._config.beat)
         self._leader.heard(membership)

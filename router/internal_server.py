@@ -33,6 +33,12 @@ class InternalServer(session_pb2_grpc.RouterInternalServicer):
             await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error))
         return session_pb2.AnnounceResponse()
 
+    async def TellStart(
+        self, request: session_pb2.WorkerStart, context: Context
+    ) -> session_pb2.TellStartResponse:
+        self._fleet.worker_starts(request)
+        return session_pb2.TellStartResponse()
+
     async def Inject(self, request: chaos_pb2.Fault, context: Context) -> chaos_pb2.InjectResponse:
         try:
             await self._chaos.strike(request)

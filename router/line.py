@@ -73,6 +73,7 @@ class AdmissionLine:
         #: also from before the line
         self._served = ServedOutputs()
         self._is_served_due = False
+        self._starts: list[session_pb2.WorkerStart] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._followed = ("", "")
@@ -133,6 +134,12 @@ class AdmissionLine:
         """What came is told now."""
         if self._served:
             self._is_served_due = True
+            self._changed.set()
+
+    def worker_starts(self, start: session_pb2.WorkerStart) -> None:
+        """It says so again: a leader that comes later hears of it then."""
+        if self._telling is not None:
+            self._starts.append(start)
             self._changed.set()
 
     def asserted(self, generation: str) -> None:
@@ -206,13 +213,20 @@ class AdmissionLine:
             if self._telling is not telling:
                 return
             self._changed.clear()
-            while (telling or self._is_served_due) and self._telling is telling:
+            while (telling or self._has_more) and self._telling is telling:
                 yield self._part(telling)
                 await asyncio.sleep(0)
+
+    @property
+    def _has_more(self) -> bool:
+        """To be told beside what the gateway has."""
+        return self._is_served_due or bool(self._starts)
 
     def _part(self, telling: Telling) -> session_pb2.GatewayMessage:
         message = telling.part()
         message.served.extend(self._served.take())
+        message.starts.extend(self._starts)
+        self._starts.clear()
         self._is_served_due = False
         return message
 

@@ -318,6 +318,9 @@ class Router:
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
         await self._fleet.announce(info)
 
+    def worker_starts(self, start: session_pb2.WorkerStart) -> None:
+        self._fleet.worker_starts(start)
+
     async def wait(self) -> None:
         """Until a part fails; raises its error. To give up waiting disturbs none."""
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from worker.rank_actor import RankActor
 log = logs.get(__name__)
 
 _ANNOUNCE_S = 1.0
+#: A start that is not heard again for so long is none.
+_STARTS_S = 5.0
 
 
 @serve.deployment(name="worker", health_check_period_s=1.0, health_check_timeout_s=10.0)
@@ -48,15 +52,16 @@ class WorkerDeployment:
             actor = _rank_actor(rank, rank_resources, rank_env)
             return actor.remote(config, rank, rendezvous, log_level, log_dir)
 
-        self._ranks = await _launch_all(launch, config.tensor_parallel)
-        await asyncio.gather(*(rank.fetch.remote() for rank in self._ranks))
-        infos = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
-        self._info: bytes = infos[0]
-        self._watching = [
-            asyncio.create_task(self._end_with(number, rank))
-            for number, rank in enumerate(self._ranks)
-        ]
-        await self._announce()
+        async with self._starting():
+            self._ranks = await _launch_all(launch, config.tensor_parallel)
+            await asyncio.gather(*(rank.fetch.remote() for rank in self._ranks))
+            infos = await asyncio.gather(*(rank.start.remote() for rank in self._ranks))
+            self._info: bytes = infos[0]
+            self._watching = [
+                asyncio.create_task(self._end_with(number, rank))
+                for number, rank in enumerate(self._ranks)
+            ]
+            await self._announce()
         self._announcing = asyncio.create_task(self._announce_when_alone())
 
     async def _end_with(self, number: int, rank: Any) -> None:
@@ -69,6 +74,29 @@ class WorkerDeployment:
             cause = str(error)
         log.error("rank has ended", rank=number, cause=cause)
         os._exit(1)
+
+    @asynccontextmanager
+    async def _starting(self) -> AsyncIterator[None]:
+        """Inside, routers know that this worker starts. What they do not hear changes nothing."""
+        name = secrets.token_hex(8)
+        saying = asyncio.create_task(self._say_that_it_starts(name))
+        try:
+            yield
+        finally:
+            saying.cancel()
+            await asyncio.gather(saying, return_exceptions=True)
+        await self._say_start(name, 0.0)
+
+    async def _say_that_it_starts(self, name: str) -> None:
+        while True:
+            await self._say_start(name, _STARTS_S)
+            await asyncio.sleep(_ANNOUNCE_S)
+
+    async def _say_start(self, name: str, seconds: float) -> None:
+        try:
+            await self._router.worker_starts.remote(name, seconds)
+        except Exception as error:
+            log.info("start not told", cause=str(error))
 
     async def _announce(self) -> None:
         refusal = await self._router.announce.remote(self._info)

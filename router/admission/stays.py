@@ -31,7 +31,10 @@ class Obstacle(IntEnum):
 
     #: nothing may be dispatched
     LEADER = 0
+    #: and none starts
     NO_WORKER = 1
+    #: there is no worker yet
+    WORKER_STARTS = 2
 
 
 #: When a request came, how many had left by then, how many waited, the seconds of each obstacle,
@@ -145,6 +148,7 @@ class Stays:
             seconds=now - came,
             leader_s=held_s[Obstacle.LEADER],
             no_worker_s=held_s[Obstacle.NO_WORKER],
+            starting_s=held_s[Obstacle.WORKER_STARTS],
             first_s=self._next_s(waiting.request_id, came, now),
             queue=queue,
         )

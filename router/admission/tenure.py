@@ -22,6 +22,7 @@ from router.admission.policy import Rules, key_of
 from router.admission.queue import AdmissionQueue
 from router.admission.roll_call import RollCall
 from router.admission.running import Running, RunningTable
+from router.admission.starts import Starts
 from router.admission.stays import Obstacle
 from router.admission.wait_predictor import WaitPredictor
 from router.admission.waiting import Key, Ordered, Waiting
@@ -86,6 +87,7 @@ class Tenure:
         self._evictions = Evictions(self._running, occupants, config.max_pending_prefill)
         #: by request id, until when
         self._spared: dict[str, float] = {}
+        self._starts = Starts()
         # By then every gateway has looked twice who leads.
         self.roll_call = RollCall(now, patience_s=2 * config.beat)
         self.generations = Generations(generation, now, patience_s=config.lease)
@@ -185,6 +187,7 @@ class Tenure:
             self.generations.said(gateway, message.generation, now)
         if self._fair_share is not None:
             self._fair_share.told(message.served)
+        self._starts.hear(message.starts, now)
         return heard
 
     def _enqueue(self, waiting: Waiting, accepted: bool, now: float, heard: Heard) -> None:
@@ -248,7 +251,8 @@ class Tenure:
         if not may_act or not self.roll_call.is_over(now):
             obstacle = Obstacle.LEADER
         elif not self._placement.workers:
-            obstacle = Obstacle.NO_WORKER
+            is_any = self._starts.is_any(now)
+            obstacle = Obstacle.WORKER_STARTS if is_any else Obstacle.NO_WORKER
         self._queue.stays.look(obstacle, now)
 
     def place(

@@ -12,6 +12,7 @@ import pytest
 from everlift.client import AsyncClient
 from everlift.errors import UnknownRequest
 from everlift.v1 import inference_pb2 as pb
+from everlift.v1 import session_pb2
 from router.clock import now
 from router.gateway.caller import ANYONE
 from router.router import Router
@@ -126,12 +127,16 @@ async def test_a_lost_worker_and_no_worker_are_parts_of_the_time(parts: Cluster)
         await until(lambda: not link.is_up)
         held.release()
         await killing
+        router = parts.routers[0]
+        router.worker_starts(session_pb2.WorkerStart(name="heir", seconds=30.0))
+        await asyncio.sleep(0.05)
         await parts.add_worker()
         wall_s = await work
         explanation = await client.explain("r")
     spent = seconds(explanation)
     check_sum(explanation, wall_s)
     assert spent[pb.SPAN_KIND_REQUEUE] > 0 and spent[pb.SPAN_KIND_NO_WORKER] > 0
+    assert spent[pb.SPAN_KIND_WORKER_STARTS] > 0
     first, second = explanation.attempts
     assert "was lost" in first.end and second.end == "finished"
     assert second.known_tokens == len(PROMPT) + first.new_tokens

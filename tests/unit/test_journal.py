@@ -48,7 +48,8 @@ def test_a_request_that_nothing_happens_to() -> None:
     journal = accepted()
     stay = session_pb2.Stay(
         seconds=10.0,
-        no_worker_s=1.0,
+        no_worker_s=0.25,
+        starting_s=0.75,
         leader_s=2.0,
         first_s=3.0,
         dispatch_s=0.5,
@@ -69,7 +70,8 @@ def test_a_request_that_nothing_happens_to() -> None:
         "opening": 3.0,
         "line": 1.5,
         "leader": 2.0,
-        "no_worker": 1.0,
+        "no_worker": 0.25,
+        "worker_starts": 0.75,
         "behind_earlier": 2.0,
         "behind_class": 1.0,
         "behind_order": 1.0,

@@ -901,6 +901,38 @@ class AnnounceResponse(google.protobuf.message.Message):
 Global___AnnounceResponse: typing_extensions.TypeAlias = AnnounceResponse
 
 @typing.final
+class WorkerStart(google.protobuf.message.Message):
+    """A worker that is not ready yet."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """of this start alone"""
+    seconds: builtins.float
+    """it says so again before these are over; 0: it starts no more"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "seconds", b"seconds"]) -> None: ...
+
+Global___WorkerStart: typing_extensions.TypeAlias = WorkerStart
+
+@typing.final
+class TellStartResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___TellStartResponse: typing_extensions.TypeAlias = TellStartResponse
+
+@typing.final
 class Waiting(google.protobuf.message.Message):
     """What the leader has to know of a request to order and place it. No prompt."""
 
@@ -1058,6 +1090,7 @@ class GatewayMessage(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     ORDER_FIELD_NUMBER: builtins.int
     SERVED_FIELD_NUMBER: builtins.int
+    STARTS_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     """on the first message"""
     is_complete: builtins.bool
@@ -1080,6 +1113,10 @@ class GatewayMessage(google.protobuf.message.Message):
     def served(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ServedTokens]:
         """outputs that came since this was said last, to whichever leader"""
 
+    @property
+    def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerStart]:
+        """that this gateway heard of"""
+
     def __init__(
         self,
         *,
@@ -1091,8 +1128,9 @@ class GatewayMessage(google.protobuf.message.Message):
         generation: builtins.str = ...,
         order: builtins.str = ...,
         served: collections.abc.Iterable[Global___ServedTokens] | None = ...,
+        starts: collections.abc.Iterable[Global___WorkerStart] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "served", b"served", "withdraw", b"withdraw"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "served", b"served", "starts", b"starts", "withdraw", b"withdraw"]) -> None: ...
 
 Global___GatewayMessage: typing_extensions.TypeAlias = GatewayMessage
 
@@ -1177,16 +1215,19 @@ class Stay(google.protobuf.message.Message):
     FIRST_S_FIELD_NUMBER: builtins.int
     DISPATCH_S_FIELD_NUMBER: builtins.int
     QUEUE_FIELD_NUMBER: builtins.int
+    STARTING_S_FIELD_NUMBER: builtins.int
     seconds: builtins.float
     """since the leader was told of it"""
     no_worker_s: builtins.float
-    """there was none"""
+    """there was none, and none started"""
     leader_s: builtins.float
     """nothing might be dispatched"""
     first_s: builtins.float
     """it was the next one, and no worker had room"""
     dispatch_s: builtins.float
     """and then, for the ledger's word"""
+    starting_s: builtins.float
+    """there was none, and one started"""
     @property
     def queue(self) -> everlift.v1.inference_pb2.QueueStay: ...
     def __init__(
@@ -1198,9 +1239,10 @@ class Stay(google.protobuf.message.Message):
         first_s: builtins.float = ...,
         dispatch_s: builtins.float = ...,
         queue: everlift.v1.inference_pb2.QueueStay | None = ...,
+        starting_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["queue", b"queue"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dispatch_s", b"dispatch_s", "first_s", b"first_s", "leader_s", b"leader_s", "no_worker_s", b"no_worker_s", "queue", b"queue", "seconds", b"seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dispatch_s", b"dispatch_s", "first_s", b"first_s", "leader_s", b"leader_s", "no_worker_s", b"no_worker_s", "queue", b"queue", "seconds", b"seconds", "starting_s", b"starting_s"]) -> None: ...
 
 Global___Stay: typing_extensions.TypeAlias = Stay
 

@@ -118,6 +118,11 @@ class RouterInternalStub(object):
                 request_serializer=everlift_dot_v1_dot_session__pb2.AnnounceRequest.SerializeToString,
                 response_deserializer=everlift_dot_v1_dot_session__pb2.AnnounceResponse.FromString,
                 _registered_method=True)
+        self.TellStart = channel.unary_unary(
+                '/everlift.v1.RouterInternal/TellStart',
+                request_serializer=everlift_dot_v1_dot_session__pb2.WorkerStart.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_session__pb2.TellStartResponse.FromString,
+                _registered_method=True)
         self.Admission = channel.stream_stream(
                 '/everlift.v1.RouterInternal/Admission',
                 request_serializer=everlift_dot_v1_dot_session__pb2.GatewayMessage.SerializeToString,
@@ -136,6 +141,13 @@ class RouterInternalServicer(object):
 
     def Announce(self, request, context):
         """A worker says that it is ready. Repeating it changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TellStart(self, request, context):
+        """A worker says that it starts, again and again until it is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,6 +174,11 @@ def add_RouterInternalServicer_to_server(servicer, server):
                     servicer.Announce,
                     request_deserializer=everlift_dot_v1_dot_session__pb2.AnnounceRequest.FromString,
                     response_serializer=everlift_dot_v1_dot_session__pb2.AnnounceResponse.SerializeToString,
+            ),
+            'TellStart': grpc.unary_unary_rpc_method_handler(
+                    servicer.TellStart,
+                    request_deserializer=everlift_dot_v1_dot_session__pb2.WorkerStart.FromString,
+                    response_serializer=everlift_dot_v1_dot_session__pb2.TellStartResponse.SerializeToString,
             ),
             'Admission': grpc.stream_stream_rpc_method_handler(
                     servicer.Admission,
@@ -202,6 +219,33 @@ class RouterInternal(object):
             '/everlift.v1.RouterInternal/Announce',
             everlift_dot_v1_dot_session__pb2.AnnounceRequest.SerializeToString,
             everlift_dot_v1_dot_session__pb2.AnnounceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TellStart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.RouterInternal/TellStart',
+            everlift_dot_v1_dot_session__pb2.WorkerStart.SerializeToString,
+            everlift_dot_v1_dot_session__pb2.TellStartResponse.FromString,
             options,
             channel_credentials,
             insecure,

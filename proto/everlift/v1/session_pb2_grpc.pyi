@@ -104,6 +104,22 @@ _RouterInternalAnnounceType = typing_extensions.TypeVar(
     ],
 )
 
+_RouterInternalTellStartType = typing_extensions.TypeVar(
+    '_RouterInternalTellStartType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.session_pb2.WorkerStart,
+        everlift.v1.session_pb2.TellStartResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.session_pb2.WorkerStart,
+        everlift.v1.session_pb2.TellStartResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.session_pb2.WorkerStart,
+        everlift.v1.session_pb2.TellStartResponse,
+    ],
+)
+
 _RouterInternalAdmissionType = typing_extensions.TypeVar(
     '_RouterInternalAdmissionType',
     grpc.StreamStreamMultiCallable[
@@ -136,7 +152,7 @@ _RouterInternalInjectType = typing_extensions.TypeVar(
     ],
 )
 
-class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInternalAdmissionType, _RouterInternalInjectType]):
+class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInternalTellStartType, _RouterInternalAdmissionType, _RouterInternalInjectType]):
     """Served by every router replica on its internal address."""
 
     @typing.overload
@@ -144,6 +160,10 @@ class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInte
         grpc.UnaryUnaryMultiCallable[
             everlift.v1.session_pb2.AnnounceRequest,
             everlift.v1.session_pb2.AnnounceResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.session_pb2.WorkerStart,
+            everlift.v1.session_pb2.TellStartResponse,
         ],
         grpc.StreamStreamMultiCallable[
             everlift.v1.session_pb2.GatewayMessage,
@@ -161,6 +181,10 @@ class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInte
             everlift.v1.session_pb2.AnnounceRequest,
             everlift.v1.session_pb2.AnnounceResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.session_pb2.WorkerStart,
+            everlift.v1.session_pb2.TellStartResponse,
+        ],
         grpc.aio.StreamStreamMultiCallable[
             everlift.v1.session_pb2.GatewayMessage,
             everlift.v1.session_pb2.LeaderMessage,
@@ -174,6 +198,9 @@ class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInte
     Announce: _RouterInternalAnnounceType
     """A worker says that it is ready. Repeating it changes nothing."""
 
+    TellStart: _RouterInternalTellStartType
+    """A worker says that it starts, again and again until it is ready."""
+
     Admission: _RouterInternalAdmissionType
     """A gateway's line to the leader: what waits goes up, dispatches come down."""
 
@@ -184,6 +211,10 @@ RouterInternalAsyncStub: typing_extensions.TypeAlias = RouterInternalStub[
     grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.session_pb2.AnnounceRequest,
         everlift.v1.session_pb2.AnnounceResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.session_pb2.WorkerStart,
+        everlift.v1.session_pb2.TellStartResponse,
     ],
     grpc.aio.StreamStreamMultiCallable[
         everlift.v1.session_pb2.GatewayMessage,
@@ -205,6 +236,14 @@ class RouterInternalServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[everlift.v1.session_pb2.AnnounceResponse, collections.abc.Awaitable[everlift.v1.session_pb2.AnnounceResponse]]:
         """A worker says that it is ready. Repeating it changes nothing."""
+
+    @abc.abstractmethod
+    def TellStart(
+        self,
+        request: everlift.v1.session_pb2.WorkerStart,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.session_pb2.TellStartResponse, collections.abc.Awaitable[everlift.v1.session_pb2.TellStartResponse]]:
+        """A worker says that it starts, again and again until it is ready."""
 
     @abc.abstractmethod
     def Admission(

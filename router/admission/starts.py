@@ -1,0 +1,31 @@
+"""Workers that start, as far as they say so. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from everlift.v1 import session_pb2
+
+
+class Starts:
+    """``now`` is the router's clock in seconds."""
+
+    def __init__(self) -> None:
+        #: by the start's name, who was heard last is last
+        self._until: dict[str, float] = {}
+
+    def hear(self, starts: Iterable[session_pb2.WorkerStart], now: float) -> None:
+        """Each holds for its seconds, if it is not heard again."""
+        for start in starts:
+            self._until.pop(start.name, None)
+            if start.seconds > 0.0:
+                self._until[start.name] = now + start.seconds
+
+    def is_any(self, now: float) -> bool:
+        """What is over is forgotten, so that each is looked at once."""
+        while self._until:
+            name, until = next(iter(self._until.items()))
+            if until > now:
+                return True
+            del self._until[name]
+        return False

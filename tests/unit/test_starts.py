@@ -1,0 +1,82 @@
+"""A worker that starts is told apart from none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.starting import Starting
+from everlift.transport import GRPC
+from everlift.v1 import session_pb2, session_pb2_grpc
+from router.admission.starts import Starts
+
+Context = grpc.aio.ServicerContext[Any, Any]
+HEARD = st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 1.0, 5.0]), st.floats(0.0, 3.0))
+
+
+@given(st.lists(HEARD, max_size=30))
+def test_a_start_holds_for_as_long_as_it_was_said_last(
+    heard: list[tuple[str, float, float]],
+) -> None:
+    starts, until, now = Starts(), dict[str, float](), 0.0
+    for name, seconds, later in heard:
+        now += later
+        assert starts.is_any(now) == any(each > now for each in until.values())
+        starts.hear([session_pb2.WorkerStart(name=name, seconds=seconds)], now)
+        until[name] = now + seconds
+    assert starts.is_any(now) == any(each > now for each in until.values())
+    assert not starts.is_any(now + 5.0)
+    assert not starts._until
+
+
+class Router(session_pb2_grpc.RouterInternalServicer):
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[session_pb2.WorkerStart] = asyncio.Queue()
+
+    async def TellStart(
+        self, request: session_pb2.WorkerStart, context: Context
+    ) -> session_pb2.TellStartResponse:
+        await self.heard.put(request)
+        return session_pb2.TellStartResponse()
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Router, str]]:
+    """The router, and its address."""
+    router = Router()  # type: ignore[abstract]
+    server = grpc.aio.server()
+    session_pb2_grpc.add_RouterInternalServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield router, f"127.0.0.1:{port}"
+    finally:
+        await server.stop(grace=None)
+
+
+async def test_it_is_said_until_the_worker_is_ready_to_the_first_router_that_hears_it() -> None:
+    async with serving() as (router, address):
+        async with Starting(["127.0.0.1:1", address], GRPC) as starting:
+            first, again = router.heard.get_nowait(), await router.heard.get()
+            assert first == again and first.seconds > 1.0
+            await starting.end()
+            assert router.heard.get_nowait() == session_pb2.WorkerStart(name=first.name)
+        assert router.heard.empty()
+
+
+async def test_a_start_that_fails_is_none_any_more_and_nobody_hears_it_where_none_is() -> None:
+    async with serving() as (router, address):
+        try:
+            async with Starting([address], GRPC):
+                raise ValueError
+        except ValueError:
+            pass
+        assert [router.heard.get_nowait().seconds > 0 for _ in range(2)] == [True, False]
+    async with Starting(["127.0.0.1:1"], GRPC):
+        pass
