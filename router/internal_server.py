@@ -12,6 +12,7 @@ from everlift import wire
 from everlift.errors import EverliftError
 from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
 from router.chaos import Chaos
+from router.console.counting import Counting
 from router.fleet import Fleet
 from router.leader import Leader
 
@@ -19,10 +20,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InternalServer(session_pb2_grpc.RouterInternalServicer):
-    def __init__(self, fleet: Fleet, leader: Leader, chaos: Chaos) -> None:
+    def __init__(self, fleet: Fleet, leader: Leader, chaos: Chaos, counting: Counting) -> None:
         self._fleet = fleet
         self._leader = leader
         self._chaos = chaos
+        self._counting = counting
 
     async def Announce(
         self, request: session_pb2.AnnounceRequest, context: Context
@@ -38,6 +40,11 @@ class InternalServer(session_pb2_grpc.RouterInternalServicer):
     ) -> session_pb2.TellStartResponse:
         self._fleet.worker_starts(request)
         return session_pb2.TellStartResponse()
+
+    async def Count(
+        self, request: session_pb2.CountRequest, context: Context
+    ) -> session_pb2.Counts:
+        return self._counting.counts()
 
     async def Inject(self, request: chaos_pb2.Fault, context: Context) -> chaos_pb2.InjectResponse:
         try:

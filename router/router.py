@@ -23,8 +23,10 @@ from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
 from router.console.actions import Actions
 from router.console.console import Console
+from router.console.counting import Counting
 from router.console.measured import MeasuredRequests
 from router.console.parts import Identity
+from router.console.peers import Peers
 from router.console.snapshot import Snapshot
 from router.exposure import exposures
 from router.fleet import Fleet
@@ -255,7 +257,7 @@ class Router:
         # Other gateways relay their clients' Attach and Cancel to the one that has the request.
         self._internal.add_generic_rpc_handlers((server.handlers(OPEN),))
         session_pb2_grpc.add_RouterInternalServicer_to_server(
-            InternalServer(self._fleet, self._leader, chaos), self._internal
+            InternalServer(self._fleet, self._leader, chaos, self._counting()), self._internal
         )
         if self.config.console and self.config.http_host:
             self._console = self._open_console(admin, chaos)
@@ -274,7 +276,13 @@ class Router:
             MeasuredRequests(self._instruments),
         )
         actions = Actions(self._inference, admin, chaos, has_access=has_access)
-        return Console(snapshot, actions, self._door, self._ledger)
+        peers = Peers(self.router_id, self._ledger, self._transport)
+        return Console(snapshot, actions, self._door, self._ledger, peers)
+
+    def _counting(self) -> Counting:
+        """For the consoles of other routers."""
+        measured = MeasuredRequests(self._instruments)
+        return Counting(self.router_id, self._sessions, self._requests, measured)
 
     def _api(self) -> ASGIApp:
         """What HTTP serves."""

@@ -9,8 +9,9 @@ from typing import Any
 
 from everlift.v1 import inference_pb2, session_pb2
 from router.admission.worker_view import WorkerView
+from router.console.counting import LATENCIES
 from router.console.parts import Identity
-from router.console.snapshot import LATENCIES, Snapshot
+from router.console.snapshot import Snapshot
 from router.ledger.base import LoadReport
 
 BOUNDS = (0.1, 1.0, inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -16,6 +17,7 @@ from router.console.actions import Actions
 from router.console.feed import FRAME_S, Audience, Feed
 from router.console.lanes import MOST_LANES, Lanes
 from router.console.page import SECURITY_HEADERS, Page
+from router.console.peers import Peers
 from router.console.scaling import described
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
@@ -34,14 +36,19 @@ _IDLE_S = 1.0
 _RESTS = 50
 #: Between two questions to the ledger.
 _ASK_S = 1.0
+#: Other routers are asked less often while nobody watches: so many times more seldom.
+_IDLE_ASKS = 10
 
 
 class Console:
-    def __init__(self, snapshot: Snapshot, actions: Actions, door: Door, ledger: Ledger) -> None:
+    def __init__(
+        self, snapshot: Snapshot, actions: Actions, door: Door, ledger: Ledger, peers: Peers
+    ) -> None:
         self._snapshot = snapshot
         self._actions = actions
         self._door = door
         self._ledger = ledger
+        self._peers = peers
         self._page = Page()
         self._audience = Audience()
         #: of the last look, and those of them that were wanted as JSON
@@ -51,7 +58,7 @@ class Console:
 
     async def run(self) -> None:
         """Looks at the cluster until cancelled."""
-        asking = asyncio.create_task(self._ask_ledger())
+        asking = [asyncio.create_task(it) for it in (self._ask_ledger(), self._ask_peers())]
         try:
             while True:
                 began = now()
@@ -59,8 +66,10 @@ class Console:
                 rest_s = FRAME_S if self._audience else _IDLE_S
                 await asyncio.sleep(max(rest_s, _RESTS * (now() - began)))
         finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+            await self._peers.close()
 
     def _look(self) -> None:
         """What is wrong with it ends no router."""
@@ -91,6 +100,17 @@ class Console:
             return await self._ledger.load(), await self._ledger.scaling()
         except LedgerUnavailable:
             return None, None
+
+    async def _ask_peers(self) -> None:
+        """Also while nobody watches: a minute is known to who comes."""
+        while True:
+            with suppress(LedgerUnavailable):
+                counts, num_silent = await self._peers.counts()
+                self._snapshot.hear(counts, num_silent, now())
+            for _ in range(_IDLE_ASKS):
+                await asyncio.sleep(_ASK_S)
+                if self._audience:
+                    break
 
     async def feed(self, call: Call) -> ASGIApp:
         """Raises TooManyConnections; later, Unauthenticated and Forbidden when the key does not

@@ -18,12 +18,17 @@ class Failed:
     recent: int
     last_s: float
 
+    def __add__(self, other: Failed) -> Failed:
+        """Of the same slug, at two routers."""
+        return Failed(self.slug, self.recent + other.recent, min(self.last_s, other.last_s))
+
 
 class Failures:
-    """Told of counters by slug that only grow, at every look."""
+    """Told of counters by slug that only grow, at every look. Nobody knows when those of ``before``
+    were."""
 
-    def __init__(self) -> None:
-        self._totals: Mapping[str, int] = {}
+    def __init__(self, before: Mapping[str, int] | None = None) -> None:
+        self._totals = dict(before or {})
         #: moment in seconds, slug, how many then
         self._seen: deque[tuple[float, str, int]] = deque()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -37,16 +37,25 @@ class RecentHistogram:
             self._marks.popleft()
 
     @property
-    def percentiles(self) -> Percentiles:
+    def size(self) -> int:
+        """Buckets."""
+        return len(self._bounds)
+
+    @property
+    def recent(self) -> list[int]:
+        """Cumulative, by bucket."""
         if len(self._marks) < 2:
-            return Percentiles(0)
+            return [0] * self.size
         first, last = self._marks[0][1], self._marks[-1][1]
-        counts = [after - before for before, after in zip(first, last, strict=True)]
-        if not (total := counts[-1]):
-            return Percentiles(0)
-        return Percentiles(
-            total, *(quantile(self._bounds, counts, part) for part in (0.5, 0.9, 0.99))
-        )
+        return [after - before for before, after in zip(first, last, strict=True)]
+
+
+def percentiles(bounds: Sequence[float], cumulative: Iterable[Sequence[int]]) -> Percentiles:
+    """Of several histograms with the same bounds together."""
+    counts = [sum(column) for column in zip(*cumulative, strict=True)]
+    if not counts or not (total := counts[-1]):
+        return Percentiles(0)
+    return Percentiles(total, *(quantile(bounds, counts, part) for part in (0.5, 0.9, 0.99)))
 
 
 def quantile(bounds: Sequence[float], cumulative: Sequence[int], part: float) -> float:

@@ -6,14 +6,15 @@ What only the leader knows is what it last told the ledger, so that any replica 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from everlift.explanation import LABELS, kind_name
 from everlift.v1 import inference_pb2, session_pb2
 from router.console import workers
-from router.console.failures import Failures
+from router.console.census import Census
+from router.console.counting import LATENCIES, Counting
 from router.console.happenings import Happenings, View
 from router.console.history import History
 from router.console.parts import (
@@ -27,7 +28,7 @@ from router.console.parts import (
     Rulebook,
     Sessions,
 )
-from router.console.percentiles import Percentiles, RecentHistogram
+from router.console.percentiles import Percentiles
 from router.console.workers import Link, Rates, Row
 from router.ledger.base import LoadReport
 from router.ledger.config import PROMISES
@@ -36,15 +37,7 @@ Json = dict[str, Any]
 
 #: The leader says five times a second what work there is; what it said so long ago says nothing.
 _STALE_S = 5.0
-#: Histograms of which a page has percentiles, by their names there and in the catalogue.
-LATENCIES = {
-    "ttft": "everlift_time_to_first_token_seconds",
-    "inter_token": "everlift_inter_token_latency_seconds",
-    "queue_wait": "everlift_queue_wait_seconds",
-    "latency": "everlift_request_latency_seconds",
-    "ledger": "everlift_ledger_call_seconds",
-}
-#: Of these a page has charts.
+#: Latencies of which a page has charts.
 _CHARTED = ("ttft", "inter_token")
 _PARTS = ("p50", "p90", "p99")
 #: What a request's time went into, in words.
@@ -72,17 +65,15 @@ class Snapshot:
         self._line = line
         self._fleet = fleet
         self._rulebook = rulebook
-        self._measured = measured
         self.load: LoadReport | None = None
         #: as described in scaling.py
         self.scaling: Json | None = None
         self.happenings = Happenings()
         self.history = History()
         self._rates = Rates()
-        self._failures = Failures()
-        self._histograms = {
-            name: RecentHistogram(measured.bounds(metric)) for name, metric in LATENCIES.items()
-        }
+        self._counting = Counting(identity.router_id, sessions, requests, measured)
+        bounds = {name: measured.bounds(metric) for name, metric in LATENCIES.items()}
+        self._census = Census(identity.router_id, bounds)
         self._rows: list[Row] = []
 
     @property
@@ -93,7 +84,8 @@ class Snapshot:
     def look(self, now: float) -> Mapping[str, Any]:
         """All sections. O(workers)."""
         self._rows = self._look_at_workers(now)
-        self._count(now)
+        self._census.note(self._counting.counts(), now)
+        self._census.forget(now)
         ledger, holding = self._requests.ledger_status(), self._rulebook.holding
         self.happenings.look(
             View(
@@ -105,7 +97,7 @@ class Snapshot:
             ),
             now,
         )
-        latencies = {name: _told(it.percentiles) for name, it in self._histograms.items()}
+        latencies = {name: _told(it) for name, it in self._census.latencies().items()}
         self.history.note(
             {"queued": self._line.queued}
             | {name: [latencies[name][part] for part in _PARTS] for name in _CHARTED},
@@ -113,6 +105,7 @@ class Snapshot:
         )
         return {
             "router": self._router(),
+            "routers": {"heard": self._census.num_heard, "silent": self._census.num_silent},
             "totals": self._totals(),
             "workers": workers.names(self._rows),
             "cells": workers.cells(self._rows),
@@ -122,7 +115,7 @@ class Snapshot:
             "latencies": latencies,
             "ledger": _ledger(ledger),
             "errors": [
-                [each.slug, each.recent, round(each.last_s)] for each in self._failures.recent(now)
+                [each.slug, each.recent, round(each.last_s)] for each in self._census.failures(now)
             ],
         }
 
@@ -139,10 +132,11 @@ class Snapshot:
         self._rates.keep(link.info.worker_id for link in links)
         return sorted(rows, key=lambda each: each.worker_id)
 
-    def _count(self, now: float) -> None:
-        for name, histogram in self._histograms.items():
-            histogram.note(self._measured.cumulative(LATENCIES[name]), now)
-        self._failures.note(self._measured.failures(), now)
+    def hear(self, counts: Sequence[session_pb2.Counts], num_silent: int, now: float) -> None:
+        """What other routers counted; so many more do not say it."""
+        for each in counts:
+            self._census.note(each, now)
+        self._census.num_heard, self._census.num_silent = 1 + len(counts), num_silent
 
     def _router(self) -> Json:
         return asdict(self._identity) | {
@@ -152,18 +146,8 @@ class Snapshot:
         }
 
     def _totals(self) -> Json:
-        """Of the cluster what workers say, and of this router since it started."""
-        counters = self._requests.counters
-        return workers.summary(self._rows) | {
-            "queued": self._line.queued,
-            "completed": counters.completed,
-            "failed": counters.failed,
-            "migrated": counters.migrated,
-            "preempted": counters.preempted,
-            "moved": counters.moved,
-            "recomputed_tokens": counters.recomputed_tokens,
-            "false_alarms": self._sessions.false_alarms,
-        }
+        """What workers say, and what the routers counted."""
+        return workers.summary(self._rows) | {"queued": self._line.queued} | self._census.totals()
 
     def _queue(self, holding: Holding) -> Json:
         load = self._fresh_load

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from everlift.client import AsyncClient
+from everlift.errors import UnknownModel
 from router.access import key as keys
-from router.console import feed
+from router.console import console, feed
 from router.gateway.caller import Scope
 from tests.http_client import JSON, ask, get, streamed
 from tests.in_process import ROUTER, WORKER, Cluster, cluster, until
@@ -125,6 +126,29 @@ async def test_where_it_is_switched_off_there_is_nothing(parts: Cluster) -> None
 
 
 # the feed
+
+
+async def test_any_router_tells_what_all_of_them_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_ASK_S", 0.05)
+    async with cluster(2, 1) as parts:
+        here, there = parts.routers
+        async with watching(here.http_address) as page, AsyncClient(there.address) as client:
+            while page.told.get("routers") != {"heard": 2, "silent": 0}:
+                await page.until("routers")
+            for _ in range(2):
+                await client.generate(PROMPT, max_tokens=3).text()
+            with pytest.raises(UnknownModel):
+                await client.generate(PROMPT, max_tokens=3, model="other").text()
+            while page.told["totals"]["completed"] < 2 or not page.told["errors"]:
+                await page.until()
+            assert page.told["errors"][0][:2] == ["unknown_model", 1]
+            while not page.told["latencies"]["latency"]["count"]:
+                await page.until("latencies")
+            await parts.kill_router(there)
+            while page.told["routers"] != {"heard": 1, "silent": 1}:
+                await page.until("routers")
+            # What it counted is known for a while.
+            assert page.told["totals"]["completed"] == 2
 
 
 async def test_a_request_that_loses_its_worker_is_seen_to_go_on(

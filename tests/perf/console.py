@@ -29,11 +29,13 @@ from typing import Any, cast
 
 from starlette.routing import Route, Router
 
+from everlift.transport import GRPC
 from everlift.v1 import session_pb2
 from router.console.actions import Actions
 from router.console.console import Console
 from router.console.feed import FRAME_S
 from router.console.lanes import MOST_LANES, Lanes
+from router.console.peers import Peers
 from router.console.snapshot import Snapshot
 from router.console.viewer import Viewer
 from router.gateway.caller import ANYONE
@@ -134,13 +136,17 @@ class _Ledger:
     async def scaling(self) -> None:
         """The number of workers is fixed."""
 
+    async def gateways(self) -> dict[str, str]:
+        return {}
+
 
 async def of_browser(num_workers: int, seconds: float) -> dict[str, float]:
     busy = BusyCluster(num_workers)
     snapshot: Snapshot = busy.cluster.snapshot()
     nobody = cast("Any", None)
     actions = Actions(nobody, nobody, nobody, has_access=False)
-    console = Console(snapshot, actions, OPEN, cast("Any", _Ledger(busy)))
+    ledger = cast("Any", _Ledger(busy))
+    console = Console(snapshot, actions, OPEN, ledger, Peers("me", ledger, GRPC))
     server = HttpServer()
     await server.bind("127.0.0.1", 0, None)
     routes = [

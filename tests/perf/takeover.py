@@ -218,7 +218,7 @@ async def be_standby(url: str, total: int) -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     leader = Leader(CONFIG, "standby", address, ledger)  # type: ignore[arg-type]
     fleet = Gateway(GATEWAYS, 0).join(leader, address, ledger)  # type: ignore[arg-type]
-    internal = InternalServer(fleet, leader, None)  # type: ignore[arg-type]
+    internal = InternalServer(fleet, leader, None, None)  # type: ignore[arg-type]
     session_pb2_grpc.add_RouterInternalServicer_to_server(internal, server)
     await server.start()
     tasks = [asyncio.create_task(it) for it in (leader.run(), fleet.run(), work(leader, ledger))]

@@ -293,7 +293,7 @@ async def other(ledger: RecordedLedger) -> AsyncIterator[Place]:
     place = Place(RecordedLedger(), "other")
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
-    internal = InternalServer(None, None, place.chaos)  # type: ignore[arg-type]
+    internal = InternalServer(None, None, place.chaos, None)  # type: ignore[arg-type]
     session_pb2_grpc.add_RouterInternalServicer_to_server(internal, server)
     await server.start()
     await ledger.beat("other", f"127.0.0.1:{port}", 3600.0)

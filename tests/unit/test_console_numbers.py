@@ -6,10 +6,12 @@ from math import inf
 
 import pytest
 
+from everlift.v1.session_pb2 import Counts, LatencyCounts
+from router.console.census import Census
 from router.console.failures import Failed, Failures
 from router.console.history import History
 from router.console.lanes import Lanes
-from router.console.percentiles import Percentiles, RecentHistogram, quantile
+from router.console.percentiles import Percentiles, RecentHistogram, percentiles, quantile
 from router.console.workers import MOST_CELLS, Rates, cells, names, row
 from tests.console_support import link
 
@@ -26,15 +28,20 @@ def test_beyond_the_last_bound_nothing_is_known_but_that() -> None:
 
 
 def test_percentiles_are_of_the_last_minute() -> None:
-    histogram = RecentHistogram((1.0, inf))
-    assert histogram.percentiles == Percentiles(0)
+    bounds = (1.0, inf)
+    histogram = RecentHistogram(bounds)
+
+    def of_late() -> Percentiles:
+        return percentiles(bounds, [histogram.recent])
+
+    assert of_late() == Percentiles(0)
     histogram.note((100, 100), 0.0)
-    assert histogram.percentiles == Percentiles(0), "nobody knows when these came"
+    assert of_late() == Percentiles(0), "nobody knows when these came"
     histogram.note((110, 110), 10.0)
-    assert histogram.percentiles == Percentiles(10, 0.5, 0.9, 0.99)
+    assert of_late() == Percentiles(10, 0.5, 0.9, 0.99)
     for second in range(11, 72):
         histogram.note((110, 110), float(second))
-    assert histogram.percentiles == Percentiles(0)
+    assert of_late() == Percentiles(0)
     assert len(histogram._marks) <= 62
 
 
@@ -92,3 +99,36 @@ def test_history_is_a_point_a_second_of_five_minutes() -> None:
         history.note({"queued": number}, number / 2)
     points = history.points
     assert (len(points), points[0]["at"], points[-1]) == (300, 200.0, {"at": 499.0, "queued": 998})
+
+
+def counts(router_id: str, completed: int, ttft: tuple[int, int], **failures: int) -> Counts:
+    latencies = [LatencyCounts(name="ttft", cumulative=ttft)]
+    return Counts(router_id=router_id, completed=completed, latencies=latencies, failures=failures)
+
+
+def test_routers_are_counted_together_from_when_each_was_heard_first() -> None:
+    census = Census("a", {"ttft": (1.0, inf)})
+    census.note(counts("a", 5, (10, 10), queue_full=1), 0.0)
+    census.note(counts("b", 100, (900, 900), queue_full=50), 1.0)
+    assert census.totals()["completed"] == 105
+    assert census.latencies() == {"ttft": Percentiles(0)}
+    assert census.failures(1.0) == [Failed("queue_full", 1, 1.0)]
+    census.note(counts("a", 6, (13, 13), queue_full=1), 2.0)
+    census.note(counts("b", 101, (907, 907), queue_full=52, no_worker=1), 3.0)
+    assert census.latencies() == {"ttft": Percentiles(10, 0.5, 0.9, 0.99)}
+    assert census.failures(4.0) == [Failed("queue_full", 3, 1.0), Failed("no_worker", 1, 1.0)]
+    # One that is gone.
+    census.note(counts("a", 6, (13, 13)), 63.0)
+    census.forget(63.0)
+    assert census.totals()["completed"] == 6
+
+
+def test_buckets_of_another_release_say_nothing() -> None:
+    census = Census("a", {"ttft": (1.0, inf)})
+    for number in range(2):
+        other = counts("b", number, (0, 0))
+        other.latencies[0].cumulative.append(number)
+        other.latencies.add(name="more", cumulative=[number])
+        census.note(other, float(number))
+    assert census.latencies() == {"ttft": Percentiles(0)}
+    assert census.totals()["completed"] == 1

@@ -933,6 +933,105 @@ class TellStartResponse(google.protobuf.message.Message):
 Global___TellStartResponse: typing_extensions.TypeAlias = TellStartResponse
 
 @typing.final
+class CountRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___CountRequest: typing_extensions.TypeAlias = CountRequest
+
+@typing.final
+class Counts(google.protobuf.message.Message):
+    """Of one router, since it started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class FailuresEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    ROUTER_ID_FIELD_NUMBER: builtins.int
+    LATENCIES_FIELD_NUMBER: builtins.int
+    FAILURES_FIELD_NUMBER: builtins.int
+    COMPLETED_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    MIGRATED_FIELD_NUMBER: builtins.int
+    PREEMPTED_FIELD_NUMBER: builtins.int
+    MOVED_FIELD_NUMBER: builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    FALSE_ALARMS_FIELD_NUMBER: builtins.int
+    router_id: builtins.str
+    completed: builtins.int
+    failed: builtins.int
+    migrated: builtins.int
+    preempted: builtins.int
+    moved: builtins.int
+    recomputed_tokens: builtins.int
+    false_alarms: builtins.int
+    """workers that were taken for lost and were not"""
+    @property
+    def latencies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LatencyCounts]: ...
+    @property
+    def failures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """requests that ended badly, by slug"""
+
+    def __init__(
+        self,
+        *,
+        router_id: builtins.str = ...,
+        latencies: collections.abc.Iterable[Global___LatencyCounts] | None = ...,
+        failures: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        completed: builtins.int = ...,
+        failed: builtins.int = ...,
+        migrated: builtins.int = ...,
+        preempted: builtins.int = ...,
+        moved: builtins.int = ...,
+        recomputed_tokens: builtins.int = ...,
+        false_alarms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["completed", b"completed", "failed", b"failed", "failures", b"failures", "false_alarms", b"false_alarms", "latencies", b"latencies", "migrated", b"migrated", "moved", b"moved", "preempted", b"preempted", "recomputed_tokens", b"recomputed_tokens", "router_id", b"router_id"]) -> None: ...
+
+Global___Counts: typing_extensions.TypeAlias = Counts
+
+@typing.final
+class LatencyCounts(google.protobuf.message.Message):
+    """A histogram."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    CUMULATIVE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """as a console calls it"""
+    @property
+    def cumulative(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """by bucket, how many were observed"""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        cumulative: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cumulative", b"cumulative", "name", b"name"]) -> None: ...
+
+Global___LatencyCounts: typing_extensions.TypeAlias = LatencyCounts
+
+@typing.final
 class Waiting(google.protobuf.message.Message):
     """What the leader has to know of a request to order and place it. No prompt."""
 

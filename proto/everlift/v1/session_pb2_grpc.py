@@ -128,6 +128,11 @@ class RouterInternalStub(object):
                 request_serializer=everlift_dot_v1_dot_session__pb2.GatewayMessage.SerializeToString,
                 response_deserializer=everlift_dot_v1_dot_session__pb2.LeaderMessage.FromString,
                 _registered_method=True)
+        self.Count = channel.unary_unary(
+                '/everlift.v1.RouterInternal/Count',
+                request_serializer=everlift_dot_v1_dot_session__pb2.CountRequest.SerializeToString,
+                response_deserializer=everlift_dot_v1_dot_session__pb2.Counts.FromString,
+                _registered_method=True)
         self.Inject = channel.unary_unary(
                 '/everlift.v1.RouterInternal/Inject',
                 request_serializer=everlift_dot_v1_dot_chaos__pb2.Fault.SerializeToString,
@@ -160,6 +165,13 @@ class RouterInternalServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Count(self, request, context):
+        """What this router counted, for the console of another one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Inject(self, request, context):
         """A fault that another router was told, for this router.
         """
@@ -184,6 +196,11 @@ def add_RouterInternalServicer_to_server(servicer, server):
                     servicer.Admission,
                     request_deserializer=everlift_dot_v1_dot_session__pb2.GatewayMessage.FromString,
                     response_serializer=everlift_dot_v1_dot_session__pb2.LeaderMessage.SerializeToString,
+            ),
+            'Count': grpc.unary_unary_rpc_method_handler(
+                    servicer.Count,
+                    request_deserializer=everlift_dot_v1_dot_session__pb2.CountRequest.FromString,
+                    response_serializer=everlift_dot_v1_dot_session__pb2.Counts.SerializeToString,
             ),
             'Inject': grpc.unary_unary_rpc_method_handler(
                     servicer.Inject,
@@ -273,6 +290,33 @@ class RouterInternal(object):
             '/everlift.v1.RouterInternal/Admission',
             everlift_dot_v1_dot_session__pb2.GatewayMessage.SerializeToString,
             everlift_dot_v1_dot_session__pb2.LeaderMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Count(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/everlift.v1.RouterInternal/Count',
+            everlift_dot_v1_dot_session__pb2.CountRequest.SerializeToString,
+            everlift_dot_v1_dot_session__pb2.Counts.FromString,
             options,
             channel_credentials,
             insecure,

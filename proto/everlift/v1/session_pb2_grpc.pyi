@@ -136,6 +136,22 @@ _RouterInternalAdmissionType = typing_extensions.TypeVar(
     ],
 )
 
+_RouterInternalCountType = typing_extensions.TypeVar(
+    '_RouterInternalCountType',
+    grpc.UnaryUnaryMultiCallable[
+        everlift.v1.session_pb2.CountRequest,
+        everlift.v1.session_pb2.Counts,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.session_pb2.CountRequest,
+        everlift.v1.session_pb2.Counts,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        everlift.v1.session_pb2.CountRequest,
+        everlift.v1.session_pb2.Counts,
+    ],
+)
+
 _RouterInternalInjectType = typing_extensions.TypeVar(
     '_RouterInternalInjectType',
     grpc.UnaryUnaryMultiCallable[
@@ -152,7 +168,7 @@ _RouterInternalInjectType = typing_extensions.TypeVar(
     ],
 )
 
-class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInternalTellStartType, _RouterInternalAdmissionType, _RouterInternalInjectType]):
+class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInternalTellStartType, _RouterInternalAdmissionType, _RouterInternalCountType, _RouterInternalInjectType]):
     """Served by every router replica on its internal address."""
 
     @typing.overload
@@ -168,6 +184,10 @@ class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInte
         grpc.StreamStreamMultiCallable[
             everlift.v1.session_pb2.GatewayMessage,
             everlift.v1.session_pb2.LeaderMessage,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            everlift.v1.session_pb2.CountRequest,
+            everlift.v1.session_pb2.Counts,
         ],
         grpc.UnaryUnaryMultiCallable[
             everlift.v1.chaos_pb2.Fault,
@@ -190,6 +210,10 @@ class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInte
             everlift.v1.session_pb2.LeaderMessage,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            everlift.v1.session_pb2.CountRequest,
+            everlift.v1.session_pb2.Counts,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             everlift.v1.chaos_pb2.Fault,
             everlift.v1.chaos_pb2.InjectResponse,
         ],
@@ -203,6 +227,9 @@ class RouterInternalStub(typing.Generic[_RouterInternalAnnounceType, _RouterInte
 
     Admission: _RouterInternalAdmissionType
     """A gateway's line to the leader: what waits goes up, dispatches come down."""
+
+    Count: _RouterInternalCountType
+    """What this router counted, for the console of another one."""
 
     Inject: _RouterInternalInjectType
     """A fault that another router was told, for this router."""
@@ -219,6 +246,10 @@ RouterInternalAsyncStub: typing_extensions.TypeAlias = RouterInternalStub[
     grpc.aio.StreamStreamMultiCallable[
         everlift.v1.session_pb2.GatewayMessage,
         everlift.v1.session_pb2.LeaderMessage,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        everlift.v1.session_pb2.CountRequest,
+        everlift.v1.session_pb2.Counts,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         everlift.v1.chaos_pb2.Fault,
@@ -252,6 +283,14 @@ class RouterInternalServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[everlift.v1.session_pb2.LeaderMessage], collections.abc.AsyncIterator[everlift.v1.session_pb2.LeaderMessage]]:
         """A gateway's line to the leader: what waits goes up, dispatches come down."""
+
+    @abc.abstractmethod
+    def Count(
+        self,
+        request: everlift.v1.session_pb2.CountRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[everlift.v1.session_pb2.Counts, collections.abc.Awaitable[everlift.v1.session_pb2.Counts]]:
+        """What this router counted, for the console of another one."""
 
     @abc.abstractmethod
     def Inject(

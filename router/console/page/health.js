@@ -3,8 +3,8 @@
 import { $, ago, count, el, row } from "./dom.js";
 
 export class Health {
-  show({ ledger, router, totals, errors }, all) {
-    if (ledger || router || totals) this.facts(all);
+  show({ ledger, router, routers, totals, errors }, all) {
+    if (ledger || router || routers || totals) this.facts(all);
     if (errors) {
       $("errors").replaceChildren(
         ...(errors.length
@@ -14,8 +14,8 @@ export class Health {
     }
   }
 
-  facts({ ledger, router, totals }) {
-    if (!ledger || !router || !totals) return;
+  facts({ ledger, router, routers, totals }) {
+    if (!ledger || !router || !routers || !totals) return;
     const facts = [
       ["ledger", `${ledger.server || "not known"}${ledger.away ? " · does not answer" : ""}`],
       ["durability", `${ledger.durability_class}${ledger.promise ? `: ${ledger.promise}` : ""}`],
@@ -23,6 +23,7 @@ export class Health {
       ["its memory", ledger.memory_used === null ? "no bound" : `${Math.round(100 * ledger.memory_used)} % used`],
       ["came back with less", `${count(ledger.rollbacks)} times`],
       ["leader", `${router.leader || "none"}${router.leader && router.leader_is_quiet ? " · does not answer" : ""}`],
+      ["routers", `${count(routers.heard)}${routers.silent ? ` · ${count(routers.silent)} not answering` : ""}`],
       ["false alarms", count(totals.false_alarms)],
     ];
     $("health-list").replaceChildren(...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));

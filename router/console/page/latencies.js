@@ -1,7 +1,7 @@
-// How long clients of this router wait, in percentiles of the last minute.
+// How long clients wait, in percentiles of the last minute.
 
 import { Chart } from "./chart.js";
-import { $, count, row, seconds } from "./dom.js";
+import { $, count, row, say, seconds } from "./dom.js";
 
 const TITLES = {
   ttft: "time to first token",
@@ -19,7 +19,8 @@ export class Latencies {
     this.charts = [chart("ttft-chart", "Time to first token", "ttft"), chart("inter-token-chart", "Between two tokens", "inter_token")];
   }
 
-  show({ latencies }, history) {
+  show({ latencies, routers }, history) {
+    if (routers) say($("latencies-of"), whose(routers));
     for (const chart of this.charts) chart.show(history);
     if (!latencies) return;
     $("percentiles").replaceChildren(
@@ -30,4 +31,9 @@ export class Latencies {
       }),
     );
   }
+}
+
+function whose({ heard, silent }) {
+  const of = heard === 1 ? "One router" : `${count(heard)} routers together`;
+  return silent ? `${of}; of ${count(silent)} more that ${silent === 1 ? "does" : "do"} not answer nothing is known.` : `${of}.`;
 }

@@ -8,9 +8,9 @@ const TILES = [
   ["KV blocks in use", (t) => `${percent(t.blocks_used, t.blocks)} %`, (t) => `${percent(t.blocks_cached, t.blocks)} % cached`, (t) => percent(t.blocks_used, t.blocks)],
   ["Waiting", (t) => count(t.queued), (t) => words([t.waiting, "at workers"])],
   ["Tokens a second", (t) => count(t.tokens_per_s), () => ""],
-  ["Finished here", (t) => count(t.completed), (t) => words([t.failed, "failed"])],
-  ["Migrated here", (t) => count(t.migrated), (t) => words([t.moved, "moved"])],
-  ["Preempted here", (t) => count(t.preempted), (t) => words([t.recomputed_tokens, "tokens again"])],
+  ["Finished", (t) => count(t.completed), (t) => words([t.failed, "failed"])],
+  ["Migrated", (t) => count(t.migrated), (t) => words([t.moved, "moved"])],
+  ["Preempted", (t) => count(t.preempted), (t) => words([t.recomputed_tokens, "tokens again"])],
 ];
 
 function words(...counted) {
