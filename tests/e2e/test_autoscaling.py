@@ -13,6 +13,7 @@ from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config
 from cluster.ray_cluster import RayCluster
 from everlift.client import AsyncClient
+from everlift.v1.inference_pb2 import SPAN_KIND_WORKER_STARTS
 from everlift.v1.session_pb2 import Scaling
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
@@ -81,7 +82,8 @@ async def check_some(client: AsyncClient, count: int) -> None:
 
     async def ask(seed: int) -> None:
         prompt = [Random(seed).randrange(256) for _ in range(20)]
-        stream = client.generate(prompt, max_tokens=60, temperature=0.0)
+        request_id = f"{seed}-of-{count}"
+        stream = client.generate(prompt, max_tokens=60, temperature=0.0, request_id=request_id)
         tokens = [token async for chunk in stream for token in chunk.token_ids]
         assert tokens == expected_tokens(prompt, 60, MODEL)
 
@@ -93,6 +95,8 @@ async def test_none_without_work_one_for_a_request_and_two_for_a_queue(tmp_path:
         await until_workers(client, 0)
         # It waits for a worker to start.
         await check_some(client, 1)
+        kinds = {span.kind for span in (await client.explain("0-of-1")).spans}
+        assert SPAN_KIND_WORKER_STARTS in kinds
         await until_workers(client, 0)
         crowd = asyncio.create_task(check_some(client, 40))
         await until_workers(client, 2)

@@ -98,6 +98,20 @@ async def test_a_stream_goes_on_when_its_worker_is_killed(config: Config) -> Non
         assert cluster.workers[victim].worker_id != before
 
 
+async def test_who_waits_for_a_worker_is_told_that_one_starts(config: Config) -> None:
+    """From its process's beginning on, and not before."""
+    async with ProcessCluster(config) as cluster, AsyncClient(cluster.address) as client:
+        await cluster.kill_worker(0)
+        asking = asyncio.create_task(client.generate("x", max_tokens=5, request_id="r").text())
+        async with asyncio.timeout(20):
+            while not (await client.status()).queued:
+                await asyncio.sleep(0.02)
+        await cluster.restart_worker(0)
+        await asking
+        kinds = {span.kind for span in (await client.explain("r")).spans}
+    assert kinds > {pb.SPAN_KIND_NO_WORKER, pb.SPAN_KIND_WORKER_STARTS}
+
+
 async def test_a_stream_goes_on_when_its_router_is_killed_and_started_again(
     config: Config,
 ) -> None:
