@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import product
@@ -11,15 +12,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import pytest_asyncio
 from playwright.async_api import Browser, expect
 
 from everlift.client import AsyncClient
 from everlift.v1.session_pb2 import Scaling, ScalingChange
+from router.console import console
 from router.gateway.caller import Scope
 from tests.browser import browser, opened, violations
+from tests.conftest import leaving_nothing
 from tests.in_process import ROUTER, WORKER, Cluster, cluster
 from tests.keyring import Keyring
 from worker.config import FakeModel
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 #: Where pictures of the page are left, if anywhere.
 PICTURES = os.environ.get("CONSOLE_PICTURES")
@@ -29,21 +35,38 @@ WINDOWS = ((1440, 900), (390, 844))
 SLOW = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.02))
 
 
-@pytest.fixture
-async def chromium() -> AsyncIterator[Browser]:
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Of all tests here together: they have one browser, whose processes come and go."""
+    with leaving_nothing():
+        yield
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chromium(nothing_left: None) -> AsyncIterator[Browser]:
     async with browser() as chromium:
         yield chromium
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
+def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router asks its ledger and the other ones once a second else."""
+    monkeypatch.setattr(console, "_ASK_S", 0.1)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def parts() -> AsyncIterator[Cluster]:
     async with cluster(1, 2, replace(ROUTER, chaos=True), SLOW) as parts:
         yield parts
 
 
+def url_of(parts: Cluster) -> str:
+    return f"http://{parts.routers[0].http_address}/console/"
+
+
 @pytest.fixture
 def url(parts: Cluster) -> str:
-    return f"http://{parts.routers[0].http_address}/console/"
+    return url_of(parts)
 
 
 class Load:
@@ -66,13 +89,16 @@ class Load:
 
 
 async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
-    parts: Cluster, url: str, chromium: Browser
+    chromium: Browser,
 ) -> None:
-    async with opened(chromium, url) as page:
+    async with cluster(1, 2) as parts, opened(chromium, url_of(parts)) as page:
+        held = parts.hold()
         await expect(page.locator("#connection")).to_have_text("live")
         await expect(page.locator("#key-form"), "nobody asks for a key").to_be_hidden()
         await page.fill("#max-tokens", "200")
         await page.click("#try-start")
+        for each in held:
+            each.let(20)
         await expect(page.locator("#try-status")).to_contain_text("streaming")
         await page.click("#seats-details summary")
         seat = page.locator("#seats tr")
@@ -80,7 +106,11 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
         worker, _, phase, name, _ = await seat.locator("td").all_inner_texts()
         assert phase == "decode" and name
         [rank] = [it for it in parts.workers if it.worker_id.startswith(worker)]
-        await parts.kill_worker(rank)
+        lost = held.pop(parts.workers.index(rank))
+        killing = asyncio.create_task(parts.kill_worker(rank))
+        await expect(page.locator("#grid .cell[data-state=lost]")).to_have_count(1)
+        lost.release()
+        await killing
         # The arrow from lane to lane, and the words for it.
         arrow = page.locator("#lanes-arrows path.migrated")
         await expect(arrow).to_have_attribute("data-cause", "worker_lost")
@@ -88,12 +118,12 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
         await expect(told).to_contain_text(f"{name} went from worker {worker}")
         # And for who does not see it.
         await expect(page.locator("#news")).to_contain_text("went on at another worker")
-        await expect(page.locator("#grid .cell[data-state=lost]")).to_have_count(1)
         # What is lost is not offered to be drained.
         offered = page.locator("#drain-worker option")
         await expect(offered).to_have_count(1)
         assert await offered.get_attribute("value") != rank.worker_id
         # And not a token is lost.
+        held[0].release()
         await expect(page.locator("#try-status")).to_contain_text("pieces in", timeout=20_000)
         await page.click("#try-status button")
         answer = page.locator("#request-answer")
@@ -230,8 +260,7 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab_alone(
     key = await keyring.key("acme", Scope.INFER, Scope.METRICS)
     config = replace(ROUTER, access="file", access_file=str(keyring.path))
     async with cluster(1, 1, config) as parts:
-        url = f"http://{parts.routers[0].http_address}/console/"
-        async with opened(chromium, url) as page:
+        async with opened(chromium, url_of(parts)) as page:
             connection = page.locator("#connection")
             await expect(connection).to_contain_text("an API key is needed")
             await page.fill("#key", key)
