@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import app
+from cluster.explain.tables import reading
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from tests.restored_logging import restored_logging
@@ -113,3 +114,19 @@ async def test_it_is_drawn_where_that_is_wanted(tmp_path: Path) -> None:
     result = await run("--png", str(tmp_path / "r.png"))
     assert result.exit_code == 0, result.output
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "unread_s, unread_tokens, said",
+    [
+        (0.0, 0, []),
+        (0.09, 0, []),
+        (0.5, 0, ["for 0.500 s its client left tokens unread"]),
+        (0.01, 7, ["for 0.010 s its client left tokens unread; 7 are unread now"]),
+    ],
+)
+def test_what_a_client_left_unread_is_named_where_it_is_much(
+    unread_s: float, unread_tokens: int, said: list[str]
+) -> None:
+    told = pb.Explanation(total_s=2.0, unread_s=unread_s, unread_tokens=unread_tokens)
+    assert list(reading(told)) == said
