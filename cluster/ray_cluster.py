@@ -160,6 +160,7 @@ def application(config: Config) -> Application:
     environment. Ray must run."""
     import ray
 
+    from cluster.explain.simulator import ProcessSimulator
     from router.app import RouterDeployment
     from worker.app import WorkerDeployment
 
@@ -172,7 +173,13 @@ def application(config: Config) -> Application:
         max_replicas_per_node=1,
         ray_actor_options={"num_cpus": 0, "resources": _router_resources(config)},
         graceful_shutdown_timeout_s=config.router.drain + 5.0,
-    ).bind(config.router, config.ledger, config.log_level, log_dir(config))
+    ).bind(
+        config.router,
+        config.ledger,
+        config.log_level,
+        log_dir(config),
+        ProcessSimulator,
+    )
     worker: Application = WorkerDeployment.options(  # type: ignore[attr-defined]
         **_replicas(config),
         ray_actor_options={"num_cpus": 0},

@@ -61,12 +61,13 @@ class PlainStarter:
                 start_new_session=True,
             )
         assert process.stdin is not None
-        await _tell(process.stdin, told(os.getpid(), launch))
+        await tell(process.stdin, told(os.getpid(), launch))
         return process
 
 
-async def _tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
-    """Nothing, to a process that has ended already: its status says what there is to say."""
+async def tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
+    """And closes it. A process that has ended already is told nothing: its status says what there
+    is to say."""
     # uvloop's writes to a pipe that it has closed raise RuntimeError, asyncio's nothing.
     if stdin.is_closing():
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from everlift.errors import EverliftError
 from everlift.notice import on_signal
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
+from router.gateway.counterfactuals import Simulator
 from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerConfig, LedgerSetupError
 from router.ledger.redis_ledger import connect
 from router.router import Router
@@ -33,16 +34,26 @@ log = logs.get(__name__)
     health_check_timeout_s=10.0,
 )
 class RouterDeployment:
-    """``log_level`` as in everlift.logs. A ledger without a url has it in the environment. Workers
-    and other routers find this one at its node's address, clients where ``config`` says."""
+    """``log_level`` as in everlift.logs. A ledger without a url has it in the environment; the
+    ``simulator`` is of the ledger that is found. Workers and other routers find this one at
+    its node's address, clients where ``config`` says."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: RouterConfig, ledger: LedgerConfig, log_level: str, log_dir: Path
+        self,
+        config: RouterConfig,
+        ledger: LedgerConfig,
+        log_level: str,
+        log_dir: Path,
+        simulator: Callable[[LedgerConfig], Simulator],
     ) -> None:
         logs.configure("router", log_level, log_dir / f"router-{os.getpid()}.log")
         config = replace(config, internal_host=get_node_ip_address())
+        ledger = _located(ledger)
         self._router: Router | None = await Router.start(
-            config, await connect(_located(ledger)), memory_limit=ledger.memory_limit
+            config,
+            await connect(ledger),
+            memory_limit=ledger.memory_limit,
+            simulator=simulator(ledger),
         )
         heap.settle()
         on_signal(self._leave)

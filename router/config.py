@@ -156,6 +156,9 @@ class RouterConfig:
     template_timeout: float = 2.0
     #: processes that render chats, each one at a time
     template_processes: int = 1
+    #: to estimate what a request would have taken under other policies takes so long at most, in a
+    #: process of its own; 0: nobody may ask for it
+    what_if_timeout: float = 30.0
     #: a stopping router lets its streams finish for so long, then sends them elsewhere
     drain: float = 5.0
 
@@ -193,6 +196,8 @@ class RouterConfig:
             raise ValueError("trace_sample must be from 0 to 1")
         if self.template_timeout <= 0:
             raise ValueError("template_timeout must be above 0")
+        if not 0 <= self.what_if_timeout < inf:
+            raise ValueError("what_if_timeout must be at least 0")
         if self.template_processes < 1:
             raise ValueError("template_processes must be at least 1")
 

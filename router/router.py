@@ -32,6 +32,7 @@ from router.exposure import exposures
 from router.fleet import Fleet
 from router.gateway.admin_server import AdminServer
 from router.gateway.chaos_server import ChaosServer
+from router.gateway.counterfactuals import NO_COUNTERFACTUALS, Counterfactuals, Simulator, WhatIf
 from router.gateway.door import OPEN, Door
 from router.gateway.grpc_server import InferenceServer
 from router.gateway.handlers import service_name
@@ -81,8 +82,10 @@ class Router:
         transport: Transport | None,
         memory_limit: float,
         access: Access | None = None,
+        simulator: Simulator | None = None,
     ) -> None:
-        """Without ``access`` everybody may come in. Raises SettingsError."""
+        """Without ``access`` everybody may come in; without a ``simulator`` nobody may ask what if.
+        Raises SettingsError."""
         self.config = config
         self._memory_limit = memory_limit
         self._context = server_context(config.tls, ["h2"]) if config.tls else None
@@ -97,6 +100,7 @@ class Router:
         self._http = HttpServer()
         self._ledger = ledger
         self._access = access
+        self._simulator = simulator
         self._model = model
         self._template = (
             ChatTemplate.load(model.directory, config=config) if model.directory else None
@@ -116,17 +120,18 @@ class Router:
         ledger: Ledger,
         transport: Transport | None = None,
         memory_limit: float = LEDGER_DEFAULTS.memory_limit,
+        simulator: Simulator | None = None,
     ) -> Self:
         """A replica that serves. A ``transport`` takes the place of gRPC, and of its TLS.
-        ``memory_limit`` is the ledger's. Raises UnknownModel, ModelUnavailable, LedgerUnavailable,
-        SettingsError, OSError (port taken)."""
+        ``memory_limit`` is the ledger's; the ``simulator`` estimates what would have been. Raises
+        UnknownModel, ModelUnavailable, LedgerUnavailable, SettingsError, OSError (port taken)."""
         await model_files.fetch(config.model, config.model_revision, weights=False)
         model = ServedModel.load(config.model, config.model_revision)
         if (last := await ledger.last_worker()) is not None:
             model.expect(last)
         store = store_of(config, ledger)
         access = await Access.open(store) if store is not None else None
-        router = cls(config, ledger, model, transport, memory_limit, access)
+        router = cls(config, ledger, model, transport, memory_limit, access, simulator)
         cluster_id = await ledger.cluster_id()
         # First what can be given back when a port is taken.
         await router._metrics.start(config.metrics_host, config.metrics_port)
@@ -203,7 +208,10 @@ class Router:
             self._requests,
             self._rulebook,
         )
-        self._inference = Inference(self._requests, self._model, self._transport, self._traces)
+        self._admin = AdminServer(self._sessions, self._rulebook, self._ledger, self._leader.view)
+        self._inference = Inference(
+            self._requests, self._model, self._transport, self._traces, self._counterfactuals()
+        )
         self._serve(cluster_id)
         self._collect()
         following = [self._access.run()] if self._access else []
@@ -221,6 +229,12 @@ class Router:
         ):
             self._tasks.append(asyncio.create_task(_guarded(work)))
 
+    def _counterfactuals(self) -> WhatIf:
+        timeout_s = self.config.what_if_timeout
+        if self._simulator is None or not timeout_s:
+            return NO_COUNTERFACTUALS
+        return Counterfactuals(self._simulator, self._rulebook, self._admin.kinds, timeout_s)
+
     def _serve(self, cluster_id: str) -> None:
         status = Status(
             cluster_id,
@@ -234,7 +248,6 @@ class Router:
             self.http_address,
         )
         server = InferenceServer(self._inference, status)
-        admin = AdminServer(self._sessions, self._rulebook, self._ledger, self._leader.view)
         chaos = Chaos(
             self.config,
             self.router_id,
@@ -247,7 +260,7 @@ class Router:
         services = (
             server.handlers(door),
             KserveServer(self._inference, self._requests, self._model).handlers(door),
-            admin.handlers(door),
+            self._admin.handlers(door),
             ChaosServer(chaos).handlers(door),
         )
         names = [*map(service_name, services)]
@@ -260,9 +273,9 @@ class Router:
             InternalServer(self._fleet, self._leader, chaos, self._counting()), self._internal
         )
         if self.config.console and self.config.http_host:
-            self._console = self._open_console(admin, chaos)
+            self._console = self._open_console(chaos)
 
-    def _open_console(self, admin: AdminServer, chaos: Chaos) -> Console:
+    def _open_console(self, chaos: Chaos) -> Console:
         config, has_access = self.config, self._access is not None
         identity = Identity(self.router_id, self._model.name, config.chaos, has_access)
         snapshot = Snapshot(
@@ -275,7 +288,7 @@ class Router:
             self._rulebook,
             MeasuredRequests(self._instruments),
         )
-        actions = Actions(self._inference, admin, chaos, has_access=has_access)
+        actions = Actions(self._inference, self._admin, chaos, has_access=has_access)
         peers = Peers(self.router_id, self._ledger, self._transport)
         return Console(snapshot, actions, self._door, self._ledger, peers)
 

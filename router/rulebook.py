@@ -58,6 +58,20 @@ class Rulebook:
         values = {name: getattr(self._config, name) for name in SETTINGS}
         return Holding(values, self._overridden)
 
+    @property
+    def order(self) -> str:
+        return self._config.order
+
+    def supposed(self, policy: str) -> RouterConfig:
+        """What would hold under a policy, an order and maybe settings behind it
+        (``shortest patience=3``). Raises SettingsError."""
+        order, *others = policy.split() or [""]
+        config = _with(self._config, "order", order)
+        for setting in others:
+            name, _, text = setting.partition("=")
+            config = _with(config, name, text)
+        return config
+
     async def keep_up(self, version: int) -> None:
         """With the policy that the ledger has under this version. One that its server forgot is put
         back. Raises LedgerUnavailable."""

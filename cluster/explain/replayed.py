@@ -1,76 +1,55 @@
-"""What-ifs of a request in a running cluster: its ledger's requests come again, to workers like
-those that run."""
+"""What-ifs of a request: its ledger's requests come again, to workers like those that run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from cluster.connection import connected
 from cluster.errors import ForecastFailed
-from cluster.explain.what_if import WhatIf, what_if
-from cluster.forecast.command import machines
-from cluster.forecast.command.policies import routers
-from cluster.forecast.command.progress import watched
+from cluster.explain.what_if import what_if
 from cluster.forecast.hardware import kind_file, learned
-from cluster.forecast.history import surroundings
+from cluster.forecast.history import Reading, surroundings
 from cluster.forecast.record import Record
 from cluster.forecast.scenario import Scenario, WorkerSpec
 from cluster.forecast.simulate import simulate
-from cluster.ledger_connection import connected_ledger
+from everlift import settings
 from everlift.v1 import admin_pb2
-from everlift.v1 import inference_pb2 as pb
-from router.rulebook import SETTINGS
+from router.gateway.what_if import Estimates, Question
+from worker.config import WorkerConfig
+
+#: Of outputs. Beyond, workers are simulated in a few numbers each, in a tenth of the time.
+_MAX_EXACT_TOKENS = 100_000
 
 
-async def replayed(
-    explanation: pb.Explanation,
-    policies: Sequence[str],
-    address: str | None,
-    file: Path | None,
-    assignments: Sequence[str] | None,
-) -> WhatIf:
-    """Raises ForecastFailed and SettingsError, and what asking cluster and ledger raises."""
-    async with connected(address) as client:
-        kinds, policy = (await client.capacity()).kinds, await client.set_policy()
-    ran = _order(explanation) or policy.order
-    rules = [*(assignments or ()), *_in_force(policy)]
-    configured = routers([ran, *policies], file, rules)
-    specs = _specs(kinds, file, assignments)
-    async with connected_ledger(machines.config_of(file, assignments)) as ledger:
-        around = await surroundings(ledger, explanation.request_id)
+async def estimated(ledger: Reading, question: Question) -> Estimates:
+    """Raises ForecastFailed, UnknownRequest, LedgerUnavailable."""
+    specs = _specs(question.kinds)
+    around = await surroundings(ledger, question.request_id)
     arrivals = around.arrivals
+    is_fluid = sum(arrival.output_tokens for arrival in arrivals) > _MAX_EXACT_TOKENS
 
-    def replay(name: str, slowness: float) -> Sequence[Record]:
+    def replay(policy: str, slowness: float) -> Sequence[Record]:
         workers = tuple(replace(spec, slowness=slowness) for spec in specs)
-        scenario = Scenario(workers, router=configured[name], link_s=around.link_s)
-        return simulate(watched(arrivals, name), scenario).records
+        scenario = Scenario(
+            workers, router=question.policies[policy], link_s=around.link_s, fluid=is_fluid
+        )
+        return simulate(arrivals, scenario).records
 
-    return what_if(around, [*configured], replay)
-
-
-def _order(explanation: pb.Explanation) -> str:
-    """The queue's, when it left it last; empty where nobody told."""
-    orders = (attempt.queue.order for attempt in reversed(explanation.attempts))
-    return next(filter(None, orders), "")
+    return what_if(around, [*question.policies], replay)
 
 
-def _in_force(policy: admin_pb2.SetPolicyResponse) -> list[str]:
-    """As settings."""
-    values = ((name, getattr(policy, name)) for name in SETTINGS)
-    return [f"router.{name}={str(value).lower()}" for name, value in values]
-
-
-def _specs(
-    kinds: Sequence[admin_pb2.WorkerKind], file: Path | None, assignments: Sequence[str] | None
-) -> list[WorkerSpec]:
+def _specs(kinds: Sequence[admin_pb2.WorkerKind]) -> list[WorkerSpec]:
     """Of the workers that run. Raises ForecastFailed where there are none, or nothing is known of
     their steps yet."""
     if not kinds:
         raise ForecastFailed("no worker is connected")
     specs: list[WorkerSpec] = []
     for kind in kinds:
-        made = kind_file.made(kind.device, learned.content(kind))
-        specs += [machines.spec_of(made, file, assignments)] * kind.workers
+        specs += [_spec(kind)] * kind.workers
     return specs
+
+
+def _spec(kind: admin_pb2.WorkerKind) -> WorkerSpec:
+    """What its kind does not say is as by default."""
+    made = kind_file.made(kind.device, learned.content(kind))
+    return WorkerSpec(settings.load(WorkerConfig, made.worker), made.step_time)

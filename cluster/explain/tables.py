@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isfinite
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.explain.what_if import WhatIf
 from everlift.explanation import LABELS, state_name
 from everlift.v1 import inference_pb2 as pb
 
@@ -28,6 +26,7 @@ def of(explanation: pb.Explanation) -> list[str | Table]:
         *([attempts(explanation)] if explanation.attempts else []),
         *neighbours(explanation),
         *stays(explanation),
+        *counterfactuals(explanation),
     ]
 
 
@@ -136,21 +135,23 @@ def _reasons(queue: pb.QueueStay) -> Iterator[str]:
     return (f"{count} {reason}" for reason, count in reasons.items() if count)
 
 
-def estimates(what_if: WhatIf, total_s: float) -> Iterator[str]:
-    """What a request that took ``total_s`` would have taken, and how far that may be off."""
-    for policy, seconds in what_if.seconds.items():
-        in_truth = f"; in truth {total_s:.3f} s" if policy == what_if.ran else ""
-        yield f"with policy {escape(policy)}: {_estimate(seconds)} by estimate{in_truth}"
-    yield (
-        f"estimates are simulations of what came at that time, {what_if.num_requests} requests: "
-        f"under {escape(what_if.ran)}, which they ran under, off by {_part(what_if.error)} at the "
-        "median"
-    )
+def counterfactuals(explanation: pb.Explanation) -> Iterator[str]:
+    """What it would have taken, and how far that may be off."""
+    for it in explanation.counterfactuals:
+        in_truth = f"; in truth {explanation.total_s:.3f} s" if it.actual else ""
+        yield f"with policy {escape(it.policy)}: {_estimate(it)}{in_truth}"
+    for it in explanation.counterfactuals:
+        if it.actual:
+            yield (
+                f"estimates are simulations of what came at that time, {it.requests} requests: "
+                f"under {escape(it.policy)}, which they ran under, off by {_error(it)} at the "
+                "median"
+            )
 
 
-def _estimate(seconds: float) -> str:
-    return f"{seconds:.3f} s" if isfinite(seconds) else "not to its end,"
+def _estimate(it: pb.Counterfactual) -> str:
+    return f"{it.seconds:.3f} s by estimate" if it.HasField("seconds") else escape(it.cause)
 
 
-def _part(error: float) -> str:
-    return f"{error:.0%}" if isfinite(error) else "more than can be said"
+def _error(it: pb.Counterfactual) -> str:
+    return f"{it.error:.0%}" if it.HasField("error") else "more than can be said"

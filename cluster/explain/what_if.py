@@ -3,14 +3,13 @@ simulation is from what was."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from statistics import median
-from typing import Any
 
 from cluster.forecast.record import Record
 from cluster.forecast.surroundings import Surroundings
+from router.gateway.what_if import Estimates
 
 #: The same requests under a policy, at workers whose steps take so many times what is known of
 #: them: a record of each choice, in the order of their arrival.
@@ -20,35 +19,7 @@ Replay = Callable[[str, float], Sequence[Record]]
 _FITS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class WhatIf:
-    """``seconds`` are what the request would have taken by policy, infinite where it would not have
-    come to its end; the first policy is the one that it ran under. Under that one the simulation of
-    ``num_requests`` of that time was off by the part ``error`` of what each took, at the median."""
-
-    seconds: Mapping[str, float]
-    num_requests: int
-    error: float
-
-    @property
-    def ran(self) -> str:
-        return next(iter(self.seconds))
-
-    def as_json(self) -> dict[str, Any]:
-        """None stands for what is infinite."""
-        return {
-            "policy": self.ran,
-            "estimated_s": {name: _finite(seconds) for name, seconds in self.seconds.items()},
-            "requests": self.num_requests,
-            "error": _finite(self.error),
-        }
-
-
-def _finite(value: float) -> float | None:
-    return value if value < inf else None
-
-
-def what_if(around: Surroundings, policies: Sequence[str], replay: Replay) -> WhatIf:
+def what_if(around: Surroundings, policies: Sequence[str], replay: Replay) -> Estimates:
     """Under each of ``policies``, of which the first is the one that it ran under."""
     ran = policies[0]
     slowness = _slowness(around, lambda slowness: replay(ran, slowness))
@@ -56,7 +27,7 @@ def what_if(around: Surroundings, policies: Sequence[str], replay: Replay) -> Wh
     pairs = zip(around.requests, totals[ran], strict=True)
     errors = [abs(total_s - past.total_s) / past.total_s for past, total_s in pairs if past.total_s]
     seconds = {policy: those[around.own] for policy, those in totals.items()}
-    return WhatIf(seconds, len(around.requests), median(errors) if errors else inf)
+    return Estimates(seconds, len(around.requests), median(errors) if errors else inf)
 
 
 def _totals(around: Surroundings, records: Sequence[Record]) -> list[float]:

@@ -18,7 +18,7 @@ from router.ledger.entry import Entry, Event, State, Stored
 #: Requests that are read at the same time.
 _AT_ONCE = 64
 #: Around a request, those that came so many seconds before it, or later; so many are read at most.
-_BEFORE_S, _MOST = 600.0, 10_000
+_BEFORE_S, _MOST = 600.0, 5_000
 
 
 class Reading(Protocol):
@@ -69,16 +69,14 @@ async def surroundings(ledger: Reading, request_id: str) -> Surroundings:
     LedgerUnavailable."""
     entry = await ledger.get(request_id)
     if entry.state is not State.FINISHED:
-        raise ForecastFailed(
-            f"{request_id} is {entry.state.value}: only what finished can be simulated"
-        )
+        raise ForecastFailed(f"it is {entry.state.value}: only what finished can be simulated")
     found: list[Past] = []
     for past in await _read_all(ledger, [entry]):
         end = past.records[0].finished
         found = await _between(ledger, entry.arrived - _BEFORE_S, end + (end - entry.arrived))
     around = Surroundings.among(found, request_id)
     if around is None:
-        raise ForecastFailed(f"more than {_MOST} requests came while {request_id} was there")
+        raise ForecastFailed(f"more than {_MOST} requests came while it was there")
     return around
 
 

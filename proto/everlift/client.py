@@ -41,6 +41,8 @@ _Method: TypeAlias = Callable[[], grpc.aio.UnaryUnaryMultiCallable[Q, A]]
 
 #: A router that does not answer a single call in time may be frozen: the next one is asked.
 _TRY_TIMEOUT_S = 10.0
+#: But simulations take their time, and wait for each other.
+_SIMULATION_TIMEOUT_S = 180.0
 
 
 class AsyncClient:
@@ -190,18 +192,30 @@ class AsyncClient:
         message = pb.GetRequestRequest(request_id=request_id)
         return await self._ask(lambda: self._routers.inference().GetRequest, message, timeout_s)
 
-    async def explain(self, request_id: str, *, timeout_s: float | None = None) -> pb.Explanation:
+    async def explain(
+        self, request_id: str, *, what_if: Sequence[str] = (), timeout_s: float | None = None
+    ) -> pb.Explanation:
         """Where the time of a request went; of one that goes on, so far. Its spans follow each
-        other and add up to the whole. Raises UnknownRequest.
+        other and add up to the whole. How long it would have taken under the policies ``what_if``,
+        orders of the queue with settings behind them, is estimated if it finished, which takes some
+        seconds. Raises UnknownRequest; with ``what_if`` InvalidRequest, QueueFull, Unimplemented.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'
         >>> explanation = await client.explain("r")
         >>> [span.seconds for span in explanation.spans], explanation.total_s
         ([0.125, 0.375], 0.5)
+        >>> explanation = await client.explain("r", what_if=["shortest", "hrrn patience=2"])
+        >>> [(it.policy, it.seconds) for it in explanation.counterfactuals]
+        [('fifo', 0.5), ('shortest', 0.5), ('hrrn patience=2', 0.5)]
         """
-        message = pb.ExplainRequest(request_id=request_id)
-        return await self._ask(lambda: self._routers.inference().Explain, message, timeout_s)
+        message = pb.ExplainRequest(request_id=request_id, what_if=what_if)
+        return await self._ask(
+            lambda: self._routers.inference().Explain,
+            message,
+            timeout_s,
+            try_s=_SIMULATION_TIMEOUT_S if what_if else _TRY_TIMEOUT_S,
+        )
 
     async def list_requests(
         self,
@@ -374,6 +388,7 @@ class AsyncClient:
         request: Q,
         timeout_s: float | None,
         retries: Retries | None = None,
+        try_s: float = _TRY_TIMEOUT_S,
     ) -> A:
         """The answer of the first router that has one. Raises EverliftError."""
         retries = retries or Retries(self._retry_s, self._retry_s, random.random)
@@ -383,7 +398,7 @@ class AsyncClient:
             tries += 1
             router, remaining = self._routers.current, patience.remaining()
             try:
-                return await self._try(method, request, remaining)
+                return await self._try(method, request, remaining, try_s)
             except DeadlineExceeded as error:
                 raise patience.cut_off(error) from None
             except EverliftError as error:
@@ -392,16 +407,18 @@ class AsyncClient:
                 else:
                     await patience.wait(error, router)
 
-    async def _try(self, method: _Method[Q, A], request: Q, remaining: float | None) -> A:
-        is_last = remaining is not None and remaining <= _TRY_TIMEOUT_S
-        timeout = remaining if is_last else _TRY_TIMEOUT_S
+    async def _try(
+        self, method: _Method[Q, A], request: Q, remaining: float | None, most_s: float
+    ) -> A:
+        is_last = remaining is not None and remaining <= most_s
+        timeout = remaining if is_last else most_s
         call = method()(request, timeout=timeout, metadata=self._routers.metadata)
         try:
             return await wire.answer(call, call)
         except DeadlineExceeded as error:
             if is_last:
                 raise
-            raise Unreachable(f"no answer within {_TRY_TIMEOUT_S:g} s") from error
+            raise Unreachable(f"no answer within {most_s:g} s") from error
 
     def _patience(self, deadline: Deadline) -> Patience:
         return Patience(self._routers, self._retries(), deadline)

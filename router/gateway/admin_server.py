@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -75,10 +75,16 @@ class AdminServer:
     async def capacity(self, data: bytes, call: Call) -> pb.CapacityResponse:
         parse(pb.CapacityRequest, data)
         load = await self._load()
-        links = (link for link in self._sessions.links if link.is_up)
-        return capacity(load, map(self._connected, links))
+        return capacity(load, self._connected())
 
-    def _connected(self, link: WorkerLink) -> Connected:
+    def kinds(self) -> Sequence[pb.WorkerKind]:
+        """Of the workers that are connected, those of most workers first."""
+        return capacity(None, self._connected()).kinds
+
+    def _connected(self) -> list[Connected]:
+        return [self._known(link) for link in self._sessions.links if link.is_up]
+
+    def _known(self, link: WorkerLink) -> Connected:
         view = self._view(link.info.worker_id)
         return Connected(link.info, link.state, None if view is None else view.step_time)
 

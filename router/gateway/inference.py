@@ -24,6 +24,7 @@ from router.clock import now
 from router.gateway import aside, many, page_token
 from router.gateway import headers as request_headers
 from router.gateway.caller import Caller
+from router.gateway.counterfactuals import NO_COUNTERFACTUALS, WhatIf
 from router.gateway.custody import Elsewhere
 from router.gateway.journal import Journal
 from router.gateway.live import LiveRequest
@@ -59,11 +60,13 @@ class Inference:
         model: ServedModel,
         transport: Transport,
         tracer: Tracer = NO_TRACES,
+        counterfactuals: WhatIf = NO_COUNTERFACTUALS,
     ) -> None:
         self._requests = requests
         self._model = model
         self._relay = Relay(transport)
         self._tracer = tracer
+        self._counterfactuals = counterfactuals
 
     async def generate(
         self,
@@ -223,15 +226,22 @@ class Inference:
         return response
 
     async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.Explanation:
-        """Raises UnknownRequest, LedgerUnavailable."""
-        message.request_id = caller.qualify(message.request_id)
-        try:
-            explanation = await self._requests.explain(message.request_id)
-        except Elsewhere as elsewhere:
-            explanation = await self._relay.ask(
-                elsewhere.address, lambda stub: stub.Explain, message
-            )
+        """Raises UnknownRequest, LedgerUnavailable; with what_if InvalidRequest, OutOfRange,
+        QueueFull, Unimplemented too."""
+        request_id = caller.qualify(message.request_id)
+        policies = self._counterfactuals.supposed(message.what_if)
+        explanation = await self._explained(request_id)
+        told = await self._counterfactuals.of(request_id, explanation, policies)
+        explanation.counterfactuals.extend(told)
         return _named(caller, explanation)
+
+    async def _explained(self, request_id: str) -> pb.Explanation:
+        """Raises UnknownRequest, LedgerUnavailable."""
+        try:
+            return await self._requests.explain(request_id)
+        except Elsewhere as elsewhere:
+            message = pb.ExplainRequest(request_id=request_id)
+            return await self._relay.ask(elsewhere.address, lambda stub: stub.Explain, message)
 
     async def tokenize(self, caller: Caller, message: pb.TokenizeRequest) -> pb.TokenizeResponse:
         """Raises UnknownModel, PromptTooLong."""

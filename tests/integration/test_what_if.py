@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from cluster.cli import app
-from cluster.config import Config
+from cluster.config import Config, load
 from cluster.errors import ForecastFailed
-from cluster.explain import replayed as replaying
+from cluster.explain.simulator import ProcessSimulator
 from cluster.forecast import history
 from cluster.forecast import surroundings as around
 from cluster.forecast.history import surroundings
+from cluster.processes import ProcessCluster
 from everlift.client import AsyncClient
-from everlift.errors import UnknownRequest
-from router.ledger.base import Ledger
-from tests.in_process import ROUTER, WORKER, Cluster, cluster, receive
-from tests.restored_logging import restored_logging
-from worker.config import FakeModel
+from everlift.errors import LedgerUnavailable, UnknownRequest
+from router.config import RouterConfig
+from router.gateway.what_if import Question
+from router.ledger.config import LedgerConfig
+from tests.http_client import get
+from tests.in_process import Cluster, cluster, receive, until
+from tests.made_up_simulator import MadeUpSimulator
 
 PROMPT = [5, 6, 7]
-
-
-@pytest.fixture(autouse=True)
-def logging() -> Iterator[None]:
-    with restored_logging():
-        yield
 
 
 async def ask(parts: Cluster, *names: str) -> None:
@@ -77,32 +69,91 @@ async def test_only_what_finished_has_something_to_compare_with() -> None:
         going = asyncio.create_task(ask(parts, "r"))
         while not held.num_requests:
             await asyncio.sleep(0.01)
-        with pytest.raises(ForecastFailed, match="r is running: only what finished"):
+        with pytest.raises(ForecastFailed, match="it is running: only what finished"):
             await surroundings(parts.ledger, "r")
         held.release()
         await going
 
 
-async def test_it_is_asked_for_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = replace(WORKER, max_num_seqs=2, fake=FakeModel(step_time=0.003))
-    async with cluster(1, 1, replace(ROUTER, max_queued=100), slow) as parts:
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Two at a time, and steps that take a while."""
+    settings = (
+        *("model=fake", "worker.fake.step_time=0.003", "worker.max_num_seqs=2"),
+        *("router.port=0", "router.http_port=0", "router.drain=0.2"),
+    )
+    return load(None, {}, [*settings, f"state_dir={tmp_path}"])
 
-        @asynccontextmanager
-        async def connected_ledger(config: Config) -> AsyncIterator[Ledger]:
-            yield parts.ledger
 
-        monkeypatch.setattr(replaying, "connected_ledger", connected_ledger)
-        monkeypatch.setenv("COLUMNS", "200")
-        async with AsyncClient(parts.address) as client:
-            while not any(kind.HasField("step_time") for kind in (await client.capacity()).kinds):
-                await ask(parts, *(f"r{number}" for number in range(12)))
-                for number in range(11):
-                    await client.forget(f"r{number}")
-        arguments = ["explain", "r11", "--address", parts.address, "--what-if", "shortest,fifo"]
-        shown = await asyncio.to_thread(CliRunner().invoke, app, arguments)
-        told = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, "--json"])
-    assert shown.exit_code == 0, shown.output
-    assert "with policy shortest: " in shown.stdout and "at the median" in shown.stdout
-    answer = json.loads(told.stdout)
-    assert [*answer["what_if"]["estimated_s"]] == ["fifo", "shortest"]
-    assert answer["what_if"]["estimated_s"]["fifo"] > 0 and answer["what_if"]["error"] >= 0
+async def learn(client: AsyncClient) -> None:
+    """Of steps, so much that they can be simulated."""
+    while not any(kind.HasField("step_time") for kind in (await client.capacity()).kinds):
+        names = [f"r{number}" for number in range(12)]
+        await asyncio.gather(*(receive(client, PROMPT, 30, request_id=name) for name in names))
+        for name in names[:-1]:
+            await client.forget(name)
+
+
+async def test_a_cluster_estimates_it_in_a_process_of_its_own(config: Config) -> None:
+    async with ProcessCluster(config) as parts, AsyncClient(parts.address) as client:
+        await learn(client)
+        told = (
+            await client.explain("r11", what_if=["shortest patience=3", "fifo"])
+        ).counterfactuals
+        assert [(it.policy, it.actual) for it in told] == [
+            ("fifo", True),
+            ("shortest patience=3", False),
+        ]
+        for it in told:
+            assert it.seconds > 0 and it.error >= 0 and it.requests > 0 and not it.cause
+
+
+async def test_it_is_asked_for_over_http() -> None:
+    async with cluster(1, 1, simulator=MadeUpSimulator()) as parts:
+        await ask(parts, "r")
+        address, path = parts.routers[0].http_address, "/v1/requests/r/explanation"
+        plain = await get(address, path)
+        assert plain.json["counterfactuals"] == []
+        answer = await get(address, f"{path}?what_if=hrrn,fifo&what_if=deadline")
+        others = {"error": 0.183, "requests": 1234}
+        assert answer.json["counterfactuals"] == [
+            {"policy": "fifo", "actual": True, "seconds": 1.5, "cause": "", **others},
+            {"policy": "hrrn", "actual": False, "seconds": 1.5, "cause": "", **others},
+            {
+                "policy": "deadline",
+                "actual": False,
+                "cause": "by estimate it would not have come to its end",
+                **others,
+            },
+        ]
+        refused = await get(address, f"{path}?what_if=lifo")
+        assert (refused.status, refused.error[0]) == (400, "invalid_request")
+
+
+async def test_who_goes_is_simulated_for_no_more() -> None:
+    simulator = MadeUpSimulator()
+    simulator.may_answer.clear()
+    async with cluster(1, 1, simulator=simulator) as parts:
+        await ask(parts, "r")
+        path = "/v1/requests/r/explanation?what_if=hrrn"
+        asking = asyncio.create_task(get(parts.routers[0].http_address, path))
+        await until(lambda: simulator.running)
+        asking.cancel()
+        await until(lambda: not simulator.running)
+
+
+async def test_a_simulation_that_is_given_up_leaves_no_process() -> None:
+    """As conftest.py sees."""
+    away = LedgerConfig(url="redis://127.0.0.1:1/0", timeout=60.0)
+    question = Question("r", {"fifo": RouterConfig(model="fake")}, [])
+    simulator = ProcessSimulator(away)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await simulator.estimates(question)
+
+
+async def test_what_ends_a_simulation_is_told() -> None:
+    away = LedgerConfig(url="redis://127.0.0.1:1/0", timeout=0.1)
+    question = Question("r", {"fifo": RouterConfig(model="fake")}, [])
+    with pytest.raises(LedgerUnavailable):
+        await ProcessSimulator(away).estimates(question)

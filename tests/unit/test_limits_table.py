@@ -21,7 +21,7 @@ from everlift.messages import (
 from everlift.sampling import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, MAX_LOGPROBS
 from router.chat import messages, tools
 from router.config import RouterConfig
-from router.gateway import model
+from router.gateway import counterfactuals, model
 from router.gateway.http import body, connection, endpoint, fields, server
 from router.gateway.kserve.infer_stream import MAX_AT_ONCE
 from router.gateway.many import MAX_REQUESTS
@@ -77,6 +77,8 @@ def table() -> list[list[str]]:
         ("`priority`", f"from -{MAX_PRIORITY} to {MAX_PRIORITY}"),
         ("`cache_salt`", f"{MAX_CACHE_SALT_BYTES} bytes"),
         ("`session_id`, `fairness_id`, `application`", f"{MAX_LABEL_BYTES} bytes"),
+        ("`what_if`", f"{counterfactuals.MAX_POLICIES} policies"),
+        ("`what_if`", f"{counterfactuals._MAX_QUESTIONS} in all"),
         # over HTTP
         ("a body", f"{RouterConfig().max_body_bytes >> 20} MiB"),
         ("a request line and its headers", f"{connection._MAX_HEAD_BYTES >> 10} KiB"),

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from cluster.errors import ForecastFailed
 from everlift.v1 import admin_pb2 as pb
 
+#: Where all steps had as many rows, what was learned may have put all of their time there. But no
+#: step takes no time.
+_LEAST_OVERHEAD_S = 1e-6
+
 
 def content(kind: pb.WorkerKind) -> dict[str, object]:
     """Of a file of it (kind_file.py). Raises ForecastFailed where nothing was learned yet."""
@@ -15,7 +19,7 @@ def content(kind: pb.WorkerKind) -> dict[str, object]:
     parts = kind.step_time
     return {
         "step_time": {
-            "overhead_s": parts.overhead_s,
+            "overhead_s": max(parts.overhead_s, _LEAST_OVERHEAD_S),
             # With the overhead: nobody saw a step that did not read them.
             "weights_s": 0.0,
             "token_s": parts.token_s,

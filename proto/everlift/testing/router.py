@@ -64,6 +64,7 @@ _SPANS = (
     pb.Span(kind=pb.SPAN_KIND_PREFILL, seconds=0.125, attempt=1),
     pb.Span(kind=pb.SPAN_KIND_DECODE, seconds=0.375, attempt=1),
 )
+_TOTAL_S = sum(span.seconds for span in _SPANS)
 _CONFIGURED = admin_pb2.SetPolicyResponse(
     order="fifo",
     max_queued=1000,
@@ -233,10 +234,11 @@ class FakeRouter(
             return pb.Explanation(
                 request_id=request.request_id,
                 state=known.state,
-                total_s=sum(span.seconds for span in _SPANS),
+                total_s=_TOTAL_S,
                 spans=_SPANS,
                 prompt_tokens=len(known.submission.prompt),
                 output_tokens=known.num_tokens,
+                counterfactuals=_counterfactuals(request.what_if),
             )
 
     async def ListRequests(
@@ -415,6 +417,18 @@ def _summary(known: FakeRequest) -> pb.RequestSummary:
         attempts=1,
         output_tokens=known.num_tokens,
     )
+
+
+def _counterfactuals(policies: Iterable[str]) -> list[pb.Counterfactual]:
+    """Whatever the policy, a request would have taken as long."""
+    order = _CONFIGURED.order
+    names = dict.fromkeys((order, *policies)) if policies else ()
+    return [
+        pb.Counterfactual(
+            policy=name, actual=name == order, seconds=_TOTAL_S, error=0.0, requests=1
+        )
+        for name in names
+    ]
 
 
 def _ranges(choice: int, at: int, fault: Fault | None) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from everlift.explanation import as_json
 from everlift.v1 import inference_pb2 as pb
-from router.gateway.http.endpoint import Call, JsonResponse
+from router.gateway.http.endpoint import Call, JsonResponse, unless_gone
 from router.gateway.inference import Inference
 
 
@@ -46,6 +46,15 @@ class AttemptBody(TypedDict):
     queue: NotRequired[QueueStayBody]
 
 
+class CounterfactualBody(TypedDict):
+    policy: str
+    actual: bool
+    seconds: NotRequired[float]
+    cause: str
+    error: NotRequired[float]
+    requests: int
+
+
 class ExplanationBody(TypedDict):
     request_id: str
     state: str
@@ -60,6 +69,7 @@ class ExplanationBody(TypedDict):
     dropped_attempts: int
     unread_s: float
     unread_tokens: int
+    counterfactuals: list[CounterfactualBody]
 
 
 class Explaining:
@@ -67,7 +77,14 @@ class Explaining:
         self._inference = inference
 
     async def explain(self, call: Call) -> Response:
-        request_id = call.request.path_params["request_id"]
-        message = pb.ExplainRequest(request_id=request_id)
-        explanation = await self._inference.explain(call.caller, message)
+        """Policies of ``what_if`` stand between commas, or in several of them."""
+        request = call.request
+        asked = request.query_params.getlist("what_if")
+        message = pb.ExplainRequest(
+            request_id=request.path_params["request_id"],
+            what_if=[policy.strip() for each in asked for policy in each.split(",")],
+        )
+        explaining = self._inference.explain(call.caller, message)
+        # Nobody simulates for a client that went.
+        explanation = await unless_gone(request.receive, explaining)
         return JsonResponse(cast("ExplanationBody", as_json(explanation)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from typing import Any, Literal
@@ -65,6 +65,8 @@ class _Path:
     summary: str
     answers: Mapping[str, str]
     body: str | None = None
+    #: what a query may have, by name
+    query: Mapping[str, str] = field(default_factory=dict)
     is_open: bool = False
 
 
@@ -106,6 +108,7 @@ _PATHS = (
         "/v1/requests/{request_id}/explanation",
         "Where the time of a request went",
         {_JSON: "ExplanationBody"},
+        query={"what_if": "Orders of the queue: how long it would have taken under them"},
     ),
     _Path("post", "/tokenize", "Text to token ids", {_JSON: "Tokens"}, "TokenizeFields"),
     _Path(
@@ -152,12 +155,17 @@ def _operation(path: _Path) -> Json:
     if path.body is not None:
         body = {"required": True, "content": {_JSON: _media(path.body)}}
         operation["requestBody"] = body
-    if names := _NAMES.findall(path.path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in names
-        ]
+    if parameters := [*_parameters(path)]:
+        operation["parameters"] = parameters
     return operation
+
+
+def _parameters(path: _Path) -> Iterator[Json]:
+    text = {"schema": {"type": "string"}}
+    for name in _NAMES.findall(path.path):
+        yield {"name": name, "in": "path", "required": True, **text}
+    for name, description in path.query.items():
+        yield {"name": name, "in": "query", "description": description, **text}
 
 
 def _media(name: str) -> Json:
