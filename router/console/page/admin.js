@@ -1,8 +1,8 @@
 // What operators tell the cluster.
 
 import { $, el, say, short } from "./dom.js";
+import { ORDERS } from "./orders.js";
 
-const ORDERS = ["fifo", "deadline", "shortest", "ranked", "hrrn"];
 const TARGETS = ["any-worker", "any-router", "leader", "ledger"];
 
 export class Admin {

@@ -3,6 +3,7 @@
 import { Refusal } from "./api.js";
 import { $, count, el, row, seconds, table } from "./dom.js";
 import { explained } from "./explanation.js";
+import { whatIf } from "./whatif.js";
 
 const PREFIX = /^(REQUEST_STATE|FINISH_REASON)_/;
 
@@ -25,26 +26,30 @@ export class Request {
     try {
       const record = await this.api.get(`requests/${encodeURIComponent(name)}`);
       const explanation = await this.explanation(name);
-      answer.replaceChildren(facts(record), ...(explanation ? this.breakdown(explanation) : []), moves(record.events));
+      answer.replaceChildren(facts(record), ...(explanation ? this.breakdown(explanation, name) : []), moves(record.events));
     } catch (error) {
       answer.replaceChildren(el("p", { class: "problem" }, `${error.slug || "failed"}: ${error.message}`));
     }
   }
 
-  breakdown(explanation) {
-    return explained(explanation, this.cluster.sections.span_labels ?? {}, (name) => this.look(name));
+  breakdown(explanation, name) {
+    const parts = explained(explanation, this.cluster.sections.span_labels ?? {}, (it) => this.look(it));
+    if (explanation.state !== "finished") return parts;
+    return [...parts, whatIf((path) => this.api.get(path), explanationOf(name))];
   }
 
   // Where its time went; undefined where that is not known any more.
   async explanation(name) {
     try {
-      return await this.api.get(`../v1/requests/${encodeURIComponent(name)}/explanation`);
+      return await this.api.get(explanationOf(name));
     } catch (error) {
       if (error instanceof Refusal) return undefined;
       throw error;
     }
   }
 }
+
+const explanationOf = (name) => `../v1/requests/${encodeURIComponent(name)}/explanation`;
 
 function facts(record) {
   const known = [
