@@ -198,7 +198,7 @@ class AsyncClient:
         """Where the time of a request went; of one that goes on, so far. Its spans follow each
         other and add up to the whole. How long it would have taken under the policies ``what_if``,
         orders of the queue with settings behind them, is estimated if it finished, which takes some
-        seconds. Raises UnknownRequest; with ``what_if`` InvalidRequest, QueueFull, Unimplemented.
+        seconds. Raises UnknownRequest; with ``what_if`` InvalidRequest, QueueFull.
 
         >>> await client.generate("one two", request_id="r").text()
         'one two'

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
 from everlift import logs
-from everlift.errors import InvalidRequest, OutOfRange, QueueFull, Unimplemented
+from everlift.errors import InvalidRequest, OutOfRange, QueueFull, Unsupported
 from everlift.explanation import state_name
 from everlift.request_id import tenant_of
 from everlift.settings import SettingsError
@@ -115,9 +115,11 @@ class NoCounterfactuals:
     """Where nobody simulates."""
 
     def supposed(self, policies: Sequence[str]) -> Mapping[str, RouterConfig]:
-        """Raises Unimplemented."""
+        """Raises Unsupported."""
         if policies:
-            raise Unimplemented("this router estimates no what_if (router.what_if_timeout)")
+            raise Unsupported(
+                "what_if is not estimated here (router.what_if_timeout)", field="what_if"
+            )
         return {}
 
     async def of(

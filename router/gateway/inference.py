@@ -227,7 +227,7 @@ class Inference:
 
     async def explain(self, caller: Caller, message: pb.ExplainRequest) -> pb.Explanation:
         """Raises UnknownRequest, LedgerUnavailable; with what_if InvalidRequest, OutOfRange,
-        QueueFull, Unimplemented too."""
+        Unsupported, QueueFull too."""
         request_id = caller.qualify(message.request_id)
         policies = self._counterfactuals.supposed(message.what_if)
         explanation = await self._explained(request_id)

@@ -237,7 +237,7 @@ async def test_where_nobody_simulates_it_is_said_so(
         await page.fill("#request-id", "story")
         await page.press("#request-id", "Enter")
         await page.click("#what-if button")
-        await expect(page.locator("#what-if .problem")).to_contain_text("unimplemented")
+        await expect(page.locator("#what-if .problem")).to_contain_text("unsupported: what_if")
 
 
 async def test_a_request_is_looked_up_from_the_table_with_the_keyboard(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from everlift.errors import InvalidRequest, OutOfRange, QueueFull, Unimplemented, UnknownRequest
+from everlift.errors import InvalidRequest, OutOfRange, QueueFull, UnknownRequest, Unsupported
 from everlift.transport import GRPC
 from everlift.v1 import admin_pb2
 from everlift.v1 import inference_pb2 as pb
@@ -176,5 +176,5 @@ async def test_who_may_not_see_a_request_may_not_ask() -> None:
 
 async def test_where_nobody_simulates_nobody_may_ask() -> None:
     message = pb.ExplainRequest(request_id="r", what_if=["hrrn"])
-    with pytest.raises(Unimplemented, match="what_if_timeout"):
+    with pytest.raises(Unsupported, match="what_if_timeout"):
         await (await inference(None)).explain(ANYONE, message)
