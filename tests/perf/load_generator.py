@@ -34,6 +34,15 @@ _INPUT_TOKENS = 64
 
 Figures = dict[str, float]
 
+#: As they are called here, in our report, and in guidellm's.
+QUANTILES = {"p50": ("median", "p50"), "p99": ("p99", "p99")}
+#: Its ITL is what vLLM and we call TPOT: its own TPOT has the first token in it.
+_GUIDELLMS = {
+    "ttft": ("time_to_first_token_ms", 1.0),
+    "tpot": ("inter_token_latency_ms", 1.0),
+    "e2el": ("request_latency", 1e3),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -46,11 +55,9 @@ class Plan:
     requests: int
 
     def truth(self) -> Figures:
-        return {
-            "ttft_ms": self.ttft,
-            "tpot_ms": self.gap,
-            "e2el_ms": self.ttft + (self.tokens - 1) * self.gap,
-        }
+        e2el = self.ttft + (self.tokens - 1) * self.gap
+        known = {"ttft": self.ttft, "tpot": self.gap, "e2el": e2el}
+        return {f"{name}_{of}_ms": ms for name, ms in known.items() for of in QUANTILES}
 
 
 @contextmanager
@@ -78,7 +85,11 @@ def everlift(url: str, plan: Plan, directory: Path) -> Figures:
 
 def of_everlift(found: Any) -> Figures:
     return {
-        **{f"{name}_ms": found[f"median_{name}_ms"] for name in ("ttft", "tpot", "e2el")},
+        **{
+            f"{name}_{of}_ms": found[f"{ours}_{name}_ms"]
+            for name in _GUIDELLMS
+            for of, (ours, _) in QUANTILES.items()
+        },
         "lag_p99_ms": 1e3 * found["everlift"]["lag"]["p99"],
     }
 
@@ -97,17 +108,11 @@ def guidellm(url: str, plan: Plan, directory: Path) -> Figures:
 
 
 def of_guidellm(found: Any) -> Figures:
-    """Its ITL is what vLLM and we call TPOT: its own TPOT has the first token in it."""
     (benchmark,) = found["benchmarks"]
-    found = {
-        name: metric["successful"]["median"]
-        for name, metric in benchmark["metrics"].items()
-        if name in ("time_to_first_token_ms", "inter_token_latency_ms", "request_latency")
-    }
     return {
-        "ttft_ms": found["time_to_first_token_ms"],
-        "tpot_ms": found["inter_token_latency_ms"],
-        "e2el_ms": 1e3 * found["request_latency"],
+        f"{name}_{of}_ms": ms * benchmark["metrics"][metric]["successful"]["percentiles"][theirs]
+        for name, (metric, ms) in _GUIDELLMS.items()
+        for of, (_, theirs) in QUANTILES.items()
     }
 
 

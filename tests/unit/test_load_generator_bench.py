@@ -15,33 +15,40 @@ def test_figures_of_the_same_thing_stand_beside_each_other() -> None:
             "median_ttft_ms": 101.0,
             "median_tpot_ms": 10.0,
             "median_e2el_ms": 202.0,
+            "p99_ttft_ms": 110.0,
+            "p99_tpot_ms": 11.0,
+            "p99_e2el_ms": 220.0,
             "everlift": {"lag": {"p99": 0.002}},
         }
     )
     metrics = {
-        "time_to_first_token_ms": 100.0,
-        "inter_token_latency_ms": 10.0,
+        "time_to_first_token_ms": {"p50": 100.0, "p99": 100.0},
+        "inter_token_latency_ms": {"p50": 10.0, "p99": 10.0},
         # With the first token.
-        "time_per_output_token_ms": 18.0,
-        "request_latency": 0.2,
+        "time_per_output_token_ms": {"p50": 18.0, "p99": 18.0},
+        "request_latency": {"p50": 0.2, "p99": 0.2},
     }
     theirs = of_guidellm(
         {
             "benchmarks": [
-                {"metrics": {n: {"successful": {"median": it}} for n, it in metrics.items()}}
+                {"metrics": {n: {"successful": {"percentiles": it}} for n, it in metrics.items()}}
             ]
         }
     )
     assert ours["lag_p99_ms"] == 2.0
-    assert theirs == {"ttft_ms": 100.0, "tpot_ms": 10.0, "e2el_ms": 200.0}
-    assert ratios({"everlift": ours, "guidellm": theirs}, PLAN.truth()) == {
-        "ttft_ms by guidellm": pytest.approx(1.01),
-        "tpot_ms by guidellm": pytest.approx(1.0),
-        "e2el_ms by guidellm": pytest.approx(1.01),
-        "ttft_ms by the endpoint": pytest.approx(1.01),
-        "tpot_ms by the endpoint": pytest.approx(1.0),
-        "e2el_ms by the endpoint": pytest.approx(1.01),
+    assert theirs == {
+        "ttft_p50_ms": 100.0,
+        "ttft_p99_ms": 100.0,
+        "tpot_p50_ms": 10.0,
+        "tpot_p99_ms": 10.0,
+        "e2el_p50_ms": 200.0,
+        "e2el_p99_ms": 200.0,
     }
+    found = ratios({"everlift": ours, "guidellm": theirs}, PLAN.truth())
+    for who in ("guidellm", "the endpoint"):
+        assert found[f"ttft_p50_ms by {who}"] == pytest.approx(1.01)
+        assert found[f"tpot_p50_ms by {who}"] == pytest.approx(1.0)
+        assert found[f"e2el_p99_ms by {who}"] == pytest.approx(1.1)
 
 
 def test_rounds_are_summed_up_by_their_medians() -> None:
