@@ -93,8 +93,11 @@ class Histories:
 
     def penalise(self, logits: Tensor, rows: Sequence[PenalisedRow]) -> None:
         """Changes ``logits`` fp32 [n, vocab] where a token occurred before; the slots of ``rows``
-        were admitted with penalties."""
+        (at least one) were admitted with penalties."""
         cells = [self._draft_cells(row) for row in rows]
+        # What is drawn has its room from here on: when it is taken in, memory must not be short.
+        longest = (len(self._places[row.slot]) + len(row.drafts) for row in rows)
+        self._reserve(0, 1 + max(longest))
         self._write([cell for of_row in cells for cell in of_row])
         sites = [
             site

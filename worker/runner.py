@@ -262,8 +262,11 @@ class TorchStep:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """On a CPU torch has no class of its own for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    """Torch has a class of its own for tensors on a GPU; not for those on a CPU, nor for what else
+    CUDA takes memory for."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return any(says in str(error) for says in ("DefaultCPUAllocator", "CUDA error: out of memory"))
 
 
 def _sites(rows: Rows) -> Ints:

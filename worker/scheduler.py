@@ -62,6 +62,8 @@ class Scheduler:
         self._victims: dict[SequenceKey, Sequence] = {}
         #: slots that the step in progress gives to somebody
         self._newcomers: frozenset[int] = frozenset()
+        #: tokens of the step in progress
+        self._num_planned = 0
         #: slots of which the runner may know anything, since a step broke off
         self._doubtful: set[int] = set()
 
@@ -126,6 +128,7 @@ class Scheduler:
         selected = self._selection.select(self._budget.tokens, held, now)
         drafts = self._drafts(selected.decoding, self._budget.tokens - selected.num_tokens)
         rows = self._rows(selected, drafts)
+        self._num_planned = rows.num_tokens
         admissions = self._admissions(rows, [share.sequence for share in selected.admitted])
         return Plan(self._step, rows, admissions, *self._batch.planned_copies())
 
@@ -186,12 +189,14 @@ class Scheduler:
     def shed(self, plan: Plan, error: EverliftError) -> list[Outcome]:
         """Takes back a plan that was too much to execute: some are preempted, the others are as
         before it, and the next steps compute less. What was a single token ends with ``error``:
-        nothing less can be tried."""
+        nothing less can be tried. ``plan`` is of those who are still here of the last one, which
+        was too much with all of them."""
         self._batch.failed(plan)
-        self._budget.shrink(plan.num_tokens)
+        self._budget.shrink(self._num_planned)
         self._doubtful.update(row.slot for row in plan.rows)
-        if plan.num_tokens == 1:
-            return [*self.notices(), self._fail(self._batch[plan.rows[0].slot], error)]
+        if self._num_planned == 1:
+            ended = [self._fail(self._batch[row.slot], error) for row in plan.rows]
+            return [*self.notices(), *ended]
         for row in self._to_shed(plan):
             self.preempt(self._batch[row.slot])
         return self.notices()
@@ -316,7 +321,7 @@ class Scheduler:
         shed = [row for row in plan.rows if row.slot in self._newcomers]
         for row in shed:
             self._batch[row.slot].num_computed = 0
-        while len(rows) > 1 and left > plan.num_tokens // 2:
+        while len(rows) > 1 and left > self._num_planned // 2:
             shed.append(rows.pop())
             left -= len(shed[-1].tokens)
         return shed

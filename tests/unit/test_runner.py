@@ -148,7 +148,14 @@ class Greedy(TableModel):
         return torch.empty(1 << 44)
 
 
-@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        None,
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+    ],
+)
 def test_too_little_memory_for_a_step_is_told_as_such(error: RuntimeError | None) -> None:
     """On a CPU, where torch says it by its words alone, and on a GPU."""
     plan = Plan(1, Rows.of([row(0, PROMPT)]), (admission(GREEDY),))

@@ -20,6 +20,7 @@ from everlift.sampling import Grammar, GrammarKind, SamplingParams, TokenLogprob
 from tests.llama_support import warped
 from tests.sampling_oracle import is_close, own_logprobs, shaped
 from tests.sampling_support import FakeGrammar, FakeMatcher, admission
+from worker.history import Histories, PenalisedRow
 from worker.plan import Admission, RowResult
 from worker.sampler import Ask, Asks, Sampler
 
@@ -519,3 +520,16 @@ def test_a_grammar_that_gives_up_costs_its_own_row(method: str) -> None:
 
 def test_a_grammar_that_nobody_compiled_is_not_ignored() -> None:
     assert failure(admission(SamplingParams(grammar=GRAMMAR))) == "its grammar was not compiled"
+
+
+def test_what_is_drawn_has_room_before_it_is_known() -> None:
+    """It is taken in where a step lands, which cannot be taken back for want of memory."""
+    penalised = SamplingParams(presence_penalty=0.5)
+    histories = Histories(CPU)
+    histories.admit(admission(penalised))
+    for token in range(VOCAB):
+        histories.penalise(torch.zeros(1, VOCAB), [PenalisedRow(0, 0, penalised)])
+        tables = histories._tokens
+        histories.advance([(0, (token,))])
+        assert histories._tokens is tables
+    assert len(tables[0].unique()) == VOCAB

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from everlift.errors import EngineFailed
@@ -12,9 +14,9 @@ from tests.worker_support import Collected, limits, prompt, run, sequence
 from worker.budget import TokenBudget
 from worker.config import FakeModel, Speculation
 from worker.engine import Engine, EngineBroken
-from worker.fake_runner import FakeRunner, expected_tokens
+from worker.fake_runner import FakeRunner, FakeStep, expected_tokens
 from worker.outcome import News, Outcome, Residence, SequenceKey, Stop
-from worker.plan import Plan, RowResult
+from worker.plan import Launched, Plan, RowResult
 from worker.sequence import NO_SLOT, Sequence
 
 ERROR = EngineFailed("out of memory")
@@ -132,16 +134,66 @@ def test_who_stays_is_admitted_again_to_the_runner_once() -> None:
     assert [a.slot for a in bench.plan().admissions] == [0], "the other one comes back"
 
 
-def short(*steps: int, **fields: int) -> Engine:
+def test_who_is_left_of_a_step_that_was_too_much_with_others_goes_on() -> None:
+    """A step that was launched ahead: of its two tokens one is of a sequence that has ended."""
+    bench, sequences = decoding(2)
+    plan = bench.plan()
+    bench.scheduler.remove(sequences[0])
+    left = replace(plan, rows=plan.rows.only(np.array([False, True])))
+    assert bench.scheduler.shed(left, ERROR) == []
+    bench.scheduler.check_integrity()
+    assert bench.step() == [(1, 9, 1)]
+
+
+def test_a_step_of_which_nobody_is_left_makes_the_next_ones_half_as_large() -> None:
+    bench, sequences = decoding(4, max_num_batched_tokens=40)
+    plan = bench.plan()
+    for each in sequences:
+        bench.scheduler.remove(each)
+    left = replace(plan, rows=plan.rows.only(np.zeros(4, np.bool_)))
+    assert bench.scheduler.shed(left, ERROR) == []
+    bench.add(9, 100, first=800)
+    assert bench.step() == [(0, 0, 2)]
+
+
+class SamplingFails(FakeRunner):
+    """Too little memory comes where a launched step is to draw, not where it is launched."""
+
+    def __init__(self, num_blocks: int, model: FakeModel, steps: Collection[int]) -> None:
+        super().__init__(num_blocks, model, runs_ahead=True)
+        self._short = frozenset(steps)
+
+    def _launch(self, plan: Plan) -> Launched:
+        launched = super()._launch(plan)
+        return (
+            launched if plan.step not in self._short else FakeStep(lambda: self._fall_short(plan))
+        )
+
+    def _fall_short(self, plan: Plan) -> list[RowResult]:
+        self._spoil(plan)
+        raise MemoryError
+
+
+EXECUTED, LAUNCHED, DRAWN = "executed", "launched ahead", "drawn in a step that was launched ahead"
+WAYS = [EXECUTED, LAUNCHED, DRAWN]
+
+
+def short(*steps: int, way: str = EXECUTED, model: FakeModel | None = None) -> Engine:
     """Whose steps of these numbers are too much."""
-    bounds = limits(**{"num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 200} | fields)
-    faults = dict.fromkeys(steps, MemoryError())
-    return Engine(FakeRunner(bounds.num_blocks, FakeModel(), faults=faults), bounds)
+    bounds = limits(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=200)
+    model, faults = model or FakeModel(), dict.fromkeys(steps, MemoryError())
+    runner = FakeRunner(bounds.num_blocks, model, faults=faults, runs_ahead=way == LAUNCHED)
+    if way == DRAWN:
+        runner = SamplingFails(bounds.num_blocks, model, steps)
+    return Engine(runner, bounds, launch=runner.launch)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps", [(1,), (2,), (7,), (7, 8), (1, 2, 3, 40, 60, 61)])
-def test_all_get_exactly_their_tokens_whatever_step_was_too_much(steps: tuple[int, ...]) -> None:
-    this = short(*steps)
+def test_all_get_exactly_their_tokens_whatever_step_was_too_much(
+    steps: tuple[int, ...], way: str
+) -> None:
+    this = short(*steps, way=way)
     for epoch in range(1, 7):
         this.add(sequence(this.limits, epoch, prompt(30 + epoch, epoch), max_tokens=40))
     collected = run(this)
@@ -151,8 +203,27 @@ def test_all_get_exactly_their_tokens_whatever_step_was_too_much(steps: tuple[in
     assert {*collected.stops.values()} == {Stop.LENGTH}
 
 
-def test_an_engine_that_never_has_enough_memory_ends_one_after_the_other() -> None:
-    this = short(*range(1, 200))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("step", range(2, 10))
+def test_who_ended_with_the_step_before_counts_in_the_one_that_was_too_much(
+    step: int, way: str
+) -> None:
+    model = FakeModel(eos_one_in=8)
+    this = short(step, way=way, model=model)
+    stops = [model.eos_token_id]
+    for epoch in range(1, 7):
+        tokens = prompt(30 + epoch, epoch)
+        this.add(sequence(this.limits, epoch, tokens, max_tokens=40, stop_token_ids=stops))
+    collected = run(this)
+    for epoch in range(1, 7):
+        expected = expected_tokens(prompt(30 + epoch, epoch), 40, model, stop_token_ids=stops)
+        assert collected.tokens[SequenceKey(epoch, 0)] == expected
+    assert Stop.FAILED not in collected.stops.values()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_that_never_has_enough_memory_ends_one_after_the_other(way: str) -> None:
+    this = short(*range(1, 200), way=way)
     for epoch in (1, 2, 3):
         this.add(sequence(this.limits, epoch, prompt(50, epoch), max_tokens=4))
     collected = run(this, max_steps=60)
