@@ -64,9 +64,12 @@ def _cells(worker: pb.WorkerStatus, tokens: str) -> list[str]:
 def _engines(status: pb.GetStatusResponse) -> Table:
     """Since each worker started: the share of its batch slots that were used, of known tokens that
     were found in the cache, and of drafts that were right; tokens computed again, and blocks
-    swapped out / in. At this moment: the share of its used KV blocks that is empty."""
-    columns = ["worker", "slots busy", "hits", "drafts", "KV empty", "preempted", "recomputed"]
-    table = Table(*columns, "swapped", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    swapped out / in. At this moment: the share of its used KV blocks that is empty. At all times:
+    the most tokens of a step."""
+    columns = ["worker", "budget", "slots busy", "hits", "drafts", "KV empty", "preempted"]
+    table = Table(
+        *columns, "recomputed", "swapped", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
     for worker in status.workers:
         if worker.alive:
             table.add_row(worker.worker_id[:8], *_engine_cells(worker))
@@ -76,6 +79,7 @@ def _engines(status: pb.GetStatusResponse) -> Table:
 def _engine_cells(worker: pb.WorkerStatus) -> list[str]:
     counters = worker.counters
     return [
+        str(worker.max_num_batched_tokens),
         _share(counters.slot_steps, worker.step * worker.max_num_seqs),
         _share(counters.prefix_hit_tokens, counters.prompt_tokens),
         _share(counters.accepted_tokens, counters.draft_tokens),

@@ -61,6 +61,7 @@ class RecordingRunner:
         self.num_host_blocks = runner.num_host_blocks
         self.vocab_size = runner.vocab_size
         self.max_model_len = runner.max_model_len
+        self.device_kind = runner.device_kind
         self.unready_slots = runner.unready_slots
         self.release = runner.release
         self.close = runner.close

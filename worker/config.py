@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from everlift.model_name import name_for_clients
 from everlift.tls import InternalTls
+from worker.device_kind import DeviceKind
 
 #: The model name that stands for the fake runner.
 FAKE = "fake"
@@ -118,13 +119,9 @@ class Grammars:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
 
 
-_COUNTS = (
-    "tensor_parallel",
-    "weight_readers",
-    "kv_cache_mib",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-)
+_COUNTS = ("tensor_parallel", "weight_readers", "kv_cache_mib", "max_num_seqs")
+#: At least 1 where they are set.
+_OPTIONAL_COUNTS = ("num_blocks", "max_num_batched_tokens", "num_threads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +150,9 @@ class WorkerConfig:
     kv_cache_mib: int = 256
     #: sequences in one batch
     max_num_seqs: int = 256
-    #: tokens computed in one step: one for each sequence that decodes, the rest for prefill
-    max_num_batched_tokens: int = 512
+    #: tokens computed in one step: one for each sequence that decodes, the rest for prefill; not
+    #: set: what suits the device, and at least max_num_seqs
+    max_num_batched_tokens: int | None = None
     #: most tokens of one sequence, prompt and output; not set: what the model was made for
     max_model_len: int | None = None
     #: part of the blocks that admission leaves free, so that what runs can grow
@@ -203,14 +201,15 @@ class WorkerConfig:
         for name in _COUNTS:
             _at_least(name, getattr(self, name), 1)
         _at_least("swap_mib", self.swap_mib, 0)
-        for name in ("num_blocks", "num_threads"):
+        for name in _OPTIONAL_COUNTS:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        tokens = self.max_num_batched_tokens
+        if tokens is not None and tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_batched_tokens ({tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): each sequence decodes one token a step"
             )
         if self.reclaim_url and urlsplit(self.reclaim_url).scheme not in ("http", "https"):
@@ -220,6 +219,10 @@ class WorkerConfig:
         for name in ("beat", "join_timeout", "drain_timeout", "step_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
+
+    def batched_tokens(self, kind: DeviceKind) -> int:
+        """Tokens that a step may have on such a device."""
+        return self.max_num_batched_tokens or max(kind.batched_tokens, self.max_num_seqs)
 
     @property
     def is_fake(self) -> bool:

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 import torch
 
+from worker.device_kind import DeviceKind, kind_of_gpu
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -33,6 +35,13 @@ def _cpu_has_bfloat16() -> bool:
     """Without these instructions bfloat16 is converted, and slower than float32."""
     features = torch.cpu.get_capabilities()
     return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    if device.type != "cuda":
+        return DeviceKind.CPU
+    facts = torch.cuda.get_device_properties(device)
+    return kind_of_gpu(facts.total_memory, (facts.major, facts.minor))
 
 
 def name_of(device: torch.device) -> str:

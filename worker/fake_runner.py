@@ -23,6 +23,7 @@ from typing import Protocol, cast
 from everlift.blockhash import BLOCK_SIZE
 from everlift.sampling import SamplingParams, TokenLogprobs
 from worker.config import FakeModel
+from worker.device_kind import DeviceKind
 from worker.limits import blocks_for
 from worker.plan import UNKNOWN, Admission, Launch, Launched, Plan, Row, RowResult
 
@@ -78,6 +79,10 @@ class FakeRunner:
     @property
     def max_model_len(self) -> int:
         return self._model.max_model_len
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        return DeviceKind.CPU
 
     def unready_slots(self) -> frozenset[int]:
         return frozenset()

@@ -7,6 +7,7 @@ from typing import Protocol, Self
 
 from everlift.blockhash import BLOCK_SIZE
 from worker.config import Scheduling, Speculation, WorkerConfig
+from worker.device_kind import DeviceKind
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -28,6 +29,9 @@ class Device(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def device_kind(self) -> DeviceKind: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Limits:
             vocab_size=runner.vocab_size,
             max_model_len=min(wanted, runner.max_model_len, runner.num_blocks * BLOCK_SIZE),
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.batched_tokens(runner.device_kind),
             watermark_blocks=max(1, int(config.watermark * runner.num_blocks)),
             num_host_blocks=runner.num_host_blocks,
             speculation=config.speculation,

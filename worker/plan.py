@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import EverliftError
 from everlift.sampling import SamplingParams, TokenLogprobs
+from worker.device_kind import DeviceKind
 from worker.limits import blocks_for
 
 Ints = NDArray[np.int64]
@@ -315,6 +316,11 @@ class Runner(Protocol):
     @property
     def max_model_len(self) -> int:
         """Most tokens of one sequence, prompt and output."""
+        ...
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        """What it computes on."""
         ...
 
     def unready_slots(self) -> frozenset[int]:

@@ -15,6 +15,8 @@ from everlift.sampling import TokenLogprobs
 from worker.agreement import from_lines, to_lines
 from worker.attention.backend import AttentionBackend, StepAttention
 from worker.decode_graphs import DecodeGraphs
+from worker.device import kind_of
+from worker.device_kind import DeviceKind
 from worker.drawing import Drawing
 from worker.host_cache import HostCache
 from worker.kv_cache import KVCache
@@ -123,6 +125,10 @@ class TorchRunner:
     @property
     def max_model_len(self) -> int:
         return self._max_model_len
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        return kind_of(self.device)
 
     def unready_slots(self) -> frozenset[int]:
         return self._sampler.unready_slots() if self._sampler is not None else frozenset()

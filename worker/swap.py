@@ -54,7 +54,7 @@ def build_host_cache(
         return None
     host = HostCache(cache, num_blocks)
     room = min(runner.max_model_len, runner.num_blocks * BLOCK_SIZE)
-    chunk = _prefill(min(config.max_num_batched_tokens, room))
+    chunk = _prefill(min(config.batched_tokens(runner.device_kind), room))
     cost = measure(cache, host, lambda: runner.execute(chunk), chunk.num_tokens)
     pays = _rank_0_says(group, cost.pays, cache.tensor.device)
     log.info(

@@ -41,5 +41,5 @@ def _rows(spec: WorkerSpec, output: float, prompt: float, context: float) -> flo
     return min(
         config.max_num_seqs,
         kv_tokens / context,
-        config.max_num_batched_tokens / (1 + prompt / output),
+        spec.limits.max_num_batched_tokens / (1 + prompt / output),
     )

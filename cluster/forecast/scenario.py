@@ -10,6 +10,7 @@ from cluster.autoscale.config import AutoscaleConfig
 from everlift.step_time import StepTime
 from router.config import RouterConfig
 from worker.config import WorkerConfig
+from worker.device_kind import DeviceKind
 from worker.limits import Limits
 
 #: How a request finds its worker when it is not the product that decides.
@@ -48,6 +49,8 @@ class _Device:
     #: nobody looks at tokens, and nothing is copied to the host's memory
     vocab_size: int = 2
     num_host_blocks: int = 0
+    #: what a kind of worker has on GPUs, it says itself
+    device_kind: DeviceKind = DeviceKind.CPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,4 +90,5 @@ def _worker(link: WorkerLink) -> pb.WorkerStatus:
         running=link.running,
         counters=state.counters,
         max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
     )

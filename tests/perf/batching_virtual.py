@@ -7,6 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from everlift.step_time import Roofline, StepSize, StepTime
+from worker.device_kind import DeviceKind
 from worker.plan import Plan, RowResult
 
 #: Weights of a model of 8 billion parameters in bf16, with 8 KV heads of 128 in 32 layers, on an
@@ -23,6 +24,7 @@ class VirtualRunner:
     vocab_size = 32000
     max_model_len = 4096
     num_host_blocks = 0
+    device_kind = DeviceKind.LARGE_GPU
 
     def __init__(self, num_blocks: int, step_time: StepTime) -> None:
         self.num_blocks = num_blocks

@@ -36,6 +36,7 @@ STATUS = pb.GetStatusResponse(
             preemptions=4,
             step=100,
             max_num_seqs=8,
+            max_num_batched_tokens=512,
             counters=pb.EngineCounters(
                 prompt_tokens=400,
                 prefix_hit_tokens=300,
@@ -75,8 +76,8 @@ def test_each_worker_is_a_row() -> None:
 def test_what_engines_make_of_their_work_is_shown_of_those_that_are_up() -> None:
     rows = text(show(STATUS)).splitlines()[10:12]
     cells = [re.split(r"\s{2,}", row.strip()) for row in rows]
-    assert cells[0] == ["aaaabbbb", "25%", "75%", "82%", "10%", "4", "25", "7 / 6"]
-    assert cells[1] == ["leaving", "-", "-", "-", "-", "0", "0", "0 / 0"]
+    assert cells[0] == ["aaaabbbb", "512", "25%", "75%", "82%", "10%", "4", "25", "7 / 6"]
+    assert cells[1] == ["leaving", "0", "-", "-", "-", "-", "0", "0", "0 / 0"]
 
 
 def test_the_counters_stand_below() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from everlift.model_files import ModelUnavailable
 from worker.config import FakeModel, Scheduling, Speculation, WorkerConfig
+from worker.device_kind import DeviceKind, kind_of_gpu
 from worker.fake_runner import FakeRunner
 from worker.fingerprint import model_fingerprint
 from worker.limits import Limits
@@ -22,7 +23,12 @@ from worker.rank import Rank
         ({"num_blocks": 0}, "num_blocks must be at least 1, not 0"),
         ({"num_threads": -1}, "num_threads must be at least 1"),
         ({"max_model_len": 1}, "max_model_len must be at least 2"),
-        ({"max_num_seqs": 600}, r"max_num_batched_tokens \(512\) must be at least max_num_seqs"),
+        (
+            {"max_num_seqs": 600, "max_num_batched_tokens": 512},
+            r"max_num_batched_tokens \(512\) must be at least max_num_seqs",
+        ),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1"),
+        ({"kv_cache_mib": 0}, "kv_cache_mib must be at least 1, not 0"),
         ({"watermark": 1.0}, "watermark must be from 0 to below 1"),
         ({"beat": 0.0}, "beat must be above 0"),
         ({"swap_mib": -1}, "swap_mib must be at least 0, not -1"),
@@ -91,6 +97,44 @@ def test_the_context_is_the_smallest_of_model_setting_and_pool(
 ) -> None:
     config = WorkerConfig(model="fake", max_model_len=max_model_len)
     assert Limits.of(config, FakeRunner(num_blocks, FakeModel())).max_model_len == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "capability", "kind"),
+    [
+        (85e9, (9, 0), DeviceKind.LARGE_GPU),
+        (150e9, (9, 0), DeviceKind.LARGE_GPU),
+        (192e9, (10, 0), DeviceKind.LARGE_GPU),
+        (85e9, (8, 0), DeviceKind.GPU),
+        (24e9, (8, 9), DeviceKind.GPU),
+        (32e9, (12, 0), DeviceKind.GPU),
+    ],
+    ids=["H100", "H200", "B200", "A100", "L4", "RTX 5090"],
+)
+def test_a_gpu_is_large_by_memory_and_generation(
+    memory: float, capability: tuple[int, int], kind: DeviceKind
+) -> None:
+    assert kind_of_gpu(memory, capability) is kind
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "tokens"),
+    [
+        ({}, DeviceKind.CPU, 512),
+        ({}, DeviceKind.GPU, 2048),
+        ({}, DeviceKind.LARGE_GPU, 8192),
+        ({"max_num_seqs": 600}, DeviceKind.CPU, 600),
+        ({"max_num_batched_tokens": 300}, DeviceKind.LARGE_GPU, 300),
+    ],
+)
+def test_a_step_has_as_many_tokens_as_set_or_as_suit_the_device(
+    settings: dict[str, Any], kind: DeviceKind, tokens: int
+) -> None:
+    class Runner(FakeRunner):
+        device_kind = kind  # type: ignore[assignment]
+
+    config = WorkerConfig(model="fake", **settings)
+    assert Limits.of(config, Runner(10, FakeModel())).max_num_batched_tokens == tokens
 
 
 def test_the_watermark_is_a_part_of_the_pool_and_at_least_a_block() -> None:

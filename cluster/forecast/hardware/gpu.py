@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from worker.device_kind import DeviceKind, kind_of_gpu
+
 #: Of the data sheet's figures.
 REACHED_BANDWIDTH = 4.3 / 4.8 * 0.85
 REACHED_FLOPS = 790 / 989 * 0.75
@@ -36,14 +38,20 @@ class Gpu:
     flops: float
     #: bytes a second
     link_bandwidth: float
+    #: of CUDA, which says what it computes with
+    capability: tuple[int, int]
+
+    @property
+    def kind(self) -> DeviceKind:
+        return kind_of_gpu(self.memory_bytes, self.capability)
 
 
 GPUS: Mapping[str, Gpu] = {
     each.name: each
     for each in (
-        Gpu("h100", 80e9, 3.35e12, 989e12, 450e9),
-        Gpu("h200", 141e9, 4.8e12, 989e12, 450e9),
-        Gpu("a100", 80e9, 2.039e12, 312e12, 300e9),
-        Gpu("l4", 24e9, 300e9, 121e12, 32e9),
+        Gpu("h100", 80e9, 3.35e12, 989e12, 450e9, (9, 0)),
+        Gpu("h200", 141e9, 4.8e12, 989e12, 450e9, (9, 0)),
+        Gpu("a100", 80e9, 2.039e12, 312e12, 300e9, (8, 0)),
+        Gpu("l4", 24e9, 300e9, 121e12, 32e9, (8, 9)),
     )
 }

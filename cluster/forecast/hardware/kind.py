@@ -19,8 +19,6 @@ from everlift.step_time import Roofline
 
 #: Of a GPU's memory, for weights and KV cache; the rest is for what a step computes.
 _USED_MEMORY = 0.9
-#: As worker/README.md advises for GPUs.
-_MAX_NUM_BATCHED_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ def on_gpus(gpu: Gpu, model: ModelSize, tensor_parallel: int = 1) -> Kind:
     worker = {
         "num_blocks": num_blocks,
         "max_model_len": min(model.max_model_len, num_blocks * BLOCK_SIZE),
-        "max_num_batched_tokens": _MAX_NUM_BATCHED_TOKENS,
+        "max_num_batched_tokens": gpu.kind.batched_tokens,
     }
     alone = roofline(
         model,
