@@ -45,6 +45,8 @@ Figures = dict[str, float]
 BINDING = "binding_p99_ttft_ms"
 
 _KIND = on_gpus(GPUS["h200"], MODELS["llama-3.1-8b"])
+#: A few times the slots: prompts are computed beside others' tokens, as policies see them.
+_STEP_TOKENS = 2048
 #: Until queues and batches are as they stay.
 _WARM_UP_S = 20.0
 _SEED = 1
@@ -69,7 +71,8 @@ CONVERSATIONS, CHATS = plain("azure-conversation"), plain("chat")
 
 
 def spec(slowness: float = 1.0, **changes: Any) -> WorkerSpec:
-    config = settings.load(WorkerConfig, {"model": "fake", **_KIND.worker, **changes})
+    worker = {**_KIND.worker, "max_num_batched_tokens": _STEP_TOKENS, **changes}
+    config = settings.load(WorkerConfig, {"model": "fake", **worker})
     return WorkerSpec(config, _KIND.step_time, slowness)
 
 
