@@ -12,17 +12,20 @@ import torch
 from everlift import logs
 from everlift.blockhash import BLOCK_SIZE
 from worker.config import WorkerConfig
-from worker.host_cache import HostCache
+from worker.host_cache import HostCache, PlainHostCache, StreamedHostCache
 from worker.kv_cache import KVCache
 from worker.limits import blocks_for
 from worker.parallel import Group
 from worker.plan import BlockCopy, Plan, Row, Rows, Runner
+from worker.streams import cuda_streams
 
 log = logs.get(__name__)
 
 _ROUNDS = 5
 #: Copied in one go, as the few blocks of one preempted sequence are.
 _BLOCKS = 8
+#: Blocks that are on their way from a GPU to the host at the same time.
+_STAGED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def build_host_cache(
     if not num_blocks:
         log.warning("swap_mib holds not one block: recompute is used", swap_mib=config.swap_mib)
         return None
-    host = HostCache(cache, num_blocks)
+    host = _host_cache(cache, num_blocks)
     room = min(runner.max_model_len, runner.num_blocks * BLOCK_SIZE)
     chunk = _prefill(min(config.batched_tokens(runner.device_kind), room))
     cost = measure(cache, host, lambda: runner.execute(chunk), chunk.num_tokens)
@@ -66,6 +69,18 @@ def build_host_cache(
         host_blocks=num_blocks if pays else 0,
     )
     return host if pays else None
+
+
+def num_staged(config: WorkerConfig) -> int:
+    """Blocks beside a GPU's KV cache that it takes to copy some of it out."""
+    return _STAGED if config.preemption == "swap" else 0
+
+
+def _host_cache(cache: KVCache, num_blocks: int) -> HostCache:
+    device = cache.tensor.device
+    if device.type != "cuda":
+        return PlainHostCache(cache, num_blocks)
+    return StreamedHostCache(cache, num_blocks, _STAGED, cuda_streams(device))
 
 
 def _rank_0_says(group: Group, word: bool, device: torch.device) -> bool:

@@ -52,13 +52,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     for name in ("save", "load"):
-        copy: Callable[..., None] = getattr(swap.HostCache, name)
+        copy: Callable[..., None] = getattr(swap.PlainHostCache, name)
 
         def timed(self: object, copies: list[object], copy: Callable[..., None] = copy) -> None:
             clock.now += len(copies)
             copy(self, copies)
 
-        monkeypatch.setattr(swap.HostCache, name, timed)
+        monkeypatch.setattr(swap.PlainHostCache, name, timed)
     return clock
 
 
