@@ -119,9 +119,11 @@ class Grammars:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
 
 
-_COUNTS = ("tensor_parallel", "weight_readers", "kv_cache_mib", "max_num_seqs")
+_COUNTS = ("tensor_parallel", "weight_readers", "max_num_seqs")
 #: At least 1 where they are set.
-_OPTIONAL_COUNTS = ("num_blocks", "max_num_batched_tokens", "num_threads")
+_OPTIONAL_COUNTS = ("num_blocks", "kv_cache_mib", "max_num_batched_tokens", "num_threads")
+#: Of a worker on CPUs: their memory is shared with all that runs there.
+_CPU_KV_CACHE_MIB = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +148,11 @@ class WorkerConfig:
     tensor_parallel: int = 1
     #: blocks of the KV cache; not set: what fits into kv_cache_mib
     num_blocks: int | None = None
-    #: memory of the KV cache, over all ranks
-    kv_cache_mib: int = 256
+    #: memory of the KV cache, over all ranks; not set: on a GPU what the weights and the largest
+    #: step leave of gpu_memory_utilization, on CPUs a little
+    kv_cache_mib: int | None = None
+    #: part of a GPU's memory that may be in use, by whomever
+    gpu_memory_utilization: float = 0.9
     #: sequences in one batch
     max_num_seqs: int = 256
     #: tokens computed in one step: one for each sequence that decodes, the rest for prefill; not
@@ -216,9 +221,17 @@ class WorkerConfig:
             raise ValueError(f"reclaim_url must be an http address, not {self.reclaim_url!r}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark:g}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            part = self.gpu_memory_utilization
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {part:g}")
         for name in ("beat", "join_timeout", "drain_timeout", "step_timeout"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
+
+    @property
+    def cpu_kv_cache_mib(self) -> int:
+        """Memory of the KV cache where it is the machine's, over all ranks."""
+        return self.kv_cache_mib or _CPU_KV_CACHE_MIB
 
     def batched_tokens(self, kind: DeviceKind) -> int:
         """Tokens that a step may have on such a device."""

@@ -111,7 +111,7 @@ def _build_runner(
     config: WorkerConfig, ties: Ties, startup: Startup, stopwatch: Stopwatch
 ) -> Runner:
     if config.is_fake:
-        num_blocks = config.num_blocks or config.kv_cache_mib * 1024 // config.fake.block_kib
+        num_blocks = config.num_blocks or config.cpu_kv_cache_mib * 1024 // config.fake.block_kib
         swap_mib = config.swap_mib if config.preemption == "swap" else 0
         return FakeRunner(num_blocks, config.fake, swap_mib * 1024 // config.fake.block_kib)
     with startup.part("import_s"), heap.growing():

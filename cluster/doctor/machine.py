@@ -121,7 +121,7 @@ def _threads(config: Config) -> Finding:
 def _memory(config: Config) -> Finding:
     worker = config.worker
     swap_mib = worker.swap_mib if worker.preemption == "swap" else 0
-    a_worker = worker.kv_cache_mib + swap_mib + _RANK_MIB * worker.tensor_parallel
+    a_worker = worker.cpu_kv_cache_mib + swap_mib + _RANK_MIB * worker.tensor_parallel
     needed = config.most_workers * (a_worker + _weights_mib(config))
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MIB
     says = f"{needed} MiB for {config.most_workers} workers at most, {available} MiB are free"

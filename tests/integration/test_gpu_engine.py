@@ -68,7 +68,7 @@ def test_kernels_and_replayed_decoding_make_the_same_tokens(
     prompts = [[rng.randrange(6, SIZES["vocab_size"]) for _ in range(n)] for n in (33, 2, 20)]
     jobs = greedy_jobs(prompts, max_tokens=5)
     expected = TorchEngine(directory, PLENTY).serve(jobs)
-    monkeypatch.setattr("worker.build.choose_attention", lambda cache: GpuAttention(cache, 4))
+    monkeypatch.setattr("worker.assembly.choose_attention", lambda cache: GpuAttention(cache, 4))
     monkeypatch.setattr("worker.build.choose_pointwise", lambda *_: KernelPointwise())
     monkeypatch.setattr("worker.sampler.choose_draw", lambda _: draw_by_kernel)
     eager = TorchEngine(directory, PLENTY, ahead=True)

@@ -29,6 +29,8 @@ from worker.rank import Rank
         ),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1"),
         ({"kv_cache_mib": 0}, "kv_cache_mib must be at least 1, not 0"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization must be above 0"),
+        ({"gpu_memory_utilization": 1.1}, "and at most 1, not 1.1"),
         ({"watermark": 1.0}, "watermark must be from 0 to below 1"),
         ({"beat": 0.0}, "beat must be above 0"),
         ({"swap_mib": -1}, "swap_mib must be at least 0, not -1"),

@@ -1,0 +1,62 @@
+"""What of a GPU's memory is the KV cache's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.config import WorkerConfig
+from worker.memory_use import MemoryUse, count_blocks
+
+MIB = 1 << 20
+#: 24 GiB, of which 22,118 MiB may be used.
+USE = MemoryUse(total=24_576 * MIB, outside=500 * MIB, step=17_000 * MIB, graphs=200 * MIB)
+CONFIG = WorkerConfig(model="m")
+BLOCK = 4 * MIB
+
+
+def test_the_kv_cache_has_what_all_else_leaves_of_what_is_allowed() -> None:
+    assert USE.left(0.9) // MIB == 22_118 - 17_700
+    assert count_blocks(USE, CONFIG, BLOCK, num_beside=0) == 4_418 // 4
+    assert count_blocks(USE, CONFIG, BLOCK, num_beside=8) == 4_418 // 4 - 8
+    half = replace(CONFIG, gpu_memory_utilization=0.75)
+    assert count_blocks(USE, half, BLOCK, num_beside=0) == (18_432 - 17_700) // 4
+
+
+sizes = st.integers(0, 1 << 36)
+
+
+@given(sizes, sizes, sizes, sizes, st.floats(0.1, 1.0), st.integers(1, 1 << 24), st.integers(0, 9))
+def test_no_more_is_used_than_allowed_and_no_block_less(
+    total: int, outside: int, step: int, graphs: int, part: float, block: int, num_beside: int
+) -> None:
+    use = MemoryUse(total, outside, step, graphs)
+    config = replace(CONFIG, gpu_memory_utilization=part)
+    rest = outside + step + graphs
+    try:
+        blocks = num_beside + count_blocks(use, config, block, num_beside)
+    except ValueError:
+        blocks = num_beside
+    else:
+        assert rest + blocks * block <= total * part
+    assert rest + (blocks + 1) * block > int(total * part)
+
+
+def test_who_has_too_little_hears_how_much_is_lacking_and_what_changes_it() -> None:
+    with pytest.raises(ValueError, match="lacks 86 MiB for a KV cache of 32 tokens") as told:
+        count_blocks(USE._replace(step=21_500 * MIB), CONFIG, BLOCK, num_beside=0)
+    for size in ("24576 MiB", "0.9 allows 22119", "step take 21500", "decoding 200", "tensors 500"):
+        assert size in str(told.value)
+    for setting in ("batched_tokens", "num_seqs", "tensor_parallel", "larger gpu_memory"):
+        assert setting in str(told.value)
+    assert "max_model_len" not in str(told.value)
+
+
+def test_a_context_that_was_asked_for_has_room_or_is_refused() -> None:
+    asked = replace(CONFIG, max_model_len=32 * 1000)
+    assert count_blocks(USE, asked, BLOCK, num_beside=0) == 1104
+    with pytest.raises(ValueError, match=r"lacks 1582 MiB .* 48000 tokens.*smaller max_model_len"):
+        count_blocks(USE, replace(asked, max_model_len=32 * 1500), BLOCK, num_beside=0)

@@ -1,0 +1,88 @@
+"""A rank's model over a KV cache: what a runner is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from worker.attention.backend import AttentionBackend
+from worker.attention.choice import choose_attention
+from worker.config import WorkerConfig
+from worker.decode_buckets import decode_buckets
+from worker.decode_graphs import CudaGraphs, DecodeGraphs, DecodingBackend
+from worker.host_cache import HostCache
+from worker.kv_cache import KVCache
+from worker.last_tokens import LastTokens
+from worker.limits import blocks_for
+from worker.model.decoder import Decoder
+from worker.model.layers import Placement
+from worker.runner import Model, TorchRunner
+from worker.step_times import STOPPED, Stopwatch
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A rank's model, and what its KV cache holds of a token: num_layers, kv_heads, head_dim."""
+
+    model: Model
+    vocab_size: int
+    max_model_len: int
+    kv_shape: tuple[int, int, int]
+    parameter_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """``last_tokens`` are on a device that computes by itself."""
+
+    config: WorkerConfig
+    loaded: Loaded
+    place: Placement
+    cache: KVCache
+    attention: AttentionBackend
+    last_tokens: LastTokens | None
+
+    @classmethod
+    def of(cls, config: WorkerConfig, loaded: Loaded, place: Placement, num_blocks: int) -> Self:
+        """With a new KV cache."""
+        device = place.device
+        cache = KVCache(num_blocks, *loaded.kv_shape, place.dtype, device)
+        last_tokens = LastTokens(config.max_num_seqs, device) if device.type == "cuda" else None
+        return cls(config, loaded, place, cache, choose_attention(cache), last_tokens)
+
+    def runner(
+        self,
+        host_cache: HostCache | None = None,
+        stopwatch: Stopwatch = STOPPED,
+        graphs: DecodeGraphs | None = None,
+    ) -> TorchRunner:
+        return TorchRunner(
+            self.loaded.vocab_size,
+            self.loaded.max_model_len,
+            self.loaded.model,
+            self.cache,
+            self.attention,
+            self.place,
+            host_cache,
+            stopwatch,
+            self.last_tokens,
+            graphs,
+        )
+
+    def capture(self) -> DecodeGraphs | None:
+        """Steps that decode, if they can be captured: what others' modules compute, or torch's
+        attention, may not be."""
+        model, attention = self.loaded.model, self.attention
+        if not isinstance(model, Decoder) or not isinstance(attention, DecodingBackend):
+            return None
+        if self.last_tokens is None:
+            return None
+        return DecodeGraphs(
+            model,
+            attention,
+            self.last_tokens,
+            decode_buckets(self.config.max_num_seqs),
+            min(blocks_for(self.loaded.max_model_len), self.cache.num_blocks),
+            self.place.device,
+            CudaGraphs(),
+        )
