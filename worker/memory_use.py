@@ -14,6 +14,9 @@ from worker.config import WorkerConfig
 from worker.limits import blocks_for
 
 _MIB = 1 << 20
+#: 8 million tokens. Of a very small model there is room for many more on a GPU, of which none would
+#: be used, and the books of all of them are kept.
+_MOST_BLOCKS = 1 << 18
 
 
 class MemoryUse(NamedTuple):
@@ -41,7 +44,7 @@ def count_blocks(use: MemoryUse, config: WorkerConfig, block_bytes: int, num_bes
     if num_blocks < needed:
         lacking = (needed + num_beside) * block_bytes - left
         raise ValueError(_too_little(use, config, needed, lacking))
-    return num_blocks
+    return min(num_blocks, _MOST_BLOCKS)
 
 
 def _too_little(use: MemoryUse, config: WorkerConfig, needed: int, lacking: int) -> str:
@@ -55,7 +58,8 @@ def _too_little(use: MemoryUse, config: WorkerConfig, needed: int, lacking: int)
         f"gpu_memory_utilization {part:g} allows {allowed}, of which the weights and the largest "
         f"step take {step}, captured decoding {graphs}, and what is beside this worker's tensors "
         f"{outside}. Less is needed with a smaller max_num_batched_tokens or max_num_seqs{shorter}"
-        f", or more ranks (tensor_parallel); a larger gpu_memory_utilization allows more"
+        f", or more ranks (tensor_parallel); a larger gpu_memory_utilization allows more. Workers "
+        f"that share a GPU need kv_cache_mib"
     )
 
 
