@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from worker.device import choose_device, choose_dtype, name_of, use_threads
+from worker.device import choose_device, choose_dtype, kind_of, name_of, use_threads
+from worker.device_kind import DeviceKind
 
 CPU = torch.device("cpu")
 
@@ -25,6 +27,13 @@ def test_auto_is_the_gpu_where_there_is_one(there: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     assert choose_device("auto").type == ("cuda" if there else "cpu")
     assert choose_device("cpu").type == "cpu"
+
+
+def test_of_which_kind_a_gpu_is_it_says_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    h100 = SimpleNamespace(total_memory=85_029_158_912, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h100)
+    assert kind_of(torch.device("cuda")) is DeviceKind.LARGE_GPU
+    assert kind_of(CPU) is DeviceKind.CPU
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,22 @@ def test_blocks_are_those_that_were_asked_for() -> None:
     assert kv(kv_cache_mib=512) // 2 == kv(kv_cache_mib=256) == kv()
 
 
+def test_on_a_gpu_blocks_are_what_was_left_less_what_swap_keeps_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kv(**settings: Any) -> int:
+        return kv_blocks(WorkerConfig(**settings), loaded, place)
+
+    place = Placement(Group.single(), torch.float16, torch.device("cuda"))
+    loaded = Loaded(None, 0, 4096, (32, 8, 128), 0)  # type: ignore[arg-type]
+    use = MemoryUse(80 << 30, 1 << 30, 20 << 30, 1 << 30)
+    monkeypatch.setattr("worker.kv_blocks._profiled", lambda *_: use)
+    assert kv() == 50 * 256, "blocks of 4 MiB"
+    assert kv(preemption="swap") == kv() - 8
+    assert kv(gpu_memory_utilization=0.5) == 18 * 256
+    assert (kv(num_blocks=7), kv(kv_cache_mib=512)) == (7, 128)
+
+
 def test_what_has_no_room_on_the_gpu_is_named() -> None:
     with (
         pytest.raises(ValueError, match=r"for the weights: CUDA .* \(more ranks\)"),
