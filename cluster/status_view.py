@@ -66,7 +66,7 @@ def _engines(status: pb.GetStatusResponse) -> Table:
     were found in the cache, and of drafts that were right; tokens computed again, and blocks
     swapped out / in. At this moment: the share of its used KV blocks that is empty. At all times:
     the most tokens of a step."""
-    columns = ["worker", "budget", "slots busy", "hits", "drafts", "KV empty", "preempted"]
+    columns = ["worker", "budget", "busy", "hits", "drafts", "KV empty", "preempted"]
     table = Table(
         *columns, "recomputed", "swapped", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
