@@ -14,6 +14,7 @@ from everlift.progress import told, untold
 from worker.assembly import Assembly, Loaded
 from worker.attention.choice import choose_attention
 from worker.config import WorkerConfig
+from worker.decode_buckets import decode_buckets
 from worker.device import choose_device, choose_dtype, kind_of, use_threads
 from worker.kv_blocks import kv_blocks
 from worker.model import dummy, weights
@@ -71,7 +72,7 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
     host_cache = build_host_cache(config, cache, group, parts.runner())
     graphs = parts.capture()
     if graphs is not None:
-        log.info("decoding captured", buckets=graphs.buckets)
+        log.info("decoding captured", buckets=decode_buckets(config.max_num_seqs))
     return parts.runner(host_cache, stopwatch, graphs)
 
 

@@ -30,15 +30,14 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool: Any = None
-        # One for all: what libraries keep for each stream stays.
-        self._stream = torch.cuda.Stream()
 
     def __call__(self, work: Work) -> Work:
         # The first time kernels are compiled, which cannot be captured.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             work()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             result = work()
@@ -86,17 +85,17 @@ class DecodeGraphs:
         self._model = model
         self._attention = attention
         self._last_tokens = last_tokens
-        self.buckets = sorted(buckets)
-        room = room_for(self.buckets[-1], max_blocks)
+        self._buckets = sorted(buckets)
+        room = room_for(self._buckets[-1], max_blocks)
         self._inputs = torch.zeros(room, dtype=torch.int32, device=device)
-        self._replays = {bucket: capture(self._work(bucket)) for bucket in reversed(self.buckets)}
+        self._replays = {bucket: capture(self._work(bucket)) for bucket in reversed(self._buckets)}
 
     def fit(self, rows: Rows) -> bool:
-        return bucket_for(rows, self.buckets) is not None
+        return bucket_for(rows, self._buckets) is not None
 
     def run(self, rows: Rows) -> Tensor:
         """Hidden states [n, hidden] of ``rows``, which fit. They hold until the next run."""
-        bucket = bucket_for(rows, self.buckets)
+        bucket = bucket_for(rows, self._buckets)
         assert bucket is not None, "the rows do not fit"
         upload_into(describe(rows, bucket), self._inputs)
         return self._replays[bucket]()[: len(rows)]
