@@ -26,20 +26,21 @@ class Capture(Protocol):
 
 
 class CudaGraphs:
-    """The Capture of a GPU; all graphs share one pool of memory."""
+    """The Capture of a GPU; all graphs share one pool of memory, and one stream: products keep room
+    for themselves for each stream on which they were computed."""
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, work: Work) -> Work:
         # The first time kernels are compiled, which cannot be captured.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             work()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = work()
         self._pool = graph.pool()
 
@@ -88,7 +89,9 @@ class DecodeGraphs:
         self._buckets = sorted(buckets)
         room = room_for(self._buckets[-1], max_blocks)
         self._inputs = torch.zeros(room, dtype=torch.int32, device=device)
-        self._replays = {bucket: capture(self._work(bucket)) for bucket in reversed(self._buckets)}
+        #: a replay reads what only they hold
+        self._works = {bucket: self._work(bucket) for bucket in reversed(self._buckets)}
+        self._replays = {bucket: capture(work) for bucket, work in self._works.items()}
 
     def fit(self, rows: Rows) -> bool:
         return bucket_for(rows, self._buckets) is not None

@@ -3,6 +3,9 @@ but its tensors."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -93,6 +96,30 @@ def bench() -> Bench:
 
 def test_the_largest_bucket_is_captured_first(bench: Bench) -> None:
     assert bench.capture.sizes == [4, 2, 1]
+
+
+def test_what_a_replay_reads_stays_where_it_is(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured graph holds addresses, and none of the tensors that lie there."""
+    steps: list[weakref.ref[StepAttention]] = []
+    decoding = bench.attention.decoding
+
+    def noted(*tensors: Tensor) -> StepAttention:
+        step = decoding(*tensors)
+        steps.append(weakref.ref(step))
+        return step
+
+    def capture(work: Work) -> Work:
+        result = work()
+        return lambda: result
+
+    monkeypatch.setattr(bench.attention, "decoding", noted)
+    graphs = DecodeGraphs(
+        bench.trunk, bench.attention, bench.last_tokens, [1, 2], 3, KERNELS_ON, capture
+    )
+    gc.collect()
+    assert graphs and len(steps) == 2 and all(step() is not None for step in steps)
 
 
 @torch.inference_mode()
