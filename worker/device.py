@@ -27,8 +27,13 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16 where the device computes in it natively, else float32."""
     if wanted != "auto":
         return _DTYPES[wanted]
-    native = torch.cuda.is_bf16_supported if device.type == "cuda" else _cpu_has_bfloat16
+    native = _gpu_has_bfloat16 if device.type == "cuda" else _cpu_has_bfloat16
     return torch.bfloat16 if native() else torch.float32
+
+
+def _gpu_has_bfloat16() -> bool:
+    """Older ones than Ampere convert it, which torch counts as well if it is not told otherwise."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _cpu_has_bfloat16() -> bool:

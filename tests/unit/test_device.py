@@ -59,6 +59,18 @@ def test_auto_is_bfloat16_where_the_cpu_has_it(
     assert choose_dtype("auto", CPU) is dtype
 
 
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
+def test_auto_is_bfloat16_where_the_gpu_has_it(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = SimpleNamespace(major=capability[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    expected = torch.bfloat16 if capability >= (8, 0) else torch.float32
+    assert choose_dtype("auto", torch.device("cuda")) is expected
+
+
 def test_a_named_dtype_is_taken_as_it_is() -> None:
     assert choose_dtype("float32", CPU) is torch.float32
     assert choose_dtype("bfloat16", CPU) is torch.bfloat16
