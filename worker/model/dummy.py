@@ -33,7 +33,9 @@ def fill(decoder: Decoder, progress: Progress = untold) -> int:
     pieces = list(decoder.pieces())
     filler = Filler(pieces, progress)
     for piece in pieces:
-        filler.fill(piece, torch.float32, partial(_read, _stream(piece)))
+        # In its own type already: to convert all of it would take longer than to copy it.
+        stream = _stream(piece).to(piece.into.dtype)
+        filler.fill(piece, stream.dtype, partial(_read, stream))
     return filler.total_bytes
 
 
