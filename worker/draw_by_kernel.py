@@ -11,8 +11,8 @@ from worker.draw import Draws
 from worker.kernels.drawing import draw_rows
 from worker.upload import upload
 
-#: Tokens that a program looks at in one go.
-_BLOCK = 512
+#: Tokens that a program looks at in one go, 16 of them a thread.
+_BLOCK, _WARPS = 8192, 16
 
 
 def draw_by_kernel(logits: Tensor, draws: Draws) -> Tensor:
@@ -32,6 +32,6 @@ def draw_by_kernel(logits: Tensor, draws: Draws) -> Tensor:
         logits.stride(0),
         VOCAB=logits.shape[1],
         BLOCK=_BLOCK,
-        num_warps=8,
+        num_warps=_WARPS,
     )
     return tokens

@@ -1,9 +1,11 @@
 """One token a row: temperature, filters, one uniform number, as worker.draw has them.
 
-A program has one row, and reads it a few times. All filters keep the weights from some one
-upwards, and which one is found without sorting: the bits of a float that is not negative ascend
-with it, and of the one that is sought a digit of five bits is settled a pass, by how many weights,
-or how much of their mass, each digit has.
+A program has one row, and reads it a few times. Each of its lanes adds up what it has read, and the
+lanes are added up in the end: at every part of the row all threads would have to wait for that.
+
+All filters keep the weights from some one upwards, and which one is found without sorting: the bits
+of a float that is not negative ascend with it, and of the one that is sought a digit of three bits
+is settled a pass, by how many weights, or how much of their mass, each digit has.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ GREEDY_BELOW = tl.constexpr(1e-5)
 NOT_FINITE = tl.constexpr(-1)
 NOTHING_LEFT = tl.constexpr(-2)
 #: A weight is at most 1.0, whose bits are below 1 << 30.
-DIGIT_BITS = tl.constexpr(5)
-DIGITS = tl.constexpr(6)
+DIGIT_BITS = tl.constexpr(3)
+DIGITS = tl.constexpr(10)
 #: of one digit
-VALUES = tl.constexpr(32)
+VALUES = tl.constexpr(8)
 
 
 @triton.jit
@@ -77,21 +79,19 @@ def _mix(x):
 @triton.jit
 def _largest(source, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The largest logit, and the first token that has it or a mark."""
-    largest = tl.full([], float("-inf"), tl.float32)
-    token = tl.full([], 0, tl.int32)
-    num_broken = tl.full([], 0, tl.int32)
+    most = tl.full([BLOCK], float("-inf"), tl.float32)
+    first = tl.zeros([BLOCK], tl.int32)
+    broken = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, VOCAB, BLOCK):
         ids = begin + tl.arange(0, BLOCK)
         values = tl.load(source + ids, mask=ids < VOCAB, other=float("-inf"))
-        is_broken = (values != values) | (values == float("inf"))
-        num_broken += tl.sum(is_broken.to(tl.int32), 0)
-        values = tl.where(is_broken, float("-inf"), values)
-        top = tl.max(values, 0)
-        first = tl.min(tl.where(values == top, ids, VOCAB), 0)
-        token = tl.where(top > largest, first, token)
-        largest = tl.maximum(largest, top)
+        broken = broken | ((values != values) | (values == float("inf"))).to(tl.int32)
+        first = tl.where(values > most, ids, first)
+        most = tl.where(values > most, values, most)
+    largest = tl.max(most, 0)
+    token = tl.min(tl.where(most == largest, first, VOCAB), 0)
     token = tl.where(largest == float("-inf"), NOTHING_LEFT, token)
-    return largest, tl.where(num_broken > 0, NOT_FINITE, token)
+    return largest, tl.where(tl.max(broken, 0) > 0, NOT_FINITE, token)
 
 
 @triton.jit
@@ -125,11 +125,11 @@ def _least_kept(
 @triton.jit
 def _mass(source, largest, temperature, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """fp64: of all weights that are not below ``least``."""
-    mass = tl.full([], 0.0, tl.float64)
+    by_lane = tl.zeros([BLOCK], tl.float64)
     for begin in range(0, VOCAB, BLOCK):
         weights = _weights(source, begin + tl.arange(0, BLOCK), largest, temperature, VOCAB)
-        mass += tl.sum(tl.where(weights >= least, weights, 0.0).to(tl.float64), 0)
-    return mass
+        by_lane += tl.where(weights >= least, weights, 0.0).to(tl.float64)
+    return tl.sum(by_lane, 0)
 
 
 @triton.jit
@@ -148,19 +148,22 @@ def _crossing(
     prefix = tl.full([], 0, tl.int32)
     above = tl.full([], 0.0, tl.float64)
     digits = tl.arange(0, VALUES)
+    # Each has a number for every digit: for more of them there are not enough registers.
+    LANES: tl.constexpr = BLOCK // 4
     for turn in range(DIGITS):
         shift = (DIGITS - 1 - turn) * DIGIT_BITS
-        sums = tl.zeros([VALUES], tl.float64)
-        for begin in range(0, VOCAB, BLOCK):
-            ids = begin + tl.arange(0, BLOCK)
+        by_lane = tl.zeros([LANES, VALUES], tl.float32)
+        for begin in range(0, VOCAB, LANES):
+            ids = begin + tl.arange(0, LANES)
             weights = _weights(source, ids, largest, temperature, VOCAB)
             bits = weights.to(tl.int32, bitcast=True)
             is_one = (bits >> (shift + DIGIT_BITS)) == prefix
             is_one = is_one & (bits >= floor) & (ids < VOCAB)
             digit = (bits >> shift) & (VALUES - 1)
-            counted = weights if OF_MASS else tl.full([BLOCK], 1.0, tl.float32)
+            counted = weights if OF_MASS else tl.full([LANES], 1.0, tl.float32)
             has = is_one[:, None] & (digit[:, None] == digits[None, :])
-            sums += tl.sum(tl.where(has, counted[:, None], 0.0), 0).to(tl.float64)
+            by_lane += tl.where(has, counted[:, None], 0.0)
+        sums = tl.sum(by_lane.to(tl.float64), 0)
         # What lies above a digit: that of all greater ones, summed up from the greatest.
         greater = above + tl.sum(tl.where(digits[None, :] > digits[:, None], sums[None, :], 0.0), 1)
         wanted = (greater < limit) & (sums > 0.0)
