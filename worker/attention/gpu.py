@@ -91,6 +91,7 @@ class GpuStep:
         """Of the heads ``turned`` [tokens, heads, head_dim] the first ``num_query`` are queries, in
         whose place they are turned, and which are returned; the others are keys, which go turned to
         the cache, as does ``value``."""
+        assert turned.stride(2) == 1, "a copy would be turned"
         place(self._cache, layer, self._table, turned, value, num_query, angle)
         return turned[:, :num_query]
 

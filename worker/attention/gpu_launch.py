@@ -20,6 +20,8 @@ NARROW, WIDE = 16, 64
 #: Positions that a program looks at in one go, of narrow tiles and of wide ones, if their keys take
 #: no more bytes than this: a multiprocessor of an Ada has 99 KiB for all that a program keeps.
 _NARROW_KEYS, _WIDE_KEYS, _KEY_BYTES = 32, 64, 16 << 10
+#: Of a token, that one program turns or places.
+_HEADS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +67,7 @@ def place(
     kv_heads, head_dim = value.shape[1:]
     cos, sin = (value, value) if angle is None else angle
     half = 0 if angle is None else cos.shape[-1] // 2
-    turn_and_place[(len(value), num_query + 2 * kv_heads)](
+    turn_and_place[(len(value), -(-(num_query + 2 * kv_heads) // _HEADS))](
         turned,
         value,
         cos,
@@ -89,6 +91,7 @@ def place(
         HALF=half,
         BLOCK_HALF=power_of_two(max(1, half)),
         BLOCK_SIZE=BLOCK_SIZE,
+        BLOCK_HEADS=_HEADS,
         num_warps=1,
     )
 
