@@ -20,6 +20,10 @@ NARROW, WIDE = 16, 64
 #: Positions that a program looks at in one go, of narrow tiles and of wide ones, if their keys take
 #: no more bytes than this: a multiprocessor of an Ada has 99 KiB for all that a program keeps.
 _NARROW_KEYS, _WIDE_KEYS, _KEY_BYTES = 32, 64, 16 << 10
+_LEAST_KEYS = 16
+#: Of a key of 128 features in half precision. Of larger ones less is fetched ahead, and more warps
+#: have the registers for what is made of them.
+_COMMON_BYTES = 256
 #: Of a token, that one program turns or places.
 _HEADS = 8
 
@@ -145,11 +149,9 @@ def attend(
         GROUP=heads // cache.kv_heads,
         BLOCK_SIZE=BLOCK_SIZE,
         BLOCK_ROWS=tiles.block_rows,
-        BLOCK_KEYS=_num_keys(tiles, described["BLOCK_DIM"] * keys.element_size()),
         HAS_WINDOW=form.window is not None,
         HAS_SOFTCAP=form.softcap is not None,
-        num_warps=4,
-        num_stages=3,
+        **_program(tiles, described["BLOCK_DIM"], keys.element_size()),
     )
     if tiles.splits > 1:
         merge_splits[(num_tiles * tiles.tokens, heads)](
@@ -166,9 +168,16 @@ def attend(
         )
 
 
-def _num_keys(tiles: TileSet, bytes_of_one: int) -> int:
-    most = _NARROW_KEYS if tiles.block_rows == NARROW else _WIDE_KEYS
-    return max(16, min(most, _KEY_BYTES // bytes_of_one))
+def _program(tiles: TileSet, dim: int, item_bytes: int) -> dict[str, int]:
+    """At how many keys of ``dim`` features one of attend_tiles looks in one go, with how many
+    warps, and how many turns ahead of its use something is begun."""
+    is_wide, key_bytes = tiles.block_rows > NARROW, dim * item_bytes
+    most = _WIDE_KEYS if is_wide else _NARROW_KEYS
+    num_keys = max(_LEAST_KEYS, min(most, _KEY_BYTES // key_bytes))
+    if is_wide and (key_bytes > _COMMON_BYTES or item_bytes == 4):
+        stages = 1 if num_keys == _LEAST_KEYS else 2
+        return {"BLOCK_KEYS": num_keys, "num_warps": 8, "num_stages": stages}
+    return {"BLOCK_KEYS": num_keys, "num_warps": 4, "num_stages": 3}
 
 
 def _room_for_splits(

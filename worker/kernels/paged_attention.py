@@ -102,11 +102,18 @@ def attend_tiles(
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     result = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+    keys = begin + tl.arange(0, BLOCK_KEYS)
+    is_key = (keys >= least) & (keys < end)
+    blocks = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0)
     for left in range(begin, split_end, BLOCK_KEYS):
         keys = left + tl.arange(0, BLOCK_KEYS)
         is_key = (keys >= least) & (keys < end)
-        blocks = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        places = blocks * block_stride + (kv_head * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
+        places = blocks.to(tl.int64) * block_stride
+        places += (kv_head * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
+        # Known a turn ahead, so that what lies there can be fetched ahead.
+        behind = keys + BLOCK_KEYS
+        is_behind = (behind >= least) & (behind < end)
+        blocks = tl.load(table + behind // BLOCK_SIZE, mask=is_behind, other=0)
         key = tl.load(
             cache + places[None, :] + dims[:, None],
             mask=is_key[None, :] & is_dim[:, None],
@@ -132,8 +139,8 @@ def attend_tiles(
             other=0.0,
         )
         total = total * faded + tl.sum(weights, 1)
-        result = result * faded[:, None] + tl.dot(
-            weights.to(value.dtype), value, input_precision="ieee"
+        result = tl.dot(
+            weights.to(value.dtype), value, acc=result * faded[:, None], input_precision="ieee"
         )
         largest = new_largest
 
