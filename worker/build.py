@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -30,6 +31,7 @@ from worker.precompile import precompile
 from worker.runner import TorchRunner
 from worker.step_times import STOPPED, Stopwatch
 from worker.swap import build_host_cache
+from worker.warm_up import warm_up_plans
 
 log = logs.get(__name__)
 
@@ -69,6 +71,8 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
         kv_cache_mib=cache.tensor.nbytes >> 20,
         max_num_batched_tokens=config.batched_tokens(kind_of(device)),
     )
+    if device.type == "cuda":
+        _warm_up(parts.runner(), config)
     host_cache = build_host_cache(config, cache, group, parts.runner())
     graphs = parts.capture()
     if graphs is not None:
@@ -82,6 +86,14 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ValueError(f"too little GPU memory for {what}: {error} ({advice})") from error
+
+
+def _warm_up(runner: TorchRunner, config: WorkerConfig) -> None:
+    began = time.perf_counter()
+    batched = config.batched_tokens(kind_of(runner.device))
+    for plan in warm_up_plans(config.max_num_seqs, batched, runner.max_model_len):
+        runner.execute(plan)
+    log.info("warmed up", seconds=round(time.perf_counter() - began, 1))
 
 
 def spec_of(config: WorkerConfig, directory: Path) -> ModelSpec | None:

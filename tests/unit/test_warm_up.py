@@ -1,0 +1,64 @@
+"""What a GPU computes before anybody waits for it: every form of attention that a step may have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.llama_support import save_llama
+from worker.attention.gpu import GpuAttention
+from worker.build import build_runner
+from worker.config import WorkerConfig
+from worker.parallel import Group
+from worker.plan import Ints
+from worker.warm_up import warm_up_plans
+
+BUDGET = 600
+
+
+def forms(counts: Ints, group: int, kv_heads: int) -> set[tuple[int, int, int]]:
+    """Of the tiles of rows with ``counts`` tokens on an H100."""
+    cache = SimpleNamespace(tensor=torch.empty(0), kv_heads=kv_heads)
+    tiles = GpuAttention(cache, 132)._tile_sets(counts, group)  # type: ignore[arg-type]
+    return {(each.tokens, each.block_rows, each.splits) for each in tiles}
+
+
+@given(st.data(), st.integers(1, 300), st.sampled_from([1, 4, 7, 16, 32]), st.integers(1, 8))
+def test_no_step_has_a_form_of_attention_that_was_not_computed(
+    data: st.DataObject, max_num_seqs: int, group: int, kv_heads: int
+) -> None:
+    warm = [plan.rows.counts for plan in warm_up_plans(max_num_seqs, BUDGET, 4096)]
+    known = set().union(*(forms(counts, group, kv_heads) for counts in warm))
+    most = data.draw(st.sampled_from([1, 2, 3, 16, 40]))
+    counts = np.array(data.draw(st.lists(st.integers(1, most), min_size=1, max_size=max_num_seqs)))
+    counts = counts[counts.cumsum() <= BUDGET]
+    assert forms(counts, group, kv_heads) <= known
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget", "longest"), [(1, 1, 2), (5, 5, 9), (3, 99, 64)])
+def test_every_runner_can_compute_them(
+    tmp_path: Path, max_num_seqs: int, budget: int, longest: int
+) -> None:
+    config = WorkerConfig(
+        model=str(save_llama(tmp_path)),
+        device="cpu",
+        dtype="float32",
+        num_blocks=1,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=longest,
+    )
+    threads = torch.get_num_threads()
+    runner = build_runner(config, Group.single())
+    torch.set_num_threads(threads)
+    plans = list(warm_up_plans(max_num_seqs, budget, longest))
+    assert all(plan.num_tokens <= budget and len(plan.rows) <= max_num_seqs for plan in plans)
+    results = [runner.execute(plan) for plan in plans]
+    assert len(results[-1][0].tokens) == 1
+    runner.release([0])
