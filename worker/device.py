@@ -33,7 +33,7 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 def _gpu_has_bfloat16() -> bool:
     """Older ones than Ampere convert it, which torch counts as well if it is not told otherwise."""
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def _cpu_has_bfloat16() -> bool:
