@@ -73,6 +73,9 @@ class Continuous:
         self._manager = model.init_continuous_batching(
             generation_config=_greedy(longest), continuous_batching_config=config
         )
+        if model.device.type == "cuda":
+            # As its own generate_batch does: its graphs are captured before anybody waits.
+            self._manager.warmup()
         self._manager.start()
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:

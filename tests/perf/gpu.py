@@ -1,19 +1,24 @@
 """The engine on one GPU, held against what the GPU can do and against transformers.
 
-    python tests/perf/gpu.py [--seconds 580] [--out build/bench/gpu.json]
+    PYTHONPATH=.:proto python tests/perf/gpu.py [--seconds 580] [--out build/bench/gpu.json]
 
-Random weights, bf16, in the shape of Llama-3.1-8B and, where launching takes longer than computing,
-of Llama-3.2-1B. Each part is a process of its own (gpu_parts.py): the ceilings (a large copy, a
-large product); decoding at batches of 1, 8, 64 and 256 behind 1,024 tokens, and the part of each
-step in which the GPU computes nothing; prompts of 1,024 and 8,192; 192 requests at once with 161
-prompt and 338 output tokens in the mean; the same by transformers, continuous and in static batches
-of 64; a layer's attention beside torch's own.
+It takes torch, Triton, transformers, numpy, grpcio and protobuf, and nothing else of what Everlift
+depends on. Random weights, bf16, in the shape of Llama-3.1-8B and, where launching takes longer
+than computing, of Llama-3.2-1B. Each part is a process of its own (gpu_parts.py): the ceilings (a
+large copy, a large product); decoding at batches of 1, 8, 64 and 256 behind 1,024 tokens, prompts
+of 1,024 and 8,192, and 192 requests at once with 161 prompt and 338 output tokens in the mean; the
+same requests by transformers' continuous batching; the part of a step's time in which the GPU
+computes nothing; the small shape; a layer's attention beside torch's own; and, last since it takes
+longest, 64 of the requests as one static batch.
 
 ``ratios``: decode_b* is the time that a step takes at least, by the ceilings of the same run
 (gpu_shapes.py), over what it took; prefill_mfu its products over those of the large one, for the
-longest prompt; idle_share the largest of all batches; tok_s_vs_hf_* compare output tokens a second.
-What there was no time for, or has failed, is missing, and ``failed`` says why. Without a GPU all of
-it runs in small, on a tiny model, to see that it does; the figures mean nothing then.
+longest prompt (and prefill_mfu_* for each); idle_share the largest of all batches; tok_s_vs_hf_*
+compare output tokens a second.
+
+A part has only so long, and what was found is written after each: one that fails or hangs costs no
+other's figures. ``failed`` says why something is missing. Without a GPU all of it runs in small, on
+a tiny model, to see that it does; the figures mean nothing then.
 """
 
 from __future__ import annotations
@@ -23,9 +28,11 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,62 +42,99 @@ from tests.perf.gpu_shapes import SHAPES, Ceiling, Shape
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
+class Part(NamedTuple):
+    """``name`` is a key of the report, ``function`` one of gpu_parts.PARTS, which has so long."""
+
+    name: str
+    function: str
+    shape: str
+    limit_s: float
+
+
+def parts(shape: str, small: str) -> list[Part]:
+    """What the ratios need comes first."""
+    return [
+        Part("ceilings", "ceilings", shape, 60),
+        Part("engine", "engine", shape, 200),
+        Part("transformers_continuous", "transformers_continuous", shape, 180),
+        Part("idle", "idle", shape, 90),
+        Part("small_engine", "engine", small, 120),
+        Part("kernels", "kernels", shape, 60),
+        Part("transformers_static", "transformers_static", shape, 180),
+    ]
+
+
+@dataclass
+class Found:
+    """By a part's name, what it found, how long it took, and why it found nothing."""
+
+    raw: dict[str, dict[str, Any]] = field(default_factory=dict)
+    took_s: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
 def main() -> None:
     options = _options()
     shape, small = ("llama-8b", "llama-1b") if torch.cuda.is_available() else ("tiny", "tiny")
-    parts = [
-        *(("ceilings", shape), ("engine", shape), ("transformers_continuous", shape)),
-        *(("transformers_static", shape), ("kernels", shape), ("engine", small)),
-    ]
-    raw, failed = run(parts, time.monotonic() + options.seconds)
-    report.write(
-        options.out,
-        packages=PACKAGES,
-        settings={"shape": shape, "small": small, "device": _device(), "failed": failed},
-        raw=raw,
-        ratios=ratios(raw, SHAPES[shape], SHAPES[small]),
-    )
+    until = time.monotonic() + options.seconds
+    for found in run(parts(shape, small), until):
+        report.write(
+            options.out,
+            packages=PACKAGES,
+            settings={
+                "date": datetime.now(UTC).isoformat(timespec="minutes"),
+                "shape": shape,
+                "small": small,
+                "device": _device(),
+                "took_s": found.took_s,
+                "failed": found.failed,
+            },
+            raw=found.raw,
+            ratios=ratios(found.raw, SHAPES[shape], SHAPES[small]),
+        )
 
 
-def run(
-    parts: Sequence[tuple[str, str]], until: float
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """What each part found, and why it found nothing. The last one of a name is that of the small
-    shape."""
-    found: dict[str, dict[str, Any]] = {}
-    failed: dict[str, str] = {}
-    for part, shape in parts:
-        name = f"small_{part}" if part in found or part in failed else part
-        command = [sys.executable, "-m", "tests.perf.gpu_parts", part, shape]
-        left_s = max(0.0, until - time.monotonic())
+def run(planned: Sequence[Part], until: float) -> Iterator[Found]:
+    """After each part, all that was found so far."""
+    found = Found()
+    for part in planned:
+        began = time.monotonic()
+        command = [sys.executable, "-m", "tests.perf.gpu_parts", part.function, part.shape]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=left_s)
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=max(0.0, min(part.limit_s, until - began)),
+            )
         except subprocess.TimeoutExpired:
-            failed[name] = "no time was left"
-            continue
-        if done.returncode:
-            failed[name] = done.stderr[-2000:]
+            found.failed[part.name] = f"its {part.limit_s:.0f} s, or all time, were over"
         else:
-            found[name] = json.loads(done.stdout.splitlines()[-1])
-    return found, failed
+            if done.returncode:
+                found.failed[part.name] = done.stderr[-2000:]
+            else:
+                found.raw[part.name] = json.loads(done.stdout.splitlines()[-1])
+        found.took_s[part.name] = round(time.monotonic() - began, 1)
+        yield found
 
 
 def ratios(raw: Mapping[str, Any], shape: Shape, small: Shape) -> dict[str, float]:
     """Of what was found."""
-    if "ceilings" not in raw:
-        return {}
-    ceiling = Ceiling(**raw["ceilings"])
     found: dict[str, float] = {}
+    if "idle" in raw:
+        found["idle_share"] = max(batch["idle"] for batch in raw["idle"].values())
     if "engine" in raw:
-        engine = raw["engine"]
-        found |= {f"decode_b{b}": r for b, r in _decode(engine, shape, ceiling).items()}
-        length, prefill_s = list(engine["prefill_s"].items())[-1]
-        found["prefill_mfu"] = shape.prefill_flops(int(length)) / prefill_s / ceiling.flops
-        idle = [batch["idle"] for batch in engine["decode"].values() if "idle" in batch]
-        found |= {"idle_share": max(idle)} if idle else {}
         for name in ("continuous", "static"):
             if (theirs := raw.get(f"transformers_{name}")) is not None:
-                found[f"tok_s_vs_hf_{name}"] = engine["mix_tok_s"] / theirs["tok_s"]
+                found[f"tok_s_vs_hf_{name}"] = raw["engine"]["mix_tok_s"] / theirs["tok_s"]
+    if "ceilings" not in raw:
+        return found
+    ceiling = Ceiling(**raw["ceilings"])
+    if "engine" in raw:
+        found |= {f"decode_b{b}": r for b, r in _decode(raw["engine"], shape, ceiling).items()}
+        for length, prefill_s in raw["engine"]["prefill_s"].items():
+            mfu = shape.prefill_flops(int(length)) / prefill_s / ceiling.flops
+            found |= {f"prefill_mfu_{length}": mfu, "prefill_mfu": mfu}
     if "small_engine" in raw:
         by_batch = _decode(raw["small_engine"], small, ceiling)
         found |= {f"small_decode_b{b}": r for b, r in by_batch.items()}
@@ -101,13 +145,21 @@ def _decode(engine: Mapping[str, Any], shape: Shape, ceiling: Ceiling) -> dict[s
     """By batch, the share of the bound. Sequences are a little longer than the context by then,
     which the bound leaves out."""
     return {
-        batch: shape.decode_bound_s(int(batch), engine["context"], ceiling) / found["step_s"]
-        for batch, found in engine["decode"].items()
+        batch: shape.decode_bound_s(int(batch), engine["context"], ceiling) / step_s
+        for batch, step_s in engine["decode_s"].items()
     }
 
 
-def _device() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, in small"
+def _device() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"name": "CPU, in small"}
+    facts = torch.cuda.get_device_properties(0)
+    return {
+        "name": facts.name,
+        "multiprocessors": facts.multi_processor_count,
+        "memory_gib": round(facts.total_memory / (1 << 30), 1),
+        "cuda": torch.version.cuda,
+    }
 
 
 def _options() -> argparse.Namespace:

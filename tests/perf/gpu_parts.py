@@ -8,13 +8,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
@@ -24,11 +27,12 @@ from worker.attention.backend import AttentionForm
 from worker.attention.choice import choose_attention
 from worker.build import build_runner
 from worker.config import WorkerConfig
+from worker.decode_graphs import CudaGraphs
 from worker.device import choose_device
 from worker.engine import Engine
 from worker.kv_cache import KVCache
 from worker.limits import Limits, blocks_for
-from worker.outcome import Abort
+from worker.outcome import Abort, Outcome
 from worker.parallel import Group
 from worker.plan import Row, Rows
 from worker.sequence import Sequence
@@ -36,18 +40,27 @@ from worker.sequence import Sequence
 DEVICE = choose_device("auto")
 DTYPE = torch.bfloat16
 IS_SMALL = DEVICE.type == "cpu"
+_WATCHED, _WATCHED_DEVICE = (
+    (ProfilerActivity.CPU, DeviceType.CPU) if IS_SMALL else (ProfilerActivity.CUDA, DeviceType.CUDA)
+)
 #: On a CPU just enough to see that all parts work.
 BATCHES = (1, 4) if IS_SMALL else (1, 8, 64, 256)
 CONTEXT = 40 if IS_SMALL else 1024
 PREFILLS = (16, 60) if IS_SMALL else (1024, 8192)
 STEPS = 5 if IS_SMALL else 64
 WARM_UP_STEPS, PROFILED_STEPS = 4, 16
+#: Beyond its context, what a sequence decodes.
+DECODED = 2 * (STEPS + PROFILED_STEPS)
 ROUNDS = 2 if IS_SMALL else 5
 BATCHED_TOKENS = 64 if IS_SMALL else 8192
 NUM_REQUESTS = 6 if IS_SMALL else 192
 STATIC_BATCH = 2 if IS_SMALL else 64
-#: Means of a request's tokens, as ShareGPT has them.
-MEAN_PROMPT, MEAN_OUTPUT = (8, 6) if IS_SMALL else (161, 338)
+#: Means of a request's tokens, as ShareGPT has them, and the most that one has of either.
+MEAN_PROMPT, MEAN_OUTPUT, MOST = (8, 6, 60) if IS_SMALL else (161, 338, 1024)
+#: Of a request that does not count.
+FEW_TOKENS = 8
+#: Several times what a GPU's own cache holds of keys and values.
+COLD_BYTES = 0 if IS_SMALL else 256 << 20
 GREEDY = SamplingParams(temperature=0.0).to_proto()
 
 
@@ -87,13 +100,18 @@ def synchronise() -> None:
 def engine(shape: Shape) -> dict[str, Any]:
     """Decoding, prefill and the mix of requests."""
     with Bench(shape) as bench:
-        bench.prefill(PREFILLS[0])  # compiles
         return {
             "context": CONTEXT,
-            "decode": {str(batch): bench.decode(batch) for batch in BATCHES},
+            "decode_s": {str(batch): bench.decode(batch) for batch in BATCHES},
             "prefill_s": {str(n): bench.prefill(n) for n in PREFILLS},
             "mix_tok_s": bench.mix(),
         }
+
+
+def idle(shape: Shape) -> dict[str, Any]:
+    """A part of its own: nothing is timed once the profiler was there."""
+    with Bench(shape) as bench:
+        return {str(batch): bench.idle(batch) for batch in BATCHES}
 
 
 class Bench:
@@ -103,16 +121,16 @@ class Bench:
         self._shape = shape
         self._rng = Random(7)
         self._epoch = 0
+        self._num_tokens = 0
         self._directory = tempfile.TemporaryDirectory()
         config_json = Path(self._directory.name) / "config.json"
         config_json.write_text(json.dumps(shape.config))
-        longest = CONTEXT + 2 * (STEPS + PROFILED_STEPS)
         config = WorkerConfig(
             model=self._directory.name,
             load_format="dummy",
             device=DEVICE.type,
             dtype="bfloat16",
-            num_blocks=BATCHES[-1] * blocks_for(longest) + blocks_for(PREFILLS[-1]),
+            num_blocks=BATCHES[-1] * blocks_for(CONTEXT + DECODED) + blocks_for(PREFILLS[-1]),
             max_num_seqs=BATCHES[-1],
             max_num_batched_tokens=BATCHED_TOKENS,
         )
@@ -127,27 +145,57 @@ class Bench:
         self._runner.close()
         self._directory.cleanup()
 
-    def decode(self, batch: int) -> dict[str, float]:
-        """Seconds of a step in which ``batch`` sequences decode, and the part of it in which the
-        GPU computes nothing."""
-        epochs = [self._add(CONTEXT, 2 * (STEPS + PROFILED_STEPS)) for _ in range(batch)]
-        while self._engine.load().pending_prefill_tokens:
-            self._engine.step()
-        self._timed_steps(WARM_UP_STEPS)
+    def decode(self, batch: int) -> float:
+        """Seconds of a step in which ``batch`` sequences decode."""
+        epochs = self._decoding(batch)
+        before = self._num_tokens
         step_s = self._timed_steps(STEPS)
-        with profiled() as busy:
-            profiled_s = self._timed_steps(PROFILED_STEPS)
+        assert self._num_tokens - before == STEPS * batch, "not all have decoded"
+        self._abort(epochs)
+        return step_s
+
+    def idle(self, batch: int) -> dict[str, float]:
+        """``idle`` is the part of the time, from the first to the last that the GPU does in some
+        steps, in which it does nothing; ``busy_s`` what it does in a step. To be watched takes the
+        host time, so it idles a little more than it would."""
+        epochs = self._decoding(batch)
+        with torch.profiler.profile(activities=[_WATCHED]) as profile:
+            self._timed_steps(PROFILED_STEPS)
+        self._abort(epochs)
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in profile.events()
+            # Beside what the GPU did, what the host asked of it is told, and how long it waited.
+            if event.device_type == _WATCHED_DEVICE
+        )
+        assert spans, "the profiler saw nothing"
+        busy, passed = covered(spans), max(end for _, end in spans) - spans[0][0]
+        return {"idle": 1 - busy / passed, "busy_s": busy / 1e6 / PROFILED_STEPS}
+
+    def _decoding(self, batch: int) -> list[int]:
+        """The epochs of so many, whose prompts are computed."""
+        epochs = [self._add(CONTEXT, DECODED) for _ in range(batch)]
+        while self._engine.load().pending_prefill_tokens:
+            self._take(self._engine.step())
+        self._timed_steps(WARM_UP_STEPS)
+        return epochs
+
+    def _abort(self, epochs: Iterable[int]) -> None:
         for epoch in epochs:
             self._engine.abort(Abort(epoch))
-        idle = {"idle": 1 - busy[0] / PROFILED_STEPS / profiled_s} if busy else {}
-        return {"step_s": step_s, **idle}
 
     def _timed_steps(self, steps: int) -> float:
         began = time.perf_counter()
         for _ in range(steps):
-            self._engine.step()
-        self._engine.settle()
+            self._take(self._engine.step())
+        self._take(self._engine.settle())
         return (time.perf_counter() - began) / steps
+
+    def _take(self, outcomes: Iterable[Outcome]) -> None:
+        """Who fails takes no time any more: nobody may."""
+        for outcome in outcomes:
+            assert outcome.error is None, outcome.error
+            self._num_tokens += len(outcome.tokens)
 
     def prefill(self, length: int) -> float:
         """Seconds to a prompt's first token."""
@@ -164,13 +212,15 @@ class Bench:
         requests = mix(self._shape)
         for each in requests:
             self._add(len(each.prompt), each.max_tokens)
-        began = time.perf_counter()
+        before, began = self._num_tokens, time.perf_counter()
         self._run()
-        return sum(each.max_tokens for each in requests) / (time.perf_counter() - began)
+        tok_s = (self._num_tokens - before) / (time.perf_counter() - began)
+        assert self._num_tokens - before == sum(each.max_tokens for each in requests)
+        return tok_s
 
     def _run(self) -> None:
         while self._engine.has_work:
-            self._engine.step()
+            self._take(self._engine.step())
 
     def _add(self, length: int, max_tokens: int) -> int:
         self._epoch += 1
@@ -180,20 +230,6 @@ class Bench:
         )
         self._engine.add(Sequence.from_start(start, self._limits))
         return self._epoch
-
-
-@contextmanager
-def profiled() -> Iterator[list[float]]:
-    """Afterwards, the seconds in which the GPU computed anything; nothing on a CPU. Being watched
-    takes the host some time."""
-    busy: list[float] = []
-    if DEVICE.type != "cuda":
-        yield busy
-        return
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        yield busy
-    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events())
-    busy.append(covered(spans) / 1e6)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -206,20 +242,22 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def mix(shape: Shape) -> list[Request]:
-    """Lengths with a long tail: log-normal, a standard deviation of 0.9 in the logarithm."""
     rng = Random(161338)
-
-    def length(mean: int, most: int) -> int:
-        return min(most, max(1, round(mean * rng.lognormvariate(-0.405, 0.9))))
-
-    most = min(shape.context // 4, 2048)
+    prompts, outputs = lengths(rng, MEAN_PROMPT), lengths(rng, MEAN_OUTPUT)
     return [
-        Request(
-            [rng.randrange(3, shape.vocab) for _ in range(length(MEAN_PROMPT, most))],
-            length(MEAN_OUTPUT, most),
-        )
-        for _ in range(NUM_REQUESTS)
+        Request([rng.randrange(3, shape.vocab) for _ in range(prompt)], output)
+        for prompt, output in zip(prompts, outputs, strict=True)
     ]
+
+
+def lengths(rng: Random, mean: float) -> list[int]:
+    """Of NUM_REQUESTS, with a long tail: log-normal, a standard deviation of 0.9 in the logarithm.
+    What is cut off behind MOST the others have more, so that the mean is right."""
+    drawn, scale = [rng.lognormvariate(0.0, 0.9) for _ in range(NUM_REQUESTS)], mean
+    for _ in range(20):
+        cut = [min(MOST, max(1, round(scale * each))) for each in drawn]
+        scale *= mean / statistics.mean(cut)
+    return cut
 
 
 # transformers
@@ -238,10 +276,11 @@ def transformers_continuous(shape: Shape) -> dict[str, Any]:
 
 
 def transformers_static(shape: Shape) -> dict[str, Any]:
+    """One batch: each takes as long as its longest request."""
     from tests.perf.engine_transformers import Static
 
-    system = Static(random_transformer(shape), STATIC_BATCH, "prompt")
-    return {"tok_s": rate(system.generate, mix(shape))}
+    system = Static(random_transformer(shape), STATIC_BATCH, "arrival")
+    return {"tok_s": rate(system.generate, mix(shape)[:STATIC_BATCH])}
 
 
 def random_transformer(shape: Shape) -> Any:
@@ -255,12 +294,14 @@ def random_transformer(shape: Shape) -> Any:
     return model
 
 
-def rate(generate: Callable[[list[Request]], object], requests: list[Request]) -> float:
-    """Output tokens a second, after a few requests that do not count."""
-    generate(requests[:2])
+def rate(generate: Callable[[list[Request]], list[list[int]]], requests: list[Request]) -> float:
+    """Output tokens a second, after a few short requests that do not count."""
+    generate([Request(each.prompt, FEW_TOKENS) for each in requests[:2]])
     began = time.perf_counter()
-    generate(requests)
-    return sum(each.max_tokens for each in requests) / (time.perf_counter() - began)
+    outputs = generate(requests)
+    passed_s = time.perf_counter() - began
+    assert [*map(len, outputs)] == [each.max_tokens for each in requests], "not all came"
+    return sum(map(len, outputs)) / passed_s
 
 
 # kernels
@@ -278,33 +319,44 @@ def kernels(shape: Shape) -> dict[str, Any]:
     }
 
 
+@torch.inference_mode()
 def attention_s(shape: Shape, rows: int, new: int, context: int) -> dict[str, float]:
+    """Layer after layer, of so many that none finds what it reads where it left it."""
+    layers = 1 + COLD_BYTES // (rows * context * shape.kv_bytes // shape.layers)
     blocks = blocks_for(context)
-    cache = KVCache(rows * blocks, 1, shape.kv_heads, shape.head_dim, DTYPE, DEVICE)
+    cache = KVCache(rows * blocks, layers, shape.kv_heads, shape.head_dim, DTYPE, DEVICE)
     cache.tensor.normal_()
     order = iter(torch.randperm(rows * blocks).tolist())
     tables = [tuple(next(order) for _ in range(blocks)) for _ in range(rows)]
     planned = [Row(i, (0,) * new, context - new, table, True) for i, table in enumerate(tables)]
     step = choose_attention(cache).prepare(Rows.of(planned))
-    shapes = ((rows, shape.heads, new), *[(rows, shape.kv_heads, context)] * 2)
-    query, key, value = (
+    shapes = ((rows, shape.heads, new), *[(layers, rows, shape.kv_heads, context)] * 2)
+    query, keys, values = (
         torch.randn(*each, shape.head_dim, dtype=DTYPE, device=DEVICE) for each in shapes
     )
     flat = query.transpose(1, 2).reshape(rows * new, shape.heads, shape.head_dim)
     form = AttentionForm(shape.head_dim**-0.5)
-    return {
-        "ours_s": seconds(lambda: step.attend(0, flat, form)),
-        "sdpa_s": seconds(
-            lambda: torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, is_causal=new > 1, enable_gqa=True
-            )
-        ),
-    }
+
+    def ours() -> Tensor:
+        return [step.attend(layer, flat, form) for layer in range(layers)][-1]
+
+    def torchs() -> Tensor:
+        attend = partial(
+            torch.nn.functional.scaled_dot_product_attention, is_causal=new > 1, enable_gqa=True
+        )
+        return [attend(query, key, value) for key, value in zip(keys, values, strict=True)][-1]
+
+    return {"ours_s": replayed_s(ours) / layers, "sdpa_s": replayed_s(torchs) / layers}
+
+
+def replayed_s(work: Callable[[], Tensor]) -> float:
+    """Seconds, of which none are the host's: to launch a kernel takes it longer than some take."""
+    return seconds(work if IS_SMALL else CudaGraphs()(work))
 
 
 PARTS: dict[str, Callable[[Shape], dict[str, Any]]] = {
     part.__name__: part
-    for part in (ceilings, engine, transformers_continuous, transformers_static, kernels)
+    for part in (ceilings, engine, idle, transformers_continuous, transformers_static, kernels)
 }
 
 if __name__ == "__main__":

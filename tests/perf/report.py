@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ def write(
     """Also prints it. ``packages`` are those on whose versions the figures depend."""
     report = {
         "machine": machine(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: _version(name) for name in packages},
         "settings": settings,
         "raw": raw,
         "ratios": ratios,
@@ -39,6 +39,13 @@ def machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _cpu_model() -> str:

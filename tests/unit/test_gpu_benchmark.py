@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -43,14 +46,21 @@ def test_ratios_are_shares_of_the_bound() -> None:
     bound = LLAMA.decode_bound_s(8, 1000, Ceiling(**ceiling))
     engine = {
         "context": 1000,
-        "decode": {"8": {"step_s": 2 * bound, "idle": 0.1}},
+        "decode_s": {"8": 2 * bound},
         "prefill_s": {"100": 1.0, "1000": 4 * LLAMA.prefill_flops(1000) / 8e14},
         "mix_tok_s": 900.0,
     }
-    raw = {"ceilings": ceiling, "engine": engine, "transformers_continuous": {"tok_s": 300.0}}
+    raw = {
+        "ceilings": ceiling,
+        "engine": engine,
+        "idle": {"1": {"idle": 0.1, "busy_s": 0.9}, "8": {"idle": 0.02, "busy_s": 1.9}},
+        "transformers_continuous": {"tok_s": 300.0},
+    }
     assert gpu.ratios(raw, LLAMA, TINY) == pytest.approx(
         {
             "decode_b8": 0.5,
+            "prefill_mfu_100": LLAMA.prefill_flops(100) / 8e14,
+            "prefill_mfu_1000": 0.25,
             "prefill_mfu": 0.25,
             "idle_share": 0.1,
             "tok_s_vs_hf_continuous": 3.0,
@@ -61,10 +71,28 @@ def test_ratios_are_shares_of_the_bound() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
 def test_the_engine_and_the_kernels_are_measured_in_small() -> None:
     found = gpu_parts.engine(TINY)
-    assert {*found["decode"]} == {"1", "4"} and found["mix_tok_s"] > 0
+    assert {*found["decode_s"]} == {"1", "4"} and found["mix_tok_s"] > 0
+    assert all(0 <= batch["idle"] < 1 for batch in gpu_parts.idle(TINY).values())
     assert all(part["ours_s"] > 0 for part in gpu_parts.kernels(TINY).values())
 
 
-def test_what_fails_says_why() -> None:
-    found, failed = gpu.run([("no such part", "tiny")], until=0.0)
-    assert not found and failed == {"no such part": "no time was left"}
+def test_lengths_have_the_mean_that_is_asked_for_and_a_tail() -> None:
+    lengths = gpu_parts.lengths(Random(1), 20)
+    assert sum(lengths) / len(lengths) == pytest.approx(20, rel=0.1)
+    assert 1 <= min(lengths) and max(lengths) <= gpu_parts.MOST
+
+
+def test_a_part_that_fails_or_has_no_time_left_says_why_and_costs_no_others_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$3" = works ] && echo noise && echo "{\\"tok_s\\": 3}"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    names = ("late", "broken", "works")
+    planned = [gpu.Part(name, name, "tiny", 30.0 * (name != "late")) for name in names]
+    *_, found = gpu.run(planned, time.monotonic() + 60)
+    assert found.raw == {"works": {"tok_s": 3}}
+    assert {*found.failed} == {"late", "broken"} and "were over" in found.failed["late"]
+    assert [*found.took_s] == [*names]
+    assert gpu.ratios(found.raw, LLAMA, TINY) == {}
