@@ -1,20 +1,23 @@
 """Compiles every kernel that a step launches ahead of time, for GPUs that are not there.
 
 ``python -m tests.compile_kernels 80 90`` launches what a step does, on a CPU, with a launch in the
-place of Triton's that compiles what it was to run. A line of JSON for each variant: kernel, compute
-capability, bytes of machine code, and of memory that the threads of a program share. It takes a
-process without TRITON_INTERPRET.
+place of Triton's that compiles what it was to run. A line of JSON for each variant: what it is, and
+what a program takes. It takes a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -32,6 +35,8 @@ TYPES = {
 }
 #: Options of a launch, beside the kernel's own parameters.
 OPTIONS = ("num_warps", "num_stages")
+#: Parameters that tell variants apart.
+SHOWN = ("HEAD_DIM", "BLOCK_ROWS", "BLOCK_KEYS", "TOKENS", "SPLITS", "WIDTH", "VOCAB")
 
 
 class Compiling:
@@ -59,13 +64,39 @@ class Compiling:
         if variant not in self._done:
             self._done.add(variant)
             for capability in self._capabilities:
-                self._compile(source, capability, options)
+                self._compile(source, capability, options, values)
 
-    def _compile(self, source: ASTSource, capability: int, options: dict[str, Any]) -> None:
+    def _compile(
+        self, source: ASTSource, capability: int, options: dict[str, Any], values: dict[str, Any]
+    ) -> None:
         compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
         cubin = compiled.asm["cubin"]
-        shared = compiled.metadata.shared
-        print(json.dumps([source.name, capability, len(cubin), shared]), flush=True)
+        registers, spilled = _registers(cubin)
+        variant = {
+            "kernel": source.name,
+            "capability": capability,
+            "types": sorted({*source.signature.values()} & {"*bf16", "*fp16"}),
+            **{name: values[name] for name in SHOWN if name in values},
+            **options,
+            "code_bytes": len(cubin),
+            "shared_bytes": compiled.metadata.shared,
+            "registers": registers,
+            "spilled_bytes": spilled,
+            "products": [name for name in ("wgmma", "mma.sync") if name in compiled.asm["ptx"]],
+        }
+        print(json.dumps(variant), flush=True)
+
+
+def _registers(cubin: bytes) -> tuple[int, int]:
+    """Of a thread, and the bytes of what does not fit into them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
 
 
 def _is_aligned(value: object) -> bool:
