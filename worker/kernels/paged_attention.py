@@ -64,7 +64,9 @@ def attend_tiles(
     ``starts`` in its sequence; of a row without tokens (``counts`` 0) nothing is written. Its
     blocks are ``tables`` [rows, ``table_width[0]``].
     """
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # A row's last tile sees most, and begins first: the short ones fill up what is left in the end.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
     row = tl.load(tile_rows + tile)
     offset = tl.load(tile_offsets + tile)
     count = tl.load(counts + row)
