@@ -4,6 +4,7 @@ launched kernel by kernel, whatever a block holds that nobody has written to."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -13,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from everlift.sampling import SamplingParams
 from tests.llama_support import SIZES, load_llama, save_llama
 from tests.torch_engine import Job, TorchEngine, greedy_jobs, starts
 from tests.worker_support import run
@@ -29,6 +31,7 @@ from worker.sequence import Sequence as EngineSequence
 DEVICE = "cuda"
 DEMO_MODEL = Path(__file__).parents[2] / "cluster" / "demo_model"
 PLENTY, FEW = 200, 18
+DRAWN = SamplingParams(top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1, min_tokens=3)
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
     # Kernels are compiled for it.
@@ -99,6 +102,16 @@ def test_what_nobody_has_written_changes_nothing(
     runner = runner_on_gpu(directory, "float32", FEW)
     runner._cache.tensor.fill_(torch.nan)
     assert serve(runner, directory, jobs) == expected
+
+
+def test_no_step_waits_for_the_device(directory: Path, jobs: list[Job]) -> None:
+    """But for the tokens of the step before it, by an event, which torch does not count."""
+    runner = runner_on_gpu(directory, "float32", FEW)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        serve(runner, directory, [*jobs[:3], *(replace(job, sampling=DRAWN) for job in jobs[3:])])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_logits_in_bfloat16_are_near_those_in_float32() -> None:
