@@ -71,12 +71,12 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
         kv_cache_mib=cache.tensor.nbytes >> 20,
         max_num_batched_tokens=config.batched_tokens(kind_of(device)),
     )
-    if device.type == "cuda":
-        _warm_up(parts.runner(), config)
     host_cache = build_host_cache(config, cache, group, parts.runner())
     graphs = parts.capture()
     if graphs is not None:
         log.info("decoding captured", buckets=decode_buckets(config.max_num_seqs))
+    if device.type == "cuda":
+        _warm_up(parts.runner(), config)
     return parts.runner(host_cache, stopwatch, graphs)
 
 
