@@ -151,7 +151,8 @@ def test_where_nothing_is_predicted_an_order_by_rank_is_fifo(
     assert by_rank == sorted(requests, key=Fifo().place)
 
 
-@given(ARRIVALS, st.randoms(use_true_random=False), st.sampled_from(POLICIES))
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+@given(arrivals=ARRIVALS, dice=st.randoms(use_true_random=False))
 def test_whom_nobody_may_pass_any_more_nobody_passes(
     arrivals: list[tuple[float, int, float | None, int]], dice: random.Random, policy: Policy
 ) -> None:
@@ -175,11 +176,12 @@ def test_whom_nobody_may_pass_any_more_nobody_passes(
             left.append((gone, moment, [it for it in here.values() if it.arrived < gone.arrived]))
     for gone, moment, overtaken in left:
         for older in overtaken:
-            assert gone.arrived - older.arrived <= _window(policy, older, moment) + 1e-9
+            window = _window(policy, older, moment, gone.predicted_total)
+            assert gone.arrived - older.arrived <= window + 1e-9
 
 
-def _window(policy: Policy, older: Waiting, moment: float) -> float:
-    """How much later one may come that passes it at this moment."""
+def _window(policy: Policy, older: Waiting, moment: float, tokens: int) -> float:
+    """How much later one of so many tokens may come that passes it at this moment."""
     match policy:
         case EarliestDeadline(undated_s):
             return older.deadline - older.arrived if older.deadline < inf else undated_s
@@ -188,11 +190,14 @@ def _window(policy: Policy, older: Waiting, moment: float) -> float:
         case PredictedRank(patience):
             return patience * older.foreseen_wait_s * -log(1 - older.predicted_rank)
         case HighestResponseRatio():
-            # It takes less, and has waited for as many times less; up to the rounding of sizes.
-            return moment - older.arrived
+            if tokens >= older.predicted_total:
+                return 0.0
+            # It has waited for as long for each of its tokens, up to the rounding of sizes.
+            part = tokens / older.predicted_total / 2**0.5
+            return (moment - older.arrived) * (1.0 - part)
         case NeverLonger(inner, limit_s):
             waited = moment - older.arrived
-            return 0.0 if waited >= limit_s else _window(inner, older, moment)
+            return 0.0 if waited >= limit_s else _window(inner, older, moment, tokens)
     return 0.0
 
 
