@@ -89,7 +89,7 @@ class FluidWorker:
             known = sequence.num_known
             self._orders += 1
             before = sequence.num_computed_before
-            last = min(sequence.num_prompt + sequence.max_tokens, self.limits.max_model_len)
+            last = min(sequence.num_prompt + sequence.length, self.limits.max_model_len)
             self._starts.append(Flow(sequence, self._orders, known, known, before, last))
             self._other_tokens += known
             self._pending_tokens += known

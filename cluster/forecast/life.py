@@ -71,7 +71,13 @@ class Life:
         record.migrations += bool(self.num_tokens)
         computed = max(self.num_computed, self.known_tokens - 1 if self.num_tokens else 0)
         return NamedSequence.begin(
-            epoch, self.request_id, record.arrival, self.names, self.num_tokens, computed
+            epoch,
+            self.request_id,
+            record.arrival,
+            self.names,
+            self.predicted_output,
+            self.num_tokens,
+            computed,
         )
 
     def said(self, outcome: Outcome, step: int) -> None:
@@ -102,13 +108,17 @@ class Life:
         self.losses_in_a_row = 1 if has_gone_on else self.losses_in_a_row + 1
         self.num_tokens_at_loss = self.num_tokens
 
-    # what the leader is told
+    # what the leader and its worker are told
+
+    @property
+    def predicted_output(self) -> int:
+        """As foretold when it came."""
+        return self.foretold.length.to_come(0, self.record.arrival.max_tokens)
 
     @property
     def predicted_total(self) -> int:
-        """Its prompt and its output, as foretold when it came."""
-        arrival = self.record.arrival
-        return arrival.prompt_tokens + self.foretold.length.to_come(0, arrival.max_tokens)
+        """Its prompt and its output."""
+        return self.record.arrival.prompt_tokens + self.predicted_output
 
     def waiting(self, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:
         arrival = self.record.arrival

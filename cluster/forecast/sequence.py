@@ -50,10 +50,13 @@ class BlockNames:
 
 
 class NamedSequence(Sequence):
-    """Its blocks have names in place of hashes, and it ends by ``max_tokens`` alone."""
+    """Its blocks have names in place of hashes, and in place of a stop token it has a ``length``,
+    which its worker's policy does not know."""
 
-    __slots__ = ("names",)
+    __slots__ = ("length", "names")
     names: BlockNames
+    #: output tokens that end it
+    length: int
 
     @classmethod
     def begin(
@@ -62,27 +65,39 @@ class NamedSequence(Sequence):
         request_id: str,
         arrival: Arrival,
         names: BlockNames,
-        output_tokens: int,
-        num_computed: int,
+        predicted_tokens: int,
+        output_tokens: int = 0,
+        num_computed: int = 0,
     ) -> NamedSequence:
-        """With ``output_tokens`` of earlier attempts, in which so many tokens were computed."""
+        """With ``output_tokens`` of earlier attempts, in which so many tokens were computed.
+        ``predicted_tokens`` are of the whole output; 0: nobody knows."""
         sequence = cls(
             key=SequenceKey(epoch, 0),
             request_id=request_id,
             tokens=[TOKEN] * (arrival.prompt_tokens + output_tokens),
             num_prompt=arrival.prompt_tokens,
-            max_tokens=num_outputs(arrival),
+            max_tokens=max(1, arrival.max_tokens),
             sampling=_SAMPLING,
             stop_token_ids=frozenset(),
             salt=b"",
             priority=arrival.priority,
+            predicted_tokens=predicted_tokens,
             num_computed_before=num_computed,
         )
         sequence.names = names
+        sequence.length = max(1, min(arrival.output_tokens, arrival.max_tokens))
         return sequence
 
     def block_hash(self, index: int) -> bytes:
         return self.names[index]
+
+    def stop(self, limits: Limits) -> Stop | None:
+        if (stop := super().stop(limits)) is not None:
+            return stop
+        return Stop.EOS if self.num_output >= self.length else None
+
+    def earliest_end(self, limits: Limits) -> int:
+        return min(self.num_prompt + self.length, super().earliest_end(limits))
 
     def end_at_start(self, limits: Limits, is_draining: bool) -> Outcome | None:
         """How it ends at a worker that does not begin with it, as in ``worker.sessions``."""
@@ -92,8 +107,3 @@ class NamedSequence(Sequence):
         if self.num_prompt >= most or self.num_known > most:
             return self.outcome(Stop.REFUSED, PromptTooLong())
         return None if (stop := self.stop(limits)) is None else self.outcome(stop)
-
-
-def num_outputs(arrival: Arrival) -> int:
-    """Tokens that it comes to, if nothing else ends it."""
-    return max(1, min(arrival.output_tokens, arrival.max_tokens))

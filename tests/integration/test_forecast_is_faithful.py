@@ -113,7 +113,7 @@ def named(told: session_pb2.Start, num_outputs: int) -> NamedSequence:
         prefix_part_tokens=STEM,
     )
     names = BlockNames(told.epoch, arrival)
-    return NamedSequence.begin(told.epoch, told.request_id, arrival, names, 0, 0)
+    return NamedSequence.begin(told.epoch, told.request_id, arrival, names, told.predicted_tokens)
 
 
 def batch(plan: Plan) -> Batch:

@@ -21,6 +21,7 @@ from cluster.forecast.summary import Quantiles, Slo
 from cluster.workloads.arrival import Arrival
 from router.config import RouterConfig
 from tests.small_clusters import ENGINE, STEP_TIME, arrivals, scenario, spec
+from worker.config import Scheduling
 
 LINK_S = 0.001
 
@@ -152,6 +153,19 @@ def test_the_orders_of_the_product_are_its_own() -> None:
         for order in ("fifo", "shortest")
     }
     assert means["fifo"].overtaken.mean == 0 < means["shortest"].overtaken.mean
+
+
+@pytest.mark.parametrize(("sigma", "together"), [(None, [1, 2, 3, 4]), (0.0, [2, 4, 6, 8])])
+def test_of_outputs_a_worker_knows_what_was_foretold(
+    sigma: float | None, together: list[int]
+) -> None:
+    """Whose policy closes batches of similar outputs, here after the first request's."""
+    load = [Arrival(0.0, 10, 30, 200), *(Arrival(0.0, 10, length, 200) for length in [90, 5] * 4)]
+    worker = spec(max_num_seqs=4, scheduling=Scheduling("magnus"))
+    cluster = scenario(worker, router=RouterConfig(local_depth=8), foresight_sigma=sigma)
+    _, *others = simulate(load, cluster).records
+    first = min(record.first_token for record in others)
+    assert [record.index for record in others if record.first_token == first] == together
 
 
 @pytest.mark.parametrize("choice", ["random", "round_robin", "jsq", "p2c"])

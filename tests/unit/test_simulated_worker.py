@@ -24,7 +24,7 @@ def test_who_draws_its_last_token_has_its_slot_until_the_step_is_over(one_by_one
     for steps in (0.5, 1.5, 2.5, 3.5):
         timeline.at(steps * STEP_S, lambda: seen.append(worker.occupants()))
     arrival = Arrival(0.0, prompt_tokens=1, output_tokens=3, max_tokens=3)
-    worker.start(NamedSequence.begin(1, "r", arrival, BlockNames(0, arrival), 0, 0))
+    worker.start(NamedSequence.begin(1, "r", arrival, BlockNames(0, arrival), 3))
     while timeline.now < 4 * STEP_S:
         timeline.step()
 
