@@ -2,7 +2,8 @@
 
 The live one has tokens, hashes and a thread, and takes what comes when it comes. The other one has
 the product's scheduler too, but for sequences whose tokens nobody knows: their blocks have names,
-and they end after as many tokens as the live ones did.
+and they end after as many tokens as the live ones did. What the live one looked at when a step
+began, its log says: the time, and for whom a grammar was not ready.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from cluster.forecast.sequence import TOKEN, BlockNames, NamedSequence
 from cluster.workloads.arrival import Arrival
 from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import session_pb2
-from tests.worker_support import Collected, limits, prompt, runner, start
+from tests.worker_support import Collected, limits, prompt, start
 from worker.config import FakeModel, Scheduling
 from worker.engine import Engine
+from worker.fake_runner import FakeRunner
 from worker.limits import Limits
 from worker.loop import LeadingLoop, Report
 from worker.orders import Inbox
@@ -31,6 +33,14 @@ from worker.outcome import Abort, SequenceKey
 from worker.plan import Plan
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
+
+#: A token is due when two or three steps have begun since the one before it.
+POLICIES = {
+    "continuous": Scheduling(),
+    "static": Scheduling("static"),
+    "slai": Scheduling("slai", tbt_target=0.004, ageing_tokens=8),
+    "magnus": Scheduling("magnus"),
+}
 
 #: Of each row the slot, start, number of tokens, whether it draws, and its blocks.
 Batch: TypeAlias = list[tuple[Any, ...]]
@@ -44,6 +54,18 @@ LIMITS = limits(
 REQUESTS = 60
 #: Tokens that prompts of a group have in common.
 STEM = 2 * BLOCK_SIZE + 5
+
+
+class Waiting(FakeRunner):
+    """Now and then somebody's next token would have to wait for a grammar."""
+
+    def __init__(self, bounds: Limits, seed: int) -> None:
+        super().__init__(bounds.num_blocks, MODEL)
+        self._num_slots = bounds.max_num_seqs
+        self._dice = Random(seed)
+
+    def unready_slots(self) -> frozenset[int]:
+        return frozenset(slot for slot in range(self._num_slots) if self._dice.random() < 0.01)
 
 
 @dataclass
@@ -67,7 +89,7 @@ class Live:
 
     def run(self, seed: int) -> None:
         """Requests come at random moments, and some of their clients go."""
-        engine = Engine(runner(self.bounds, MODEL), self.bounds, within=self.executed)
+        engine = Engine(Waiting(self.bounds, seed), self.bounds, within=self.executed)
         inbox = Inbox()
         loop = LeadingLoop(engine, inbox, self.report, self)
         thread = threading.Thread(target=loop.run)
@@ -94,6 +116,7 @@ def request(epoch: int, dice: Random) -> session_pb2.Start:
         [*stem, *prompt(own, 7 * epoch)],
         max_tokens=dice.randint(1, 120),
         priority=dice.choice([0, 0, 1]),
+        predicted_tokens=dice.choice([0, dice.randint(1, 150)]),
         stop_token_ids=[MODEL.eos_token_id],
     )
 
@@ -137,36 +160,47 @@ def played_again(live: Live, num_at_once: int) -> Iterator[tuple[int, Batch | No
             for sequence in scheduler.of_epoch(abort.epoch):
                 scheduler.remove(sequence)
         if not skipped:
-            skipped = quiet(scheduler, live.entries[turn + 1 : -1], num_at_once)
+            skipped = quiet(scheduler, live.entries[turn:-1], num_at_once)
             if skipped:
                 scheduler.decode(TOKEN, skipped)
         if skipped:
             skipped -= 1
             yield turn, None
             continue
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(entry.held_slots, entry.now)
         if plan.rows:
             yield turn, batch(plan)
             scheduler.commit_drawn(plan, TOKEN)
     assert not len(scheduler)
 
 
-def quiet(scheduler: Scheduler, after: list[session_pb2.StepLog], most: int) -> int:
-    """Steps that can be computed at once before anybody comes or goes."""
-    until = next((i for i, entry in enumerate(after) if entry.starts or entry.aborts), len(after))
-    return scheduler.num_alike(min(most, until + 1)) if most else 0
+def quiet(scheduler: Scheduler, entries: list[session_pb2.StepLog], most: int) -> int:
+    """Of these steps, whose first one's orders are taken, those that can be computed at once
+    before anybody comes, goes or has to wait."""
+    first, *after = entries
+    if not most or first.held_slots:
+        return 0
+    changes = (i for i, it in enumerate(after) if it.starts or it.aborts or it.held_slots)
+    return scheduler.num_alike(min(most, next(changes, len(after)) + 1))
 
 
-@pytest.mark.parametrize("num_at_once", [0, 16])
-@pytest.mark.parametrize("policy", ["continuous", "static"])
-def test_the_batches_are_those_of_the_live_engine(policy: Any, num_at_once: int) -> None:
-    live = Live(replace(LIMITS, scheduling=Scheduling(policy)))
+@pytest.mark.parametrize(
+    ("policy", "num_at_once"),
+    [
+        *(("continuous", 0), ("continuous", 16), ("static", 0), ("static", 16)),
+        # By the time every step may be another one.
+        *(("slai", 0), ("magnus", 0)),
+    ],
+)
+def test_the_batches_are_those_of_the_live_engine(policy: str, num_at_once: int) -> None:
+    live = Live(replace(LIMITS, scheduling=POLICIES[policy]))
     live.run(seed=num_at_once)
     batches = dict(played_again(live, num_at_once))
     assert batches.keys() == live.batches.keys()
     for turn, each in batches.items():
         assert each is None or each == live.batches[turn], f"step {turn}"
+    assert any(entry.held_slots for entry in live.entries)
     # A closed batch may have blocks enough.
-    assert policy == "static" or sum(live.collected.preemptions.values()) > 0
+    assert policy in ("static", "magnus") or sum(live.collected.preemptions.values()) > 0
     at_once = sum(each is None for each in batches.values())
     assert (at_once > len(batches) / 20) == bool(num_at_once)
