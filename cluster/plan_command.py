@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cluster.errors import ForecastFailed
 from cluster.forecast import as_json, plan_views, target
-from cluster.forecast.command import load, machines
+from cluster.forecast.command import ledger_requests, load, machines
 from cluster.forecast.command.load import Requests
 from cluster.forecast.command.progress import watched
 from cluster.forecast.plan import Plan, Trial, fewest, is_kept
@@ -30,6 +30,7 @@ not come to its end counts as one that took for ever.
 
 - `everlift plan --slo ttft_p99=1s,tpot_p99=50ms --rate 40 --kind h100 --kind h200`
 - `everlift plan --slo ttft_p90=2s --trace AzureLLMInferenceTrace_code.csv --to 1200 --kind l4`
+- `everlift plan --slo ttft_p99=1s --from-ledger --kind h100`
 """
 
 Wanted = Annotated[
@@ -63,6 +64,8 @@ def plan(
     begin: options.Begin = 0.0,
     end: options.End = None,
     speed: options.Speed = 1.0,
+    from_ledger: ledger_requests.FromLedger = False,
+    limit: ledger_requests.Limit = ledger_requests.DEFAULT_LIMIT,
     rate: load.Rate = None,
     duration: load.Duration = None,
     steady: options.Steady = False,
@@ -77,9 +80,11 @@ def plan(
 ) -> None:
     """Find out how many workers are enough, of each kind."""
     targets = target.targets(slo)
-    asked = Requests(workload, trace, begin, end, speed, rate, None, duration, steady, seed)
-    router = machines.config_of(config, assignments).router
-    how = {"router": router, "fluid": fluid, "foresight_sigma": foresight, "seed": seed}
+    settings = machines.config_of(config, assignments)
+    ledger = ledger_requests.asked_for(from_ledger, settings, limit)
+    made_up = rate, None, duration, steady, seed
+    asked = Requests(workload, trace, begin, end, speed, *made_up, ledger)
+    how = {"router": settings.router, "fluid": fluid, "foresight_sigma": foresight, "seed": seed}
     console = Console(highlight=False)
     plans: dict[str, Plan] = {}
     for name in kind or (machines.DEFAULT_KIND,):

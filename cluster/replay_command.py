@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, get_args
@@ -10,17 +9,13 @@ from typing import Annotated, get_args
 import typer
 from rich.console import Console
 
-from cluster.config import Config
 from cluster.errors import ForecastFailed
 from cluster.forecast import as_json, comparison
-from cluster.forecast.command import machines
+from cluster.forecast.command import ledger_requests, machines
 from cluster.forecast.command.load import Requests
 from cluster.forecast.command.policies import routers
 from cluster.forecast.command.progress import watched
-from cluster.forecast.forecast import Forecast
-from cluster.forecast.record import Record
 from cluster.forecast.scenario import Scenario
-from cluster.ledger_connection import connected_ledger
 from cluster.workloads import options
 from router.config import Order, RouterConfig
 
@@ -48,17 +43,13 @@ Policies = Annotated[
         "Repeatable. Default: the configuration's.",
     ),
 ]
-FromLedger = Annotated[
-    bool, typer.Option("--from-ledger", help="The requests that the cluster's ledger still knows.")
-]
-Limit = Annotated[int, typer.Option(min=1, metavar="N", help="So many of the ledger, the newest.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it there.")]
 
 
 def replay(
-    from_ledger: FromLedger = False,
+    from_ledger: ledger_requests.FromLedger = False,
     policy: Policies = None,
-    limit: Limit = 10_000,
+    limit: ledger_requests.Limit = ledger_requests.DEFAULT_LIMIT,
     trace: options.TraceFile = None,
     begin: options.Begin = 0.0,
     end: options.End = None,
@@ -78,14 +69,11 @@ def replay(
         raise ForecastFailed("requests come --from-ledger or from a --trace")
     specs = machines.specs_of(workers, model, config, assignments)
     policies = _routers(policy, config, assignments)
-    asked = Requests(trace=trace, begin_s=begin, end_s=end, speed=speed)
-    answers: dict[str, Forecast] = {}
-    if from_ledger:
-        records = asyncio.run(_records(machines.config_of(config, assignments), limit))
-        answers[_WAS] = comparison.past(records)
-        arrivals = [record.arrival for record in records]
-    else:
-        arrivals = list(asked.arrivals(specs))
+    settings = machines.config_of(config, assignments)
+    ledger = ledger_requests.asked_for(from_ledger, settings, limit)
+    asked = Requests(trace=trace, begin_s=begin, end_s=end, speed=speed, ledger=ledger)
+    answers = {_WAS: comparison.past(ledger.records)} if ledger else {}
+    arrivals = list(asked.arrivals(specs))
     for name, router in policies.items():
         scenario = Scenario(specs, router=router, fluid=fluid, foresight_sigma=foresight)
         answers[name] = simulate(watched(arrivals, name), scenario)
@@ -103,14 +91,3 @@ def _routers(
         return routers(policies, file, assignments)
     router = machines.config_of(file, assignments).router
     return {router.order: router}
-
-
-async def _records(config: Config, limit: int) -> list[Record]:
-    """Raises ForecastFailed where there is none, and what connecting raises."""
-    from cluster.forecast.history import finished_requests
-
-    async with connected_ledger(config) as ledger:
-        records = await finished_requests(ledger, limit)
-    if not records:
-        raise ForecastFailed("the ledger knows no request that finished")
-    return records

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cluster.errors import ForecastFailed
 from cluster.forecast import as_json, tables, target
-from cluster.forecast.command import faults, load, machines
+from cluster.forecast.command import faults, ledger_requests, load, machines
 from cluster.forecast.command.load import Requests
 from cluster.forecast.command.progress import watched
 from cluster.forecast.forecast import Forecast
@@ -21,8 +21,8 @@ from cluster.workloads import options
 EXAMPLES = """
 The admission queue, the placement and the workers' scheduler are those of the product; what a
 step takes is computed. GPUs are known by their data sheets, any other machine by a file that
-`everlift measure` writes there. Without a workload or a trace the requests are like
-azure-conversation.
+`everlift measure` writes there. Requests are made up, recorded in a trace, or those that a cluster
+has served, of which no prompt is shown; by default they are like azure-conversation.
 
 **Examples**
 
@@ -30,6 +30,7 @@ azure-conversation.
 - `everlift simulate --workload chat --load 1.2 --set router.order=hrrn --foresight 0.5`
 - `everlift simulate --trace AzureLLMInferenceTrace_conv.csv --to 600 --speed 4 --workers h100=6`
 - `everlift simulate --workers l4=8 --load 0.8 --lose 3@60 --add 1@90 --pictures build/pictures`
+- `everlift simulate --from-ledger --workers h100=2 --lose 1@3600`
 """
 
 _OUTPUT = "What comes out"
@@ -76,6 +77,8 @@ def simulate(
     begin: options.Begin = 0.0,
     end: options.End = None,
     speed: options.Speed = 1.0,
+    from_ledger: ledger_requests.FromLedger = False,
+    limit: ledger_requests.Limit = ledger_requests.DEFAULT_LIMIT,
     rate: load.Rate = None,
     load_part: load.Load = None,
     duration: load.Duration = None,
@@ -101,10 +104,12 @@ def simulate(
     """Forecast what a cluster would do with a workload."""
     from cluster.forecast import simulate as simulation
 
-    asked = Requests(workload, trace, begin, end, speed, rate, load_part, duration, steady, seed)
+    settings = machines.config_of(config, assignments)
+    ledger = ledger_requests.asked_for(from_ledger, settings, limit)
+    made_up = rate, load_part, duration, steady, seed
+    asked = Requests(workload, trace, begin, end, speed, *made_up, ledger)
     wanted = target.slo(slo)
     specs = faults.slowed(machines.specs_of(workers, model, config, assignments), slow)
-    settings = machines.config_of(config, assignments)
     try:
         scenario = Scenario(
             specs,

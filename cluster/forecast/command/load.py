@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from math import inf
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from cluster.errors import ForecastFailed
+from cluster.forecast.command.ledger_requests import LedgerRequests
 from cluster.forecast.saturation import saturation_rate
 from cluster.forecast.scenario import WorkerSpec
 from cluster.workloads import options
@@ -45,7 +46,7 @@ Duration = Annotated[
     float | None,
     typer.Option(
         metavar="S",
-        help=f"So long requests come. Default: {_DURATION_S:g}, or the whole trace.",
+        help=f"So long requests come. Default: {_DURATION_S:g}, or all that is recorded.",
         rich_help_panel=options.PANEL,
     ),
 ]
@@ -54,8 +55,8 @@ Duration = Annotated[
 @dataclass(frozen=True, slots=True)
 class Requests:
     """What the options above and those of ``cluster.workloads.options`` say; without any workload
-    it is azure-conversation. At most one of ``trace`` and the others about made-up requests is
-    given."""
+    it is azure-conversation. At most one of ``trace``, ``ledger`` and the others about made-up
+    requests is given."""
 
     workloads: Sequence[str] | None = None
     trace: Path | None = None
@@ -67,13 +68,17 @@ class Requests:
     duration_s: float | None = None
     is_steady: bool = False
     seed: int = 0
+    ledger: LedgerRequests | None = None
 
     def __post_init__(self) -> None:
         """Raises ForecastFailed."""
         made_up = (self.workloads, self.rate, self.load, self.is_steady or None)
-        if self.trace is not None and any(option is not None for option in made_up):
+        if self.trace is not None and self.ledger is not None:
+            raise ForecastFailed("requests come --from-ledger or from a --trace, not from both")
+        if self._is_recorded and any(option is not None for option in made_up):
             raise ForecastFailed(
-                "--workload, --rate, --load and --steady are not for a trace: see --speed"
+                "--workload, --rate, --load and --steady are not for recorded requests; those of a "
+                "trace come faster with --speed"
             )
         if self.trace is None and (self.begin_s, self.end_s, self.speed) != (0.0, None, 1.0):
             raise ForecastFailed("--from, --to and --speed need --trace")
@@ -85,15 +90,10 @@ class Requests:
                 raise ForecastFailed(f"--{name.removesuffix('_s')} must be above 0, not {value:g}")
 
     def arrivals(self, workers: Sequence[WorkerSpec]) -> Iterator[Arrival]:
-        """One after the other, of which none is held. Raises ForecastFailed, WorkloadFailed."""
-        if self.trace is not None:
-            end_s = inf if self.end_s is None else self.end_s
-            arrivals = Trace(self.trace, self.begin_s, end_s, self.speed).arrivals()
-            duration_s = self.duration_s or inf
-        else:
-            arrivals = merged(self._workloads(workers), self.seed)
-            duration_s = self.duration_s or _DURATION_S
-        return takewhile(lambda arrival: arrival.at < duration_s, arrivals)
+        """One after the other, of which none is held but the ledger's. Raises ForecastFailed,
+        WorkloadFailed, and what connecting to the ledger raises."""
+        duration_s = self.duration_s or (inf if self._is_recorded else _DURATION_S)
+        return takewhile(lambda arrival: arrival.at < duration_s, self._all(workers))
 
     def average_rate(self) -> float:
         """Requests a second, counted. Raises as ``arrivals`` does."""
@@ -101,6 +101,18 @@ class Requests:
         for arrival in self.arrivals(()):
             number, last = number + 1, arrival.at
         return number / max(last, 1.0)
+
+    @property
+    def _is_recorded(self) -> bool:
+        return self.trace is not None or self.ledger is not None
+
+    def _all(self, workers: Sequence[WorkerSpec]) -> Iterable[Arrival]:
+        if self.ledger is not None:
+            return (record.arrival for record in self.ledger.records)
+        if self.trace is not None:
+            end_s = inf if self.end_s is None else self.end_s
+            return Trace(self.trace, self.begin_s, end_s, self.speed).arrivals()
+        return merged(self._workloads(workers), self.seed)
 
     def _workloads(self, workers: Sequence[WorkerSpec]) -> list[Workload]:
         """At their rates."""
