@@ -260,6 +260,8 @@ class Leader:
         self._refuse(heard.refused)
         for taken in heard.taken:
             self._tell(taken.gateway, session_pb2.LeaderMessage(stale=[taken.request_id]))
+        if heard.withdrawn:
+            self._tell(gateway, session_pb2.LeaderMessage(withdrawn=heard.withdrawn))
         self._wake.set()
 
     def reserve(self, gateway: str, request: Arriving) -> Reservation | None:

@@ -49,6 +49,10 @@ class Gateway(Protocol):
         """Out of the queue, or never in it."""
         ...
 
+    def withdrawn(self, message: session_pb2.Withdrawn) -> None:
+        """It had waited until it was."""
+        ...
+
     def foresee(self, outlook: session_pb2.Outlook) -> None:
         """What those that come now have to expect."""
         ...
@@ -256,6 +260,8 @@ class AdmissionLine:
             self._gateway.dispatched(dispatched)
         for refusal in message.refusals:
             self._gateway.refused(refusal)
+        for withdrawn in message.withdrawn:
+            self._gateway.withdrawn(withdrawn)
         for outlook in message.outlooks[-1:]:
             self._gateway.foresee(outlook)
         for request_id in message.adopt:

@@ -65,6 +65,7 @@ class RecordedLine:
     """``reservation`` is the next request's."""
 
     reservation: RecordedReservation | None = None
+    is_quiet = True
 
     def __init__(self) -> None:
         self.queued = 0

@@ -103,10 +103,14 @@ class AdmissionQueue:
         self.backlog.add(waiting, ticket)
         return replaced
 
+    def get(self, request_id: str, gateway: str) -> Waiting | None:
+        """None if it does not wait for this gateway."""
+        waiting = self._waiting_of(self._ticket_of.get(request_id))
+        return waiting if waiting is not None and waiting.gateway == gateway else None
+
     def withdraw(self, request_id: str, gateway: str) -> bool:
         """Removes a request wherever it stands; False if it does not wait for this gateway."""
-        ticket = self._ticket_of.get(request_id)
-        if ticket is None or self._rows[ticket][_GATEWAY] != gateway:
+        if self.get(request_id, gateway) is None:
             return False
         self._take_out(request_id)
         return True

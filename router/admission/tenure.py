@@ -37,11 +37,12 @@ _RESPITE = 3
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What came of a gateway's message: who is refused, or has to leave for others; and requests
-    that had been another gateway's until now."""
+    """What came of a gateway's message: who is refused, or has to leave for others; requests that
+    had been another gateway's until now; and those that waited, and do so no more."""
 
     refused: list[Refusal]
     taken: list[Waiting]
+    withdrawn: list[session_pb2.Withdrawn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ class Tenure:
         self._running.remove_gateway(gateway)
 
     def hear(self, gateway: str, message: session_pb2.GatewayMessage, now: float) -> Heard:
-        heard = Heard([], [])
+        heard = Heard([], [], [])
         if message.order not in ("", self._order.place_name):
             # What it will still tell may go before what it told: there is nothing to wait for.
             self.roll_call.complete(gateway)
@@ -177,7 +178,7 @@ class Tenure:
             self.roll_call.told(gateway, self._key(waiting), now)
             self._enqueue(waiting, told.accepted, now, heard)
         for request_id in message.withdraw:
-            self._withdraw(gateway, request_id)
+            self._withdraw(gateway, request_id, now, heard)
         for running in message.running:
             self._queue.withdraw(running.request_id, gateway)
             self._running.put(Running.told(gateway, running))
@@ -205,8 +206,12 @@ class Tenure:
         if replaced is not None and replaced.gateway != waiting.gateway:
             heard.taken.append(replaced)
 
-    def _withdraw(self, gateway: str, request_id: str) -> None:
-        self._queue.withdraw(request_id, gateway)
+    def _withdraw(self, gateway: str, request_id: str, now: float, heard: Heard) -> None:
+        waiting = self._queue.get(request_id, gateway)
+        if waiting is not None:
+            stay = self._stay(waiting, now)
+            heard.withdrawn.append(session_pb2.Withdrawn(request_id=request_id, stay=stay))
+            self._queue.withdraw(request_id, gateway)
         running = self._running.get(request_id)
         if running is not None and running.gateway == gateway:
             self._running.remove(request_id)
@@ -266,7 +271,7 @@ class Tenure:
             if one is None:
                 self._queue.stays.is_next(head.request_id, now)
                 break
-            stay = self._queue.stay(one.waiting, self._order.name, now, in_turns=self._takes_turns)
+            stay = self._stay(one.waiting, now)
             overtaken = self._queue.dispatch(one.waiting)
             self._placement.reserve(one.worker_id, one.epoch, one.waiting, now)
             self._waits.left(one.waiting, ledger_now)
@@ -274,6 +279,10 @@ class Tenure:
         if not self._queue:
             self._waits.drain.emptied()
         return placed
+
+    def _stay(self, waiting: Waiting, now: float) -> session_pb2.Stay:
+        """Of one that leaves the queue now."""
+        return self._queue.stay(waiting, self._order.name, now, in_turns=self._takes_turns)
 
     def _head(self, now: float, ledger_now: float) -> Waiting | None:
         """Who leaves next, if nothing that goes before it may still be told. Until all is told that

@@ -31,6 +31,7 @@ from router.gateway.choice import Choice
 from router.gateway.custody import Custody
 from router.gateway.journal import FINISHED
 from router.gateway.keeping import Keeping
+from router.gateway.leaving import Leaving
 from router.gateway.live import LiveRequest, Phase
 from router.gateway.worker_wait import WorkerWait
 from router.ledger.entry import Dispatch, Entry, State
@@ -96,6 +97,11 @@ class Line(Protocol):
         ...
 
     @property
+    def is_quiet(self) -> bool:
+        """Nobody leads, as far as one knows, or has not said anything for a while."""
+        ...
+
+    @property
     def queued(self) -> int:
         """Requests that waited in the whole cluster when the leader last said so."""
         ...
@@ -139,6 +145,7 @@ class Attempts:
         self._running = AtWorkers()
         self.keeping = Keeping(config, custody, self._differs, self._fail)
         self._agreement = Agreement(custody, self.keeping, self)
+        self._leaving = Leaving()
         self._worker_wait = WorkerWait(config.worker_wait, self._fail)
 
     async def run(self) -> None:
@@ -244,6 +251,9 @@ class Attempts:
             max_losses=self._config.max_losses,
             tally=tally,
         )
+
+    def withdrawn(self, message: session_pb2.Withdrawn) -> None:
+        self._leaving.told(message)
 
     def stale(self, request_id: str) -> None:
         """The ledger would not let the leader dispatch it: a move of it was lost on the way."""
@@ -444,9 +454,12 @@ class Attempts:
         return self._custody.spawn_for(live, self._ending(live, state, error))
 
     async def _ending(self, live: LiveRequest, state: State, error: EverliftError) -> Entry:
+        is_queued = live.phase is Phase.WAITING
         self.drop(live, error.slug)
         if not live.is_over:
             live.phase = Phase.ENDING
+        if is_queued and not self._line.is_quiet:
+            await self._leaving.wait(live)
         entry = await self._custody.move(
             live,
             lambda: self._ledger.end(

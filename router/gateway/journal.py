@@ -199,6 +199,12 @@ class Journal:
         self._lap(self._open, now)
         self._queue()
 
+    def withdrawn(self, stay: session_pb2.Stay, now: float) -> None:
+        """Out of the queue, for its end."""
+        if self._open == pb.SPAN_KIND_QUEUED:
+            self._divide(pb.SPAN_KIND_LINE, in_queue(stay), now)
+            self._open = pb.SPAN_KIND_STORING
+
     # its clients read it
 
     def readable(self, now: float) -> None:

@@ -437,6 +437,9 @@ class Requests:
             live.phase = Phase.ENDING
             self._custody.spawn_for(live, self._discard(live, self._error_of(refusal)))
 
+    def withdrawn(self, message: session_pb2.Withdrawn) -> None:
+        self.attempts.withdrawn(message)
+
     def _error_of(self, refusal: session_pb2.Refusal) -> EverliftError:
         retry_after_s = refusal.retry_after_s if refusal.HasField("retry_after_s") else None
         return self._entrance.refuse(refusal.request_id, refusal.slug, retry_after_s, now())

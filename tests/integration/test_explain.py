@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from everlift.client import AsyncClient
-from everlift.errors import UnknownRequest
+from everlift.errors import Cancelled, DeadlineExceeded, UnknownRequest
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.clock import now
@@ -113,6 +113,34 @@ async def test_who_waits_is_told_behind_whom_and_by_which_rule() -> None:
     spent = seconds(explanation)
     assert spent[pb.SPAN_KIND_BEHIND_CLASS] > 0 and spent[pb.SPAN_KIND_BEHIND_EARLIER] > 0
     assert sum(spent.values()) == pytest.approx(explanation.total_s)
+
+
+async def test_who_ends_in_the_queue_is_told_what_it_waited_for() -> None:
+    worker = replace(WORKER, max_num_seqs=1)
+    config = replace(ROUTER, local_depth=1)
+    async with cluster(2, 1, config, worker) as parts, AsyncClient(parts.address) as client:
+        [held] = parts.hold()
+        await until(lambda: any(router._leader.is_leading for router in parts.routers))
+        *_, leading = sorted(parts.routers, key=lambda router: router._leader.is_leading)
+        work = [asyncio.create_task(receive(client, PROMPT, 8, request_id="first"))]
+        await until(lambda: held.num_requests == 1)
+        for number, name in enumerate(("second", "cancelled", "expires")):
+            timeout_s = 0.5 if name == "expires" else None
+            going = receive(client, PROMPT, 8, request_id=name, timeout_s=timeout_s)
+            work.append(asyncio.create_task(going))
+            await until(
+                lambda number=number: leading._leader.queued + held.num_requests > number + 1
+            )
+        await client.cancel("cancelled")
+        ends = await asyncio.gather(*work[2:], return_exceptions=True)
+        assert [type(end) for end in ends] == [Cancelled, DeadlineExceeded]
+        explanations = [await client.explain(name) for name in ("cancelled", "expires")]
+        held.release()
+        await asyncio.gather(*work[:2])
+    for explanation in explanations:
+        spent = seconds(explanation)
+        assert pb.SPAN_KIND_QUEUED not in spent and spent[pb.SPAN_KIND_NO_CREDIT] > 0
+        assert sum(spent.values()) == pytest.approx(explanation.total_s)
 
 
 async def test_a_lost_worker_and_no_worker_are_parts_of_the_time(parts: Cluster) -> None:

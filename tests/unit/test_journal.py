@@ -159,6 +159,16 @@ def test_what_goes_on_is_told_up_to_now_and_goes_on_as_if_nobody_had_asked() -> 
     assert journal.total_s == 9.0 and "decode" not in kinds(journal)
 
 
+def test_what_ends_in_the_queue_was_there_for_what_the_leader_says() -> None:
+    journal = accepted()
+    stay = session_pb2.Stay(seconds=4.0, no_worker_s=1.0, queue=pb.QueueStay(earlier=1))
+    journal.withdrawn(stay, CAME + 11)
+    journal.withdrawn(stay, CAME + 12)
+    journal.ended("cancelled", CAME + 13)
+    seen = list(kinds(journal).items())[3:]
+    assert seen == [("line", 1.0), ("no_worker", 1.0), ("behind_earlier", 3.0), ("storing", 2.0)]
+
+
 def test_an_heir_begins_with_what_was_told_before_it() -> None:
     journal = Journal(CAME)
     earlier = accepted()
@@ -211,6 +221,7 @@ STEPS: list[Callable[[Journal, float], None]] = [
     lambda journal, now: journal.left(FINISHED, now),
     lambda journal, now: journal.left("lost", now, is_lost=True),
     lambda journal, now: journal.queued_again(now),
+    lambda journal, now: journal.withdrawn(session_pb2.Stay(seconds=2.0, leader_s=1.0), now),
     lambda journal, now: journal.ended("cancelled", now),
     lambda journal, now: journal.delivered(now),
 ]

@@ -273,6 +273,14 @@ async def test_who_lost_a_request_hears_of_it_and_cannot_withdraw_it(leader: Lea
     assert leader.queued == 1
 
 
+async def test_who_withdraws_what_waits_is_told_of_its_stay(leader: Leader) -> None:
+    gateway = Gateway(leader, "g")
+    gateway.enqueue("r")
+    gateway.withdraw("r")
+    gateway.withdraw("r")
+    assert gateway.told("withdrawn") == ["r"]
+
+
 async def test_a_dispatch_is_told_to_whom_the_ledger_names(
     leader: Leader, ledger: FlakyLedger
 ) -> None:

@@ -58,6 +58,9 @@ class Gateway:
     def refused(self, refusal: pb.Refusal) -> None:
         self.heard.append(f"refused {refusal.request_id} {refusal.slug}")
 
+    def withdrawn(self, message: pb.Withdrawn) -> None:
+        self.heard.append(f"withdrawn {message.request_id}")
+
     def foresee(self, outlook: pb.Outlook) -> None:
         self.outlooks.append(outlook)
 

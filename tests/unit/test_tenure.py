@@ -10,6 +10,7 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everlift.v1 import inference_pb2
 from everlift.v1 import session_pb2 as pb
 from router.admission.policy import Rules, key_of, policy_of
 from router.admission.telling import Telling
@@ -57,6 +58,24 @@ def test_what_waits_again_or_has_gone_does_not_run_any_more() -> None:
     assert (cluster.tenure.running, cluster.tenure.queued) == (2, 0)
     cluster.tenure.disconnect("g")
     assert cluster.tenure.running == 0
+
+
+def test_who_is_withdrawn_while_it_waits_is_told_for_how_long_and_for_what() -> None:
+    cluster = Cluster()
+    cluster.connect()
+    cluster.tenure.look_out(0.0, may_act=True)
+    for name in ("a", "b"):
+        cluster.enqueue(name)
+    cluster.add_worker("w", Load(1))
+    cluster.tenure.look_out(3.0, may_act=True)
+    cluster.tenure.place(3.0, 3.0, 1, lambda: 7)
+    message = pb.GatewayMessage(withdraw=["a", "b", "stranger"])
+    assert not cluster.tenure.hear("other", message, 4.0).withdrawn
+    (told,) = cluster.tenure.hear("g", message, 5.0).withdrawn
+    queue = inference_pb2.QueueStay(found=1, earlier=1, order="fifo", before=["a"])
+    stay = pb.Stay(seconds=5.0, no_worker_s=3.0, queue=queue)
+    assert told == pb.Withdrawn(request_id="b", stay=stay)
+    assert not cluster.tenure.hear("g", message, 6.0).withdrawn
 
 
 def test_what_is_dispatched_runs_for_the_gateway_that_the_ledger_names() -> None:

@@ -1346,6 +1346,30 @@ class Stay(google.protobuf.message.Message):
 Global___Stay: typing_extensions.TypeAlias = Stay
 
 @typing.final
+class Withdrawn(google.protobuf.message.Message):
+    """A request that its gateway withdrew while it waited."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    STAY_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    @property
+    def stay(self) -> Global___Stay:
+        """in the queue, until then"""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        stay: Global___Stay | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["stay", b"stay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "stay", b"stay"]) -> None: ...
+
+Global___Withdrawn: typing_extensions.TypeAlias = Withdrawn
+
+@typing.final
 class Refusal(google.protobuf.message.Message):
     """A request that has to leave the queue, or does not come into it, and why."""
 
@@ -1467,6 +1491,7 @@ class LeaderMessage(google.protobuf.message.Message):
     REFUSALS_FIELD_NUMBER: builtins.int
     OUTLOOKS_FIELD_NUMBER: builtins.int
     EVICTIONS_FIELD_NUMBER: builtins.int
+    WITHDRAWN_FIELD_NUMBER: builtins.int
     resigned: builtins.bool
     """no longer the leader: look for the new one"""
     queued: builtins.int
@@ -1492,6 +1517,8 @@ class LeaderMessage(google.protobuf.message.Message):
 
     @property
     def evictions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Eviction]: ...
+    @property
+    def withdrawn(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Withdrawn]: ...
     def __init__(
         self,
         *,
@@ -1504,7 +1531,8 @@ class LeaderMessage(google.protobuf.message.Message):
         refusals: collections.abc.Iterable[Global___Refusal] | None = ...,
         outlooks: collections.abc.Iterable[Global___Outlook] | None = ...,
         evictions: collections.abc.Iterable[Global___Eviction] | None = ...,
+        withdrawn: collections.abc.Iterable[Global___Withdrawn] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "evictions", b"evictions", "move", b"move", "outlooks", b"outlooks", "queued", b"queued", "refusals", b"refusals", "resigned", b"resigned", "stale", b"stale"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopt", b"adopt", "dispatched", b"dispatched", "evictions", b"evictions", "move", b"move", "outlooks", b"outlooks", "queued", b"queued", "refusals", b"refusals", "resigned", b"resigned", "stale", b"stale", "withdrawn", b"withdrawn"]) -> None: ...
 
 Global___LeaderMessage: typing_extensions.TypeAlias = LeaderMessage
