@@ -89,6 +89,19 @@ def test_a_request_that_nothing_happens_to() -> None:
     assert (journal.accept_s, journal.ttft_s, journal.readable_s) == (6.0, 21.0, 15.0)
 
 
+def test_each_rule_by_which_others_left_first_has_its_share() -> None:
+    journal = accepted()
+    queue = pb.QueueStay(earlier=2, higher=1, turns=3, ordered=1, lower=1)
+    dispatch(journal, CAME + 14, stay=session_pb2.Stay(seconds=8.0, queue=queue))
+    assert list(kinds(journal).items())[3:] == [
+        ("behind_earlier", 2.0),
+        ("behind_class", 1.0),
+        ("behind_turn", 3.0),
+        ("behind_order", 1.0),
+        ("behind_floor", 1.0),
+    ]
+
+
 def test_a_worker_that_tells_too_much_is_scaled_to_what_there_was() -> None:
     journal = accepted()
     dispatch(journal, CAME + 6)
