@@ -213,19 +213,21 @@ async def test_any_router_tells_and_the_ledger_when_all_have_forgotten() -> None
         async with AsyncClient(parts.routers[0].address) as here:
             async with AsyncClient(parts.routers[1].address) as there:
                 [held] = parts.hold()
-                work = asyncio.create_task(receive(here, PROMPT, 20, request_id="r"))
+                work = asyncio.create_task(timed(parts.routers[0], asked("r", 20)))
                 await until(lambda: held.num_requests == 1)
                 assert (await there.explain("r")).state == pb.REQUEST_STATE_RUNNING
+                # That the way to a client is seldom about as long as what is left out of it.
+                await asyncio.sleep(0.3)
                 held.release()
-                await work
+                wall_s = await work
                 fresh = await here.explain("r")
                 await until(lambda: parts.routers[0]._requests._recent.get("r") is None)
                 kept = await there.explain("r")
                 with pytest.raises(UnknownRequest):
                     await there.explain("other")
     assert kept.state == pb.REQUEST_STATE_FINISHED
-    assert sum(seconds(kept).values()) == pytest.approx(kept.total_s)
-    assert kept.total_s == pytest.approx(fresh.total_s, rel=0.01, abs=2e-3)
+    check_sum(fresh, wall_s)
+    check_sum(kept, wall_s)
     assert kept.attempts == fresh.attempts
 
 
