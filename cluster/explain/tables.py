@@ -41,6 +41,8 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
         first = f"first token after {explanation.ttft_s:.3f} s"
         if explanation.HasField("predicted_ttft_s"):
             first += f" ({explanation.predicted_ttft_s:.3f} s predicted)"
+        if explanation.HasField("ledger_s"):
+            first += f", of which {explanation.ledger_s:.3f} s until the ledger had it"
         yield first
 
 

@@ -43,6 +43,7 @@ def explained(
         output_tokens=sum(entry.num_tokens),
         predicted_output_tokens=predicted_tokens,
         ttft_s=journal.ttft_s,
+        ledger_s=journal.ledger_s,
         predicted_ttft_s=predicted_ttft_s,
         dropped_attempts=journal.num_dropped,
         unread_s=journal.unread_s,
@@ -146,6 +147,8 @@ def resumed(stored: Stored, now: float) -> Journal:
     journal.unread = Unread(explanation.unread_s)
     if explanation.HasField("ttft_s"):
         journal.ttft_s = explanation.ttft_s
+    if explanation.HasField("ledger_s"):
+        journal.ledger_s = explanation.ledger_s
     return journal
 
 

@@ -52,6 +52,8 @@ class Journal:
         #: from then, and from its call, until its first token could be read
         self.readable_s: float | None = None
         self.ttft_s: float | None = None
+        #: of that, since its first token was here: until the ledger had it
+        self.ledger_s: float | None = None
         self.unread = Unread()
         #: as the gateway before told them
         self.earlier_attempts: tuple[pb.ExplainedAttempt, ...] = ()
@@ -61,6 +63,7 @@ class Journal:
         self._spans: list[Span] = []
         #: of the attempts before those, by kind
         self._early: dict[pb.SpanKind.ValueType, float] = {}
+        self._first_token: float | None = None
         self._num_dispatched = 0
         self._is_delivered = False
         self._until = came
@@ -182,6 +185,8 @@ class Journal:
         """With it came so many tokens that the request did not have."""
         if self._attempts:
             self._attempts[-1].progress(message, num_new, now)
+        if num_new and self._first_token is None:
+            self._first_token = now
 
     def left(self, end: str, now: float, *, is_lost: bool = False) -> None:
         """No worker has it any more."""
@@ -213,6 +218,8 @@ class Journal:
             self.readable_s = now - self.came - self.accept_s
         if self.ttft_s is None:
             self.ttft_s = now - self.came
+            if self._first_token is not None:
+                self.ledger_s = now - self._first_token
 
     def ended(self, end: str, now: float) -> None:
         """In the ledger, or given up here."""

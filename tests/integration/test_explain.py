@@ -250,6 +250,7 @@ async def test_over_http_it_is_json_and_a_header(parts: Cluster) -> None:
     assert "decode;dur=" in answer.headers["server-timing"]
     told = (await get(address, "/v1/requests/r/explanation")).json
     assert told["state"] == "finished" and told["attempts"][0]["end"] == "finished"
+    assert 0 <= told["ledger_s"] < told["ttft_s"] < told["total_s"]
     whole_s = sum(span["seconds"] for span in told["spans"])
     assert whole_s == pytest.approx(told["total_s"])
     unknown = await get(address, "/v1/requests/other/explanation")

@@ -45,6 +45,7 @@ EXPLANATION = pb.Explanation(
     predicted_output_tokens=30,
     ttft_s=0.75,
     predicted_ttft_s=0.5,
+    ledger_s=0.125,
 )
 
 
@@ -95,7 +96,7 @@ async def test_people_read_a_table_with_its_sum() -> None:
     lines = [line.split() for line in result.stdout.splitlines()]
     assert "r: finished, 2.000 s" in result.stdout
     assert "100 prompt tokens, 20 output tokens (30 predicted)" in result.stdout
-    assert "first token after 0.750 s (0.500 s predicted)" in result.stdout
+    assert "first token after 0.750 s (0.500 s predicted), of which 0.125 s" in result.stdout
     assert ["0.501", "0.250", "12.5", "decode", "1"] in lines
     assert ["0.002", "0.1", "what", "took", "less", "than", "0.1%", "each"] in lines
     assert ["2.000", "100.0", "together"] in lines
@@ -116,6 +117,7 @@ async def test_programs_read_json() -> None:
         "attempt": 1,
     }
     assert told["attempts"][0]["queue"]["higher"] == 3
+    assert (told["ttft_s"], told["ledger_s"]) == (0.75, 0.125)
     assert told["total_s"] == sum(span["seconds"] for span in told["spans"])
 
 

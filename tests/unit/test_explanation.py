@@ -104,7 +104,7 @@ def test_of_what_nobody_explained_the_ledger_tells_the_whole() -> None:
 
 def test_an_heir_goes_on_with_what_its_gateway_told() -> None:
     first = journal()
-    first.readable(CAME + 3)
+    first.readable(CAME + 4)
     data = packed(told(first, CAME + 6))
     heir = resumed(stored(data, entry(), LEDGER + CAME + 16), now=77.0)
     heir.dispatched(session_pb2.Dispatched(worker_id="x", attempt=3), 10, (), 80.0)
@@ -114,7 +114,7 @@ def test_an_heir_goes_on_with_what_its_gateway_told() -> None:
     by_kind = {span.kind: span.seconds for span in explanation.spans}
     assert by_kind[pb.SPAN_KIND_ELSEWHERE] == pytest.approx(10.0)
     assert [attempt.worker_id for attempt in explanation.attempts] == ["w" * 32, "x"]
-    assert explanation.ttft_s == 3.0
+    assert (explanation.ttft_s, explanation.ledger_s) == (4.0, 1.0)
 
 
 def test_what_was_dropped_before_an_heir_stays_dropped() -> None:

@@ -87,6 +87,7 @@ def test_a_request_that_nothing_happens_to() -> None:
     }
     assert journal.total_s == sum(kinds(journal).values()) == 28.0
     assert (journal.accept_s, journal.ttft_s, journal.readable_s) == (6.0, 21.0, 15.0)
+    assert journal.ledger_s == 1.0
 
 
 def test_each_rule_by_which_others_left_first_has_its_share() -> None:
@@ -109,6 +110,20 @@ def test_a_worker_that_tells_too_much_is_scaled_to_what_there_was() -> None:
     journal.left(FINISHED, CAME + 8)
     assert kinds(journal)["prefill"] == 1.5 and kinds(journal)["decode"] == 0.5
     assert journal.total_s == pytest.approx(sum(kinds(journal).values()))
+
+
+def test_of_a_first_token_the_ledger_has_what_came_after_the_gateway_had_it() -> None:
+    journal = accepted()
+    dispatch(journal, CAME + 6)
+    journal.progress(progress(waited_s=0.5), 0, CAME + 7)
+    journal.progress(progress(), 1, CAME + 8)
+    journal.left("worker w was lost", CAME + 9, is_lost=True)
+    journal.queued_again(CAME + 10)
+    dispatch(journal, CAME + 11, attempt=2)
+    journal.progress(progress(), 1, CAME + 12)
+    journal.readable(CAME + 13)
+    journal.readable(CAME + 14)
+    assert (journal.ttft_s, journal.ledger_s) == (13.0, 5.0)
 
 
 def test_a_lost_worker_is_told_from_what_it_said_last() -> None:

@@ -1021,6 +1021,7 @@ class Explanation(google.protobuf.message.Message):
     DROPPED_ATTEMPTS_FIELD_NUMBER: builtins.int
     UNREAD_S_FIELD_NUMBER: builtins.int
     UNREAD_TOKENS_FIELD_NUMBER: builtins.int
+    LEDGER_S_FIELD_NUMBER: builtins.int
     COUNTERFACTUALS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     state: Global___RequestState.ValueType
@@ -1046,6 +1047,10 @@ class Explanation(google.protobuf.message.Message):
     """
     unread_tokens: builtins.int
     """now, of all choices; 0 where no router has it in its hands any more"""
+    ledger_s: builtins.float
+    """The last part of ttft_s: its router had the first token, and the ledger did not have it, so that nobody might read it.
+    Its worker went on meanwhile: the spans tell this time as the worker's.
+    """
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Span]:
         """One after the other, without gaps. Of what a worker has told only the sums are known: these stand in the order
@@ -1074,10 +1079,13 @@ class Explanation(google.protobuf.message.Message):
         dropped_attempts: builtins.int = ...,
         unread_s: builtins.float = ...,
         unread_tokens: builtins.int = ...,
+        ledger_s: builtins.float | None = ...,
         counterfactuals: collections.abc.Iterable[Global___Counterfactual] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "predicted_ttft_s", b"predicted_ttft_s", "ttft_s", b"ttft_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "counterfactuals", b"counterfactuals", "dropped_attempts", b"dropped_attempts", "output_tokens", b"output_tokens", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "ledger_s", b"ledger_s", "predicted_ttft_s", b"predicted_ttft_s", "ttft_s", b"ttft_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "counterfactuals", b"counterfactuals", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "output_tokens", b"output_tokens", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ledger_s", b"_ledger_s"]) -> typing.Literal["ledger_s"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s"]) -> typing.Literal["predicted_ttft_s"] | None: ...
     @typing.overload

@@ -65,6 +65,7 @@ class ExplanationBody(TypedDict):
     output_tokens: int
     predicted_output_tokens: int
     ttft_s: NotRequired[float]
+    ledger_s: NotRequired[float]
     predicted_ttft_s: NotRequired[float]
     dropped_attempts: int
     unread_s: float
