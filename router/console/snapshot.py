@@ -168,23 +168,34 @@ class Snapshot:
         }
 
     def _classes(self, load: session_pb2.ClusterLoad) -> list[Json]:
-        """Of each, how long a new request waits at the least; None: not known."""
-        waits = {it.priority: round(it.wait_s, 2) for it in self._requests.outlook.waits}
+        waits = self._waits()
         return [
             {
                 "priority": each.priority,
                 "queued": each.queued,
-                "wait_s": waits.get(each.priority) or None,
+                "wait_s": waits.get(each.priority),
             }
             for each in load.class_queues
         ]
 
+    def _waits(self) -> dict[int, float]:
+        """By class, how long a new request waits at the least, where that is known."""
+        waits = self._requests.outlook.waits
+        return {it.priority: round(it.wait_s, 2) for it in waits if it.wait_s}
+
     def tenants(self, tenant: str | None) -> list[Json]:
-        """Who waits, by tenant and class: of all of them, or of one."""
+        """Who waits, by tenant and class: of all of them, or of one. Its wait is its class's: by
+        whose turn it is nobody predicts."""
         load = self._fresh_load
         queues: Iterable[session_pb2.TenantQueue] = load.tenant_queues if load is not None else ()
+        waits = self._waits()
         return [
-            {"tenant": each.tenant, "priority": each.priority, "queued": each.queued}
+            {
+                "tenant": each.tenant,
+                "priority": each.priority,
+                "queued": each.queued,
+                "wait_s": waits.get(each.priority),
+            }
             for each in queues
             if tenant is None or each.tenant == tenant
         ]

@@ -120,6 +120,10 @@ def test_who_waits_is_told_by_class_and_each_tenant_sees_its_own() -> None:
         {"priority": 1, "queued": 2, "wait_s": 0.5},
         {"priority": 0, "queued": 3, "wait_s": None},
     ]
+    assert Page(snapshot).frame(1.0)["tenants"] == [
+        {"tenant": "other", "priority": 0, "queued": 3, "wait_s": None},
+        {"tenant": "acme", "priority": 1, "queued": 2, "wait_s": 0.5},
+    ]
     seen = [
         [it["tenant"] for it in Page(snapshot, c).frame(1.0)["tenants"]] for c in (ADMIN, TENANT)
     ]

@@ -17,7 +17,7 @@ export class Queue {
     if (tenants) {
       // Where tenants are not told apart there are none.
       $("by-tenant").hidden = !tenants.length;
-      $("tenants").replaceChildren(...tenants.map((it) => row(it.tenant, String(it.priority), bar(it.queued, all.queue.queued))));
+      $("tenants").replaceChildren(...tenants.map((it) => row(it.tenant, String(it.priority), bar(it.queued, all.queue.queued), seconds(it.wait_s))));
     }
   }
 }
