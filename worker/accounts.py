@@ -109,7 +109,7 @@ class Accounts:
             account = _outside(sequence, now)
         else:
             ((_, _, account),) = self._read([sequence.slot], now)
-        return Told(sequence.key, sequence.num_output, account)
+        return Told(sequence.key, sequence.num_drawn, account)
 
     def _turns(self, now: float) -> list[Told]:
         """Slots have their turns one after the other, evenly over the time."""
@@ -122,7 +122,7 @@ class Accounts:
         slots = [(self._next_slot + i) % num_slots for i in range(due)]
         self._next_slot = (self._next_slot + due) % num_slots
         return [
-            Told(sequence.key, sequence.num_output, account)
+            Told(sequence.key, sequence.num_drawn, account)
             for _, sequence, account in self._read(slots, now)
         ]
 
