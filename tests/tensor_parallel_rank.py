@@ -2,8 +2,9 @@
 
 TASK is JSON: {"store", "rank", "size", "shares_memory", "models": [directory, ...], "prompts",
 "families": [directory, ...], "logits": directory}. Prints JSON: {"outputs": {model: tokens of each
-prompt}, "parameter_bytes": {model or family: n}}; rank 0 saves each family's logits of all prompts
-under "logits", by its directory's name.
+prompt}, "ahead": the same of steps that are launched ahead, "sampled": tokens of sampled_jobs() by
+the first model, in either way, "parameter_bytes": {model or family: n}}; rank 0 saves each family's
+logits of all prompts under "logits", by its directory's name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.decoder_steps import Step, SteppedDecoder
+from tests.sampled_jobs import sampled_jobs
 from tests.tensor_parallel_worker import NUM_BLOCKS
 from tests.torch_engine import TorchEngine, greedy_jobs
 from worker import collectives
@@ -42,12 +44,23 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
     for family in families:
         save_logits(Path(family), task, group)
     result = {
-        "outputs": {m: TorchEngine(Path(m), NUM_BLOCKS, group).serve(jobs) for m in models},
+        "outputs": {m: engine(m, group).serve(jobs) for m in models},
+        "ahead": {m: engine(m, group, ahead=True).serve(jobs) for m in models},
+        "sampled": [sampled(models[0], group, ahead) for ahead in (False, True)],
         "parameter_bytes": {m: parameter_bytes(m, group) for m in [*models, *families]},
     }
     group.barrier()
     group.close()
     return result
+
+
+def engine(model: str, group: Group, ahead: bool = False) -> TorchEngine:
+    return TorchEngine(Path(model), NUM_BLOCKS, group, ahead)
+
+
+def sampled(model: str, group: Group, ahead: bool) -> list[list[int]]:
+    spec = ModelSpec.from_hf(model)
+    return engine(model, group, ahead).serve(sampled_jobs(spec.vocab_size, *spec.eos_token_ids))
 
 
 def save_logits(family: Path, task: dict[str, Any], group: Group) -> None:

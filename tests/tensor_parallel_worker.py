@@ -1,13 +1,19 @@
-"""Rank 1 of a worker of two over a real model: MODEL, RENDEZVOUS and the starter's process id."""
+"""Rank 1 of a worker of two over a real model, which launches its steps ahead as on a GPU: MODEL,
+RENDEZVOUS and the starter's process id."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 
+from worker import build
 from worker.config import WorkerConfig
+from worker.last_tokens import LastTokens
+from worker.parallel import Group
 from worker.parent import die_with_parent
 from worker.rank import Rank
+from worker.runner import TorchRunner
+from worker.step_times import Stopwatch
 
 #: Fewer than the test's sequences grow into, enough for each alone.
 NUM_BLOCKS = 9
@@ -26,7 +32,18 @@ def config(model: str) -> WorkerConfig:
     )
 
 
+def build_ahead(config: WorkerConfig, group: Group, stopwatch: Stopwatch) -> TorchRunner:
+    """In the place of build_runner."""
+    runner = BUILD_RUNNER(config, group, stopwatch)
+    runner._last_tokens = LastTokens(config.max_num_seqs, runner.device)
+    return runner
+
+
+BUILD_RUNNER = build.build_runner
+
+
 async def main(model: str, rendezvous: str) -> None:
+    build.build_runner = build_ahead
     rank = Rank(config(model), 1, rendezvous)
     await rank.start()
     await rank.wait()

@@ -161,10 +161,11 @@ def run(engine: Engine, collected: Collected | None = None, max_steps: int = 10_
     raise AssertionError(f"still at work after {max_steps} steps: {engine.load()}")
 
 
-def tensor_parallel(ranks: int, num_blocks: int = 8) -> WorkerConfig:
-    """A small worker of several ranks with the fake runner."""
+def tensor_parallel(ranks: int, num_blocks: int = 8, ahead: bool = False) -> WorkerConfig:
+    """A small worker of several ranks with the fake runner; ``ahead``, steps are launched so."""
     return WorkerConfig(
         model="fake",
+        fake=FakeModel(runs_ahead=ahead),
         tensor_parallel=ranks,
         num_blocks=num_blocks,
         max_num_seqs=4,

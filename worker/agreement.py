@@ -1,7 +1,8 @@
 """Rank 0's word on a step's rows, as integers for the other ranks: what was drawn, or that it
 failed. Pure.
 
-    one line a row, [tokens drawn ..., NO_TOKEN ...]  or  [FAILED, NO_TOKEN ...]
+    as it is drawn    one token a row that samples, or a mark below 0
+    with drafts       one line a row, [tokens drawn ..., NO_TOKEN ...]  or  [FAILED, NO_TOKEN ...]
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ def from_lines(lines: Sequence[Sequence[int]]) -> list[RowResult]:
     return [_result(line) for line in lines]
 
 
+def from_tokens(tokens: Sequence[int]) -> list[RowResult]:
+    """Of rows that sample, in the same way."""
+    return [RowResult((token,)) if token >= 0 else _failed() for token in tokens]
+
+
+def _failed() -> RowResult:
+    return RowResult(error=EngineFailed("rank 0 could not go on with it"))
+
+
 def _result(line: Sequence[int]) -> RowResult:
     if line[0] == FAILED:
-        return RowResult(error=EngineFailed("rank 0 could not go on with it"))
+        return _failed()
     return RowResult(tuple(token for token in line if token != NO_TOKEN))

@@ -34,6 +34,8 @@ class FakeModel:
     surprise_one_in: int = 0
     #: what a block takes of kv_cache_mib
     block_kib: int = 512
+    #: its steps are launched before the ones before them are committed, as those of a GPU
+    runs_ahead: bool = False
 
     def __post_init__(self) -> None:
         _at_least("vocab_size", self.vocab_size, 2)

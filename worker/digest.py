@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterable
+from itertools import chain
 
 from everlift.blockhash import BLOCK_SIZE
-from worker.plan import Plan
+from worker.plan import Plan, RowResult
 
 
-def plan_digest(plan: Plan) -> bytes:
+def plan_digest(plan: Plan, landed: Iterable[RowResult] = ()) -> bytes:
     """Equal for equal plans: over the step, its copies, and each row's slot, start, tokens and
-    blocks. What is admitted comes from the log that all ranks read.
+    blocks; and for equal tokens of ``landed``. What is admitted comes from the log that all ranks
+    read.
 
     Of the blocks, those that lie wholly before the row count where it is admitted: later they are
     as an earlier digest had them, and there may be thousands.
@@ -28,4 +31,5 @@ def plan_digest(plan: Plan) -> bytes:
     for slot, start in zip(rows.slots.tolist(), rows.starts.tolist(), strict=True):
         if slot in admitted:
             digest.update(rows.tables[slot, : start // BLOCK_SIZE].tobytes())
+    digest.update(array("q", chain.from_iterable(each.tokens for each in landed)).tobytes())
     return digest.digest()

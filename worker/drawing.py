@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 from torch import Tensor
 
 from everlift.sampling import TokenLogprobs
+from worker.agreement import from_tokens
 from worker.download import Arriving
 from worker.plan import Ints, RowResult
 from worker.sampled_row import SampledRow, plain_results
@@ -14,10 +16,16 @@ from worker.sampled_row import SampledRow, plain_results
 Concluded = Iterable[tuple[SampledRow, RowResult]]
 
 
+class Drawn(Protocol):
+    def results(self) -> list[RowResult]:
+        """One for each ask. Waits for the device."""
+        ...
+
+
 class Drawing:
-    """``tokens`` int64 [sites] are on the device, those of ask i from ``firsts`` [n] on. ``rows``
-    has, by ask, those that are not plain, and ``logprobs`` by site what is told. ``take_in`` hears
-    what became of ``rows``."""
+    """What this rank draws. ``tokens`` int64 [sites] are on the device, those of ask i from
+    ``firsts`` [n] on. ``rows`` has, by ask, those that are not plain, and ``logprobs`` by site what
+    is told. ``take_in`` hears what became of ``rows``."""
 
     def __init__(
         self,
@@ -44,3 +52,13 @@ class Drawing:
             results[i] = row.conclude(drawn, self._logprobs)
         self._take_in((row, results[i]) for i, row in self._rows.items())
         return results
+
+
+class Hearing:
+    """What rank 0 draws. ``tokens`` int64 [asks], none of which has drafts, are on the device."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._arriving = Arriving(tokens)
+
+    def results(self) -> list[RowResult]:
+        return from_tokens(self._arriving.wait())

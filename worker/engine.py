@@ -24,7 +24,7 @@ from worker.flight import Flight
 from worker.limits import Limits
 from worker.load import Load, Occupant
 from worker.outcome import Abort, Outcome
-from worker.plan import NO_ROWS, Launch, Launched, Plan, Runner
+from worker.plan import NO_ROWS, Launch, Launched, Plan, RowResult, Runner
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 from worker.step_times import STOPPED, Part, StepTimes, Stopwatch
@@ -68,12 +68,19 @@ class Engine:
         self._survivable = survivable
         self._last_failed = False
         self._plan = Plan(0, NO_ROWS)
+        #: what was drawn by the steps that landed in the last one
+        self._landed: list[RowResult] = []
         #: on rank 0, where there is a clock; no plan depends on them
         self.accounts: Accounts | None = None
 
     @property
     def has_work(self) -> bool:
         return len(self._scheduler) > 0 or self._in_flight is not None
+
+    @property
+    def is_in_flight(self) -> bool:
+        """A step was launched and is not committed."""
+        return self._in_flight is not None
 
     def add(self, sequence: Sequence) -> None:
         """Takes in a sequence that was checked against this engine's limits, is not at its end, and
@@ -107,6 +114,7 @@ class Engine:
         nothing, unless nobody else has anything to do. ``now`` is when it begins, in seconds on
         rank 0's clock. Raises EngineBroken."""
         self._stopwatch.start()
+        self._landed = []
         landed = self.settle() if self._in_flight and self._scheduler.must_land() else []
         self._plan = self._scheduler.schedule(held, now)
         if self.accounts is not None and self._plan.rows:
@@ -163,6 +171,7 @@ class Engine:
             flight.land()
             return self._scheduler.crash(flight, self._survived(flight.plan, error))
         self._stopwatch.end(Part.SAMPLE)
+        self._landed += results
         self._last_failed = False
         outcomes = self._scheduler.land(flight, results)
         self._stopwatch.end(Part.COMMIT)
@@ -203,8 +212,9 @@ class Engine:
                 self.accounts.left(slots)
 
     def digest(self) -> bytes:
-        """Of the last step's plan."""
-        return plan_digest(self._plan)
+        """Of the last step's plan, and of what has landed in that step: where tokens are UNKNOWN to
+        plans, they tell nothing of what was drawn."""
+        return plan_digest(self._plan, self._landed)
 
     def step_times(self) -> StepTimes:
         return self._stopwatch.times

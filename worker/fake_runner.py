@@ -42,8 +42,9 @@ class FakeGrammar(Protocol):
 
 class FakeRunner:
     """A Runner, whose steps take ``model.step_time`` seconds and ``model.token_time`` for each
-    token: that long it is in ``sleep``. By its number a step may have a fault: that is raised when
-    all is written, and all of it wrong. With ``runs_ahead`` its steps may be launched."""
+    token: that long it is in ``sleep``, where a step was launched when its results are waited for.
+    By its number a step may have a fault: that is raised when all is written, and all of it
+    wrong."""
 
     def __init__(
         self,
@@ -52,12 +53,10 @@ class FakeRunner:
         num_host_blocks: int = 0,
         sleep: Callable[[float], None] = time.sleep,
         faults: Mapping[int, Exception] = MappingProxyType({}),
-        runs_ahead: bool = False,
     ) -> None:
         self._model = model
         self._sleep = sleep
         self._faults = faults
-        self._runs_ahead = runs_ahead
         #: by slot, where steps are launched
         self._last_tokens: dict[int, int] = {}
         self._kv = _blocks(num_blocks)
@@ -89,19 +88,25 @@ class FakeRunner:
 
     @property
     def launch(self) -> Launch | None:
-        return self._launch if self._runs_ahead else None
+        return self._launch if self._model.runs_ahead else None
 
     def execute(self, plan: Plan) -> list[RowResult]:
+        self._take_time(plan)
         self._begin(plan)
         return [self._compute(row) for row in plan.rows]
 
     def _launch(self, plan: Plan) -> Launched:
         self._begin(plan)
-        return FakeStep(lambda: [self._compute_launched(row) for row in plan.rows])
+        return FakeStep(
+            lambda: [self._compute_launched(row) for row in plan.rows],
+            lambda: self._take_time(plan),
+        )
 
-    def _begin(self, plan: Plan) -> None:
+    def _take_time(self, plan: Plan) -> None:
         if seconds := self._model.step_time + self._model.token_time * plan.num_tokens:
             self._sleep(seconds)
+
+    def _begin(self, plan: Plan) -> None:
         for admission in plan.admissions:
             self._slots[admission.slot] = _Slot.of(admission, self._model)
         for block, place in plan.saves:
@@ -160,16 +165,19 @@ class FakeRunner:
 
 
 class FakeStep:
-    """A Launched step, whose rows ``compute`` does when they are sampled."""
+    """A Launched step, whose rows ``compute`` does when they are sampled. To ``wait`` is to let the
+    step take its time."""
 
-    def __init__(self, compute: Callable[[], list[RowResult]]) -> None:
+    def __init__(self, compute: Callable[[], list[RowResult]], wait: Callable[[], None]) -> None:
         self._compute = compute
+        self._wait = wait
         self._results: list[RowResult] = []
 
     def sample(self) -> None:
         self._results = self._compute()
 
     def results(self) -> list[RowResult]:
+        self._wait()
         return self._results
 
 
@@ -275,13 +283,14 @@ def expected_tokens(
     sampling: SamplingParams | None = None,
     choice: int = 0,
     stop_token_ids: Iterable[int] = (),
+    grammar: FakeGrammar | None = None,
 ) -> list[int]:
     """The first ``count`` tokens after ``prompt`` that a right worker makes, fewer where a stop
     token comes. Greedy unless ``sampling`` says otherwise."""
     sampling = sampling or SamplingParams(temperature=0.0)
     stops = frozenset(stop_token_ids)
     twist = _twist(sampling, len(prompt))
-    slot = _Slot(model or FakeModel(), sampling, choice, stops, prompt, twist)
+    slot = _Slot(model or FakeModel(), sampling, choice, stops, prompt, twist, grammar)
     cache = array("I", _entries(prompt, start=0))
     output: list[int] = []
     while len(output) < count:

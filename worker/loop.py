@@ -2,6 +2,9 @@
 
 Rank 0:       take orders, write the log entry, apply, step, report
 other ranks:  read the log entry, compare the digest of rank 0's plan before it, apply, step
+
+Where steps are launched ahead, all ranks launch and commit them in the same order: that follows
+from the log and the plans.
 """
 
 from __future__ import annotations
@@ -83,11 +86,12 @@ class LeadingLoop:
 
     def turn(self, orders: Orders) -> bool:
         """One turn; False after the stop order. Raises as ``run`` does."""
+        digest = self._engine.digest() if self._log is not None else b""
         settled, leaving = self._give_back(orders) if orders.drain else ([], [])
         held, now = self._engine.unready_slots(), self._clock()
         returned = [sequence.outcome(Stop.RETURNED) for sequence in leaving]
         accounts = [self._accounts.so_far(sequence, now) for sequence in leaving]
-        self._write(orders, held, self._fault(orders), now)
+        self._write(orders, digest, held, self._fault(orders), now)
         if orders.stop:
             return False
         _apply(self._engine, orders.starts, orders.aborts)
@@ -140,6 +144,7 @@ class LeadingLoop:
     def _write(
         self,
         orders: Orders,
+        digest: bytes,
         held: Iterable[int],
         fault: chaos_pb2.Fault | None,
         now: float,
@@ -149,11 +154,12 @@ class LeadingLoop:
                 session_pb2.StepLog(
                     starts=[sequence.to_start() for sequence in orders.starts],
                     aborts=[abort.to_proto() for abort in orders.aborts],
-                    previous_digest=self._engine.digest(),
+                    previous_digest=digest,
                     stop=orders.stop,
                     held_slots=held,
                     fault=fault,
                     now=now,
+                    settle=orders.drain,
                 )
             )
 
@@ -184,6 +190,8 @@ def follow(
             strike(entry.fault)
         if entry.previous_digest != engine.digest():
             raise RanksDisagree(f"the plan of step {engine.load().step} is not rank 0's")
+        if entry.settle:
+            engine.settle()
         starts = [Sequence.from_start(start, engine.limits) for start in entry.starts]
         _apply(engine, starts, map(Abort.from_proto, entry.aborts))
         engine.step(frozenset(entry.held_slots), entry.now)

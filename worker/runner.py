@@ -17,7 +17,7 @@ from worker.attention.backend import AttentionBackend, StepAttention
 from worker.decode_graphs import DecodeGraphs
 from worker.device import kind_of
 from worker.device_kind import DeviceKind
-from worker.drawing import Drawing
+from worker.drawing import Drawing, Drawn, Hearing
 from worker.host_cache import HostCache
 from worker.kv_cache import KVCache
 from worker.last_tokens import LastTokens
@@ -79,8 +79,12 @@ class TorchRunner:
     """One rank's Runner (worker.plan). It owns the model's share, the KV cache and the group.
 
     The ranks' collectives follow from the plan alone. Only rank 0 has logits: it draws, and the
-    others take its word, so that rounding does not part them. On a device that computes by itself
-    there are ``last_tokens``, of all slots, and perhaps ``graphs`` of steps that decode.
+    others take its word, so that rounding does not part them. Most of it is the tokens, which go
+    from device to device as soon as they are drawn; what rank 0's host has to look at first, drafts
+    and the scores of prompts, is told when that is done.
+
+    On a device that computes by itself there are ``last_tokens``, of all slots, and perhaps
+    ``graphs`` of steps that decode.
     """
 
     def __init__(
@@ -135,9 +139,7 @@ class TorchRunner:
 
     @property
     def launch(self) -> Launch | None:
-        """Of several ranks each step is executed: all have to hear what rank 0 drew."""
-        is_alone = self._group.size == 1
-        return self._launch if is_alone and self._last_tokens is not None else None
+        return self._launch if self._last_tokens is not None else None
 
     def execute(self, plan: Plan) -> list[RowResult]:
         step = self._launch(plan)
@@ -164,22 +166,26 @@ class TorchRunner:
         return TorchStep(self, plan.rows, *self._hidden(plan.rows))
 
     @_part_of_step
-    def sample(self, rows: Rows, hidden: Tensor) -> Drawing | None:
-        """Lets the device draw; None where nothing is drawn. ``hidden`` are of the rows' sites."""
-        logits = self._model.logits(hidden) if len(hidden) else None
-        if logits is None or self._sampler is None:
+    def sample(self, rows: Rows, hidden: Tensor) -> Drawn | None:
+        """Lets the device draw; None where nothing is drawn, or heard of. ``hidden`` are of the
+        rows' sites."""
+        if not len(hidden):
             return None
-        asks = self._asks(rows)
-        drawing = self._sampler.begin(logits, asks)
-        if self._last_tokens is not None and not asks.drafts:
-            self._last_tokens.put(self._upload(asks.slots), drawing.tokens)
-        return drawing
+        logits, asks, drawing = self._model.logits(hidden), self._asks(rows), None
+        if logits is not None and self._sampler is not None:
+            drawing = self._sampler.begin(logits, asks)
+        if _is_told_late(rows):
+            return drawing
+        tokens = self._drawn_on_rank_0(drawing, len(asks.slots))
+        if self._last_tokens is not None:
+            self._last_tokens.put(self._upload(asks.slots), tokens)
+        return drawing or Hearing(tokens)
 
     @_part_of_step
-    def conclude(self, rows: Rows, drawing: Drawing | None, scores: _Scores) -> list[RowResult]:
+    def conclude(self, rows: Rows, drawn: Drawn | None, scores: _Scores) -> list[RowResult]:
         """Waits for what was drawn. A result for each row, as rank 0 drew it."""
-        drawn = [] if drawing is None else drawing.results()
-        return self._agree(rows, with_scores(_of_all(rows, drawn), scores))
+        results = _of_all(rows, [] if drawn is None else drawn.results())
+        return self._agree(rows, with_scores(results, scores)) if _is_told_late(rows) else results
 
     def _copy_blocks(self, plan: Plan) -> None:
         if self._host_cache is not None:
@@ -231,13 +237,17 @@ class TorchRunner:
         }
         return Asks(slots, rows.known_ends[sampling] - num_prompt, drafts)
 
+    def _drawn_on_rank_0(self, drawing: Drawing | None, count: int) -> Tensor:
+        """int64 [count], in the memory of this rank's device. No host waits for it."""
+        if drawing is not None:
+            return self._group.broadcast(drawing.tokens)
+        return self._group.broadcast(torch.empty(count, dtype=torch.int64, device=self.device))
+
     def _agree(self, rows: Rows, results: list[RowResult]) -> list[RowResult]:
         """Rank 0's ``results``, as far as the other ranks have to know them there."""
         if self._group.size == 1:
             return results
         told = np.flatnonzero(rows.samples | rows.scores_prompt).tolist()
-        if not told:
-            return results
         width = 1 + int(rows.num_drafts.max())
         lines = self._group.broadcast(self._upload(to_lines([results[i] for i in told], width)))
         if self._group.rank == 0:
@@ -258,13 +268,13 @@ class TorchStep:
         self._rows = rows
         self._hidden = hidden
         self._scores = scores
-        self._drawing: Drawing | None = None
+        self._drawn: Drawn | None = None
 
     def sample(self) -> None:
-        self._drawing = self._runner.sample(self._rows, self._hidden)
+        self._drawn = self._runner.sample(self._rows, self._hidden)
 
     def results(self) -> list[RowResult]:
-        return self._runner.conclude(self._rows, self._drawing, self._scores)
+        return self._runner.conclude(self._rows, self._drawn, self._scores)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -273,6 +283,12 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return any(says in str(error) for says in ("DefaultCPUAllocator", "CUDA error: out of memory"))
+
+
+def _is_told_late(rows: Rows) -> bool:
+    """Whether what is drawn shows on rank 0's host alone: which drafts were right, and whether a
+    prompt's scores are numbers."""
+    return bool(rows.num_drafts.any() or rows.scores_prompt.any())
 
 
 def _sites(rows: Rows) -> Ints:

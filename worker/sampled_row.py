@@ -87,11 +87,8 @@ class SampledRow:
         tokens = _kept(own, self.drafts[: self.num_allowed], self.slot.stop_token_ids)
         if not tokens:
             return RowResult(error=self._cause(own[0]))
-        try:
-            if self.slot.mask is not None:
-                self.slot.mask.accept(tokens)
-        except EverliftError as error:
-            return RowResult(error=error)
+        if self.slot.mask is not None:
+            self.slot.mask.accept(tokens)
         told = [logprobs[site] for site in self.sites[: len(tokens)] if site in logprobs]
         return RowResult(tuple(tokens), tuple(told))
 

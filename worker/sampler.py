@@ -29,6 +29,7 @@ from torch import Tensor
 
 from everlift.errors import EngineFailed, EverliftError
 from everlift.sampling import SamplingParams
+from worker.agreement import FAILED
 from worker.draw import Draws, DrawTable, choose_draw
 from worker.drawing import Concluded, Drawing
 from worker.history import Histories, PenalisedRow
@@ -134,6 +135,9 @@ class Sampler:
         tokens = self._draw(logits, self._draws(asks, firsts, num_sites))
         if broken is not None:
             tokens = tokens.masked_fill(broken, NOT_FINITE)
+        # The other ranks see tokens alone.
+        if failed := [row.first for row in rows.values() if row.error is not None]:
+            tokens = tokens.index_fill(0, self._upload(failed), FAILED)
         logprobs = kept.logprobs(tokens) if kept is not None else {}
         return Drawing(tokens, firsts, rows, logprobs, self._take_in)
 

@@ -17,8 +17,8 @@ assert sys.byteorder == "little"
 
 
 class TokenMask(Protocol):
-    """Where one sequence stands in its grammar. ``mask`` and ``accept`` raise EverliftError where
-    the sequence cannot go on."""
+    """Where one sequence stands in its grammar. ``mask`` raises EverliftError where the sequence
+    cannot go on."""
 
     def is_ready(self) -> bool:
         """Whether ``mask`` without drafts answers at once, or soon enough for a step to wait."""
@@ -31,7 +31,8 @@ class TokenMask(Protocol):
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Goes on by ``tokens``, which were drawn."""
+        """Goes on by ``tokens``, which were drawn. Where it cannot, the next mask says so: of what
+        was drawn the other ranks have heard."""
         ...
 
 

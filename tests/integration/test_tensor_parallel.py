@@ -23,10 +23,10 @@ from tests.families import CHECKPOINTS, save_family
 from tests.llama_support import SIZES, save_llama
 from tests.session_support import Router
 from tests.tensor_parallel_rank import MAX_POSITION, parameter_bytes, steps
-from tests.tensor_parallel_worker import NUM_BLOCKS, config
+from tests.tensor_parallel_worker import NUM_BLOCKS, build_ahead, config
 from tests.torch_engine import TorchEngine, greedy_jobs, starts
 from worker.parallel import Group, create_store
-from worker.rank import Rank
+from worker.rank import Rank, RankFailed
 
 ROOT = Path(__file__).parents[2]
 #: How long the ranks may take for everything, starting python included.
@@ -128,6 +128,13 @@ def test_ranks_make_the_tokens_of_one(model: str, ranks: Ranks) -> None:
     alone = TorchEngine(Path(directory), NUM_BLOCKS).serve(greedy_jobs(prompts(), 24))
     for result in ranks.results:
         assert result["outputs"][directory] == alone
+        assert result["ahead"][directory] == alone
+
+
+def test_whatever_is_asked_of_the_sampler_ranks_do_the_same_launched_ahead(ranks: Ranks) -> None:
+    step_by_step, ahead = ranks.results[0]["sampled"]
+    assert step_by_step == ahead
+    assert all(result["sampled"] == [ahead, ahead] for result in ranks.results)
 
 
 @pytest.mark.parametrize("family", CHECKPOINTS)
@@ -153,6 +160,13 @@ def test_a_rank_holds_its_share_of_the_parameters(model: str, ranks: Ranks) -> N
     assert max(held) < {2: 0.58, 4: 0.35}[ranks.size] * whole
 
 
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 launches its steps ahead, as the other one does."""
+    monkeypatch.setattr("worker.build.build_runner", build_ahead)
+
+
+@pytest.mark.usefixtures("ahead")
 async def test_a_worker_of_two_ranks_serves_the_tokens_of_one(tmp_path: Path) -> None:
     model = str(save_llama(tmp_path))
     jobs = greedy_jobs(prompts(), 24)
@@ -169,3 +183,21 @@ async def test_a_worker_of_two_ranks_serves_the_tokens_of_one(tmp_path: Path) ->
         assert await asyncio.to_thread(other.wait, PATIENCE_S) == 0
     assert [router.tokens[epoch] for epoch in range(1, len(jobs) + 1)] == alone
     assert router.state.preemptions > 0
+
+
+@pytest.mark.usefixtures("ahead")
+async def test_a_rank_that_dies_in_a_step_ends_the_other_with_the_cause(tmp_path: Path) -> None:
+    model = str(save_llama(tmp_path))
+    rank = Rank(config(model))
+    with rank_process(WORKER, model, await rank.open(), str(os.getpid())) as other:
+        try:
+            router = Router((await rank.start()).address)
+            await router.hello(*starts(greedy_jobs(prompts(), 90), stop_token_ids=[]))
+            await router.until(lambda: router.tokens.get(1), PATIENCE_S)
+            other.kill()
+            async with asyncio.timeout(3.0):
+                with pytest.raises(RankFailed, match="rank 1 is gone"):
+                    await rank.wait()
+            await router.close()
+        finally:
+            await rank.stop()

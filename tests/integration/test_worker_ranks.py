@@ -27,12 +27,15 @@ from worker.step_log import ChannelBroken, StepLogListener, StepLogReader
 CHILD = Path(__file__).with_name("worker_rank_child.py")
 ROOT = CHILD.parents[2]
 CONFIG = tensor_parallel(2)
+in_steps_and_ahead = pytest.mark.parametrize(
+    "config", [CONFIG, tensor_parallel(2, ahead=True)], ids=["in steps", "ahead"]
+)
 
 
-async def child(rendezvous: str, parent: int | None = None, num_blocks: int = 8) -> Process:
+async def child(rendezvous: str, num_blocks: int = 8, ahead: bool = False) -> Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, str(CHILD), "1", rendezvous),
-        *(str(parent or os.getpid()), str(num_blocks)),
+        *(str(os.getpid()), str(num_blocks), *(["ahead"] if ahead else [])),
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
         stdout=PIPE,
     )
@@ -50,7 +53,7 @@ async def two_ranks(
 ) -> AsyncIterator[tuple[Rank, Process, str]]:
     """Rank 0 in this process, rank 1 with ``num_blocks`` blocks in another; rank 0's address."""
     rank = Rank(config)
-    process = await child(await rank.open(), num_blocks=num_blocks)
+    process = await child(await rank.open(), num_blocks, config.fake.runs_ahead)
     try:
         info = await rank.start()
         assert await said(process) == "ready"
@@ -75,9 +78,10 @@ async def router_of(address: str) -> AsyncIterator[Router]:
         await router.close()
 
 
-async def test_two_ranks_serve_as_one_and_end_together() -> None:
+@in_steps_and_ahead
+async def test_two_ranks_serve_as_one_and_end_together(config: WorkerConfig) -> None:
     """With more sequences than the pool holds, and aborts: the ranks would part if they could."""
-    async with two_ranks() as (rank, process, address), router_of(address) as router:
+    async with two_ranks(config=config) as (rank, process, address), router_of(address) as router:
         await router.start(*(start(e, prompt(20 + e, e), 60) for e in range(1, 16)))
         await router.until(lambda: router.tokens.get(2))
         await router.abort(2)
@@ -91,8 +95,9 @@ async def test_two_ranks_serve_as_one_and_end_together() -> None:
         assert await process.wait() == 0
 
 
-async def test_two_ranks_drain() -> None:
-    async with two_ranks() as (rank, process, address), router_of(address) as router:
+@in_steps_and_ahead
+async def test_two_ranks_drain(config: WorkerConfig) -> None:
+    async with two_ranks(config=config) as (rank, process, address), router_of(address) as router:
         await router.start(*(start(e, prompt(20), 200) for e in range(1, 9)))
         await router.until(lambda: router.tokens.get(1))
         draining = asyncio.create_task(rank.drain())
@@ -131,6 +136,20 @@ async def test_a_rank_0_that_is_never_started_leaves_nothing_open() -> None:
 async def test_an_idle_pair_notices_within_a_moment_that_rank_1_is_gone() -> None:
     async with two_ranks() as (rank, process, address), router_of(address) as router:
         await router.read()
+        process.kill()
+        async with asyncio.timeout(2.0):
+            with pytest.raises(RankFailed, match="rank 1 is gone"):
+                await rank.wait()
+            await router_is_cut_off(router)
+
+
+@in_steps_and_ahead
+async def test_a_rank_that_dies_in_the_middle_ends_the_other_with_the_cause(
+    config: WorkerConfig,
+) -> None:
+    async with two_ranks(config=config) as (rank, process, address), router_of(address) as router:
+        await router.start(*(start(e, prompt(20), 200) for e in range(1, 5)))
+        await router.until(lambda: router.tokens.get(1))
         process.kill()
         async with asyncio.timeout(2.0):
             with pytest.raises(RankFailed, match="rank 1 is gone"):
@@ -197,9 +216,11 @@ async def test_rank_1_ends_when_rank_0_is_gone() -> None:
     assert await process.wait() == 3
 
 
-async def test_ranks_that_disagree_end_loudly() -> None:
+@in_steps_and_ahead
+async def test_ranks_that_disagree_end_loudly(config: WorkerConfig) -> None:
     """Rank 1 has a smaller pool, and so preempts where rank 0 does not."""
-    async with two_ranks(num_blocks=5) as (rank, process, address), router_of(address) as router:
+    two = two_ranks(5, config)
+    async with two as (rank, process, address), router_of(address) as router:
         await router.start(*(start(e, prompt(30), 100) for e in range(1, 5)))
         assert "is not rank 0's" in await said(process)
         assert await process.wait() == 3

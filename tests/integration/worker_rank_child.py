@@ -1,4 +1,5 @@
-"""A rank above 0 in a process of its own: ``rank``, ``rendezvous``, ``parent pid``, ``num_blocks``.
+"""A rank above 0 in a process of its own: ``rank``, ``rendezvous``, ``parent pid``, ``num_blocks``,
+and ``ahead`` where steps are launched so.
 
 Ends with status 0 when rank 0 stops, with 3 and the cause on standard output otherwise.
 """
@@ -13,8 +14,8 @@ from worker.parent import die_with_parent
 from worker.rank import Rank, RankFailed
 
 
-async def main(rank: int, rendezvous: str, num_blocks: int) -> int:
-    this = Rank(tensor_parallel(2, num_blocks), rank, rendezvous)
+async def main(rank: int, rendezvous: str, num_blocks: int, ahead: bool) -> int:
+    this = Rank(tensor_parallel(2, num_blocks, ahead), rank, rendezvous)
     await this.start()
     print("ready", flush=True)
     try:
@@ -26,6 +27,6 @@ async def main(rank: int, rendezvous: str, num_blocks: int) -> int:
 
 
 if __name__ == "__main__":
-    _, rank, rendezvous, parent, num_blocks = sys.argv
+    _, rank, rendezvous, parent, num_blocks, *ahead = sys.argv
     die_with_parent(int(parent))
-    sys.exit(asyncio.run(main(int(rank), rendezvous, int(num_blocks))))
+    sys.exit(asyncio.run(main(int(rank), rendezvous, int(num_blocks), ahead == ["ahead"])))

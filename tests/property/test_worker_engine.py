@@ -204,7 +204,8 @@ class Run:
     """One engine under a list of events."""
 
     def __init__(self, bounds: Limits, ahead: bool = False) -> None:
-        self.runner = Faulty(bounds.num_blocks, MODEL, bounds.num_host_blocks, runs_ahead=ahead)
+        model = replace(MODEL, runs_ahead=ahead)
+        self.runner = Faulty(bounds.num_blocks, model, bounds.num_host_blocks)
         self.engine = Engine(self.runner, bounds, launch=self.runner.launch)
         self.collected = Collected()
         self.arrived: list[list[SequenceKey]] = []

@@ -3,6 +3,8 @@ of whoever goes meanwhile."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.worker_support import Collected, limits, prompt, run, sequence
@@ -22,7 +24,7 @@ class Telling(FakeRunner):
     """Notes what it is asked for, by step."""
 
     def __init__(self, bounds: Limits, model: FakeModel | None = None) -> None:
-        super().__init__(bounds.num_blocks, model or FakeModel(), runs_ahead=True)
+        super().__init__(bounds.num_blocks, replace(model or FakeModel(), runs_ahead=True))
         self.asked: list[tuple[str, int]] = []
         self.plans: list[Plan] = []
 

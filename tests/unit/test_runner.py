@@ -22,9 +22,10 @@ from tests.sampling_support import FakeGrammar, admission
 from worker import prompt_scores
 from worker.agreement import FAILED, NO_TOKEN
 from worker.kv_cache import KVCache
+from worker.last_tokens import LastTokens
 from worker.model.layers import Placement
 from worker.parallel import Group
-from worker.plan import Admission, BlockCopy, Plan, Row, RowResult, Rows
+from worker.plan import UNKNOWN, Admission, BlockCopy, Plan, Row, RowResult, Rows
 from worker.runner import TorchRunner
 
 VOCAB = 50
@@ -45,6 +46,7 @@ class TableModel:
     def __init__(self, rank: int = 0, log: list[Any] | None = None) -> None:
         self.table = TABLE.clone()
         self.log = [] if log is None else log
+        self.seen: list[list[int]] = []
         self._rank = rank
 
     def forward(
@@ -55,6 +57,7 @@ class TableModel:
         sites: Tensor | None = None,
     ) -> Tensor:
         self.log.append("forward")
+        self.seen.append(tokens.tolist())
         return tokens.unsqueeze(1) if sites is None else tokens[sites].unsqueeze(1)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -87,9 +90,9 @@ class OneOfTwo(Group):
 
     size = 2
 
-    def __init__(self, rank: int, word: list[list[int]] | None = None) -> None:
+    def __init__(self, rank: int, word: list[Any] | None = None) -> None:
         self.rank = rank
-        self.told: list[list[list[int]]] = []
+        self.told: list[list[Any]] = []
         self._word = word
 
     def broadcast(self, tensor: Tensor) -> Tensor:
@@ -103,12 +106,19 @@ class OneOfTwo(Group):
 
 
 def build(
-    model: TableModel | None = None, group: Group | None = None, host: LoggedHost | None = None
+    model: TableModel | None = None,
+    group: Group | None = None,
+    host: LoggedHost | None = None,
+    last_tokens: LastTokens | None = None,
 ) -> TorchRunner:
     place = Placement(group or Group.single(), torch.float32, torch.device("cpu"))
     cache = KVCache(3, 1, 1, 4, torch.float32, place.device)
     model = model or TableModel(place.group.rank)
-    return TorchRunner(VOCAB, 400, model, cache, NoAttention(), place, host)  # type: ignore[arg-type]
+    attention: Any = NoAttention()
+    host_cache: Any = host
+    return TorchRunner(
+        VOCAB, 400, model, cache, attention, place, host_cache, last_tokens=last_tokens
+    )
 
 
 def row(slot: int, tokens: Sequence[int], start: int = 0, samples: bool = True, **more: Any) -> Row:
@@ -374,6 +384,58 @@ def test_another_rank_takes_its_word_and_asks_for_the_same_logits() -> None:
     assert [result.error for result in results[:2] + results[3:]] == [None] * 3
 
 
+class Refusing(FakeGrammar):
+    """Cannot follow what there is."""
+
+    def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> Any:
+        raise InvalidRequest(f"{list(output)} is not of the grammar")
+
+
+def plain_batch() -> Plan:
+    """A row that is drawn, one that is not, one to which no token is left, and one whose grammar
+    gives up."""
+    grammar = Grammar(GrammarKind.REGEX, ("never",))
+    sampling = SamplingParams(grammar=grammar, min_tokens=1)
+    admissions = [
+        admission(GREEDY, (1, 2), slot=0),
+        admission(GREEDY, PROMPT, slot=1),
+        admission(sampling, (3,), slot=2, stops=[9], grammar=FakeGrammar(lambda _: [9])),
+        admission(sampling, (3,), slot=3, grammar=Refusing(lambda _: [])),
+    ]
+    rows = (row(0, (2,), 1), row(1, PROMPT[:4], samples=False), row(2, (3,)), row(3, (3,)))
+    return plan(*rows, admissions=admissions)
+
+
+def test_what_is_drawn_without_drafts_is_told_before_rank_0_knows_it() -> None:
+    group = OneOfTwo(0)
+    step = build(group=group)._launch(plain_batch())
+    assert group.told == []
+    step.sample()
+    [[token, *marks]] = group.told
+    assert token == best(2) and [mark < 0 for mark in marks] == [True, True]
+    results = step.results()
+    assert len(group.told) == 1
+    assert [result.tokens for result in results] == [(best(2),), (), (), ()]
+    assert [str(result.error) for result in results[2:]] == [
+        "no token is left to draw from by the grammar and min_tokens",
+        "[] is not of the grammar",
+    ]
+
+
+def test_another_rank_goes_on_by_what_it_heard() -> None:
+    model, last_tokens = TableModel(rank=1), LastTokens(4, torch.device("cpu"))
+    group = OneOfTwo(1, [best(2), -2, -1])
+    runner = build(model, group, last_tokens=last_tokens)
+    assert runner.launch is not None
+    first = runner.launch(plain_batch())
+    first.sample()
+    runner.launch(plan(row(0, (UNKNOWN,), 2, samples=False)))
+    results = first.results()
+    assert [result.tokens for result in results] == [(best(2),), (), (), ()]
+    assert [type(result.error) for result in results] == [type(None)] * 2 + [EngineFailed] * 2
+    assert model.seen == [[2, *PROMPT[:4], 3, 3], [best(2)]]
+
+
 def test_a_step_without_results_is_no_reason_to_talk() -> None:
     group = OneOfTwo(0)
     admitted = [admission(GREEDY, PROMPT)]
@@ -382,10 +444,6 @@ def test_a_step_without_results_is_no_reason_to_talk() -> None:
 
 
 def test_a_grammar_that_cannot_follow_what_there_is_fails_its_row() -> None:
-    class Refusing(FakeGrammar):
-        def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> Any:
-            raise InvalidRequest(f"{list(output)} is not of the grammar")
-
     sampling = SamplingParams(grammar=Grammar(GrammarKind.REGEX, ("a",)))
     refused = admission(sampling, (1,), (7, 6), grammar=Refusing(lambda _: ()))
     (result,) = build().execute(plan(row(0, (1, 7, 6)), admissions=[refused]))

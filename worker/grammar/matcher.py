@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 
 import torch
 from torch import Tensor
 
+from everlift.errors import EverliftError
 from worker.grammar.channel import Channel
 
 
@@ -45,8 +47,7 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """One sequence's place in its grammar. ``mask`` and ``accept`` raise EverliftError where it
-    cannot go on.
+    """One sequence's place in its grammar. ``mask`` raises EverliftError where it cannot go on.
 
     The mask of its next token is under way from its birth, and from each ``accept``, on.
     """
@@ -89,10 +90,11 @@ class Matcher:
         return num_allowed
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Goes on by ``tokens``, which were drawn."""
-        self._mask_of_next()
-        self._next = None
-        self._channel.tell({"do": "accept", "matcher": self._number, "tokens": list(tokens)})
+        """Goes on by ``tokens``, which were drawn. Where it cannot, the next ``mask`` says so."""
+        with suppress(EverliftError):
+            self._mask_of_next()
+            self._next = None
+            self._channel.tell({"do": "accept", "matcher": self._number, "tokens": list(tokens)})
 
     def _mask_of_next(self) -> bytes:
         if self._next is None:

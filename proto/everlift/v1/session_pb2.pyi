@@ -839,12 +839,15 @@ class StepLog(google.protobuf.message.Message):
     HELD_SLOTS_FIELD_NUMBER: builtins.int
     FAULT_FIELD_NUMBER: builtins.int
     NOW_FIELD_NUMBER: builtins.int
+    SETTLE_FIELD_NUMBER: builtins.int
     previous_digest: builtins.bytes
     """of the plan of the step before"""
     stop: builtins.bool
     """instead of a step: the end"""
     now: builtins.float
     """seconds, when the step begins, on rank 0's clock"""
+    settle: builtins.bool
+    """before the starts, what was launched is committed"""
     @property
     def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Start]: ...
     @property
@@ -867,9 +870,10 @@ class StepLog(google.protobuf.message.Message):
         held_slots: collections.abc.Iterable[builtins.int] | None = ...,
         fault: everlift.v1.chaos_pb2.Fault | None = ...,
         now: builtins.float = ...,
+        settle: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fault", b"fault"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "fault", b"fault", "held_slots", b"held_slots", "now", b"now", "previous_digest", b"previous_digest", "starts", b"starts", "stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "fault", b"fault", "held_slots", b"held_slots", "now", b"now", "previous_digest", b"previous_digest", "settle", b"settle", "starts", b"starts", "stop", b"stop"]) -> None: ...
 
 Global___StepLog: typing_extensions.TypeAlias = StepLog
 

@@ -1,0 +1,260 @@
+"""Several ranks under random histories, with steps launched ahead and without: rank 0's log is all
+that the others need to do the same, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from random import Random
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everlift.errors import EngineFailed
+from everlift.sampling import Grammar, GrammarKind, SamplingParams
+from everlift.v1 import session_pb2
+from tests.property.test_worker_engine import MODEL, Event, Job, bounds, crowds, events
+from tests.worker_support import Collected, limits, prompt
+from worker.config import Speculation
+from worker.engine import Engine
+from worker.fake_runner import FakeRunner, expected_tokens
+from worker.limits import Limits
+from worker.loop import LeadingLoop, RanksDisagree, Report, follow
+from worker.orders import Inbox, Orders
+from worker.outcome import Abort, SequenceKey, Stop
+from worker.plan import Launched, Plan, RowResult
+from worker.sequence import Sequence as EngineSequence
+
+GRAMMAR = Grammar(GrammarKind.REGEX, ("as Form says",))
+
+
+class Form:
+    """A FakeGrammar: what may follow depends on how long the output is."""
+
+    def allowed(self, output: Sequence[int]) -> Sequence[int]:
+        return range(10 + len(output) % 5, 200, 7)
+
+
+@dataclass(frozen=True)
+class StructuredJob(Job):
+    def tokens(self) -> list[int]:
+        stops = [MODEL.eos_token_id]
+        asked = self.max_tokens, MODEL, self.sampling, self.choice, stops
+        return expected_tokens(self.prompt, *asked, grammar=Form())
+
+    @classmethod
+    def of(cls, job: Job) -> StructuredJob:
+        sampling = replace(job.sampling, grammar=GRAMMAR, min_tokens=0)
+        return cls(**(vars(job) | {"done": 0, "sampling": sampling}))
+
+
+class Ask(NamedTuple):
+    """What a runner was asked for: of the real one, collectives that all ranks have to make."""
+
+    what: str
+    step: int
+
+
+class AskedRunner(FakeRunner):
+    """Of one rank."""
+
+    def __init__(self, bounds: Limits) -> None:
+        super().__init__(bounds.num_blocks, replace(MODEL, runs_ahead=True), bounds.num_host_blocks)
+        self.asked: list[Ask] = []
+
+    def ask(self, what: str, step: int) -> None:
+        """Raises EngineFailed where the step fails there."""
+        self.asked.append(Ask(what, step))
+
+    def agreed(self, step: int, results: list[RowResult]) -> list[RowResult]:
+        """What rank 0 makes of ``results``."""
+        raise NotImplementedError
+
+    def execute(self, plan: Plan) -> list[RowResult]:
+        self.ask("execute", plan.step)
+        return self.agreed(plan.step, super().execute(plan))
+
+    def _launch(self, plan: Plan) -> Launched:
+        self.ask("forward", plan.step)
+        return AskedStep(self, plan.step, super()._launch(plan))
+
+
+class AskedStep:
+    def __init__(self, runner: AskedRunner, step: int, launched: Launched) -> None:
+        self._runner, self._step, self._launched = runner, step, launched
+
+    def sample(self) -> None:
+        self._runner.ask("sample", self._step)
+        self._launched.sample()
+
+    def results(self) -> list[RowResult]:
+        self._runner.ask("results", self._step)
+        return self._runner.agreed(self._step, self._launched.results())
+
+
+class Telling(AskedRunner):
+    """Rank 0's. ``fault`` is that of an event, for the next step, which has it on all ranks."""
+
+    def __init__(self, bounds: Limits, dice: Random) -> None:
+        super().__init__(bounds)
+        self._dice = dice
+        self._kinds = ["forward", "results"] if bounds.plans_ahead else ["execute"]
+        self.fault: int | None = None
+        #: by step
+        self.word: dict[int, list[RowResult]] = {}
+        self.failed: dict[int, str] = {}
+        self._failed_rows: dict[int, int] = {}
+
+    def unready_slots(self) -> frozenset[int]:
+        return frozenset(slot for slot in range(5) if self._dice.random() < 0.2)
+
+    def ask(self, what: str, step: int) -> None:
+        super().ask(what, step)
+        if what in ("execute", "forward"):
+            self._prepare(step)
+        if self.failed.get(step) == what:
+            raise EngineFailed("on all ranks")
+
+    def agreed(self, step: int, results: list[RowResult]) -> list[RowResult]:
+        if (row := self._failed_rows.get(step)) is not None:
+            results[row % len(results)] = RowResult(error=EngineFailed("in this row"))
+        self.word[step] = results
+        return results
+
+    def _prepare(self, step: int) -> None:
+        fault, self.fault = self.fault, None
+        # Two failed steps in a row are the engine's end, and one between them may be given up.
+        if fault == -1 and step > max(self.failed, default=-9) + 2:
+            self.failed[step] = self._dice.choice(self._kinds)
+        if fault is not None and fault >= 0:
+            self._failed_rows[step] = fault
+
+
+class Hearing(AskedRunner):
+    """Another rank's, which has no grammars and takes rank 0's word."""
+
+    def __init__(self, bounds: Limits, rank_0: Telling) -> None:
+        super().__init__(bounds)
+        self._rank_0 = rank_0
+
+    def ask(self, what: str, step: int) -> None:
+        super().ask(what, step)
+        if self._rank_0.failed.get(step) == what:
+            raise EngineFailed("on all ranks")
+
+    def agreed(self, step: int, results: list[RowResult]) -> list[RowResult]:
+        failed = RowResult(error=EngineFailed("there"))
+        word = self._rank_0.word[step]
+        return [RowResult(each.tokens) if each.error is None else failed for each in word]
+
+
+def engine_of(runner: AskedRunner, bounds: Limits) -> Engine:
+    return Engine(
+        runner, bounds, EngineFailed, launch=runner.launch if bounds.plans_ahead else None
+    )
+
+
+class Log:
+    """Keeps what rank 0 writes, as it would arrive."""
+
+    def __init__(self) -> None:
+        self.entries: list[session_pb2.StepLog] = []
+
+    def write(self, entry: session_pb2.StepLog) -> None:
+        self.entries.append(session_pb2.StepLog.FromString(entry.SerializeToString()))
+
+
+class Rank0:
+    """Its loop under a list of events."""
+
+    def __init__(self, bounds: Limits, dice: Random) -> None:
+        self.bounds, self.dice = bounds, dice
+        self.runner = Telling(bounds, dice)
+        self.engine = engine_of(self.runner, bounds)
+        self.log, self.collected = Log(), Collected()
+        times = count(step=0.25)
+        self.loop = LeadingLoop(
+            self.engine, Inbox(), self.take, self.log, lambda: float(next(times))
+        )
+        self.jobs: dict[SequenceKey, Job] = {}
+        self.aborted: set[SequenceKey] = set()
+        self.num_requests = 0
+
+    def take(self, report: Report) -> None:
+        self.collected.take(report.outcomes)
+        self.engine.check_integrity()
+
+    def happen(self, event: Event) -> None:
+        orders = Orders()
+        for request in event.requests:
+            self.num_requests += 1
+            is_structured = self.dice.random() < 0.3
+            jobs = [StructuredJob.of(job) if is_structured else job for job in request]
+            orders.starts += [self.start(job) for job in jobs]
+        if event.abort is not None and event.abort[0] < self.num_requests:
+            arrival, choice = event.abort
+            abort = Abort(arrival + 1, () if choice is None else (choice,))
+            orders.aborts.append(abort)
+            self.aborted.update(key for key in self.jobs if key in abort)
+        self.runner.fault = event.fault
+        self.loop.turn(orders)
+
+    def start(self, job: Job) -> EngineSequence:
+        sequence = job.sequence(self.num_requests, self.bounds)
+        sequence.grammar = Form() if isinstance(job, StructuredJob) else None
+        self.jobs[sequence.key] = job
+        return sequence
+
+    def finish(self) -> None:
+        self.runner.fault = None
+        for _ in range(10_000):
+            if not self.engine.has_work:
+                return
+            self.loop.turn(Orders())
+        raise AssertionError("still at work")
+
+    def check_tokens(self) -> None:
+        for key, job in self.jobs.items():
+            stop = self.collected.stops.get(key)
+            assert stop is not None or key in self.aborted
+            job.check(key, self.collected, is_whole=stop in (Stop.EOS, Stop.LENGTH))
+
+
+@settings(max_examples=60)
+@given(bounds, crowds, events, st.booleans(), st.booleans(), st.randoms(use_true_random=False))
+def test_every_rank_does_what_rank_0_does_in_the_same_order(
+    bounds: Limits, crowd: Event, events: list[Event], ahead: bool, drains: bool, dice: Random
+) -> None:
+    if ahead:
+        bounds = replace(bounds, num_host_blocks=0, speculation=Speculation())
+    this = Rank0(bounds, dice)
+    for event in (crowd, *events):
+        this.happen(event)
+    if drains:
+        this.loop.turn(Orders(drain=True))
+    this.finish()
+    this.check_tokens()
+
+    other = Hearing(bounds, this.runner)
+    engine = engine_of(other, bounds)
+    follow(engine, this.log.entries)
+    engine.check_integrity()
+    assert other.asked == this.runner.asked
+    assert engine.digest() == this.engine.digest()
+    assert engine.load() == this.engine.load()
+    assert not engine.has_work
+
+
+def test_a_rank_that_heard_another_token_ends_as_soon_as_that_has_landed() -> None:
+    bounds = limits()
+    this = Rank0(bounds, Random(1))
+    this.happen(Event([[Job(prompt(5), 0, 9, SamplingParams(temperature=0.0), 0, b"", 0)]]))
+    this.finish()
+    other = Hearing(bounds, this.runner)
+    this.runner.word[3] = [RowResult((1,))]
+    with pytest.raises(RanksDisagree, match="step 4"):
+        follow(engine_of(other, bounds), this.log.entries)
+    assert other.asked[-1] == Ask("sample", 4)
