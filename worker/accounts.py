@@ -14,13 +14,16 @@ In the batch, a step's time is that of its decodes and what its prompts make it 
 A chunk that was computed before is no prefill, but recompute. What of a row would have been alone,
 and what a prompt makes a step longer, says ``StepCosts``.
 
+A step that was launched ahead of the one before it begins when that is over: until then it is the
+other one that is computed. Who comes into the batch by its plan has waited so long.
+
 What passes for all in the batch alike goes on clocks, and into columns by slot only how a sequence
 differs from them. So a step is a few operations on columns, and to come or to go is one on a slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -45,9 +48,10 @@ class Told(NamedTuple):
 
 class Accounts:
     """Of the sequences of an engine with ``num_slots`` batch slots. ``begin`` and ``end`` surround
-    the execution of a plan; ``left`` comes whenever the runner is told of slots that were left."""
+    the time of a step; ``left`` comes whenever slots were left. ``clock`` is that of all times."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._there: list[Sequence | None] = [None] * num_slots
         self._num_there = 0
         self._is_there = np.zeros(num_slots, np.bool_)
@@ -62,8 +66,9 @@ class Accounts:
         self._now = 0.0
         #: of the step in progress
         self._rows: Rows | None = None
-        self._preempted: list[Sequence] = []
-        self._left: Collection[int] = ()
+        self._left: set[int] = set()
+        #: who has left the batch since anything was told
+        self._gone: list[Sequence] = []
         #: of whose turn it is to be told of
         self._next_slot = 0
         self._round_since = 0.0
@@ -73,35 +78,48 @@ class Accounts:
     def begin(
         self, rows: Rows, left: Iterable[int], newcomers: Iterable[Sequence], now: float
     ) -> None:
-        """A step that computes ``rows`` begins. By its plan the slots ``left`` are empty, whose
-        sequences were preempted, and ``newcomers`` have theirs."""
-        self._clocks[Part.BETWEEN_STEPS] += now - self._now
-        self._now, self._rows = now, rows
+        """A step that computes ``rows`` begins ``now``, or when the last one was over, if that was
+        later. By its plan the slots ``left`` are empty, whose sequences were preempted, and
+        ``newcomers`` have theirs."""
+        began = max(now, self._now)
+        self._clocks[Part.BETWEEN_STEPS] += began - self._now
+        self._now, self._rows = began, rows
         newcomers = tuple(newcomers)
         gone = self._leave((*left, *(it.slot for it in newcomers)))
         for sequence in newcomers:
             self._enter(sequence)
-        self._preempted = [it for it in (*self._preempted, *gone) if it.slot == NO_SLOT]
+        self._gone = [it for it in (*self._gone, *gone) if it.slot == NO_SLOT]
 
-    def left(self, slots: Collection[int]) -> None:
+    def left(self, slots: Iterable[int]) -> None:
         """Nobody is in ``slots`` any more."""
         if self._rows is not None:
-            self._left = slots
+            self._left.update(slots)
             return
         gone = self._leave(slots)
-        self._preempted += [sequence for sequence in gone if sequence.is_preempted]
+        self._gone += [sequence for sequence in gone if sequence.is_preempted]
 
-    def end(self, now: float) -> list[Told]:
-        """The step, if there was one, is over. What is to be told after it: of those that ended or
-        lost their blocks, and of those whose turn it is."""
+    def end(self) -> None:
+        """The step in progress, if there is one, is over."""
         rows, self._rows = self._rows, None
         if rows is None:
-            return []
+            return
+        now = self._clock()
         self._charge(rows, now)
         self._now = now
-        gone = (*self._preempted, *self._leave(self._left))
-        self._preempted, self._left = [], ()
-        return [*(self.so_far(sequence, now) for sequence in gone), *self._turns(now)]
+        self._gone += self._leave(self._left)
+        self._left.clear()
+
+    def tell(self) -> list[Told]:
+        """As of the end of the last step: of those that lost their blocks, and of those whose turn
+        it is; of those that ended, as of then."""
+        gone, self._gone = self._gone, []
+        return [*(self._last_of(sequence) for sequence in gone), *self._turns(self._now)]
+
+    def _last_of(self, sequence: Sequence) -> Told:
+        """Of one that is gone."""
+        if sequence.is_preempted or sequence.account is None:
+            return self.so_far(sequence, self._now)
+        return self.so_far(sequence, sequence.account.until)
 
     def so_far(self, sequence: Sequence, now: float) -> Told:
         """Between two steps."""
@@ -176,7 +194,8 @@ class Accounts:
         decoding = ~is_prompt if has_prompts else slice(None)
         alone_s = decodes_s * costs.alone(decoding)
         self._move(Part.CO_TENANCY, Part.DECODE, rows.slots[decoding], alone_s)
-        if len(rows) < self._num_there:
+        # Who ended by the step before may have a row still.
+        if self._is_there[rows.slots].sum() < self._num_there:
             self._pass_over(rows.slots, decodes_s, prompts_s)
         neighbours = self._columns[Part.MOST_NEIGHBOURS]
         neighbours[rows.slots] = np.maximum(neighbours[rows.slots], len(rows) - 1)

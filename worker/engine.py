@@ -117,13 +117,11 @@ class Engine:
         self._landed = []
         landed = self.settle() if self._in_flight and self._scheduler.must_land() else []
         self._plan = self._scheduler.schedule(held, now)
-        if self.accounts is not None and self._plan.rows:
-            scheduler = self._scheduler
-            self.accounts.begin(self._plan.rows, scheduler.vacated, scheduler.newcomers, now)
         self._stopwatch.end(Part.SCHEDULE)
         if not self._plan.rows:
             return [*landed, *self.settle()]
-        outcomes = self._execute() if self._launch is None else self._run_ahead(self._launch)
+        launch = self._launch
+        outcomes = self._execute(now) if launch is None else self._run_ahead(launch, now)
         self._release()
         return [*landed, *outcomes]
 
@@ -136,17 +134,20 @@ class Engine:
         self._release()
         return outcomes
 
-    def _run_ahead(self, launch: Launch) -> list[Outcome]:
+    def _run_ahead(self, launch: Launch, now: float) -> list[Outcome]:
         """forward(n), commit(n - 1), sample(n)"""
         plan, flight = self._plan, self._scheduler.flight(self._plan)
         with self._within(plan):
             try:
                 launched = launch(plan)
             except Exception as error:
-                return [*self._land(), *self._failed(flight.left(), error)]
+                landed = self._land()
+                self._begin_account(now)
+                return [*landed, *self._failed(flight.left(), error)]
             self._stopwatch.end(Part.MODEL)
             follows, outcomes = self._in_flight is not None, self._scheduler.notices()
             outcomes += self._land()
+            self._begin_account(now)
             if follows and self._last_failed:
                 # What this step reads, that one was to write.
                 return [*outcomes, *self._scheduler.crash(flight, _AFTER_A_FAILED_STEP)]
@@ -165,6 +166,13 @@ class Engine:
         if self._in_flight is None:
             return []
         (flight, launched), self._in_flight = self._in_flight, None
+        outcomes = self._commit(flight, launched)
+        if self.accounts is not None:
+            self.accounts.left(self._scheduler.vacated)
+            self.accounts.end()
+        return outcomes
+
+    def _commit(self, flight: Flight, launched: Launched) -> list[Outcome]:
         try:
             results = launched.results()
         except Exception as error:
@@ -177,7 +185,8 @@ class Engine:
         self._stopwatch.end(Part.COMMIT)
         return outcomes
 
-    def _execute(self) -> list[Outcome]:
+    def _execute(self, now: float) -> list[Outcome]:
+        self._begin_account(now)
         try:
             with self._within(self._plan):
                 results = self._runner.execute(self._plan)
@@ -204,6 +213,12 @@ class Engine:
         self._last_failed = True
         cause = str(error) if isinstance(error, EngineFailed) else type(error).__name__
         return EngineFailed(f"the step failed: {cause}")
+
+    def _begin_account(self, now: float) -> None:
+        """The time of the planned step begins, when nothing is in flight any more."""
+        if self.accounts is not None:
+            scheduler = self._scheduler
+            self.accounts.begin(self._plan.rows, scheduler.vacated, scheduler.newcomers, now)
 
     def _release(self) -> None:
         if slots := self._scheduler.take_vacated():

@@ -74,7 +74,7 @@ class LeadingLoop:
         self._log = log
         self._clock = clock
         self._sleep = sleep
-        self._accounts = engine.accounts = Accounts(engine.limits.max_num_seqs)
+        self._accounts = engine.accounts = Accounts(engine.limits.max_num_seqs, clock)
         self._slowness = Slowness()
         self._busy_s = 0.0
         self._occupants_told = 0.0
@@ -106,7 +106,9 @@ class LeadingLoop:
             self._sleep(extra_s)
             now = self._clock()
         self._busy_s += now - began
-        return outcomes, self._accounts.end(now)
+        if not self._engine.is_in_flight:
+            self._accounts.end()
+        return outcomes, self._accounts.tell()
 
     def _fault(self, orders: Orders) -> chaos_pb2.Fault | None:
         """One for another rank; a second one waits for the next turn."""

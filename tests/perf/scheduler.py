@@ -33,7 +33,7 @@ from torch import Tensor
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from tests.perf import report
-from worker.accounts import Accounts
+from worker.accounts import Accounts, Told
 from worker.attention.choice import choose_attention
 from worker.config import Speculation
 from worker.engine import Engine
@@ -107,8 +107,8 @@ class Bench:
         self._stopwatch = Stopwatch(time.perf_counter)
         runner = build_runner(num_blocks, self._stopwatch)
         self._engine = Engine(runner, self._limits, stopwatch=self._stopwatch)
-        self.accounts = self._engine.accounts = Accounts(running) if clock else None
         self._clock = clock or float
+        self.accounts = self._engine.accounts = Accounts(running, clock) if clock else None
         self._output = output
         self._inbox = Inbox()
         self._sessions = Sessions(self._limits, self._engine.load(), self._inbox, NoGrammars())
@@ -133,12 +133,18 @@ class Bench:
         for sequence in self._started:
             self._engine.add(sequence)
 
+    def _account(self) -> list[Told]:
+        if self.accounts is None:
+            return []
+        self.accounts.end()
+        return self.accounts.tell()
+
     def step(self) -> dict[str, float]:
         """Seconds by part."""
         before = self._stopwatch.times
         outcomes = self._engine.step(now=self._clock())
         after, over = self._stopwatch.times, time.perf_counter()
-        told = self.accounts.end(self._clock()) if self.accounts is not None else []
+        told = self._account()
         began = time.perf_counter()
         load = self._engine.load()
         loaded = time.perf_counter()

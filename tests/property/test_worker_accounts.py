@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from tests.property.test_worker_engine import MODEL, Event, Faulty, bounds, crowds, events
 from worker.account import Account, Part
+from worker.config import Speculation
 from worker.engine import Engine
 from worker.limits import Limits
 from worker.loop import LeadingLoop, Report
 from worker.orders import Inbox, Orders
 from worker.outcome import Abort, Residence, SequenceKey
-from worker.plan import Plan, RowResult
+from worker.plan import Launched, Plan, RowResult
 from worker.sequence import NO_SLOT, Sequence
 
 
@@ -34,11 +35,20 @@ class Seen:
     most_neighbours: int = 0
 
 
-class Watched(Faulty):
-    """Steps take as long as the dice say. Keeps who was in the last plan, and who was not."""
+@dataclass(frozen=True)
+class View:
+    """Who computes something in a step, and who is in the batch by its plan."""
 
-    def __init__(self, bounds: Limits, run: Run) -> None:
-        super().__init__(bounds.num_blocks, MODEL, bounds.num_host_blocks)
+    rows: frozenset[SequenceKey]
+    members: frozenset[SequenceKey]
+
+
+class Watched(Faulty):
+    """Steps take as long as the dice say."""
+
+    def __init__(self, bounds: Limits, run: Run, ahead: bool) -> None:
+        model = replace(MODEL, runs_ahead=ahead)
+        super().__init__(bounds.num_blocks, model, bounds.num_host_blocks)
         self._run = run
 
     def unready_slots(self) -> frozenset[int]:
@@ -46,18 +56,40 @@ class Watched(Faulty):
         return frozenset(slot for slot in range(5) if dice.random() < 0.2)
 
     def execute(self, plan: Plan) -> list[RowResult]:
-        self._run.look(plan)
+        self._run.planned(plan)
+        self._run.compute()
         return super().execute(plan)
+
+    def _launch(self, plan: Plan) -> Launched:
+        self._run.planned(plan)
+        return WatchedStep(super()._launch(plan), self._run)
+
+
+class WatchedStep:
+    def __init__(self, launched: Launched, run: Run) -> None:
+        self._launched, self._run = launched, run
+
+    def sample(self) -> None:
+        self._launched.sample()
+
+    def results(self) -> list[RowResult]:
+        self._run.compute()
+        return self._launched.results()
 
 
 class Run:
-    """A loop under a list of events."""
+    """A loop under a list of events. ``ahead``, steps are launched so, and only rows fail."""
 
-    def __init__(self, bounds: Limits, dice: Random) -> None:
-        self.dice = dice
+    def __init__(self, bounds: Limits, dice: Random, ahead: bool = False) -> None:
+        self.dice, self.ahead = dice, ahead
         self.now = dice.choice([0.0, 1e3, 1e6])
-        self.runner = Watched(bounds, self)
-        self.engine = Engine(self.runner, bounds)
+        self.runner = Watched(bounds, self, ahead)
+        self.engine = Engine(self.runner, bounds, launch=self.runner.launch)
+        #: the step whose time passes, and the one that was launched ahead of its end
+        self.passing: View | None = None
+        self.next: View | None = None
+        #: of the steps that were over in this turn
+        self.ends: list[float] = []
         self.loop = LeadingLoop(self.engine, Inbox(), self.check, None, self.clock)
         self.sequences: dict[SequenceKey, Sequence] = {}
         self.seen: dict[SequenceKey, Seen] = defaultdict(Seen)
@@ -69,29 +101,45 @@ class Run:
     def clock(self) -> float:
         return self.now
 
-    def look(self, plan: Plan) -> None:
-        """At a step that goes on for a while."""
-        seconds = self.dice.choice([0.0, 0.001, 0.02, 0.3])
-        self.now += seconds
+    def planned(self, plan: Plan) -> None:
         slots = set(plan.rows.slots.tolist())
-        for sequence in self.engine.sequences():
-            seen = self.seen[sequence.key]
-            if sequence.slot in slots:
-                self.begun.add(sequence.key)
-                seen.steps += 1
-                seen.most_neighbours = max(seen.most_neighbours, len(slots) - 1)
-            elif sequence.slot != NO_SLOT:
-                seen.passed_over += seconds
-            else:
-                self.pause(sequence, seconds)
+        there = [it for it in self.engine.sequences() if it.slot != NO_SLOT]
+        view = View(
+            frozenset(it.key for it in there if it.slot in slots),
+            frozenset(it.key for it in there),
+        )
+        if self.passing is None:
+            self.begin(view)
+        else:
+            self.next = view
 
-    def idle(self, starting: Collection[Sequence]) -> None:
-        """Between two steps."""
-        seconds = self.dice.choice([0.0, 0.0, 0.001, 0.4])
+    def begin(self, view: View) -> None:
+        self.passing, self.next = view, None
+        self.begun |= view.rows
+
+    def compute(self) -> None:
+        """The step whose time passes goes on for a while, and is over."""
+        self.pass_time(self.dice.choice([0.0, 0.001, 0.02, 0.3]))
+        self.ends.append(self.now)
+        view, self.passing = self.passing, None
+        assert view is not None
+        for key in view.rows:
+            seen = self.seen[key]
+            seen.steps += 1
+            seen.most_neighbours = max(seen.most_neighbours, len(view.rows) - 1)
+        if self.next is not None:
+            self.begin(self.next)
+
+    def pass_time(self, seconds: float, starting: Collection[Sequence] = ()) -> None:
         self.now += seconds
         for sequence in (*self.engine.sequences(), *starting):
-            if sequence.slot != NO_SLOT:
-                self.seen[sequence.key].between += seconds
+            seen = self.seen[sequence.key]
+            if self.passing is not None and sequence.key in self.passing.rows:
+                continue
+            if self.passing is not None and sequence.key in self.passing.members:
+                seen.passed_over += seconds
+            elif self.passing is None and sequence.slot != NO_SLOT:
+                seen.between += seconds
             else:
                 self.pause(sequence, seconds)
 
@@ -115,12 +163,14 @@ class Run:
             abort = Abort(arrival + 1, () if choice is None else (choice,))
             orders.aborts.append(abort)
             self.aborted.update(key for key in self.sequences if key in abort)
-        if event.preempt is not None:
+        if event.preempt is not None and not self.ahead:
             running = [it for it in self.engine.sequences() if it.slot != NO_SLOT]
             for sequence in running[event.preempt :]:
                 self.engine.preempt(sequence)
-        self.runner.fault = event.fault
-        self.idle(orders.starts)
+        self.runner.fault = event.fault if not self.ahead or (event.fault or 0) >= 0 else None
+        # Between two turns; a step may be in flight.
+        self.pass_time(self.dice.choice([0.0, 0.0, 0.001, 0.4]), orders.starts)
+        self.ends.clear()
         self.loop.turn(orders)
         self.engine.check_integrity()
 
@@ -132,15 +182,15 @@ class Run:
             if outcome.stop is not None or preempted:
                 assert outcome.key in accounts
         for it in report.accounts:
-            assert it.offset == self.sequences[it.key].num_output
+            assert it.offset == self.sequences[it.key].num_drawn
             if it.key not in self.aborted:
                 self.check_account(it.key, it.account)
         self.told.update(accounts)
 
     def check_account(self, key: SequenceKey, account: Account) -> None:
         close = 1e-9 * max(1.0, self.now)
-        assert account.until == self.now
-        assert account.seconds == pytest.approx(self.now - self.sequences[key].came, abs=close)
+        assert account.until in (self.now, *self.ends)
+        assert account.seconds == pytest.approx(account.until - self.sequences[key].came, abs=close)
         before = self.told.get(key, Account(self.now))
         pairs = zip(before.parts, account.parts, strict=True)
         assert all(now >= then - close for then, now in pairs), "a part became less"
@@ -157,8 +207,20 @@ class Run:
 def test_the_parts_add_up_to_the_time_since_a_sequence_came(
     bounds: Limits, crowd: Event, events: list[Event], drains: bool, dice: Random
 ) -> None:
-    this = Run(bounds, dice)
-    for event in (crowd, *events):
+    check_all(Run(bounds, dice), [crowd, *events], drains)
+
+
+@settings(max_examples=50)
+@given(bounds, crowds, events, st.booleans(), st.randoms(use_true_random=False))
+def test_the_same_where_steps_are_launched_ahead(
+    bounds: Limits, crowd: Event, events: list[Event], drains: bool, dice: Random
+) -> None:
+    bounds = replace(bounds, num_host_blocks=0, speculation=Speculation())
+    check_all(Run(bounds, dice, ahead=True), [crowd, *events], drains)
+
+
+def check_all(this: Run, events: list[Event], drains: bool) -> None:
+    for event in events:
         this.happen(event)
     if drains:
         this.happen(Event([]), drain=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from everlift.sampling import SamplingParams
 from tests.worker_support import limits, prompt, sequence
 from worker.account import Account
 from worker.accounts import Told
@@ -26,14 +28,16 @@ LIMITS = limits(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64, model=
 
 
 class Worker:
-    """Rank 0's loop, whose clock goes on by what steps take."""
+    """Rank 0's loop, whose clock goes on by what steps take: ``ahead``, while their results are
+    waited for."""
 
-    def __init__(self, bounds: Limits = LIMITS) -> None:
+    def __init__(self, bounds: Limits = LIMITS, ahead: bool = False) -> None:
         self.now = 100.0
         self.limits = bounds
         self.reports: list[Report] = []
-        runner = FakeRunner(bounds.num_blocks, MODEL, sleep=self.sleep)
-        self.engine = Engine(runner, bounds)
+        model = replace(MODEL, runs_ahead=ahead)
+        runner = FakeRunner(bounds.num_blocks, model, sleep=self.sleep)
+        self.engine = Engine(runner, bounds, launch=runner.launch)
         self.loop = LeadingLoop(
             self.engine, Inbox(), self.reports.append, None, self.clock, self.sleep
         )
@@ -282,3 +286,78 @@ def test_output_that_a_sequence_brings_along_is_prefill_where_nobody_had_compute
     assert milliseconds(worker.account(moved)) == {"prefill": 80.0 + 52.0}
     worker.turn()
     assert milliseconds(worker.account(moved)) == {"prefill": 80.0 + 52.0, "decode": 17.0}
+
+
+# launched ahead
+
+
+def test_a_step_launched_ahead_is_paid_for_when_it_is_computed() -> None:
+    worker = Worker(ahead=True)
+    this = worker.sequence(1, 20, max_tokens=3)
+    worker.sleep(0.5)
+    worker.turn(this)
+    assert milliseconds(worker.account(this)) == {"waiting": 500.0}
+    worker.turn()
+    assert milliseconds(worker.account(this)) == {"waiting": 500.0, "prefill": 36.0}
+    worker.turn()
+    end = told(worker.turn())[1]
+    assert milliseconds(end.account) == {"waiting": 500.0, "prefill": 36.0, "decode": 34.0}
+    assert (end.offset, end.account.steps, end.account.most_neighbours) == (3, 3, 0)
+    assert end.account.until == worker.now
+
+
+def test_while_a_step_is_in_flight_no_time_is_between_steps() -> None:
+    worker = Worker(ahead=True)
+    this = worker.sequence(1, 20, max_tokens=2)
+    worker.turn(this)
+    worker.sleep(0.25)
+    worker.turn()
+    end = told(worker.turn())[1]
+    assert milliseconds(end.account) == {"prefill": 286.0, "decode": 17.0}
+    worker.sleep(1.0)
+    other = worker.sequence(2, 20, max_tokens=1)
+    worker.turn(other)
+    assert milliseconds(told(worker.turn())[2].account) == {"prefill": 36.0}
+
+
+def test_who_comes_in_by_a_step_that_is_launched_ahead_waits_for_the_one_before_it() -> None:
+    worker = Worker(ahead=True)
+    one = worker.sequence(1, 20)
+    worker.turn(one)
+    worker.turn()
+    before, other = worker.account(one), worker.sequence(2, 49)
+    worker.turn(other)
+    assert milliseconds(between(before, worker.account(one))) == {"decode": 17.0}
+    assert milliseconds(worker.account(other)) == {"waiting": 17.0}
+    before = worker.account(one)
+    worker.turn()
+    assert milliseconds(between(before, worker.account(one))) == {"decode": 1.32, "stalled": 64.68}
+    parts = {"waiting": 17.0, "prefill": 64.68, "co_tenancy": 1.32}
+    assert milliseconds(worker.account(other)) == parts
+
+
+def test_who_leaves_while_a_step_is_in_flight_pays_for_it_and_his_slot_goes_to_another() -> None:
+    worker = Worker(limits(max_num_seqs=2, model=MODEL), ahead=True)
+    one, other = worker.sequence(1, 16), worker.sequence(2, 16)
+    worker.turn(one, other)
+    worker.turn(aborts=[2])
+    assert milliseconds(worker.account(one)) == {"prefill": 24.0, "stalled": 24.0}
+    third = worker.sequence(3, 16)
+    worker.turn(third)
+    worker.turn()
+    assert worker.account(one).most_neighbours == 1
+    assert milliseconds(worker.account(third)).keys() == {"waiting", "prefill", "co_tenancy"}
+
+
+def test_a_step_that_lands_at_once_is_paid_for_apart_from_the_one_before_it() -> None:
+    worker = Worker(ahead=True)
+    one = worker.sequence(1, 20)
+    worker.turn(one)
+    worker.turn()
+    before = worker.account(one)
+    scored = worker.sequence(2, 49, sampling=SamplingParams(temperature=0.0, prompt_logprobs=0))
+    worker.turn(scored)
+    parts = {"decode": 18.32, "stalled": 64.68}
+    assert milliseconds(between(before, worker.account(one))) == parts
+    parts = {"waiting": 17.0, "prefill": 64.68, "co_tenancy": 1.32}
+    assert milliseconds(worker.account(scored)) == parts
