@@ -27,6 +27,7 @@ from worker.grammar.compiler import GrammarCompiler
 from worker.grammar.matcher import CompiledGrammar, Matcher
 from worker.grammar.nursery import Nursery
 from worker.grammar.vocabulary import token_bytes
+from worker.last_tokens import LastTokens
 from worker.limits import Limits
 from worker.load import Load
 from worker.parallel import Group
@@ -164,11 +165,16 @@ class GrammarEngine:
         )
         self._tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 
-    def serve(self, jobs: Sequence[Job], **limits: Any) -> tuple[Collected, Load]:
+    def serve(
+        self, jobs: Sequence[Job], ahead: bool = False, **limits: Any
+    ) -> tuple[Collected, Load]:
         """What is said of ``jobs``, each an epoch of its own, counted from 1, or a choice of the
-        one before."""
+        one before. ``ahead``, steps are launched so, as on a GPU."""
         runner = build_runner(self._config, Group.single())
-        engine = Engine(runner, bounds := replace(Limits.of(self._config, runner), **limits))
+        if ahead:
+            runner._last_tokens = LastTokens(self._config.max_num_seqs, runner.device)
+        bounds = replace(Limits.of(self._config, runner), **limits)
+        engine = Engine(runner, bounds, launch=runner.launch)
         epoch = 0
         for job in jobs:
             epoch += not job.choice
@@ -190,8 +196,8 @@ class GrammarEngine:
         gc.collect()
         return collected, load
 
-    def tokens(self, jobs: Sequence[Job], **limits: Any) -> list[list[int]]:
+    def tokens(self, jobs: Sequence[Job], ahead: bool = False, **limits: Any) -> list[list[int]]:
         """Outputs of ``jobs``, none of which fails."""
-        collected, _ = self.serve(jobs, **limits)
+        collected, _ = self.serve(jobs, ahead, **limits)
         assert not any(collected.errors.values()), collected.errors
         return [collected.tokens[key] for key in sorted(collected.tokens)]

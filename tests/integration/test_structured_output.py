@@ -369,6 +369,17 @@ def test_neighbours_of_a_grammar_that_is_cut_off_notice_nothing(
     assert errors[:2] == ["", ""] and "takes too long" in errors[2]
 
 
+def test_steps_that_are_launched_ahead_obey_as_well(
+    service: Service, engine: GrammarEngine
+) -> None:
+    jobs = [
+        job(service, REGEX, NUMBERS, sampling=HOT),
+        job(service, REGEX, NUMBERS),
+        Job("count from 5 to 40:"),
+    ]
+    assert engine.tokens(jobs, ahead=True) == engine.tokens(jobs)
+
+
 def test_grammars_that_take_long_do_not_hold_up_the_others(service: Service) -> None:
     slow = [service.order(EBNF, takes_long(name)) for name in "bc"]
     assert isinstance(service.order(REGEX, "ab").result(60), CompiledGrammar)

@@ -47,11 +47,14 @@ class Channel:
         poll.register(self._sock, 0)
         return bool(poll.poll(0))
 
+    def expect(self, matcher: int) -> None:
+        """The keeper will be told something about ``matcher``: from now on it has that to do."""
+        self._account.asked(matcher)
+
     def tell(self, request: Request) -> None:
-        """Raises EverliftError when the keeper is gone."""
+        """What was expected. Raises EverliftError when the keeper is gone."""
         self._drop_forgotten()
         self._replies.setdefault(request["matcher"], deque())
-        self._account.asked(request["matcher"])
         self._send(encode_request(request))
 
     def take(self, matcher: int) -> bytes:

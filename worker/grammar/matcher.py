@@ -12,6 +12,7 @@ from torch import Tensor
 
 from everlift.errors import EverliftError
 from worker.grammar.channel import Channel
+from worker.grammar.messages import Request
 
 
 class CompiledGrammar:
@@ -58,7 +59,9 @@ class Matcher:
         self._channel = channel
         self._number = number
         self._next: bytes | None = None
-        channel.tell(
+        #: its mask was handed out, and what is drawn by it is not known yet
+        self._is_drawing = False
+        self._tell(
             {
                 "do": "open",
                 "matcher": number,
@@ -70,10 +73,12 @@ class Matcher:
 
     def is_ready(self) -> bool:
         """Whether the mask of its next token is here, or why there will be none; or if it is worth
-        waiting for."""
-        if self._next is not None or not self._channel.is_busy:
+        waiting for. While a token is drawn, that of the one behind it cannot be here."""
+        if not self._channel.is_busy:
             return True
-        return self._channel.has_reply(self._number)
+        if self._is_drawing:
+            return False
+        return self._next is not None or self._channel.has_reply(self._number)
 
     def mask(self, drafts: Sequence[int], into: Tensor) -> int:
         """Fills ``into``, int32 [1 + len(drafts), words of the vocabulary] on the CPU, with what
@@ -81,9 +86,10 @@ class Matcher:
         stop token is none; what stands behind them is 0."""
         into.zero_()
         _fill(into[:1], self._mask_of_next())
+        self._expect_token()
         if not drafts:
             return 0
-        self._channel.tell({"do": "drafts", "matcher": self._number, "tokens": list(drafts)})
+        self._tell({"do": "drafts", "matcher": self._number, "tokens": list(drafts)})
         masks = self._channel.take(self._number)
         num_allowed = len(masks) // (into.shape[1] * into.element_size())
         _fill(into[1 : 1 + num_allowed], masks)
@@ -93,8 +99,19 @@ class Matcher:
         """Goes on by ``tokens``, which were drawn. Where it cannot, the next ``mask`` says so."""
         with suppress(EverliftError):
             self._mask_of_next()
-            self._next = None
+            self._expect_token()
+            self._next, self._is_drawing = None, False
             self._channel.tell({"do": "accept", "matcher": self._number, "tokens": list(tokens)})
+
+    def _expect_token(self) -> None:
+        """It is drawn from now on. That of the next one is still to be made, and counts already."""
+        if not self._is_drawing:
+            self._is_drawing = True
+            self._channel.expect(self._number)
+
+    def _tell(self, request: Request) -> None:
+        self._channel.expect(self._number)
+        self._channel.tell(request)
 
     def _mask_of_next(self) -> bytes:
         if self._next is None:
