@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
 class Arriving:
-    """``tensor`` [n] of integers, which is copied to the host as soon as it is computed."""
+    """``tensor``, which is copied to the host as soon as it is computed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host = tensor
@@ -18,9 +20,9 @@ class Arriving:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def wait(self) -> list[int]:
+    def wait(self) -> list[Any]:
         """What it holds, once it is there."""
         if self._copied is not None:
             self._copied.synchronize()
-        values: list[int] = self._host.tolist()
+        values: list[Any] = self._host.tolist()
         return values

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from everlift.sampling import TokenLogprobs
 from worker.agreement import from_tokens
 from worker.download import Arriving
+from worker.logprobs import ArrivingScores
 from worker.plan import Ints, RowResult
 from worker.sampled_row import SampledRow, plain_results
 
@@ -32,7 +32,7 @@ class Drawing:
         tokens: Tensor,
         firsts: Ints,
         rows: Mapping[int, SampledRow],
-        logprobs: Mapping[int, TokenLogprobs],
+        logprobs: ArrivingScores | None,
         take_in: Callable[[Concluded], None],
     ) -> None:
         self.tokens = tokens
@@ -48,8 +48,9 @@ class Drawing:
         has_drafts = len(drawn) > len(self._firsts)
         first = [drawn[i] for i in self._firsts.tolist()] if has_drafts else drawn
         results = plain_results(first)
+        logprobs = {} if self._logprobs is None else self._logprobs.wait()
         for i, row in self._rows.items():
-            results[i] = row.conclude(drawn, self._logprobs)
+            results[i] = row.conclude(drawn, logprobs)
         self._take_in((row, results[i]) for i, row in self._rows.items())
         return results
 

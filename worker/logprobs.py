@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from everlift.sampling import TokenLogprobs
+from worker.download import Arriving
 from worker.upload import upload
 
 
@@ -41,6 +42,24 @@ def read_score(columns: Sequence[float], num_top: int) -> TokenLogprobs:
     return TokenLogprobs(logprob, int(rank), top[:num_top])
 
 
+class ArrivingScores:
+    """Some rows of ``score`` on their way to the host; ``num_top`` has how many alternatives each
+    tells, by its number among the step's logits."""
+
+    def __init__(self, table: Tensor, num_top: Mapping[int, int]) -> None:
+        self._num_top = num_top
+        self._arriving = Arriving(table)
+
+    def wait(self) -> dict[int, TokenLogprobs]:
+        """By row of the logits."""
+        return {
+            row: read_score(columns, num_top)
+            for (row, num_top), columns in zip(
+                self._num_top.items(), self._arriving.wait(), strict=True
+            )
+        }
+
+
 class KeptLogits:
     """Some rows of a step's logits as the model made them, kept until their tokens are drawn."""
 
@@ -50,12 +69,9 @@ class KeptLogits:
         self._index = upload(list(num_top), logits.device)
         self._logits = logits[self._index]
 
-    def logprobs(self, tokens: Tensor) -> dict[int, TokenLogprobs]:
-        """By row, for ``tokens`` [n], one for each row of the logits. A row for which there is none
-        is marked by a negative number, and means nothing."""
+    def logprobs(self, tokens: Tensor) -> ArrivingScores:
+        """Of ``tokens`` [n], one for each row of the logits. A row for which there is none is
+        marked by a negative number, and means nothing."""
         tokens = tokens[self._index].clamp(min=0)
-        table = score(self._logits, tokens, max(self._num_top.values())).tolist()
-        return {
-            row: read_score(columns, num_top)
-            for (row, num_top), columns in zip(self._num_top.items(), table, strict=True)
-        }
+        table = score(self._logits, tokens, max(self._num_top.values()))
+        return ArrivingScores(table, self._num_top)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from everlift.errors import EngineFailed
 from everlift.sampling import TokenLogprobs
+from worker.download import Arriving
 from worker.logprobs import read_score, score
 from worker.plan import Admission, RowResult, Rows
 from worker.sampled_row import NOT_FINITE_CAUSE
@@ -36,11 +37,31 @@ class _Scored(NamedTuple):
     num_top: int
 
 
+class PromptScores:
+    """The log probabilities of prompts' tokens, until the host knows them. On other ranks than 0
+    there are none."""
+
+    def __init__(self, wanted: Sequence[_Scored], tables: Iterable[Tensor]) -> None:
+        self._wanted = wanted
+        self._arriving = [Arriving(table) for table in tables]
+
+    def wait(self) -> dict[int, list[TokenLogprobs]]:
+        """By row."""
+        lines = [line for table in self._arriving for line in table.wait()]
+        scores: dict[int, list[TokenLogprobs]] = {}
+        for each, line in zip(self._wanted, lines, strict=False):  # no lines but on rank 0
+            scores.setdefault(each.row, []).append(read_score(line, each.num_top))
+        return scores
+
+
+#: Of a step that scores no prompt.
+NO_SCORES = PromptScores((), ())
+
+
 def score_prompts(
     rows: Rows, slots: Mapping[int, Admission], hidden: Tensor, head: Head
-) -> dict[int, list[TokenLogprobs]]:
-    """By row, the log probabilities of the prompt's tokens that it scores; none but on rank 0.
-    ``hidden`` are of all of the step's tokens.
+) -> PromptScores:
+    """Of all that the rows score. ``hidden`` are of all of the step's tokens.
 
     Piece by piece, since a chunk's logits may be larger than all of the model.
     """
@@ -48,17 +69,11 @@ def score_prompts(
     width = max((each.num_top for each in wanted), default=0)
     pieces = range(0, len(wanted), SCORED_AT_ONCE)
     tables = [_score(wanted[i : i + SCORED_AT_ONCE], hidden, head, width) for i in pieces]
-    lines = [line for table in tables if table is not None for line in table.tolist()]
-    scores: dict[int, list[TokenLogprobs]] = {}
-    for each, line in zip(wanted, lines, strict=False):  # no lines but on rank 0
-        scores.setdefault(each.row, []).append(read_score(line, each.num_top))
-    return scores
+    return PromptScores(wanted, [table for table in tables if table is not None])
 
 
-def with_scores(
-    results: list[RowResult], scores: Mapping[int, list[TokenLogprobs]]
-) -> list[RowResult]:
-    if not scores:
+def with_scores(results: list[RowResult], arriving: PromptScores) -> list[RowResult]:
+    if not (scores := arriving.wait()):
         return results
     return [
         _with_prompt_logprobs(result, scores[i]) if i in scores else result

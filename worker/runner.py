@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everlift.sampling import TokenLogprobs
 from worker.agreement import from_lines, to_lines
 from worker.attention.backend import AttentionBackend, StepAttention
 from worker.decode_graphs import DecodeGraphs
@@ -23,14 +22,13 @@ from worker.kv_cache import KVCache
 from worker.last_tokens import LastTokens
 from worker.model.layers import Placement
 from worker.plan import NOTHING_DRAWN, Admission, Ints, Launch, Plan, RowResult, Rows
-from worker.prompt_scores import score_prompts, with_scores
+from worker.prompt_scores import NO_SCORES, PromptScores, score_prompts, with_scores
 from worker.sampler import Asks, Sampler
 from worker.step_times import STOPPED, Part, Stopwatch
 from worker.upload import upload
 
 _Args = ParamSpec("_Args")
 _T = TypeVar("_T")
-_Scores = Mapping[int, list[TokenLogprobs]]
 
 
 class Model(Protocol):
@@ -182,7 +180,7 @@ class TorchRunner:
         return drawing or Hearing(tokens)
 
     @_part_of_step
-    def conclude(self, rows: Rows, drawn: Drawn | None, scores: _Scores) -> list[RowResult]:
+    def conclude(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
         """Waits for what was drawn. A result for each row, as rank 0 drew it."""
         results = _of_all(rows, [] if drawn is None else drawn.results())
         return self._agree(rows, with_scores(results, scores)) if _is_told_late(rows) else results
@@ -198,13 +196,13 @@ class TorchRunner:
         if self._sampler is not None:
             self._sampler.admit(admission)
 
-    def _hidden(self, rows: Rows) -> tuple[Tensor, _Scores]:
-        """Hidden states of the tokens after which one is drawn; by row, what is told of prompts."""
+    def _hidden(self, rows: Rows) -> tuple[Tensor, PromptScores]:
+        """Hidden states of the tokens after which one is drawn; what is told of prompts."""
         if self._graphs is not None and self._graphs.fit(rows):
-            return self._graphs.run(rows), {}
+            return self._graphs.run(rows), NO_SCORES
         sites = _sites(rows)
         if not rows.scores_prompt.any():
-            return self._forward(rows, sites), {}
+            return self._forward(rows, sites), NO_SCORES
         hidden = self._forward(rows, None)
         scores = score_prompts(rows, self._slots, hidden, self._model)
         return hidden[self._upload(sites)], scores
@@ -261,9 +259,11 @@ class TorchRunner:
 
 class TorchStep:
     """A Launched step of ``rows``: ``hidden`` are those after which a token is drawn, ``scores``
-    what is told of prompts by row."""
+    what is told of prompts."""
 
-    def __init__(self, runner: TorchRunner, rows: Rows, hidden: Tensor, scores: _Scores) -> None:
+    def __init__(
+        self, runner: TorchRunner, rows: Rows, hidden: Tensor, scores: PromptScores
+    ) -> None:
         self._runner = runner
         self._rows = rows
         self._hidden = hidden

@@ -124,8 +124,8 @@ class Sampler:
         return self.begin(logits, asks).results()
 
     def begin(self, logits: Tensor, asks: Asks) -> Drawing:
-        """The same; but for log probabilities, nobody waits for the device until its results are
-        asked for, which must be before the next call."""
+        """The same; nobody waits for the device until its results are asked for, which must be
+        before the next call."""
         num_sites = asks.num_sites
         firsts = num_sites.cumsum() - num_sites
         rows = self._rows(asks, firsts)
@@ -138,7 +138,7 @@ class Sampler:
         # The other ranks see tokens alone.
         if failed := [row.first for row in rows.values() if row.error is not None]:
             tokens = tokens.index_fill(0, self._upload(failed), FAILED)
-        logprobs = kept.logprobs(tokens) if kept is not None else {}
+        logprobs = kept.logprobs(tokens) if kept is not None else None
         return Drawing(tokens, firsts, rows, logprobs, self._take_in)
 
     def _rows(self, asks: Asks, firsts: Ints) -> dict[int, SampledRow]:

@@ -21,6 +21,7 @@ from tests.sampling_oracle import is_close, own_logprobs
 from tests.sampling_support import FakeGrammar, admission
 from worker import prompt_scores
 from worker.agreement import FAILED, NO_TOKEN
+from worker.download import Arriving
 from worker.kv_cache import KVCache
 from worker.last_tokens import LastTokens
 from worker.model.layers import Placement
@@ -321,6 +322,19 @@ def test_logits_of_long_prompts_are_never_in_memory_at_once(
     assert [len(asked) for asked in model.log[1:]] == [4, 4, 4, 4, 2, 3]
     for i, result in enumerate(results):
         assert is_close(result.prompt_logprobs, scores_of(PROMPT, i))
+
+
+def test_scores_of_prompts_are_waited_for_when_results_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    wait = Arriving.wait
+    monkeypatch.setattr(Arriving, "wait", lambda this: waited.append(this) or wait(this))
+    this = row(0, PROMPT, scores_prompt=True)
+    step = build()._launch(plan(this, admissions=[admission(SCORES, PROMPT)]))
+    step.sample()
+    assert not waited
+    [result] = step.results()
+    assert is_close(result.prompt_logprobs, scores_of(PROMPT, 2))
+    assert len(waited) == 2
 
 
 def test_a_prompt_whose_logits_are_no_numbers_costs_its_own_row() -> None:

@@ -20,6 +20,7 @@ from everlift.sampling import Grammar, GrammarKind, SamplingParams, TokenLogprob
 from tests.llama_support import warped
 from tests.sampling_oracle import is_close, own_logprobs, shaped
 from tests.sampling_support import FakeGrammar, FakeMatcher, admission
+from worker.download import Arriving
 from worker.history import Histories, PenalisedRow
 from worker.plan import Admission, RowResult
 from worker.sampler import Ask, Asks, Sampler
@@ -305,6 +306,48 @@ def test_rows_without_a_feature_pay_nothing_for_it() -> None:
         "aten.cumsum.default",
     }
     assert "aten.topk.default" not in calls(3)
+
+
+#: What lets the host wait for the device.
+WAITS = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default"}
+
+
+def test_nobody_waits_for_the_device_before_the_results_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = [(this, ask) for this, ask in mixed_batch() if not ask.drafts]
+    expected, waited = [*sampled(batch).values()], list[tuple[int, ...]]()
+
+    class Noted(Arriving):
+        def __init__(self, tensor: Tensor) -> None:
+            super().__init__(tensor)
+            self._shape = tuple(tensor.shape)
+
+        def wait(self) -> list[Any]:
+            waited.append(self._shape)
+            return super().wait()
+
+    monkeypatch.setattr("worker.logprobs.Arriving", Noted)
+    monkeypatch.setattr("worker.drawing.Arriving", Noted)
+    drawing, counted = sampler(*(this for this, _ in batch)), Counted()
+    draw = drawing._draw
+
+    def draw_uncounted(*args: Any) -> Tensor:
+        """On a GPU a kernel draws."""
+        before = len(counted.calls)
+        tokens = draw(*args)
+        del counted.calls[before:]
+        return tokens
+
+    drawing._draw = draw_uncounted
+    with counted:
+        drawn = drawing.begin(rows_of(batch), asks_of(batch))
+    assert not waited
+    assert not WAITS & {*counted.calls}
+    told = [this for this, _ in batch if this.sampling.logprobs is not None]
+    results = drawn.results()
+    assert waited == [(len(batch),), (len(told), 2 + 2 * 3)]
+    assert results == expected
 
 
 # drafts
