@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+import torch
+
 from worker.attention.backend import AttentionBackend
 from worker.attention.choice import choose_attention
 from worker.config import WorkerConfig
@@ -71,12 +73,15 @@ class Assembly:
 
     def capture(self) -> DecodeGraphs | None:
         """Steps that decode, if they can be captured: what others' modules compute, or torch's
-        attention, may not be."""
-        model, attention = self.loaded.model, self.attention
-        if not isinstance(model, Decoder) or not isinstance(attention, DecodingBackend):
-            return None
+        attention, may not be, and collectives that wait on the host are not. All ranks capture, or
+        none: to replay is to make collectives."""
         if self.last_tokens is None:
             return None
+        model, attention = self.loaded.model, self.attention
+        is_able = isinstance(model, Decoder) and isinstance(attention, DecodingBackend)
+        if not self._all_can(is_able and self.place.group.on_device):
+            return None
+        assert isinstance(model, Decoder) and isinstance(attention, DecodingBackend)
         return DecodeGraphs(
             model,
             attention,
@@ -86,3 +91,8 @@ class Assembly:
             self.place.device,
             CudaGraphs(),
         )
+
+    def _all_can(self, can: bool) -> bool:
+        """Whether ``can`` is True on all ranks."""
+        group, device = self.place.group, self.place.device
+        return int(group.all_reduce(torch.tensor([int(can)], device=device)).item()) == group.size

@@ -1,8 +1,9 @@
 """The ranks of one tensor-parallel worker: how they meet, and the collectives that they use.
 
-    on CUDA                                        NCCL
+    on CUDA, a GPU each                            NCCL
     on CPUs of one host, with a C++ compiler       memory that they share
     on CPUs else                                   gloo
+    on one GPU together, which is for tests        one of the latter two, through the host
 
 Rank 0 creates a store and tells the others its address; each rank then joins the group over it.
 Nothing here touches torch.distributed's process-wide default group, so a process may hold several.
@@ -32,6 +33,8 @@ log = logs.get(__name__)
 #: A rank that has not come to a collective after this long is taken for lost.
 TIMEOUT = timedelta(minutes=5)
 
+_GPU_KEY = "everlift/gpu"
+
 #: What shared memory sums, by its number for collectives.cpp.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3}
 
@@ -45,6 +48,9 @@ class Group:
 
     rank = 0
     size = 1
+    #: its collectives are work of the device like any other: no host waits for them, and they can
+    #: be captured
+    on_device = True
 
     @staticmethod
     def single() -> Group:
@@ -71,6 +77,8 @@ class Group:
 
 class _SharedMemoryGroup(Group):
     """A group of ranks of one host. Sums are of float32, bfloat16, float16 and int64."""
+
+    on_device = False
 
     def __init__(self, ranks: Collectives, rank: int, size: int) -> None:
         self.rank = rank
@@ -109,9 +117,10 @@ class _SharedMemoryGroup(Group):
 class _CollectiveGroup(Group):
     """A group over a torch.distributed backend (ProcessGroupGloo or ProcessGroupNCCL)."""
 
-    def __init__(self, backend: Any, rank: int, size: int) -> None:
+    def __init__(self, backend: Any, rank: int, size: int, on_device: bool) -> None:
         self.rank = rank
         self.size = size
+        self.on_device = on_device
         self._backend = backend
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -135,6 +144,33 @@ class _CollectiveGroup(Group):
         if self._backend is not None:
             self._backend.shutdown()
             self._backend = None  # gloo listens until it is destroyed
+
+
+class _ThroughHost(Group):
+    """A group for tensors of a GPU over ``host``, one for those of CPUs."""
+
+    on_device = False
+
+    def __init__(self, host: Group) -> None:
+        self.rank = host.rank
+        self.size = host.size
+        self._host = host
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(self._host.all_reduce(tensor.cpu()))
+
+    def gather_to_first(self, shard: Tensor) -> Tensor | None:
+        gathered = self._host.gather_to_first(shard.cpu())
+        return None if gathered is None else gathered.to(shard.device)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(self._host.broadcast(tensor.cpu()))
+
+    def barrier(self) -> None:
+        self._host.barrier()
+
+    def close(self) -> None:
+        self._host.close()
 
 
 def create_store(host: str = "127.0.0.1") -> tuple[TCPStore, str]:
@@ -170,16 +206,37 @@ def init_group(
     if size == 1:
         return Group.single()
     group: Group
-    if device.type == "cuda":
-        way, group = "NCCL", _CollectiveGroup(_nccl(store, rank, size), rank, size)
-    elif (ranks := collectives.meet(store, rank, size, TIMEOUT)) is not None:
-        way, group = "shared memory", _SharedMemoryGroup(ranks, rank, size)
+    if device.type == "cpu":
+        way, group = _host_group(store, rank, size, host)
+    elif _have_a_gpu_each(store, rank, size, device):
+        backend = _nccl(store, rank, size)
+        way, group = "NCCL", _CollectiveGroup(backend, rank, size, on_device=True)
     else:
-        address = host or _own_address(store)
-        way, group = "gloo", _CollectiveGroup(_gloo(store, rank, size, address), rank, size)
+        log.warning("ranks share a GPU: their sums go through the host, which is slow", rank=rank)
+        way, host_group = _host_group(store, rank, size, host)
+        group = _ThroughHost(host_group)
     group.barrier()
-    log.info("ranks joined", rank=rank, ranks=size, collectives=way)
+    log.info("ranks joined", rank=rank, ranks=size, collectives=way, on_device=group.on_device)
     return group
+
+
+def _host_group(store: TCPStore, rank: int, size: int, host: str | None) -> tuple[str, Group]:
+    """And how it is called."""
+    if (ranks := collectives.meet(store, rank, size, TIMEOUT)) is not None:
+        return "shared memory", _SharedMemoryGroup(ranks, rank, size)
+    backend = _gloo(store, rank, size, host or _own_address(store))
+    return "gloo", _CollectiveGroup(backend, rank, size, on_device=False)
+
+
+def _have_a_gpu_each(store: TCPStore, rank: int, size: int, device: torch.device) -> bool:
+    """NCCL refuses ranks that share one."""
+    store.set(f"{_GPU_KEY}/{rank}", _name_of(device))
+    return len({store.get(f"{_GPU_KEY}/{each}") for each in range(size)}) == size
+
+
+def _name_of(gpu: torch.device) -> str:
+    """No other one in the world has it."""
+    return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
 def _gloo(store: TCPStore, rank: int, size: int, host: str) -> Any:

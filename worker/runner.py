@@ -236,7 +236,8 @@ class TorchRunner:
         return Asks(slots, rows.known_ends[sampling] - num_prompt, drafts)
 
     def _drawn_on_rank_0(self, drawing: Drawing | None, count: int) -> Tensor:
-        """int64 [count], in the memory of this rank's device. No host waits for it."""
+        """int64 [count], in the memory of this rank's device. No host waits for it where the group
+        is on the device."""
         if drawing is not None:
             return self._group.broadcast(drawing.tokens)
         return self._group.broadcast(torch.empty(count, dtype=torch.int64, device=self.device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count as count_from
 from pathlib import Path
 from random import Random
 from threading import Event
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tests.tensor_parallel_rank import LOOPBACK, listening
-from worker import collectives
-from worker.parallel import Group, create_store, init_group, join_store
+from worker import collectives, parallel
+from worker.parallel import Group, _gloo, create_store, init_group, join_store
 
 CPU = torch.device("cpu")
 #: What a group sums, and how much a rounding may change of it.
@@ -40,14 +41,17 @@ def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_ranks(
-    size: int, act: Callable[[Group], Result], hosts: list[str] | None = None
+    size: int,
+    act: Callable[[Group], Result],
+    hosts: list[str] | None = None,
+    device: torch.device = CPU,
 ) -> list[Result]:
     """What ``act`` returns on each rank of one group, rank 0 first."""
     own, address = create_store()
     stores = [own, *(join_store(address) for _ in range(size - 1))]
 
     def join(rank: int) -> Result:
-        group = init_group(stores[rank], rank, size, CPU, hosts[rank] if hosts else None)
+        group = init_group(stores[rank], rank, size, device, hosts[rank] if hosts else None)
         try:
             return act(group)
         finally:
@@ -283,3 +287,44 @@ def test_a_closed_group_says_so() -> None:
             group.all_reduce(torch.zeros(4))
 
     on_ranks(2, act)
+
+
+# GPUs, of which there are none here: tensors are on CPUs
+
+
+def all_collectives(group: Group) -> list[object]:
+    gathered = group.gather_to_first(torch.full((2, 1), float(group.rank)))
+    return [
+        group.on_device,
+        group.all_reduce(torch.full((2,), 10.0**group.rank)).tolist(),
+        None if gathered is None else gathered.tolist(),
+        group.broadcast(torch.tensor([group.rank + 7])).tolist(),
+    ]
+
+
+def expected_of(rank: int, on_device: bool) -> list[object]:
+    gathered = [[0.0, 1.0], [0.0, 1.0]] if rank == 0 else None
+    return [on_device, [11.0, 11.0], gathered, [7]]
+
+
+def test_ranks_that_share_a_gpu_go_through_the_host(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(parallel, "_name_of", lambda device: "GPU-1")
+    told = on_ranks(2, all_collectives, device=torch.device("cuda"))
+    assert told == [expected_of(rank, on_device=False) for rank in (0, 1)]
+
+
+def test_ranks_with_a_gpu_each_sum_on_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = count_from()
+    monkeypatch.setattr(parallel, "_name_of", lambda device: f"GPU-{next(names)}")
+    monkeypatch.setattr(
+        parallel, "_nccl", lambda store, rank, size: _gloo(store, rank, size, "127.0.0.1")
+    )
+    told = on_ranks(2, all_collectives, device=torch.device("cuda"))
+    assert told == [expected_of(rank, on_device=True) for rank in (0, 1)]
+
+
+def test_who_is_alone_has_everything_on_its_device_and_ranks_on_cpus_have_not(way: str) -> None:
+    assert on_ranks(1, lambda group: group.on_device) == [True]
+    assert on_ranks(2, lambda group: group.on_device) == [False, False]
