@@ -11,6 +11,8 @@ turns   how far tenants are apart in what they were served, and what turns cost
 forecast
         bindings, orders and bounds at sizes and loads that no machine here has, in virtual time
         (scheduling_forecast.py)
+victims whom a full KV cache preempts, and where that request goes on, in virtual time
+        (scheduling_victims.py)
 faithful
         a forecast against a live cluster that gets the same requests (scheduling_faithful.py)
 live    the orders under an overload of a real engine (scheduling_live.py); takes eight minutes for
@@ -29,6 +31,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,7 @@ from tests.perf import (
     scheduling_picture,
     scheduling_queue,
     scheduling_turns,
+    scheduling_victims,
 )
 from tests.perf.batching_engines import Live
 from tests.perf.online_parts import adopt_orphans
@@ -128,6 +132,15 @@ def forecast(options: argparse.Namespace) -> Part:
     return {"settings": {}, "raw": raw, "ratios": scheduling_forecast.ratios(raw)}
 
 
+def victims(options: argparse.Namespace) -> Part:
+    raw = scheduling_victims.measure()
+    return {
+        "settings": asdict(scheduling_victims.FULL) | asdict(scheduling_victims.SLO),
+        "raw": raw,
+        "ratios": scheduling_victims.ratios(raw),
+    }
+
+
 def batches(options: argparse.Namespace) -> Part:
     """A part of bench-batching."""
     bench = Live(checkpoints.ensure("tiny"), len(os.sched_getaffinity(0)))
@@ -169,6 +182,7 @@ PARTS = {
     "leader": leader,
     "turns": turns,
     "forecast": forecast,
+    "victims": victims,
     "faithful": faithful,
     "live": live,
 }

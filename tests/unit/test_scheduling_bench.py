@@ -7,10 +7,19 @@ from statistics import fmean
 
 import pytest
 
-from tests.perf import scheduling_forecast, scheduling_picture, scheduling_turns
+from everlift.blockhash import BLOCK_SIZE
+from tests.perf import (
+    scheduling_forecast,
+    scheduling_picture,
+    scheduling_turns,
+    scheduling_victims,
+)
 from tests.perf.online_load import Answer
 from tests.perf.scheduling_live import figures, ratios, saturation
 from tests.perf.scheduling_mix import APPLICATIONS, MAX_TOKENS, Request, mix
+from tests.worker_support import limits, prompt, sequence
+from worker import scheduler
+from worker.sequence import Sequence
 
 
 def request(due: float, tokens: int, *, is_high: bool = False) -> Request:
@@ -71,6 +80,42 @@ def test_with_turns_tenants_stay_as_near_as_is_promised_and_without_they_do_not(
     steps = 3000
     assert scheduling_turns.gap("fifo", in_turns=True, steps=steps) <= scheduling_turns.bound()
     assert scheduling_turns.gap("fifo", in_turns=False, steps=steps) > scheduling_turns.bound()
+
+
+def test_each_choice_takes_whom_its_name_says_of_the_lowest_class() -> None:
+    there = [running(1, 3), running(2, 1), running(3, 4), running(4, 2), running(5, 0, priority=1)]
+    first = {
+        name: min(there, key=choice).key.epoch
+        for name, choice in scheduling_victims.CHOICES.items()
+    }
+    assert first == {"least computed": 2, "newest": 4, "most blocks": 3, "oldest": 1}
+
+
+def running(epoch: int, num_blocks: int, priority: int = 0) -> Sequence:
+    """Epochs are in the order of arrival."""
+    there = sequence(limits(), epoch, prompt(200), priority=priority)
+    there.order = epoch
+    there.num_computed = num_blocks * BLOCK_SIZE
+    there.block_table = tuple(range(num_blocks))
+    return there
+
+
+def test_victims_are_compared_and_the_product_has_its_choice_back() -> None:
+    chosen = scheduler._by_worth
+    found = scheduling_victims.measure(scheduling_victims.SMALLEST)
+    assert scheduler._by_worth is chosen
+    assert [*found] == ["0.9", "1.1"]
+    for ways in found.values():
+        assert [*ways] == [*scheduling_victims.WAYS]
+        ours, no_moves = (
+            ways[name] for name in (scheduling_victims.LEAST_COMPUTED, scheduling_victims.NO_MOVES)
+        )
+        assert ours["migrations"] > 0 and no_moves["migrations"] == 0
+        assert ours["recomputed_share"] > 0 and no_moves["preemptions"] > 0
+        assert ours != ways["newest"] != ways["oldest"]
+    ratios = scheduling_victims.ratios(found)
+    assert "victims_newest_vs_product_1.1_recomputed_share" in ratios
+    assert "victims_least_computed_no_moves_vs_product_0.9_ttft_p99_s" in ratios
 
 
 def test_what_was_measured_is_drawn(tmp_path: Path) -> None:
