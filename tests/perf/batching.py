@@ -267,6 +267,26 @@ def ratios(raw: dict[str, Any]) -> dict[str, float]:
     return {name: round(ratio, 3) for name, ratio in compared.items()}
 
 
+# all of it
+
+
+def measure(bench: Bench, scale: Scale, rounds: int) -> dict[str, Any]:
+    return {
+        "sweep": sweep(bench, scale, rounds),
+        "chunks": chunks(bench, scale, rounds),
+        "slai": deadlines(bench, scale, rounds),
+    }
+
+
+def settings(scale: Scale, rounds: int) -> dict[str, Any]:
+    return {
+        "rounds": rounds,
+        "scale": asdict(scale),
+        "tbt_target_s": TBT_TARGET,
+        "ttft_limit_s": TTFT_LIMIT,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true")
@@ -284,21 +304,14 @@ def main() -> None:
     else:
         bench = Live(checkpoints.ensure(options.model), options.threads)
     scale = replace(scale, sizes=tuple(options.sizes or scale.sizes))
-    raw: dict[str, Any] = {
-        "sweep": sweep(bench, scale, rounds),
-        "chunks": chunks(bench, scale, rounds),
-        "slai": deadlines(bench, scale, rounds),
-    }
+    raw = measure(bench, scale, rounds)
     report.write(
         options.out,
         packages=["torch", "numpy"],
-        settings={
+        settings=settings(scale, rounds)
+        | {
             "model": "virtual" if options.virtual else options.model,
             "threads": options.threads,
-            "rounds": rounds,
-            "scale": asdict(scale),
-            "tbt_target_s": TBT_TARGET,
-            "ttft_limit_s": TTFT_LIMIT,
         },
         raw=raw,
         ratios=ratios(raw),

@@ -4,6 +4,9 @@
 
 batches static against continuous batching of an engine, outputs of 64, 256 or 1,024 tokens
         (batching.py, which has more of it)
+batching_virtual
+        the same by batch size and by how much lengths differ, prompts in chunks or whole, SLAI: the
+        virtual half of bench-batching
 queue   a push and a pop, by how many wait (scheduling_queue.py)
 leader  all that a leader does for a request, by how many wait (scheduling_leader.py)
 turns   how far tenants are apart in what they were served, and what turns cost
@@ -51,7 +54,7 @@ from tests.perf import (
     scheduling_turns,
     scheduling_victims,
 )
-from tests.perf.batching_engines import Live
+from tests.perf.batching_engines import Live, Virtual
 from tests.perf.online_parts import adopt_orphans
 from tests.perf.scheduling_live import Figures, Plan
 from tests.perf.scheduling_queue import Bench, measure
@@ -158,6 +161,17 @@ def batches(options: argparse.Namespace) -> Part:
     }
 
 
+def batching_virtual(options: argparse.Namespace) -> Part:
+    scale, rounds = batching.VIRTUAL, 1
+    raw = batching.measure(Virtual(), scale, rounds)
+    ratios = batching.ratios(raw)
+    return {
+        "settings": batching.settings(scale, rounds),
+        "raw": raw,
+        "ratios": {f"virtual_{name}": ratio for name, ratio in ratios.items()},
+    }
+
+
 def faithful(options: argparse.Namespace) -> Part:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()
@@ -178,6 +192,7 @@ def faithful(options: argparse.Namespace) -> Part:
 
 PARTS = {
     "batches": batches,
+    "batching_virtual": batching_virtual,
     "queue": queue,
     "leader": leader,
     "turns": turns,

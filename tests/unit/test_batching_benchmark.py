@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 
 import pytest
 
 from everlift.step_time import Roofline
-from tests.perf import batching
+from tests.perf import batching, scheduling
 from tests.perf.batching_engines import Virtual
 from tests.perf.batching_player import Played, Player, Request
 from tests.perf.batching_virtual import VirtualRunner
@@ -86,3 +87,16 @@ def test_capacity_is_the_largest_load_up_to_which_all_are_served_as_they_should_
 ) -> None:
     found = {str(load): {"slai": each} for load, each in zip((0.7, 0.9, 1.1), served, strict=True)}
     assert batching.capacity(found, "slai") == expected
+
+
+def test_bench_scheduling_has_the_virtual_half_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = batching.Scale(sizes=(4,), output=8, requests=60, loads=(0.7,), chunk=512, slots=32)
+    monkeypatch.setattr(batching, "VIRTUAL", tiny)
+    part = scheduling.PARTS["batching_virtual"](Namespace())
+    ratios = part["ratios"]
+    assert all(name.startswith("virtual_") for name in ratios)
+    assert ratios["virtual_continuous_vs_static_skewed_4"] > 1
+    assert ratios["virtual_continuous_vs_static_equal_4"] == pytest.approx(1, abs=0.05)
+    assert "virtual_chunks_tbt_p999_off_over_on" in ratios
+    assert "virtual_slai_ttft_p50_vs_default_0.7" in ratios
+    assert part["settings"]["scale"]["sizes"] == (4,)
