@@ -31,7 +31,7 @@ def draw(raw: dict[str, Any], path: Path) -> None:
     _gaps(panels[1][2], raw["chunks"])
     _first_tokens(panels[1][3], raw["slai"])
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=75)
     pyplot.close(figure)
 
 
