@@ -111,10 +111,17 @@ def _detokenized(tokenizer: Tokenizer, vocab_size: int, data: bytes) -> None:
     if text != tokenizer.decode(ids):
         raise Finding("pieces are another text than the whole")
     stop = head.decode(errors="replace")[:64] or _STOP
-    stopping = TextState(tokenizer, Stops((stop, stop[::-1]), frozenset(ids[:1]), len(head) % 4))
-    told = "".join(map(stopping.push, ids)) + stopping.finish()
+    stops = Stops((stop, stop[::-1]), frozenset(ids[:1]), len(head) % 4)
+    stopping = TextState(tokenizer, stops)
+    told = "".join(map(stopping.push, _until_its_end(ids, stops))) + stopping.finish()
     if stopping.stopped and len(told) > len(text):
         raise Finding("a stopped text is longer than the whole")
+
+
+def _until_its_end(ids: list[int], stops: Stops) -> list[int]:
+    """Behind a stop token nothing comes."""
+    may_end = enumerate(ids[stops.min_tokens :], stops.min_tokens + 1)
+    return ids[: next((end for end, each in may_end if each in stops.token_ids), len(ids))]
 
 
 @contextmanager
