@@ -160,14 +160,14 @@ class SamplingFails(FakeRunner):
     """Too little memory comes where a launched step is to draw, not where it is launched."""
 
     def __init__(self, num_blocks: int, model: FakeModel, steps: Collection[int]) -> None:
-        super().__init__(num_blocks, model, runs_ahead=True)
+        super().__init__(num_blocks, replace(model, runs_ahead=True))
         self._short = frozenset(steps)
 
     def _launch(self, plan: Plan) -> Launched:
         launched = super()._launch(plan)
-        return (
-            launched if plan.step not in self._short else FakeStep(lambda: self._fall_short(plan))
-        )
+        if plan.step not in self._short:
+            return launched
+        return FakeStep(lambda: self._fall_short(plan), lambda: None)
 
     def _fall_short(self, plan: Plan) -> list[RowResult]:
         self._spoil(plan)
@@ -182,7 +182,9 @@ def short(*steps: int, way: str = EXECUTED, model: FakeModel | None = None) -> E
     """Whose steps of these numbers are too much."""
     bounds = limits(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=200)
     model, faults = model or FakeModel(), dict.fromkeys(steps, MemoryError())
-    runner = FakeRunner(bounds.num_blocks, model, faults=faults, runs_ahead=way == LAUNCHED)
+    runner = FakeRunner(
+        bounds.num_blocks, replace(model, runs_ahead=way == LAUNCHED), faults=faults
+    )
     if way == DRAWN:
         runner = SamplingFails(bounds.num_blocks, model, steps)
     return Engine(runner, bounds, launch=runner.launch)
