@@ -170,7 +170,7 @@ def test_what_the_engine_asks_of_a_runner_is_read_from_the_model(tmp_path: Path)
     runner = build_runner(config, Group.single())
     assert (runner.vocab_size, runner.max_model_len) == (VOCAB, MAX_POSITION)
     # 3 layers, keys and values, 4 heads of 12, 32 positions, 4 bytes
-    assert runner.num_blocks == (config.kv_cache_mib << 20) // (3 * 2 * 4 * 12 * 32 * 4)
+    assert runner.num_blocks == (config.cpu_kv_cache_mib << 20) // (3 * 2 * 4 * 12 * 32 * 4)
 
 
 def test_the_generation_config_knows_the_end_tokens_better(tmp_path: Path) -> None:
