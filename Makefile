@@ -78,7 +78,7 @@ demo: $(VENV)/.installed ## a cluster on this machine that loses a worker and no
 
 test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests (about 15 minutes on 2 cores)
 	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n auto --maxprocesses=4 --dist=worksteal $(ANYWHERE)
-	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n 3 --dist=loadfile --no-loadscope-reorder \
+	$(BIN)/pytest -q -m "not long and not soak and not ray_up" -n 2 --dist=loadfile --no-loadscope-reorder \
 	  $(addprefix --ignore=,$(ANYWHERE))
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests that take longer, and a short soak

@@ -44,6 +44,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
+from tests import patient
 from worker.config import FakeModel, WorkerConfig
 from worker.fake_runner import expected_tokens
 
@@ -53,7 +54,7 @@ COUNT = 150
 #: it may be.
 ROUTER: dict[str, Any] = {"port": 0, "http_port": 0, "grace": 20.0, "worker_silence": 5.0}
 #: Whatever has not come by then does not come.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def config(
@@ -288,7 +289,7 @@ class Load:
             stream.error = error
 
     async def _by_client(self, stream: Following, addresses: Sequence[str]) -> None:
-        async with AsyncClient(addresses) as client:
+        async with patient.client(addresses) as client:
             pieces = client.generate(stream.prompt, request_id=stream.request_id, **self._options)
             async for chunk in pieces:
                 stream.take(chunk)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from everlift.client import AsyncClient
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
+from tests import patient
 from tests.chaos.support import Cluster, Load, config, report, running, until
 from worker.config import FakeModel
 from worker.fake_runner import expected_tokens
@@ -36,7 +36,7 @@ async def test_a_worker_that_is_told_to_go_hands_everything_back(tmp_path: Path,
             await load.finish()
         load.check()
         assert len(load.moved) > 4
-        async with AsyncClient(cluster.address) as client:
+        async with patient.client(cluster.address) as client:
             for stream in load.moved:
                 known = await client.get_request(stream.request_id)
                 assert (known.attempts, known.losses) == (2, 0)
@@ -77,7 +77,7 @@ async def test_all_workers_are_replaced_one_by_one_and_no_request_fails(tmp_path
         load.check()
         assert load.moved
         report("all workers replaced", cluster, load, since)
-        async with AsyncClient(cluster.address) as client:
+        async with patient.client(cluster.address) as client:
             known = await asyncio.gather(
                 *(client.get_request(stream.request_id) for stream in load.streams)
             )
@@ -104,7 +104,7 @@ async def test_everything_is_killed_at_once_and_what_was_to_go_on_goes_on(tmp_pa
             await load.finish()
             load.check()
         report("everything killed", cluster, load, since)
-        async with AsyncClient(cluster.addresses) as client:
+        async with patient.client(cluster.addresses) as client:
             stream = client.attach(left)
             tokens = [token async for chunk in stream for token in chunk.token_ids]
             assert tokens == expected_tokens([7], 400, SLOW)
@@ -114,7 +114,7 @@ async def test_everything_is_killed_at_once_and_what_was_to_go_on_goes_on(tmp_pa
 
 async def left_alone(cluster: Cluster) -> str:
     """The id of a request whose client has gone."""
-    async with AsyncClient(cluster.addresses) as client:
+    async with patient.client(cluster.addresses) as client:
         stream = client.generate(
             [7], max_tokens=400, temperature=0.0, on_disconnect=OnDisconnect.CONTINUE
         )

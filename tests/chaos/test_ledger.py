@@ -23,6 +23,7 @@ from everlift.errors import DataLoss, EverliftError, LedgerFull
 from everlift.v1 import inference_pb2 as pb
 from router.ledger.config import LedgerConfig
 from router.ledger.embedded import EmbeddedLedger
+from tests import patient
 from tests.chaos.support import Cluster, Load, config, paused, report, running, until
 from tests.ledgers import redis_server
 from tests.proxy import Proxy, proxy
@@ -87,7 +88,7 @@ def redis_url() -> Iterator[str]:
 async def check_all(cluster: Cluster, load: Load) -> None:
     """What clients have is right, and the ledger has it too."""
     load.check()
-    async with AsyncClient(cluster.addresses) as client:
+    async with patient.client(cluster.addresses) as client:
         for stream in load.streams:
             known = await client.get_request(stream.request_id)
             assert known.state == pb.REQUEST_STATE_FINISHED

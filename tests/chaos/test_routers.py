@@ -12,6 +12,7 @@ import pytest
 
 from everlift.client import AsyncClient
 from everlift.v1 import inference_pb2 as pb
+from tests import patient
 from tests.chaos.support import Cluster, Load, config, paused, report, running, until
 from worker.config import FakeModel
 
@@ -72,7 +73,7 @@ async def ask_in_turn(
     for number in numbers:
         stream = load.streams[number]
         load.follow(stream, [addresses[number % len(addresses)]])
-        async with AsyncClient(addresses) as client:
+        async with patient.client(addresses) as client:
 
             async def is_known(client: AsyncClient = client, id_: str = stream.request_id) -> bool:
                 return (await client.get_request(id_)).state == pb.REQUEST_STATE_QUEUED

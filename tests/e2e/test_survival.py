@@ -19,6 +19,7 @@ from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.config import RouterConfig
+from tests import patient
 from worker.config import FakeModel, WorkerConfig
 from worker.fake_runner import expected_tokens
 
@@ -99,7 +100,7 @@ async def until_some_have(streams: list[Wire], tokens: int) -> None:
 
 async def test_both_workers_are_killed_in_turn(cluster: ProcessCluster) -> None:
     asked = prompts(12)
-    async with AsyncClient(cluster.address) as client:
+    async with patient.client(cluster.address) as client:
         work = [asyncio.create_task(received(client, p)) for p in asked]
         for index in (0, 1):
             await asyncio.sleep(0.2)
@@ -126,7 +127,7 @@ async def test_a_restarted_router_goes_on_with_what_ran_and_what_waited(tmp_path
         )
     ) as cluster:
         asked = prompts(24)
-        async with AsyncClient(cluster.address) as client:
+        async with patient.client(cluster.address) as client:
             work = [asyncio.create_task(received(client, p)) for p in asked]
             await until_status(client, lambda status: status.queued >= 4 and status.running >= 4)
             await cluster.kill_router(0)
@@ -146,7 +147,7 @@ async def test_a_client_attaches_again_by_id_and_offset(cluster: ProcessCluster)
         with pytest.raises(grpc.aio.AioRpcError):
             await work
     await cluster.restart_router(0)
-    async with AsyncClient(cluster.address) as client:
+    async with patient.client(cluster.address) as client:
         rest = client.attach("mine", len(stream.tokens))
         tokens = [token async for chunk in rest for token in chunk.token_ids]
     assert stream.tokens + tokens == expected_tokens(prompt, COUNT, FAKE)
@@ -175,7 +176,7 @@ async def test_everything_is_killed_and_started_again(tmp_path: Path) -> None:
     asked = prompts(6)
     slow = config(tmp_path, FakeModel(step_time=0.02))
     async with ProcessCluster(slow) as cluster:
-        async with AsyncClient(cluster.address) as client:
+        async with patient.client(cluster.address) as client:
             finished = client.generate(asked[0], max_tokens=5, temperature=0, request_id="done")
             before = [token async for chunk in finished for token in chunk.token_ids]
             for number, prompt in enumerate(asked):
@@ -193,7 +194,7 @@ async def test_everything_is_killed_and_started_again(tmp_path: Path) -> None:
             await kill_all(cluster)
     async with (
         ProcessCluster(slow) as cluster,
-        AsyncClient(cluster.address) as client,
+        patient.client(cluster.address) as client,
     ):
         stream = client.attach("done")
         assert [token async for chunk in stream for token in chunk.token_ids] == before

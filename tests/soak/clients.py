@@ -14,10 +14,9 @@ from cluster.completion import Gathering
 from everlift import AsyncClient, OnDisconnect, Stream
 from everlift.errors import EverliftError
 from everlift.reception import Chunk
+from tests import patient
 from tests.soak.pool import Answer, Pool, Task
 
-#: A router that is started again is there long before.
-_RECONNECT_S = 90.0
 #: When the last faults are over, a request has so long to end.
 _PATIENCE_S = 180.0
 #: Of so many requests one loses its client, which attaches again.
@@ -81,7 +80,7 @@ class Crowd:
 
     async def run(self, rate: float, seconds: float) -> None:
         """Returns when the last request has ended. One that does not end is lost."""
-        clients = [AsyncClient(self._turned(n), reconnect_s=_RECONNECT_S) for n in range(4)]
+        clients = [patient.client(self._turned(n)) for n in range(4)]
         end = time.monotonic() + seconds
         due = time.monotonic()
         while (due := due + self._rng.expovariate(rate)) < end:
@@ -125,7 +124,7 @@ class Crowd:
         """Its connection breaks after some tokens; another client attaches."""
         gathering = Gathering()
         with _noting(seen):
-            first = AsyncClient(self._routers, reconnect_s=_RECONNECT_S)
+            first = patient.client(self._routers)
             stream = first.generate(
                 task.prompt,
                 request_id=seen.request_id,
@@ -138,7 +137,7 @@ class Crowd:
                 await first.close()
             if stream.usage is None:
                 await asyncio.sleep(_AWAY_S)
-                async with AsyncClient(self._routers, reconnect_s=_RECONNECT_S) as second:
+                async with patient.client(self._routers) as second:
                     ended = stream.finish_reasons.keys()
                     stream = second.attach(seen.request_id, received=seen.received)
                     await _read_on(stream, seen, gathering, ended)
