@@ -232,14 +232,14 @@ class Attempts:
         """It is not waiting here: another leader was quicker, or the ledger lost a dispatch."""
         entry = await self._custody.persist(lambda: self._released(message))
         live = self._custody.get(message.request_id)
-        if entry.state is not State.QUEUED or entry.gateway != self._custody.router_id:
-            if live is None or live.is_ending:
-                # What was withdrawn before may run since, as far as the leader knows.
-                self._line.withdraw(message.request_id)
-        elif live is not None:
-            await self.agree(live)
-        else:
+        is_ours = entry.state is State.QUEUED and entry.gateway == self._custody.router_id
+        if live is None and is_ours:
             self._adopt(message.request_id)
+        elif live is None or live.is_ending:
+            # What was withdrawn before may run since, as far as the leader knows.
+            self._line.withdraw(message.request_id)
+        elif is_ours:
+            await self.agree(live)
 
     async def _released(self, message: session_pb2.Dispatched) -> Entry:
         """As if it had not been dispatched."""

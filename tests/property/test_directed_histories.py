@@ -442,6 +442,21 @@ def test_a_deadline_in_the_queue_costs_no_worker_a_token() -> None:
         assert it.workers[0].engine.load().counters.prompt_tokens == 0
 
 
+def test_a_deadline_meets_the_dispatch() -> None:
+    """Nothing of it is in the leader's queue any more, nor at a worker yet."""
+    with cluster(routers=1, workers=0) as it:
+        request_id = it.ask(Asked(LONG.prompt, (*LONG.options, ("timeout_s", 0.5))))
+        it.may_fail.add(request_id)
+        it.run_for(0.3)
+        it.ledger.delay = 0.08
+        it.start_worker(0)
+        until_asks(it, "dispatch", router=0)
+        assert it.error(request_id) is None
+        it.settle(60)
+        assert isinstance(it.error(request_id), DeadlineExceeded)
+        it.run_for(1.0)
+
+
 def test_a_deadline_ends_what_runs() -> None:
     with cluster() as it:
         request_id = it.ask(Asked(LONG.prompt, (*LONG.options, ("timeout_s", 0.3))))
