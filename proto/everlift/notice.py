@@ -14,10 +14,10 @@ log = logs.get(__name__)
 
 
 def on_signal(leave: Callable[[], None]) -> None:
-    """Calls ``leave`` in the running event loop when SIGUSR1 comes, though its thread may not be
-    the main one: an actor's is not, and Python installs handlers there alone.
+    """Calls ``leave`` in the running event loop when SIGUSR1 comes for the first time, though its
+    thread may not be the main one: an actor's is not, and Python installs handlers there alone.
 
-    faulthandler's is the exception. What it writes, a traceback, is read and thrown away: that
+    faulthandler's is the exception. What it writes is a traceback, which nobody reads: that
     there is something to read is the notice.
     """
     reader, writer = os.pipe()
@@ -25,9 +25,11 @@ def on_signal(leave: Callable[[], None]) -> None:
         os.set_blocking(end, False)
 
     def heard() -> None:
-        os.read(reader, 1 << 16)
+        # Once: a traceback may come in several pieces.
+        loop.remove_reader(reader)
         log.warning("told to leave", signal="SIGUSR1")
         leave()
 
-    asyncio.get_running_loop().add_reader(reader, heard)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(reader, heard)
     faulthandler.register(signal.SIGUSR1, file=writer, all_threads=False)

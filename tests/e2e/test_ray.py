@@ -321,6 +321,10 @@ async def alive_workers(client: AsyncClient, count: int) -> list[pb.WorkerStatus
 
 @pytest.mark.long
 async def test_the_doctor_looks_at_every_node(two_nodes: Any, tmp_path: Path) -> None:
+    # Ray takes a while to see that one is dead, as the test before leaves it.
+    async with asyncio.timeout(120):
+        while sum(node["Alive"] for node in two_nodes.global_state.node_table()) != 2:
+            await asyncio.sleep(0.1)
     settings = [f"--set=ray_address={two_nodes.address}", f"--set=state_dir={tmp_path}"]
     doctor = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "cluster.cli", "doctor", "--json", *settings),
@@ -329,8 +333,10 @@ async def test_the_doctor_looks_at_every_node(two_nodes: Any, tmp_path: Path) ->
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await doctor.communicate()
-    found = {each["subject"]: each for each in json.loads(out)}
+    findings = json.loads(out)
+    found = {each["subject"]: each for each in findings}
     assert found["nodes"]["says"].startswith("2: ")
     assert found["CPU all-reduce"]["says"].startswith("over 2 ranks")
-    levels = {found[each]["level"] for each in ("nodes", "versions", "clocks", "CPU all-reduce")}
-    assert (levels, doctor.returncode) == ({"ok"}, 0)
+    assert found.keys() >= {"nodes", "versions", "clocks", "CPU all-reduce"}
+    assert [each for each in findings if each["level"] != "ok"] == []
+    assert doctor.returncode == 0
