@@ -85,7 +85,8 @@ class Load:
         await self._stack.aclose()
 
     async def begin(self, name: str, **options: Any) -> None:
-        stream = self._client.generate([7] * 60, max_tokens=3000, request_id=name, **options)
+        options = {"max_tokens": 3000} | options
+        stream = self._client.generate([7] * 60, request_id=name, **options)
         await anext(aiter(await self._stack.enter_async_context(stream)))
 
 
@@ -137,6 +138,22 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
         attempts = page.get_by_role("region", name="Its attempts").locator("tbody tr")
         await expect(attempts).to_have_count(2)
         await expect(attempts.last).to_contain_text("finished")
+
+
+async def test_a_preempted_request_is_seen_to_come_back(chromium: Browser) -> None:
+    """The KV cache has room for fewer tokens than its slots come to."""
+    crowded = replace(WORKER, max_num_seqs=3, num_blocks=64)
+    async with (
+        cluster(1, 1, ROUTER, crowded) as parts,
+        opened(chromium, url_of(parts)) as page,
+        Load(parts.address) as load,
+    ):
+        await expect(page.locator("#connection")).to_have_text("live")
+        for number in range(3):
+            await load.begin(f"r{number}", min_tokens=1000, max_tokens=1000)
+        arrow = page.locator("#lanes-arrows path.resumed").first
+        await expect(arrow).to_be_attached(timeout=60_000)
+        await expect(arrow).to_have_attribute("data-cause", "preempted")
 
 
 async def test_the_page_is_accessible_dark_and_light_wide_and_narrow(
