@@ -43,11 +43,6 @@ class Choice:
         has_end = self.is_complete or not self.finish_reason
         return has_end and self.stored >= len(self.output)
 
-    @property
-    def is_unread(self) -> bool:
-        """There are tokens that no client took."""
-        return self.taken < self.readable
-
     # what happens to it
 
     def begin(self, epoch: int) -> None:

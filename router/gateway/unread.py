@@ -21,15 +21,15 @@ class Unread:
 
     def look(self, choice: Choice, now: float) -> None:
         """There is more to read of it, or a client took something."""
-        was_any = bool(self._choices)
-        if choice.is_unread:
+        # Twice a token.
+        if choice.taken < choice.readable:
+            if not self._choices:
+                self._since = now
             self._choices.add(choice.index)
-        else:
-            self._choices.discard(choice.index)
-        if self._choices and not was_any:
-            self._since = now
-        elif was_any and not self._choices:
-            self._seconds += now - self._since
+        elif choice.index in self._choices:
+            self._choices.remove(choice.index)
+            if not self._choices:
+                self._seconds += now - self._since
 
     def until(self, now: float) -> float:
         """Seconds in which there was something."""

@@ -3,7 +3,11 @@
 python tests/perf/explain.py [--parts PART ...] [--out build/bench/explain.json]
 
 account   what a worker's accounts take of its steps (explain_account.py)
-sums      how far the spans of requests are from their time by a stopwatch (explain_sums.py)
+sums      how far the spans of requests are from their time by a stopwatch, and what their router
+          does for them (explain_sums.py)
+
+The ratio overhead_router is what a router does for the tokens of a step of the 125M checkpoint with
+256 running, of which it is told by the parts together.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import argparse
 from pathlib import Path
 
 from tests.perf import explain_account, explain_sums, report
+from tests.perf.explain_account import RUNNING, Measured
 
 PARTS = {"account": explain_account.measure, "sums": explain_sums.measure}
 
@@ -27,8 +32,17 @@ def main() -> None:
         packages=["torch", "numpy", "protobuf", "grpcio"],
         settings={part: it.settings for part, it in measured.items()},
         raw={part: it.raw for part, it in measured.items()},
-        ratios={name: value for it in measured.values() for name, value in it.ratios.items()},
+        ratios=_ratios(measured),
     )
+
+
+def _ratios(measured: dict[str, Measured]) -> dict[str, float]:
+    ratios = {name: value for it in measured.values() for name, value in it.ratios.items()}
+    if set(measured) == set(PARTS):
+        step_us = 1e3 * measured["account"].raw["small"]["step_ms"]
+        token_us = measured["sums"].raw["router_us_a_token"]
+        ratios["overhead_router"] = round(RUNNING * token_us / step_us, 5)
+    return ratios
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ STEPS = {"tiny": 400, "small": 120}
 BESIDE = (64, 256, 1024)
 BESIDE_STEPS = 400
 _WARM = 10
+_NOTHINGS = 20_000
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -45,20 +46,35 @@ class Measured(NamedTuple):
 
 
 class Meter:
-    """CPU time of this thread within some functions."""
+    """CPU time of this thread within some functions, which may call each other, less what it takes
+    to look at the clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_s: float | None = None) -> None:
         self.seconds = 0.0
+        self._depth = 0
+        self._own_s = _seconds_of_nothing() if own_s is None else own_s
 
     def over(self, function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
         def timed(*args: _Args.args, **named: _Args.kwargs) -> _Result:
             began = time.thread_time()
+            self._depth += 1
             try:
                 return function(*args, **named)
             finally:
-                self.seconds += time.thread_time() - began
+                self._depth -= 1
+                if not self._depth:
+                    self.seconds += time.thread_time() - began - self._own_s
 
         return timed
+
+
+def _seconds_of_nothing() -> float:
+    """What a meter says of a call that does nothing."""
+    meter = Meter(own_s=0.0)
+    nothing = meter.over(lambda: None)
+    for _ in range(_NOTHINGS):
+        nothing()
+    return meter.seconds / _NOTHINGS
 
 
 class HalfSteps:

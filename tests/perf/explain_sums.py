@@ -9,22 +9,30 @@ them, and as the ledger does, which is told with the next beats of what came aft
 worst_sum_error        the largest difference, as a part of the request's time
 worst_kept_sum_error   the same of the ledger's
 worst_of_allowed       the larger one, as a part of 1 ms or 1 % of the time, whichever is more
+
+Beside these stands how much CPU time a router spends a token on what explanations need.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from random import Random
+
+import pytest
 
 from everlift.v1 import inference_pb2 as pb
 from router.clock import now
 from router.gateway.caller import ANYONE
 from router.gateway.explanation import kept
+from router.gateway.journal import Journal
+from router.gateway.live import LiveRequest
+from router.gateway.unread import Unread
 from router.router import Router
 from tests.in_process import ROUTER, WORKER, Cluster, cluster
-from tests.perf.explain_account import Measured
+from tests.perf.explain_account import Measured, Meter
 from worker.config import FakeModel
 
 _WORKER = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.004))
@@ -32,14 +40,34 @@ _RATE = 40.0
 _REQUESTS = 200
 #: Until the ledger has been told what is to be told.
 _BEATS = 4
+#: All that is called for explanations alone.
+_RECORDING = {
+    Journal: (
+        "__init__",
+        "tokenised",
+        "charged",
+        "accepted",
+        "dispatched",
+        "progress",
+        "left",
+        "queued_again",
+        "readable",
+        "ended",
+        "delivered",
+    ),
+    Unread: ("__init__", "look"),
+    LiveRequest: ("packed_explanation",),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Of one request, in seconds: by a stopwatch, as its router told it, and as the ledger did."""
+    """Of one request, in seconds: by a stopwatch, as its router told it, and as the ledger did; and
+    how many tokens it has."""
 
     wall_s: float
     told_s: float
+    tokens: int
     kept_s: float
 
     @property
@@ -56,13 +84,17 @@ class _Sums:
 
 
 def measure() -> Measured:
-    sums = asyncio.run(_measured(_REQUESTS))
+    meter = Meter()
+    with _metered(meter):
+        sums = asyncio.run(_measured(_REQUESTS))
     return Measured(
         settings={"requests": _REQUESTS, "requests_per_s": _RATE},
         raw={
             "mean_wall_s": sum(it.wall_s for it in sums) / len(sums),
             "worst_error_ms": 1e3 * max(it.error_s for it in sums),
             "worst_kept_error_ms": 1e3 * max(it.kept_error_s for it in sums),
+            "output_tokens": sum(it.tokens for it in sums),
+            "router_us_a_token": 1e6 * meter.seconds / sum(it.tokens for it in sums),
         },
         ratios={
             "worst_sum_error": max(it.error_s / it.wall_s for it in sums),
@@ -70,6 +102,16 @@ def measure() -> Measured:
             "worst_of_allowed": max(it.of_allowed for it in sums),
         },
     )
+
+
+@contextmanager
+def _metered(meter: Meter) -> Iterator[None]:
+    """CPU time of what is called for explanations, in routers of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, methods in _RECORDING.items():
+            for method in methods:
+                patch.setattr(owner, method, meter.over(getattr(owner, method)))
+        yield
 
 
 async def _measured(num_requests: int) -> list[_Sums]:
@@ -85,8 +127,8 @@ async def _measured(num_requests: int) -> list[_Sums]:
         times = await asyncio.gather(*asked)
         await asyncio.sleep(_BEATS * ROUTER.beat)
         return [
-            _Sums(*seconds, await _kept_s(parts, message.request_id))
-            for message, seconds in zip(messages, times, strict=True)
+            _Sums(*told, await _kept_s(parts, message.request_id))
+            for message, told in zip(messages, times, strict=True)
         ]
 
 
@@ -101,12 +143,12 @@ def _message(number: int, dice: Random) -> pb.GenerateRequest:
     )
 
 
-async def _asked(parts: Cluster, message: pb.GenerateRequest) -> tuple[float, float]:
-    """By a stopwatch, and as its router tells it."""
+async def _asked(parts: Cluster, message: pb.GenerateRequest) -> tuple[float, float, int]:
+    """By a stopwatch, and as its router tells it, which has so many tokens of it."""
     router = parts.routers[0]
     wall_s = await _timed(router, message)
     told = await router._inference.explain(ANYONE, pb.ExplainRequest(request_id=message.request_id))
-    return wall_s, _sum(told)
+    return wall_s, _sum(told), told.output_tokens
 
 
 async def _kept_s(parts: Cluster, request_id: str) -> float:
