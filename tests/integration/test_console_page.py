@@ -132,6 +132,7 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
         await expect(answer).to_contain_text("finished")
         await expect(answer).to_contain_text("200 of its output")
         await expect(answer).to_contain_text("was lost")
+        await expect(answer).to_contain_text("until the ledger had it")
         # Where its time went is told in words, attempt by attempt.
         spans = page.get_by_role("region", name="Where its")
         await expect(spans).to_contain_text("decode (attempt 2)")

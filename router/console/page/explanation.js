@@ -27,11 +27,12 @@ export function explained(explanation, labels, onPick) {
   ];
 }
 
-function headline({ output_tokens: made, predicted_output_tokens: foreseen, ttft_s: ttft, predicted_ttft_s: wait }) {
+function headline({ output_tokens: made, predicted_output_tokens: foreseen, ttft_s: ttft, predicted_ttft_s: wait, ledger_s: ledger }) {
   const predicted = foreseen ? ` (${count(foreseen)} predicted)` : "";
   if (ttft === undefined) return `No token yet${predicted}.`;
   const late = wait === undefined ? "" : ` (${seconds(wait)} predicted)`;
-  return `The first token came after ${seconds(ttft)}${late}; ${count(made)} tokens of output${predicted}.`;
+  const stored = ledger === undefined ? "" : `, of which ${seconds(ledger)} until the ledger had it`;
+  return `The first token came after ${seconds(ttft)}${late}${stored}; ${count(made)} tokens of output${predicted}.`;
 }
 
 // What lies beside its spans: nothing waits for a client.
