@@ -23,6 +23,8 @@ from worker.config import WorkerConfig
 COUNT = 160
 #: What a worker sent before it was frozen is in the ledger after so long.
 _ON_THE_WAY_S = 0.5
+#: Times that a worker may be frozen too late.
+_TRIES = 5
 HOT = {"temperature": 1.5, "seed": 4, "max_tokens": COUNT, "ignore_eos": True}
 ASKED: dict[str, dict[str, Any]] = {
     "seed": HOT,
@@ -120,26 +122,49 @@ async def test_a_killed_worker_changes_nothing_that_was_asked_for(cluster: Proce
         stop = first["seed"].texts[0][-40:-34]
         calm = await everything(client, "calm", stop)
         for tokens in (1, 30, 80):
-            name, said = f"broken-{tokens}", {kind: Said() for kind in calm}
-            reading = readers(client, name, stop, said)
-            await until(lambda said=said, tokens=tokens: len(said["seed"].tokens[0]) >= tokens)
-            broken = await kill_in_the_middle(cluster, client, [id_of(name, kind) for kind in said])
-            await asyncio.gather(*reading)
-            for kind, one in said.items():
-                one.check(calm[kind])
-            assert any(said[kind].migrations for kind in said if id_of(name, kind) == broken)
+            for attempt in range(_TRIES):
+                name = f"broken-{tokens}-{attempt}"
+                if await is_broken_after(tokens, cluster, client, name, stop, calm):
+                    break
+            else:
+                pytest.fail("each time no request had a token and went on when all were frozen")
+
+
+async def is_broken_after(
+    tokens: int,
+    cluster: ProcessCluster,
+    client: AsyncClient,
+    name: str,
+    stop: str,
+    calm: dict[str, Said],
+) -> bool:
+    """Asks for everything and kills a worker when the client has so many tokens. False if nobody
+    was in the middle any more by then: on a busy machine the client may be the last to know."""
+    said = {kind: Said() for kind in calm}
+    reading = readers(client, name, stop, said)
+    await until(lambda: len(said["seed"].tokens[0]) >= tokens)
+    broken = await kill_in_the_middle(cluster, client, [id_of(name, kind) for kind in said])
+    await asyncio.gather(*reading)
+    for kind, one in said.items():
+        one.check(calm[kind])
+    if broken is None:
+        return False
+    assert any(said[kind].migrations for kind in said if id_of(name, kind) == broken)
+    return True
 
 
 async def kill_in_the_middle(
     cluster: ProcessCluster, client: AsyncClient, request_ids: list[str]
-) -> str:
+) -> str | None:
     """Kills the worker of the request that has the most tokens and is not at its end, and starts it
     again. All workers are frozen meanwhile: before one has looked they might be through."""
     with paused(pid for worker in cluster.workers for pid in worker.pids):
         await asyncio.sleep(_ON_THE_WAY_S)
         known = await asyncio.gather(*map(client.get_request, request_ids))
-        longest = max((it for it in known if it.worker_id), key=lambda it: it.output_tokens)
-        assert longest.output_tokens, "no request has a token and goes on"
+        going_on = [it for it in known if it.worker_id and it.output_tokens]
+        if not going_on:
+            return None
+        longest = max(going_on, key=lambda it: it.output_tokens)
         victim = [worker.worker_id for worker in cluster.workers].index(longest.worker_id)
         await cluster.kill_worker(victim)
     await cluster.restart_worker(victim)
