@@ -181,7 +181,8 @@ async def test_calls_that_a_mesh_calls_the_same_are_requests_of_their_own(addres
 
 async def test_every_answer_has_the_name_that_a_mesh_gave_its_call(address: str) -> None:
     headers = {**JSON, "x-request-id": "mesh/1"}
-    for path, status in (("/tokenize", 200), ("/v1/completions", 400), ("/v1/models", 405)):
+    paths = {"/tokenize": 200, "/v1/completions": 400, "/v1/models": 405, "/nothing": 404}
+    for path, status in paths.items():
         answer = await ask(address, path, {"prompt": ""}, headers)
         assert (answer.status, answer.headers["x-request-id"]) == (status, "mesh/1")
 

@@ -9,14 +9,14 @@ from typing import Protocol, TypeAlias
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from everlift.errors import RouterStopping, UnknownModel, UnknownPath
 from router.gateway import caller
 from router.gateway.door import Door
 from router.gateway.http import openapi
 from router.gateway.http.answering import Answering
-from router.gateway.http.endpoint import Call, Endpoint, Handler, JsonResponse, refusal
+from router.gateway.http.endpoint import ANY_METHOD, Call, Endpoint, Handler, JsonResponse
 from router.gateway.http.explaining import Explaining
 from router.gateway.http.texts import Texts
 from router.gateway.model import ServedModel
@@ -82,7 +82,7 @@ class Api:
                 *(self._route(*path) for path in self._more),
             ],
             redirect_slashes=False,
-            default=_nothing_here,
+            default=self._endpoint(ANY_METHOD, _nothing_here),
         )
         if cors_origins:
             app = CORSMiddleware(
@@ -101,7 +101,10 @@ class Api:
         return app
 
     def _route(self, method: str, path: str, handler: Handler, *scopes: caller.Scope) -> Route:
-        return Route(path, Endpoint(self._door, method, handler, scopes, self._max_body_bytes))
+        return Route(path, self._endpoint(method, handler, *scopes))
+
+    def _endpoint(self, method: str, handler: Handler, *scopes: caller.Scope) -> Endpoint:
+        return Endpoint(self._door, method, handler, scopes, self._max_body_bytes)
 
     async def _models(self, call: Call) -> Response:
         return JsonResponse({"object": "list", "data": [self._described()]})
@@ -137,5 +140,5 @@ class Api:
         return JsonResponse(openapi.document())
 
 
-async def _nothing_here(scope: Scope, receive: Receive, send: Send) -> None:
-    await refusal(UnknownPath("there is nothing at this path"), {})(scope, receive, send)
+async def _nothing_here(call: Call) -> Response:
+    raise UnknownPath("there is nothing at this path")

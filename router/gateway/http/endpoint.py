@@ -92,10 +92,12 @@ class Call:
 
 
 Handler = Callable[[Call], Awaitable[ASGIApp]]
+ANY_METHOD = "*"
 
 
 class Endpoint:
-    """An ASGI application. Who has one of the ``scopes`` may ask; without any: everybody."""
+    """An ASGI application, asked for by ``method``, which may be ANY_METHOD. Who has one of the
+    ``scopes`` may ask; without any: everybody."""
 
     def __init__(
         self,
@@ -138,6 +140,8 @@ class Endpoint:
             return refusal(unknown, call.params)
 
     def _check_method(self, call: Call) -> None:
+        if self._method == ANY_METHOD:
+            return
         allowed = [self._method, "HEAD"] if self._method == "GET" else [self._method]
         if call.request.method not in allowed:
             call.told["allow"] = ", ".join(allowed)
