@@ -233,7 +233,13 @@ class Router:
         timeout_s = self.config.what_if_timeout
         if self._simulator is None or not timeout_s:
             return NO_COUNTERFACTUALS
-        return Counterfactuals(self._simulator, self._rulebook, self._admin.kinds, timeout_s)
+        return Counterfactuals(
+            self._simulator,
+            self._rulebook,
+            self._admin.kinds,
+            timeout_s,
+            self._instruments.what_if,
+        )
 
     def _serve(self, cluster_id: str) -> None:
         status = Status(

@@ -4,6 +4,7 @@ must not be done in this process, whose event loop has streams to serve."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeAlias
@@ -36,7 +37,8 @@ class Simulator(Protocol):
 
 class Counterfactuals:
     """``kinds`` answers those of the workers that there are now. A simulation may take
-    ``timeout_s``."""
+    ``timeout_s``; ``observe`` hears what came of it (WHAT_IF_ANSWERS in metrics/catalogue.py) and
+    what it took, in seconds."""
 
     def __init__(
         self,
@@ -44,11 +46,13 @@ class Counterfactuals:
         rulebook: Rulebook,
         kinds: Callable[[], Sequence[admin_pb2.WorkerKind]],
         timeout_s: float,
+        observe: Callable[[str, float], None],
     ) -> None:
         self._simulator = simulator
         self._rulebook = rulebook
         self._kinds = kinds
         self._timeout_s = timeout_s
+        self._observe = observe
         self._turn = asyncio.Lock()
         #: a tenant for each question in hand
         self._asking: list[str] = []
@@ -91,13 +95,33 @@ class Counterfactuals:
 
     async def _simulated(self, question: Question) -> Estimates:
         with self._in_hand(tenant_of(question.request_id)):
-            try:
-                async with self._turn, asyncio.timeout(self._timeout_s):
-                    return await self._simulator.estimates(question)
-            except TimeoutError:
-                raise NoEstimate(
-                    f"to simulate it takes more than {self._timeout_s:g} s (router.what_if_timeout)"
-                ) from None
+            async with self._turn:
+                with self._observed():
+                    return await self._estimates(question)
+
+    async def _estimates(self, question: Question) -> Estimates:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._simulator.estimates(question)
+        except TimeoutError:
+            raise NoEstimate(
+                f"to simulate it takes more than {self._timeout_s:g} s (router.what_if_timeout)"
+            ) from None
+
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
+        begun, answer = time.monotonic(), "error"
+        try:
+            yield
+            answer = "estimate"
+        except NoEstimate:
+            answer = "no_estimate"
+            raise
+        except asyncio.CancelledError:
+            answer = "cancelled"
+            raise
+        finally:
+            self._observe(answer, time.monotonic() - begun)
 
     @contextmanager
     def _in_hand(self, tenant: str) -> Iterator[None]:

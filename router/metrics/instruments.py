@@ -15,6 +15,7 @@ from router.metrics.catalogue import (
     LEDGER_OPERATIONS,
     OK,
     OUTCOMES,
+    WHAT_IF_ANSWERS,
 )
 
 #: The class of requests that name none: its series are there from the beginning.
@@ -41,6 +42,8 @@ class Instruments:
         self._classes = {_USUAL: _Class(self, _USUAL)}
         calls = self._histogram("everlift_ledger_call_seconds")
         failures = self._counter("everlift_ledger_failures_total")
+        what_ifs = self._histogram("everlift_what_if_seconds")
+        self._what_ifs = {answer: what_ifs.labels(answer) for answer in WHAT_IF_ANSWERS}
         self.ledger_calls = {
             name: (calls.labels(name), failures.labels(name)) for name in LEDGER_OPERATIONS
         }
@@ -78,6 +81,9 @@ class Instruments:
     def ended(self, outcome: str) -> None:
         """The slug of an error that is in no list counts as an internal one."""
         self._outcomes.get(outcome, self._outcomes[EverliftError.slug]).inc()
+
+    def what_if(self, answer: str, seconds: float) -> None:
+        self._what_ifs[answer].observe(seconds)
 
     def choice_finished(self, reason: FinishReason) -> None:
         self._reasons[reason.name.lower()].inc()

@@ -12,7 +12,14 @@ import pytest
 
 from everlift.client import AsyncClient
 from everlift.errors import EverliftError, PromptTooLong, QueueFull
-from router.metrics.catalogue import CATALOGUE, LEDGER_OPERATIONS, OUTCOMES, STEP_PARTS, Metric
+from router.metrics.catalogue import (
+    CATALOGUE,
+    LEDGER_OPERATIONS,
+    OUTCOMES,
+    STEP_PARTS,
+    WHAT_IF_ANSWERS,
+    Metric,
+)
 from tests.in_process import ROUTER, WORKER, Cluster, cluster, receive, until
 from tests.scrape import Samples, fetch, scraped
 
@@ -26,6 +33,7 @@ WITHOUT = {
 }
 LABEL_VALUES = {
     "outcome": set(OUTCOMES),
+    "answer": set(WHAT_IF_ANSWERS),
     "operation": set(LEDGER_OPERATIONS),
     "part": set(STEP_PARTS),
     "reason": {"stop", "length"},

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from everlift.errors import InvalidRequest, OutOfRange, QueueFull, UnknownRequest, Unsupported
+from everlift.errors import (
+    InvalidRequest,
+    LedgerUnavailable,
+    OutOfRange,
+    QueueFull,
+    UnknownRequest,
+    Unsupported,
+)
 from everlift.transport import GRPC
 from everlift.v1 import admin_pb2
 from everlift.v1 import inference_pb2 as pb
@@ -17,6 +24,7 @@ from router.gateway.counterfactuals import NO_COUNTERFACTUALS, Counterfactuals
 from router.gateway.inference import Inference
 from router.gateway.what_if import NoEstimate
 from router.ledger.memory import MemoryLedger
+from router.metrics.catalogue import WHAT_IF_ANSWERS
 from router.rulebook import Rulebook
 from tests.gateway_support import Gateway, gateway_ledger
 from tests.ledgers import Clock
@@ -31,9 +39,18 @@ FINISHED = pb.Explanation(
 )
 
 
-def asking(simulator: MadeUpSimulator, timeout_s: float = 20.0) -> Counterfactuals:
+def asking(
+    simulator: MadeUpSimulator, timeout_s: float = 20.0, answers: list[str] | None = None
+) -> Counterfactuals:
+    """``answers`` get what came of each simulation."""
+
+    def observe(answer: str, seconds: float) -> None:
+        assert answer in WHAT_IF_ANSWERS and 0 <= seconds < 60
+        heard.append(answer)
+
+    heard = [] if answers is None else answers
     rulebook = Rulebook(CONFIG, MemoryLedger(Clock()), [])
-    return Counterfactuals(simulator, rulebook, lambda: KINDS, timeout_s)
+    return Counterfactuals(simulator, rulebook, lambda: KINDS, timeout_s, observe)
 
 
 async def ask(
@@ -101,6 +118,26 @@ async def test_so_has_what_takes_too_long_and_no_work_is_left() -> None:
     [told] = await ask(asking(simulator, timeout_s=0.01), "hrrn")
     assert told.cause == "to simulate it takes more than 0.01 s (router.what_if_timeout)"
     assert simulator.running == 0
+
+
+async def test_what_came_of_each_simulation_is_heard_and_of_those_that_never_began_nothing() -> (
+    None
+):
+    answers: list[str] = []
+    await ask(asking(MadeUpSimulator(), answers=answers), "hrrn")
+    await ask(asking(MadeUpSimulator(NoEstimate("no worker")), answers=answers), "hrrn")
+    with pytest.raises(LedgerUnavailable):
+        await ask(asking(MadeUpSimulator(LedgerUnavailable("away")), answers=answers), "hrrn")
+    slow = MadeUpSimulator()
+    slow.may_answer.clear()
+    await ask(asking(slow, timeout_s=0.01, answers=answers), "hrrn")
+    counterfactuals = asking(slow, answers=answers)
+    runs, waits = (asyncio.create_task(ask(counterfactuals, "hrrn")) for _ in range(2))
+    await asyncio.sleep(0)
+    for task in (waits, runs):
+        task.cancel()
+    await asyncio.gather(runs, waits, return_exceptions=True)
+    assert answers == ["estimate", "no_estimate", "error", "no_estimate", "cancelled"]
 
 
 @pytest.mark.parametrize(
