@@ -26,7 +26,7 @@ METRICS, READY, LIVE = "/metrics", "/ready", "/live"
 _MOST_CONNECTIONS = 16
 #: For the request to come and for the answer to be taken.
 _TIMEOUT_S = 5.0
-_MOST_REQUEST_BYTES = 8192
+MAX_HEAD_BYTES = 8192
 
 
 class Readiness(Protocol):
@@ -49,9 +49,7 @@ class MetricsServer:
         """An empty host: nowhere. Raises OSError when the port is taken."""
         if not host:
             return
-        self._server = await asyncio.start_server(
-            self._connected, host, port, limit=_MOST_REQUEST_BYTES
-        )
+        self._server = await asyncio.start_server(self.connected, host, port, limit=MAX_HEAD_BYTES)
         bound = self._server.sockets[0].getsockname()[1]
         self.address = f"{f'[{host}]' if ':' in host else host}:{bound}"
 
@@ -70,7 +68,8 @@ class MetricsServer:
         encode, content_type = encoder(accept)
         return content_type, await asyncio.to_thread(encode, _Collected(self._registry))
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Somebody; hangs up where too many are."""
         if len(self._answering) >= _MOST_CONNECTIONS:
             writer.close()
             return

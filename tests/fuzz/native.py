@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from grpc_reflection.v1alpha import reflection_pb2
 
 from everlift.errors import EverliftError
-from everlift.v1 import admin_pb2
+from everlift.v1 import admin_pb2, chaos_pb2
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.kserve.v2 import open_inference_pb2 as kserve
 from router.rpc import heads
@@ -37,6 +37,7 @@ from tests.fuzz.served import (
 from tests.fuzz.target import Finding, Run, Target
 
 INFERENCE, ADMIN = "/everlift.v1.Inference/", "/everlift.v1.Admin/"
+_CHAOS = "/everlift.v1.Chaos/"
 _KSERVE = "/inference.GRPCInferenceService/"
 _REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 
@@ -103,6 +104,7 @@ CALLS: dict[str, tuple[Message, ...]] = {
     f"{INFERENCE}Tokenize": (pb.TokenizeRequest(model="fake", text="Hello, 🙂"),),
     f"{INFERENCE}Detokenize": (pb.DetokenizeRequest(model="fake", token_ids=[1, 255, 1023]),),
     f"{INFERENCE}ListModels": (pb.ListModelsRequest(),),
+    f"{INFERENCE}GetStatus": (pb.GetStatusRequest(),),
     f"{INFERENCE}ListRequests": (
         pb.ListRequestsRequest(page_size=5, states=[1, 2], page_token="MTcgcg==", tenant="acme"),
     ),
@@ -111,6 +113,17 @@ CALLS: dict[str, tuple[Message, ...]] = {
         admin_pb2.SetPolicyRequest(order="deadline", max_queued=100_000, reset=["patience"]),
     ),
     f"{ADMIN}Capacity": (admin_pb2.CapacityRequest(),),
+    f"{_CHAOS}Inject": (
+        chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_KILL, target="leader"),
+        chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_PAUSE, target="abc", seconds=2.5, rank=1),
+        chaos_pb2.Fault(
+            kind=chaos_pb2.FAULT_KIND_PARTITION, target="any-worker", peer="any-router", seconds=1.0
+        ),
+        chaos_pb2.Fault(
+            kind=chaos_pb2.FAULT_KIND_SLOW, target="any-worker", seconds=1.0, factor=3.0
+        ),
+        chaos_pb2.Fault(kind=chaos_pb2.FAULT_KIND_SLOW, target="ledger", seconds=1.0, delay_s=0.5),
+    ),
     f"{_KSERVE}ModelInfer": (_INFER, _INFER_IDS),
     f"{_KSERVE}ModelStreamInfer": (_INFER, _INFER_IDS),
     f"{_KSERVE}ModelReady": (kserve.ModelReadyRequest(name="fake", version="1"),),
@@ -427,6 +440,6 @@ TARGETS = (
     Target("grpc_framing", _pure(_framing), _FRAMED, torn, weight=4.0),
     Target("http2", _http2, tuple(http2_seeds()), frames_reshaped, weight=2.0),
     Target("grpc_inference", _methods, _calls(INFERENCE), _message_of, weight=4.0),
-    Target("grpc_operators", _methods, _calls(ADMIN, _REFLECTION), _message_of),
+    Target("grpc_operators", _methods, _calls(ADMIN, _CHAOS, _REFLECTION), _message_of),
     Target("grpc_kserve", _methods, _calls(_KSERVE), _message_of, weight=4.0),
 )

@@ -13,7 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -23,12 +25,17 @@ from starlette.types import ASGIApp
 from everlift.errors import EverliftError, UnknownRequest
 from everlift.messages import Request
 from everlift.transport import GRPC
+from everlift.v1 import chaos_pb2
+from everlift.v1 import inference_pb2 as pb
+from router.chaos import Chaos
 from router.chat import frames
 from router.chat.process import RendererProcess
 from router.chat.renderer import _answer
 from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
 from router.gateway.admin_server import AdminServer
+from router.gateway.caller import Caller
+from router.gateway.chaos_server import ChaosServer
 from router.gateway.door import OPEN
 from router.gateway.grpc_server import InferenceServer
 from router.gateway.http.answering import Answering
@@ -69,7 +76,7 @@ class Served:
             self.gateway.requests, self.gateway.model, GRPC, Traces(self.gateway.ledger)
         )
         self._handlers = (
-            InferenceServer(inference, cast("Any", None)).handlers(OPEN),
+            InferenceServer(inference, cast("Any", _OfNothing())).handlers(OPEN),
             KserveServer(inference, self.gateway.requests, self.gateway.model).handlers(OPEN),
             AdminServer(
                 cast("Any", _NoWorkers()),
@@ -77,6 +84,7 @@ class Served:
                 self.gateway.ledger,
                 lambda _: None,
             ).handlers(OPEN),
+            ChaosServer(self._chaos()).handlers(OPEN),
             *ReflectionServer(["everlift.v1.Inference"]).handlers(),
         )
         self.app = self._api(inference, template)
@@ -100,6 +108,12 @@ class Served:
             MetricsServer(CollectorRegistry()),
             MAX_MESSAGE_BYTES,
         ).app(("http://page",))
+
+    def _chaos(self) -> Chaos:
+        config, here = replace(_CONFIG, chaos=True), "0123456789abcdef"
+        fleet, processes = cast("Any", SimpleNamespace(leader_id=here)), _Spared()
+        sessions = cast("Any", _OneWorker())
+        return Chaos(config, here, self.gateway.ledger, sessions, fleet, GRPC, processes)
 
     async def settle(self) -> None:
         """Whatever was accepted runs as a worker would have it, and is erased."""
@@ -139,6 +153,41 @@ def _check_stored(request: Request) -> None:
 
 class _NoWorkers:
     links: tuple[Any, ...] = ()
+
+
+class _OfNothing:
+    """A status."""
+
+    def describe(self, caller: Caller) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse()
+
+
+class _OneWorker:
+    """That is told of faults, and has none."""
+
+    def __init__(self) -> None:
+        info = SimpleNamespace(worker_id="abc123", tensor_parallel=2)
+        self.links = (SimpleNamespace(info=info, is_up=True, hold=_check_seconds),)
+
+    def inject(self, worker_id: str, fault: chaos_pb2.Fault) -> None:
+        assert worker_id == "abc123"
+        assert fault.rank < 2
+        if fault.kind != chaos_pb2.FAULT_KIND_KILL:
+            _check_seconds(fault.seconds)
+
+
+class _Spared:
+    """Processes that nothing happens to."""
+
+    def kill(self, pid: int) -> None:
+        pass
+
+    async def pause(self, pid: int, seconds: float) -> None:
+        _check_seconds(seconds)
+
+
+def _check_seconds(seconds: float) -> None:
+    assert 0 <= seconds < inf
 
 
 class _Here:

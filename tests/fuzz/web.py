@@ -27,10 +27,10 @@ from router.gateway.caller import Scope
 from router.gateway.http import body, fields, submissions
 from router.gateway.http.connection import Connection
 from router.gateway.http.event_id import EventId
-from router.metrics.http_server import encoder
+from router.metrics.http_server import MAX_HEAD_BYTES, MetricsServer, encoder
 from tests.fuzz.mutation import json_reshaped, parts_reshaped
 from tests.fuzz.served import Served, Transport, ended, served
-from tests.fuzz.target import Finding, Run, Target
+from tests.fuzz.target import CASE_S, Finding, Run, Target, event_loop
 
 CHAT = {
     "model": "fake",
@@ -269,6 +269,40 @@ def _http() -> Iterator[Run]:
         yield lambda data: server.runs(_spoken(server, config, data))
 
 
+# what Prometheus and probes ask
+
+
+async def _scraped(server: MetricsServer, data: bytes) -> None:
+    """Whoever asks says no more than this, and goes when the answer is there."""
+    reader, transport = asyncio.StreamReader(limit=MAX_HEAD_BYTES), Transport()
+    protocol = asyncio.StreamReaderProtocol(reader, server.connected)
+    protocol.connection_made(transport)
+    answering = [*server._answering]
+    protocol.data_received(data)
+    protocol.eof_received()
+    async with asyncio.timeout(CASE_S):
+        while not transport.is_closing():
+            await asyncio.sleep(0)
+        protocol.connection_lost(None)
+        await asyncio.gather(*answering)
+    if b"HTTP/1.1 500" in transport.written:
+        raise Finding("an answer that says nothing but 500")
+
+
+@contextmanager
+def _metrics() -> Iterator[Run]:
+    with event_loop() as runs:
+        server = MetricsServer(_REGISTRY)
+        yield lambda data: runs(_scraped(server, data))
+
+
+_SCRAPES = (
+    b"GET /metrics HTTP/1.1\r\nhost: here\r\naccept: application/openmetrics-text\r\n\r\n",
+    b"GET /ready?a HTTP/1.0\r\n\r\nmore",
+    b"HEAD /live HTTP/1.1\r\n\r\n",
+)
+
+
 # headers and tokens: what one looks like in the first line, what it is in the rest
 
 _KEY = whole("0123456789ab", "x" * 43)
@@ -372,5 +406,6 @@ TARGETS = (
     ),
     Target("http_body", lambda: nullcontext(_body), _BODIES, _body_reshaped, weight=4.0),
     Target("http_operators", lambda: nullcontext(_operator), _SAID, _body_reshaped),
+    Target("http_metrics", _metrics, _SCRAPES, parts_reshaped(b"\r\n", ODD_LINES)),
     Target("http", _http, REQUESTS, parts_reshaped(b"\r\n", ODD_LINES), weight=2.0),
 )
