@@ -19,7 +19,8 @@ def write(
     raw: Mapping[str, Any],
     ratios: Mapping[str, float],
 ) -> None:
-    """Also prints it. ``packages`` are those on whose versions the figures depend."""
+    """Prints the ratios: raw figures may be thousands of lines. ``packages`` are those on whose
+    versions the figures depend."""
     report = {
         "machine": machine(),
         "versions": {name: _version(name) for name in packages},
@@ -29,7 +30,7 @@ def write(
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n")
-    print(out.read_text(), end="")
+    print(f"{out}: {json.dumps(ratios, indent=2)}", flush=True)
 
 
 def machine() -> dict[str, Any]:
