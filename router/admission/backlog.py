@@ -33,7 +33,7 @@ class Backlog:
                 self._fresh[priority] = {}
             self._fresh[priority][ticket] = None
         if waiting.expires < inf:
-            self._expiring.push((waiting.expires, ticket))
+            self._expiring.push(waiting.expires, ticket)
 
     def remove(self, waiting: Waiting, ticket: int) -> None:
         """It is not present any more."""

@@ -9,7 +9,7 @@ from typing import Any
 from router.admission.fair_share import FairShare
 from router.admission.lanes import FairLane, Lane
 from router.admission.policy import Policy
-from router.admission.waiting import Waiting
+from router.admission.waiting import Place, Waiting
 
 _NOBODY = (0, None)
 
@@ -54,9 +54,16 @@ class Classes:
 
     def _lane(self, priority: int) -> Lane:
         if self._fair_share is None:
-            return self._policy.lane(self._rows)
+            return self._plain_lane()
         counters = self._fair_share.counters(priority)
-        return FairLane(lambda: self._policy.lane(self._rows), counters, self._rows)
+        return FairLane(self._plain_lane, counters, self._rows, self._place)
+
+    def _plain_lane(self) -> Lane:
+        return self._policy.lane(self._rows, self._place)
+
+    def _place(self, ticket: int) -> Place | tuple[()]:
+        row = self._rows.get(ticket)
+        return self._policy.place(Waiting._make(row)) if row is not None else ()
 
     def left(self, waiting: Waiting, ticket: int) -> None:
         """It does not wait any more."""

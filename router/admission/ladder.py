@@ -1,108 +1,186 @@
-"""A priority queue whose operations cost about as much with a million items as with a hundred.
+"""A priority queue of tickets whose operations cost about as much with a million as with a hundred.
 
-Items are tuples that begin with a number. The smallest are sorted. All others lie in rungs,
-unsorted, each rung's items before those of the next one:
+Each ticket has a number. The smallest are sorted. All others lie in rungs, unsorted, each rung's
+before those of the next one:
 
     front | rung | rung | rung ...
 
-An item is put where it belongs by its rung's bound, and no other item is looked at; most bounds
+A ticket is put where it belongs by its rung's bound, and no other one is looked at; most bounds
 are told apart by their numbers alone. Only a rung that has become the front, or is too large and is
-parted, is sorted: it is in the CPU's caches then. A heap of a million has 20 levels, each of which
-lies elsewhere in memory.
+parted, is sorted. A heap of a million has 20 levels, each of which lies elsewhere in memory.
+
+A rung is one array, a number and a ticket in turn. Of objects each would lie somewhere else in
+memory, and to wait for it is most of what an operation takes with a million.
 
 Pure.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator
-from itertools import chain
-from operator import itemgetter
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Container, Iterator
+from itertools import pairwise
 from typing import Any, TypeAlias
 
-#: Items that a rung has after it was parted; twice as many before.
+import numpy as np
+import numpy.typing as npt
+
+#: Tickets that a rung has after it was parted; twice as many before.
 RUNG = 256
 
-Item: TypeAlias = tuple[Any, ...]
+Item: TypeAlias = tuple[float, int]
 
-_NUMBER = itemgetter(0)
+#: Numbers and tickets, which are exact as long as they are below 2 to the power of 53: of shape
+#: (items, 2).
+_Items: TypeAlias = npt.NDArray[np.float64]
 
 
 class Ladder:
-    def __init__(self) -> None:
-        self._front: list[Item] = []
-        #: of each rung, what none of its items is smaller than, and the number that it begins with
-        self._bounds: list[Item] = []
-        self._numbers: list[float] = []
-        self._rungs: list[list[Item]] = []
+    """Of tickets with equal numbers the one with the smaller ``tie`` is first, and of those with
+    equal ties the smaller one. A ticket's tie must not change while anybody wants it; that of one
+    that nobody wants any more is smaller than all others, and so may change once."""
+
+    def __init__(self, tie: Callable[[int], Any] = lambda ticket: ()) -> None:
+        self._tie = tie
+        self._front_numbers: list[float] = []
+        self._front_tickets: list[int] = []
+        #: of those at the front that share their number, as they were when they were put in order
+        self._ties: dict[int, Any] = {}
+        #: of each rung, what none of its tickets comes before, and the number that it begins with
+        self._bounds: list[tuple[float, tuple[Any, int]]] = []
+        self._numbers = array("d")
+        self._rungs: list[array[float]] = []
         #: the rung that is swept next
         self._swept = 0
 
     def __len__(self) -> int:
-        return len(self._front) + sum(map(len, self._rungs))
+        return len(self._front_numbers) + sum(len(rung) // 2 for rung in self._rungs)
 
-    def __iter__(self) -> Iterator[Item]:
-        """In no order."""
-        return chain(self._front, *self._rungs)
+    def push(self, number: float, ticket: int) -> None:
+        at = bisect_right(self._numbers, number)
+        if at and self._numbers[at - 1] == number:
+            at = bisect_right(self._bounds, (number, (self._tie(ticket), ticket)))
+        if not at:
+            self._insert(number, ticket)
+            return
+        rung = self._rungs[at - 1]
+        rung.append(number)
+        rung.append(ticket)
+        if len(rung) >= 4 * RUNG:
+            self._part(at)
 
-    def push(self, item: Item) -> None:
-        place = bisect_right(self._numbers, item[0])
-        if place and self._numbers[place - 1] == item[0]:
-            place = bisect_right(self._bounds, item)
-        if place:
-            rung = self._rungs[place - 1]
-            rung.append(item)
-        else:
-            rung = self._front
-            insort(rung, item)
-        if len(rung) >= 2 * RUNG:
-            self._part(rung, place)
+    def _insert(self, number: float, ticket: int) -> None:
+        """At the front."""
+        numbers, tickets = self._front_numbers, self._front_tickets
+        at = bisect_right(numbers, number)
+        if at and numbers[at - 1] == number:
+            first = bisect_left(numbers, number)
+            at = bisect_right(tickets, self._rank(ticket), first, at, key=self._rank)
+        numbers.insert(at, number)
+        tickets.insert(at, ticket)
+        if len(numbers) >= 2 * RUNG:
+            self._part_front()
 
-    def _part(self, rung: list[Item], place: int) -> None:
-        """Its larger half is a rung of its own from now on, at ``place``."""
-        _sort(rung)
-        bound = rung[RUNG]
-        self._rungs.insert(place, rung[RUNG:])
-        self._bounds.insert(place, bound)
-        self._numbers.insert(place, bound[0])
-        del rung[RUNG:]
+    def _rank(self, ticket: int) -> tuple[Any, int]:
+        """Of one at the front, among those that share its number: as it was the first time."""
+        if ticket not in self._ties:
+            self._ties[ticket] = self._tie(ticket)
+        return self._ties[ticket], ticket
+
+    def _part_front(self) -> None:
+        numbers, tickets = self._front_numbers, self._front_tickets
+        self._begin(0, np.array([numbers[RUNG:], tickets[RUNG:]], np.float64).T)
+        self._keep(numbers[:RUNG], tickets[:RUNG])
+
+    def _keep(self, numbers: list[float], tickets: list[int]) -> None:
+        """These are the front."""
+        self._front_numbers, self._front_tickets = numbers, tickets
+        if self._ties:
+            self._ties = {it: self._ties[it] for it in tickets if it in self._ties}
+
+    def _part(self, at: int) -> None:
+        """The larger half of the rung before ``at`` is a rung of its own from now on."""
+        items = self._sorted(self._rungs[at - 1])
+        self._rungs[at - 1] = _rung(items[:RUNG])
+        self._begin(at, items[RUNG:])
+
+    def _begin(self, at: int, items: _Items) -> None:
+        """A rung of these, which are sorted."""
+        number, ticket = float(items[0, 0]), int(items[0, 1])
+        self._bounds.insert(at, (number, (self._ties.get(ticket, self._tie(ticket)), ticket)))
+        self._numbers.insert(at, number)
+        self._rungs.insert(at, _rung(items))
+
+    def _sorted(self, rung: array[float]) -> _Items:
+        items = _items(rung)
+        items = items[items[:, 0].argsort()]
+        for start, stop in _runs(items):
+            run = _tickets(items[start:stop])
+            items[start:stop, 1] = sorted(run, key=lambda ticket: (self._tie(ticket), ticket))
+        return items
 
     def head(self) -> Item | None:
-        """The smallest."""
-        if not self._front:
+        """The first one."""
+        if not self._front_numbers:
             self._climb()
-        return self._front[0] if self._front else None
+        return (self._front_numbers[0], self._front_tickets[0]) if self._front_numbers else None
 
     def pop(self) -> Item:
         """Takes out what ``head`` shows. Raises IndexError where there is nothing."""
-        if not self._front:
+        if not self._front_numbers:
             self._climb()
-        return self._front.pop(0)
+        number, ticket = self._front_numbers.pop(0), self._front_tickets.pop(0)
+        self._ties.pop(ticket, None)
+        return number, ticket
 
     def _climb(self) -> None:
-        while not self._front and self._rungs:
-            self._front = self._rungs.pop(0)
-            _sort(self._front)
+        while not self._front_numbers and self._rungs:
+            items = self._sorted(self._rungs.pop(0))
+            self._front_numbers, self._front_tickets = items[:, 0].tolist(), _tickets(items)
+            for start, stop in _runs(items):
+                self._ties |= {it: self._tie(it) for it in self._front_tickets[start:stop]}
             del self._bounds[0], self._numbers[0]
 
-    def sweep(self, wanted: Callable[[Item], bool]) -> None:
-        """Leaves the unwanted items of one rung out, each time of another one."""
+    def sweep(self, wanted: Container[int]) -> None:
+        """Leaves the unwanted tickets of one rung out, each time of another one."""
         if self._swept >= len(self._rungs):
             self._swept = 0
-            self._front = [item for item in self._front if wanted(item)]
+            self._sweep_front(wanted)
+            return
+        items = _items(self._rungs[self._swept])
+        items = items[[ticket in wanted for ticket in _tickets(items)]]
+        if len(items):
+            self._rungs[self._swept] = _rung(items)
+            self._swept += 1
         else:
-            rung = self._rungs[self._swept]
-            rung[:] = filter(wanted, rung)
-            if rung:
-                self._swept += 1
-            else:
-                for of_rungs in (self._rungs, self._bounds, self._numbers):
-                    del of_rungs[self._swept]
+            del self._rungs[self._swept], self._bounds[self._swept], self._numbers[self._swept]
+
+    def _sweep_front(self, wanted: Container[int]) -> None:
+        front = zip(self._front_numbers, self._front_tickets, strict=True)
+        kept = [item for item in front if item[1] in wanted]
+        self._keep([number for number, _ in kept], [ticket for _, ticket in kept])
 
 
-def _sort(items: list[Item]) -> None:
-    """Numbers are compared several times as fast as items that begin with them."""
-    items.sort(key=_NUMBER)
-    if len(set(map(_NUMBER, items))) < len(items):
-        items.sort()
+def _rung(items: _Items) -> array[float]:
+    return array("d", items.tobytes())
+
+
+def _items(rung: array[float]) -> _Items:
+    """Nothing can be added as long as they are held."""
+    return np.frombuffer(rung).reshape(-1, 2)
+
+
+def _tickets(items: _Items) -> list[int]:
+    tickets: list[int] = items[:, 1].astype(np.int64).tolist()
+    return tickets
+
+
+def _runs(items: _Items) -> Iterator[tuple[int, int]]:
+    """From where to where numbers are equal, of two items or more, which are sorted."""
+    differs = items[1:, 0] != items[:-1, 0]
+    if differs.all():
+        return
+    for start, stop in pairwise((0, *(np.flatnonzero(differs) + 1).tolist(), len(items))):
+        if stop - start > 1:
+            yield start, stop

@@ -2,20 +2,25 @@
 
 A lane is told who comes. Who is gone it finds out by ``present``, the tickets of those that still
 wait: what it has of others are holes, left out when they come up or when a part of them is swept.
-Who was first in a line leaves none.
+Who was first in a line leaves none. Places are numbers first, which is all that a lane keeps of
+them: by ``places`` it asks for a whole one where numbers are equal.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from math import log2
+from typing import TypeAlias
 
 from everlift.request_id import tenant_of
 from router.admission.ladder import RUNG, Item, Ladder
 from router.admission.token_counters import TokenCounters
 from router.admission.waiting import Ordered, Place
+
+#: By ticket; empty of those that wait no more.
+Places: TypeAlias = Callable[[int], Place | tuple[()]]
 
 #: Departures after which one rung is swept: of what a lane has, about a half are holes at most.
 _SWEPT_AFTER = RUNG // 2
@@ -39,41 +44,42 @@ class Lane(ABC):
 
 
 class Line:
-    """Items that end in a ticket, by their order, with the holes among them."""
+    """Tickets by a number, with the holes among them. Of equal numbers the smaller place is first,
+    or without ``places`` the smaller ticket."""
 
-    def __init__(self, present: Container[int]) -> None:
+    def __init__(self, present: Container[int], places: Places | None = None) -> None:
         self._present = present
-        self._items = Ladder()
+        self._items = Ladder(places) if places else Ladder()
         self._until_sweep = _SWEPT_AFTER
 
-    def push(self, item: Item) -> None:
-        self._items.push(item)
+    def push(self, number: float, ticket: int) -> None:
+        self._items.push(number, ticket)
 
     def first(self) -> Item | None:
-        while (item := self._items.head()) is not None and item[-1] not in self._present:
+        while (item := self._items.head()) is not None and item[1] not in self._present:
             self._items.pop()
         return item
 
     def left(self, ticket: int) -> None:
         first = self._items.head()
-        if first is not None and first[-1] == ticket:
+        if first is not None and first[1] == ticket:
             self._items.pop()
             return
         self._until_sweep -= 1
         if not self._until_sweep:
             self._until_sweep = _SWEPT_AFTER
-            self._items.sweep(lambda item: item[-1] in self._present)
+            self._items.sweep(self._present)
 
 
 class KeyLane(Lane):
     """By the key."""
 
-    def __init__(self, present: Container[int]) -> None:
+    def __init__(self, present: Container[int], places: Places) -> None:
         super().__init__(present)
-        self._line = Line(present)
+        self._line = Line(present, places)
 
     def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
-        self._line.push((*place, ticket))
+        self._line.push(place[0], ticket)
 
     def head(self, moment: float | None) -> int | None:
         return _ticket(self._line.first())
@@ -90,29 +96,35 @@ class RatioLane(Lane):
     tokens count as those of its line.
     """
 
-    def __init__(self, present: Container[int]) -> None:
+    def __init__(self, present: Container[int], places: Places) -> None:
         super().__init__(present)
+        self._places = places
         #: by twice the binary logarithm of the tokens
         self._lines: dict[int, Line] = {}
 
     def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
         line = self._lines.get(size := _size(waiting))
         if line is None:
-            line = self._lines[size] = Line(self._present)
-        line.push((waiting.arrived, place, ticket))
+            line = self._lines[size] = Line(self._present, self._places)
+        line.push(place[0], ticket)
 
     def head(self, moment: float | None) -> int | None:
         firsts = [(size, it) for size, line in self._lines.items() if (it := line.first())]
         if len(firsts) < len(self._lines):
             self._lines = {size: self._lines[size] for size, _ in firsts}
         if moment is None:
-            return _ticket(min((item for _, item in firsts), default=None))
+            return self._earliest([item for _, item in firsts])
         ratios = (
             ((item[0] - moment) / tokens, item)
             for size, item in firsts
             if (tokens := 2 ** (size / 2))
         )
         return _ticket(min(ratios, default=(0.0, None))[1])
+
+    def _earliest(self, items: Sequence[Item]) -> int | None:
+        arrived = min((it[0] for it in items), default=None)
+        tickets = (ticket for number, ticket in items if number == arrived)
+        return min(tickets, key=self._places, default=None)
 
     def left(self, waiting: Ordered, ticket: int) -> None:
         if (line := self._lines.get(_size(waiting))) is not None:
@@ -130,7 +142,7 @@ class StarvationLane(Lane):
 
     def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
         self._inner.push(waiting, place, ticket)
-        self._by_arrival.push((waiting.arrived, ticket))
+        self._by_arrival.push(waiting.arrived, ticket)
 
     def head(self, moment: float | None) -> int | None:
         oldest = self._by_arrival.first()
@@ -148,12 +160,16 @@ class FairLane(Lane):
     tenants are not told apart."""
 
     def __init__(
-        self, make: Callable[[], Lane], counters: TokenCounters, present: Container[int]
+        self,
+        make: Callable[[], Lane],
+        counters: TokenCounters,
+        present: Container[int],
+        places: Places,
     ) -> None:
         super().__init__(present)
         self._make = make
         self._counters = counters
-        self._by_key = KeyLane(present)
+        self._by_key = KeyLane(present, places)
         self._lanes: dict[str, Lane] = {}
         #: by their counters, as they were: they only grow
         self._tenants: list[tuple[float, str]] = []
@@ -192,4 +208,4 @@ def _size(waiting: Ordered) -> int:
 
 
 def _ticket(item: Item | None) -> int | None:
-    return None if item is None else item[-1]
+    return None if item is None else item[1]

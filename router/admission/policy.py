@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf, log1p
 from typing import Protocol, Self, get_args
 
-from router.admission.lanes import KeyLane, Lane, RatioLane, StarvationLane
+from router.admission.lanes import KeyLane, Lane, Places, RatioLane, StarvationLane
 from router.admission.waiting import Key, Ordered, Place
 from router.config import Order, RouterConfig
 
@@ -32,8 +32,9 @@ class Policy(Protocol):
         """Among those of its class."""
         ...
 
-    def lane(self, present: Container[int]) -> Lane:
-        """Where those of a class wait. ``present`` are the tickets of those that do."""
+    def lane(self, present: Container[int], places: Places) -> Lane:
+        """Where those of a class wait. ``present`` are the tickets of those that do, and ``places``
+        answers this policy's place of each."""
         ...
 
 
@@ -57,8 +58,8 @@ class Fifo:
     def place(self, waiting: Ordered) -> Place:
         return (waiting.arrived, waiting.request_id)
 
-    def lane(self, present: Container[int]) -> Lane:
-        return KeyLane(present)
+    def lane(self, present: Container[int], places: Places) -> Lane:
+        return KeyLane(present, places)
 
 
 _FIFO = Fifo()
@@ -86,8 +87,8 @@ class EarliestDeadline:
         due = waiting.due if waiting.due < inf else waiting.arrived + self.undated_s
         return (due, waiting.arrived, waiting.request_id)
 
-    def lane(self, present: Container[int]) -> Lane:
-        return KeyLane(present)
+    def lane(self, present: Container[int], places: Places) -> Lane:
+        return KeyLane(present, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,8 @@ class ShortestWork:
     def place(self, waiting: Ordered) -> Place:
         return _yielding(waiting, self.patience, waiting.predicted_work_rank)
 
-    def lane(self, present: Container[int]) -> Lane:
-        return KeyLane(present)
+    def lane(self, present: Container[int], places: Places) -> Lane:
+        return KeyLane(present, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,8 @@ class PredictedRank:
     def place(self, waiting: Ordered) -> Place:
         return _yielding(waiting, self.patience, waiting.predicted_rank)
 
-    def lane(self, present: Container[int]) -> Lane:
-        return KeyLane(present)
+    def lane(self, present: Container[int], places: Places) -> Lane:
+        return KeyLane(present, places)
 
 
 def _yielding(waiting: Ordered, patience: float, rank: float) -> Place:
@@ -172,8 +173,8 @@ class HighestResponseRatio:
     def place(self, waiting: Ordered) -> Place:
         return _FIFO.place(waiting)
 
-    def lane(self, present: Container[int]) -> Lane:
-        return RatioLane(present)
+    def lane(self, present: Container[int], places: Places) -> Lane:
+        return RatioLane(present, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +196,8 @@ class NeverLonger:
     def place(self, waiting: Ordered) -> Place:
         return self.policy.place(waiting)
 
-    def lane(self, present: Container[int]) -> Lane:
-        return StarvationLane(self.policy.lane(present), self.limit_s, present)
+    def lane(self, present: Container[int], places: Places) -> Lane:
+        return StarvationLane(self.policy.lane(present, places), self.limit_s, present)
 
 
 #: What an order may be called.

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 from everlift.v1 import session_pb2
 
 #: By which the requests of a class are ordered: a number first. The smallest leaves first.
-Place: TypeAlias = tuple[float | str, ...]
+Place: TypeAlias = tuple[float, *tuple[float | str, ...]]
 
 #: The same for those of all classes.
 Key: TypeAlias = tuple[float | str, ...]
