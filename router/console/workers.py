@@ -42,7 +42,8 @@ class Link(Protocol):
 
 
 class Row(NamedTuple):
-    """A worker. ``blocks_cached`` are free and hold a known prefix."""
+    """A worker. ``blocks_cached`` are free and hold a known prefix; of ``prompt_tokens``, known
+    when their sequences came into the batch, ``prefix_hit_tokens`` were found in such ones."""
 
     worker_id: str
     address: str
@@ -56,6 +57,8 @@ class Row(NamedTuple):
     blocks_cached: int
     tokens_per_s: float
     preemptions: int
+    prompt_tokens: int
+    prefix_hit_tokens: int
 
 
 class Rates:
@@ -100,6 +103,8 @@ def row(link: Link, view: WorkerView | None, tokens_per_s: float) -> Row:
         alive * state.blocks_cached,
         alive * tokens_per_s,
         state.preemptions,
+        state.counters.prompt_tokens,
+        state.counters.prefix_hit_tokens,
     )
 
 
@@ -152,12 +157,10 @@ def _grouped(rows: Sequence[Row]) -> list[Sequence[Row]]:
 def _cell(rows: Sequence[Row]) -> list[str | int]:
     if len(rows) == 1:
         return _cell_of(rows[0])
-    sums = [sum(column) for column in zip(*(each[4:11] for each in rows), strict=True)]
+    sums = [sum(column) for column in zip(*(each[4:] for each in rows), strict=True)]
     worst = max((each.state for each in rows), key=_SEVERITY.index)
     first = rows[0]
-    return _cell_of(
-        Row._make((first.worker_id, first.address, first.ranks, worst, *sums, first.preemptions))
-    )
+    return _cell_of(Row._make((first.worker_id, first.address, first.ranks, worst, *sums)))
 
 
 def _cell_of(each: Row) -> list[str | int]:
@@ -188,4 +191,6 @@ def summary(rows: Sequence[Row]) -> Json:
         "blocks_used": sum(each.blocks_used for each in up),
         "blocks_cached": sum(each.blocks_cached for each in up),
         "tokens_per_s": round(sum(each.tokens_per_s for each in up)),
+        "prompt_tokens": sum(each.prompt_tokens for each in up),
+        "prefix_hit_tokens": sum(each.prefix_hit_tokens for each in up),
     }

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, expect
+from playwright.async_api import Browser, Page, expect
 
 from everlift.client import AsyncClient
 from everlift.v1.session_pb2 import Scaling, ScalingChange
@@ -90,6 +90,19 @@ class Load:
         await anext(aiter(await self._stack.enter_async_context(stream)))
 
 
+async def check_readable(page: Page, name: str, part: str = "") -> None:
+    """By axe, in both themes and windows, and nothing is wider than the window."""
+    for theme, (width, height) in product(THEMES, WINDOWS):
+        await page.emulate_media(color_scheme=theme)
+        await page.set_viewport_size({"width": width, "height": height})
+        assert await violations(page) == [], (name, theme, width)
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        if PICTURES:
+            path = Path(PICTURES) / f"{name}-{theme}-{width}.png"
+            shown = page.locator(part).screenshot if part else page.screenshot
+            await shown(path=path, **({} if part else {"full_page": True}))
+
+
 async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
     chromium: Browser,
 ) -> None:
@@ -139,6 +152,7 @@ async def test_a_request_is_streamed_and_goes_on_when_its_worker_is_killed(
         attempts = page.get_by_role("region", name="Its attempts").locator("tbody tr")
         await expect(attempts).to_have_count(2)
         await expect(attempts.last).to_contain_text("finished")
+        await check_readable(page, "lost")
 
 
 async def test_a_preempted_request_is_seen_to_come_back(chromium: Browser) -> None:
@@ -170,15 +184,20 @@ async def test_the_page_is_accessible_dark_and_light_wide_and_narrow(
             await page.click("#seats-details summary")
             await expect(page.locator("#seats tr")).to_have_count(12)
             await expect(page.locator("#percentiles tr")).to_have_count(5)
-            for theme, (width, height) in product(THEMES, WINDOWS):
-                await page.emulate_media(color_scheme=theme)
-                await page.set_viewport_size({"width": width, "height": height})
-                assert await violations(page) == [], (theme, width)
-                wide = await page.evaluate("document.documentElement.scrollWidth")
-                assert wide <= width, "nothing is wider than the window"
-                if PICTURES:
-                    path = Path(PICTURES) / f"console-{theme}-{width}.png"
-                    await page.screenshot(path=path, full_page=True)
+            await check_readable(page, "console")
+
+
+async def test_what_the_cache_saved_of_prompts_is_seen(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    async with AsyncClient(parts.address) as client, opened(chromium, url) as page:
+        tile = page.locator("#tiles > div", has_text="Prefix hits")
+        await expect(tile.locator("dd")).to_contain_text("0 % of 0 tokens")
+        for name in ("first", "second", "third"):
+            # Two workers: of three, one is where another one was.
+            await receive(client, [7] * 65, 3, request_id=name)
+        await expect(tile.locator("dd")).to_contain_text("of 195 tokens", timeout=20_000)
+        await expect(tile.locator("dd")).not_to_contain_text("0 % of 195")
 
 
 async def test_what_the_autoscaler_decides_is_seen_with_its_reasons(
@@ -209,6 +228,7 @@ async def test_what_others_say_is_text_and_never_markup(
         await page.press("#request-id", "Enter")
         await expect(page.locator("#request-answer")).to_contain_text("invalid_request")
         await expect(page.locator("main img")).to_have_count(0)
+        await check_readable(page, "refused")
 
 
 async def test_what_other_orders_would_have_meant_is_asked_for_with_the_keyboard(
@@ -235,15 +255,7 @@ async def test_what_other_orders_would_have_meant_is_asked_for_with_the_keyboard
             await expect(told).to_contain_text("of the 1,234 requests that came at that time")
             await expect(told).to_contain_text("they are off by 18 % at the median")
             await expect(button).to_be_focused()
-            for theme, (width, height) in product(THEMES, WINDOWS):
-                await page.emulate_media(color_scheme=theme)
-                await page.set_viewport_size({"width": width, "height": height})
-                assert await violations(page) == [], (theme, width)
-                wide = await page.evaluate("document.documentElement.scrollWidth")
-                assert wide <= width, "nothing is wider than the window"
-                if PICTURES:
-                    path = Path(PICTURES) / f"what-if-{theme}-{width}.png"
-                    await page.locator("#request").screenshot(path=path)
+            await check_readable(page, "what-if", "#request")
 
 
 async def test_where_nobody_simulates_it_is_said_so(
@@ -307,6 +319,7 @@ async def test_an_operator_drains_sets_the_policy_and_kills(
         await expect(page.locator("#happened")).to_contain_text("queue policy: order hrrn")
         await page.select_option("#drain-worker", first)
         await page.click("#drain-form button")
+        await check_readable(page, "confirm")
         await page.click("#confirm button[value=no]")
         await page.click("#drain-form button")
         await page.click("#confirm button[value=yes]")
@@ -317,6 +330,7 @@ async def test_an_operator_drains_sets_the_policy_and_kills(
         await page.click("#chaos-form button")
         await page.click("#confirm button[value=yes]")
         await expect(page.locator("#admin-status")).to_contain_text("slow: under way")
+        await check_readable(page, "draining")
 
 
 async def test_a_key_is_asked_for_and_kept_in_the_tab_alone(
@@ -329,6 +343,7 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab_alone(
         async with opened(chromium, url_of(parts)) as page:
             connection = page.locator("#connection")
             await expect(connection).to_contain_text("an API key is needed")
+            await check_readable(page, "key")
             await page.fill("#key", key)
             await page.press("#key", "Enter")
             await expect(connection).to_have_text("live")
