@@ -157,8 +157,12 @@ def batches(options: argparse.Namespace) -> Part:
     return {
         "settings": {"slots": _BATCH, "rounds": _BATCH_ROUNDS},
         "raw": {"medians": medians, "rounds": rounds},
-        "ratios": {"continuous_vs_static": medians["continuous_vs_static_tokens_per_s"]},
+        "ratios": batch_ratios(medians),
     }
+
+
+def batch_ratios(medians: Figures) -> Figures:
+    return {"continuous_vs_static": medians["continuous_vs_static_tokens_per_s"]}
 
 
 def batching_virtual(options: argparse.Namespace) -> Part:

@@ -9,8 +9,11 @@ import pytest
 
 from everlift.blockhash import BLOCK_SIZE
 from tests.perf import (
+    scheduling,
+    scheduling_faithful,
     scheduling_forecast,
     scheduling_picture,
+    scheduling_queue,
     scheduling_turns,
     scheduling_victims,
 )
@@ -74,6 +77,48 @@ def test_ratios_are_of_fifo() -> None:
         "sjf_p99_ttft_vs_fifo": 1.5,
         "high_class_p99_ttft_vs_fifo": 0.05,
     }
+
+
+def test_all_parts_together_have_the_ratios_that_the_readme_tells_of() -> None:
+    latencies = {"normalised_latency_mean_ms": 9.0, "ttft_p99_s": 2.0, "high_ttft_p99_s": 1.0}
+    errors = dict.fromkeys(
+        ("ttft_p50_s", "ttft_p90_s", "latency_p50_s", "latency_p90_s", "tokens_per_s"), -0.05
+    )
+    loads = ("saturated", *(f"{load:g}" for load in scheduling_faithful.LOADS))
+    forecast = {
+        scheduling_forecast.BINDING: {"8 workers, load 0.9": {"global": 1.0, "p2c": 4.0, "jsq": 2}},
+        "goodput": {"bounded": {"1": 0.8, "1.3": 0.9}},
+        "fluid": {
+            "8 workers": {"error": {"ttft_p50_s": 0.01}},
+            "64 workers": {"error": {"ttft_p50_s": -0.02}},
+            "elsewhere": {"error": {"ttft_p50_s": 0.3}},
+        },
+        "speed_100_workers": 0.6,
+    }
+    by_order = {order: {"turns": 1.0, "arrival": 2.0} for order in ("fifo", "shortest")}
+    found = (
+        scheduling.batch_ratios({"continuous_vs_static_tokens_per_s": 2.0})
+        | scheduling_queue.ratios("queue", {"fifo": {100: 5.0, 1_000_000: 8.0}})
+        | scheduling_turns.ratios(by_order, {0: {100: 5.0}, 10: {100: 7.0}})
+        | scheduling_forecast.ratios(forecast)
+        | scheduling_faithful.ratios({load: {"forecast": errors} for load in loads})
+        | ratios({"fifo": latencies, "shortest": latencies, "classes": latencies})
+    )
+    wanted = {
+        "continuous_vs_static": 2.0,
+        "sjf_mean_vs_fifo": 1.0,
+        "sjf_p99_ttft_vs_fifo": 1.0,
+        "high_class_p99_ttft_vs_fifo": 1.0,
+        "global_p99_ttft_vs_p2c": 0.25,
+        "goodput_1_3_vs_1_0": 1.125,
+        "vtc_gap_vs_bound": 1.0 / scheduling_turns.bound(),
+        "queue_ops_per_s_at_1e6": 125_000.0,
+        "simulator_ttft_p50_error": 0.05,
+        "simulator_speed_100_workers": 0.6,
+        "fluid_model_error": 0.02,
+        "fluid_model_error_anywhere": 0.3,
+    }
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
 
 
 def test_with_turns_tenants_stay_as_near_as_is_promised_and_without_they_do_not() -> None:
