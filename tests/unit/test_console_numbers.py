@@ -12,7 +12,7 @@ from router.console.failures import Failed, Failures
 from router.console.history import History
 from router.console.lanes import Lanes
 from router.console.percentiles import Percentiles, RecentHistogram, percentiles, quantile
-from router.console.workers import MOST_CELLS, Rates, cells, names, row
+from router.console.workers import MOST_CELLS, Rates, cells, names, row, summary
 from tests.console_support import link
 
 
@@ -74,6 +74,16 @@ def test_more_workers_than_cells_share_them() -> None:
     assert sum(names(rows)["sizes"]) == len(links)
     assert shown[0] == ["up", 12, 6, 0, 0, 0, 0]
     assert shown[1] == ["lost", 12, 4, 0, 0, 0, 0]
+
+
+def test_what_the_cache_saved_of_prompts_is_summed_over_those_that_are_there() -> None:
+    links = [link(f"w{number}") for number in range(3)]
+    links[2].is_up = False
+    for number, each in enumerate(links):
+        each.state.counters.prompt_tokens = 100
+        each.state.counters.prefix_hit_tokens = 10 * number
+    found = summary([row(each, None, 0.0) for each in links])
+    assert (found["prompt_tokens"], found["prefix_hit_tokens"]) == (200, 10)
 
 
 def test_lanes_come_by_themselves_and_stay_where_they_are() -> None:
