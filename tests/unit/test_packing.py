@@ -181,7 +181,10 @@ def test_a_packed_decoder_is_the_plain_one(tied: bool, dtype: torch.dtype, tmp_p
     packing = Counted(dtype)
     expected = logits(spec, dtype, None)
     got = logits(spec, dtype, packing)
-    assert packing.num_packed == 4 * spec.num_layers + (packing.keeps_rows or not tied)
+    # Without AVX-512 oneDNN multiplies nothing in bf16.
+    is_packed = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    matrices = 4 * spec.num_layers + (packing.keeps_rows or not tied)
+    assert packing.num_packed == is_packed * matrices
     assert distance(got, expected) < (1e-5 if dtype == torch.float32 else 0.02)
 
 
