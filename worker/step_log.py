@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import select
 import socket
 import struct
 import time
@@ -140,6 +141,7 @@ class StepLogReader:
     def __init__(self, line: socket.socket, rank: int) -> None:
         self.rank = rank
         self._line = line
+        self._has_stopped = False
 
     @classmethod
     def connect(cls, address: str, rank: int, fingerprint: str) -> Self:
@@ -164,13 +166,24 @@ class StepLogReader:
                 data = _receive(self._line)
             except OSError as error:
                 raise ChannelBroken(f"rank 0 is gone: {error}") from error
-            yield session_pb2.StepLog.FromString(data)
+            entry = session_pb2.StepLog.FromString(data)
+            self._has_stopped = entry.stop
+            yield entry
 
     def beat(self) -> None:
         """Tells rank 0 that this process runs. Called in another thread than the rest; never
         waits, and a line that is broken is noticed where it is read."""
         with suppress(OSError):
             self._line.send(_BEAT, socket.MSG_DONTWAIT)
+
+    def is_cut_off(self) -> bool:
+        """Rank 0 is gone, and no stop was read so far: of what it wrote, some may be unread. Called
+        in another thread than the rest; never waits."""
+        if self._has_stopped:
+            return False
+        ends = select.poll()
+        ends.register(self._line, select.POLLRDHUP)
+        return bool(ends.poll(0))
 
     def interrupt(self) -> None:
         """Ends an iteration that waits in another thread, with ChannelBroken."""

@@ -2,7 +2,8 @@
 that the other ranks are there.
 
     each rank      asks the watchdog about its step
-    ranks above 0  beat, on the line of the step log
+    ranks above 0  beat, on the line of the step log, and look whether it ends: the thread that
+                   reads it may be in a step that waits for rank 0
     rank 0         hears the beats: a process that is frozen or gone beats no more
 """
 
@@ -18,6 +19,8 @@ from worker.watchdog import WakingTime, Watchdog
 _LOOK_S = 0.2
 #: A rank that has beaten once and is silent for so long is frozen.
 _SILENCE_S = 1.0
+#: A rank above 0 that comes to rank 0's stop by itself does so within this of the line's end.
+_PARTING_S = 0.4
 
 
 class Vigil:
@@ -37,6 +40,7 @@ class Vigil:
         #: by rank, when it last beat
         self._beats: dict[int, float] = {}
         self._lines: list[int] = []
+        self._cut_off_at: float | None = None
         self._looking: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -72,8 +76,17 @@ class Vigil:
         self._now = self._time.look(asyncio.get_running_loop().time())
         if isinstance(self._log, StepLogReader):
             self._log.beat()
+            self._miss_rank_0(self._log)
         if (cause := self._watchdog.overdue(self._now)) is not None:
             self._end(cause)
         for rank, beat in self._beats.items():
             if self._now - beat > _SILENCE_S:
                 self._end(f"rank {rank} says nothing for more than {_SILENCE_S:g} s")
+
+    def _miss_rank_0(self, log: StepLogReader) -> None:
+        if not log.is_cut_off():
+            return
+        if self._cut_off_at is None:
+            self._cut_off_at = self._now
+        if self._now - self._cut_off_at >= _PARTING_S:
+            self._end("rank 0 is gone")

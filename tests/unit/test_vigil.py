@@ -1,0 +1,86 @@
+"""What a rank above 0 sees of rank 0's end while its engine's thread cannot: it is in a step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from everlift.v1 import session_pb2
+from worker.step_log import StepLogListener, StepLogReader, StepLogWriter
+from worker.vigil import Vigil
+from worker.watchdog import Watchdog
+
+MANY_LOOKS = 6
+
+
+class Counting(Watchdog):
+    """Says when it was asked often."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout_s=60.0)
+        self.was_asked_often = asyncio.Event()
+        self._num_looks = 0
+
+    def overdue(self, now: float) -> str | None:
+        self._num_looks += 1
+        if self._num_looks >= MANY_LOOKS:
+            self.was_asked_often.set()
+        return super().overdue(now)
+
+
+class Bench:
+    """Rank 1's vigil, whose step never ends, and rank 0's end of the step log."""
+
+    def __init__(self, reader: StepLogReader, writer: StepLogWriter) -> None:
+        self.writer = writer
+        self.entries = iter(reader)
+        self.watchdog = Counting()
+        self.watchdog.begin(1, 1, time.monotonic())
+        self.cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.vigil = Vigil(self.watchdog, reader, self._end)
+
+    def _end(self, cause: str) -> None:
+        self.vigil.close()
+        self.cause.set_result(cause)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    listener = StepLogListener("127.0.0.1", "model")
+    reader = StepLogReader.connect(listener.address, 1, "model")
+    writer = listener.accept(2, 10.0)
+    listener.close()
+    this = Bench(reader, writer)
+    this.vigil.begin()
+    yield this
+    this.vigil.close()
+    reader.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("unread", [0, 2], ids=["all is read", "entries are unread"])
+async def test_a_rank_in_a_step_misses_a_rank_0_that_is_gone(bench: Bench, unread: int) -> None:
+    for _ in range(unread):
+        bench.writer.write(session_pb2.StepLog(now=1.0))
+    bench.writer.close()
+    async with asyncio.timeout(5.0):
+        assert await bench.cause == "rank 0 is gone"
+
+
+async def test_a_rank_0_that_is_there_is_not_missed(bench: Bench) -> None:
+    bench.writer.write(session_pb2.StepLog(now=1.0))
+    async with asyncio.timeout(20.0):
+        await bench.watchdog.was_asked_often.wait()
+    assert not bench.cause.done()
+
+
+async def test_a_rank_0_that_has_stopped_is_not_missed(bench: Bench) -> None:
+    bench.writer.write(session_pb2.StepLog(stop=True))
+    bench.writer.close()
+    assert next(bench.entries).stop
+    async with asyncio.timeout(20.0):
+        await bench.watchdog.was_asked_often.wait()
+    assert not bench.cause.done()
