@@ -34,6 +34,8 @@ class RankLaunch:
     worker: WorkerConfig
     rank: int = 0
     rendezvous: str = ""
+    #: as CUDA_VISIBLE_DEVICES calls it; empty: whichever CUDA takes
+    gpu: str = ""
     #: internal addresses of the routers, to which rank 0 announces the worker
     routers: tuple[str, ...] = ()
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from cluster.announcer import Announcer
+from cluster.gpus import VISIBLE
 from cluster.launch import Launch, RankLaunch, Report, RouterLaunch, decode
 from cluster.starting import Starting
 from everlift import heap, logs
@@ -107,6 +108,10 @@ async def _run_router(launch: RouterLaunch, tell: Tell, stop: asyncio.Event) -> 
 
 
 async def _run_rank(launch: RankLaunch, tell: Tell, stop: asyncio.Event) -> None:
+    if launch.gpu:
+        # CUDA reads it once, when it is first used, and that is not before here.
+        os.environ[VISIBLE] = launch.gpu
+        log.info("GPU assigned", gpu=launch.gpu)
     routers = launch.routers if launch.rank == 0 else ()
     async with Starting(routers, internal(launch.worker.internal_tls)) as starting:
         from worker.rank import Rank

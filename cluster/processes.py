@@ -20,6 +20,7 @@ from typing import Any, Self
 from cluster import nursery
 from cluster.config import Config
 from cluster.errors import ClusterFailed
+from cluster.gpus import gpus_of_ranks, visible_gpus
 from cluster.launch import RankLaunch, RouterLaunch
 from cluster.model import pinned
 from cluster.nursery import Nursery
@@ -57,6 +58,7 @@ class ProcessCluster:
         self._log_dir = config.state_dir / "logs"
         self._ledger = OwnLedger(config)
         self._nursery: Nursery | None = None
+        self._gpus: list[str] = []
         self._transport = GRPC
 
     @property
@@ -100,6 +102,8 @@ class ProcessCluster:
         self._transport = internal(self.config.internal_tls)
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.config = await pinned(self.config)
+        self._gpus = await asyncio.to_thread(visible_gpus, self.config, os.environ)
+        self._warn_of_shared_gpus()
         await _together(self._load_nursery(), self._start_routers())
         for index in range(self.config.num_workers):
             self.workers.append(self._worker(index))
@@ -107,6 +111,11 @@ class ProcessCluster:
         await self._settle()
         if self._revive:
             self._reviving = asyncio.gather(*map(_keep_alive, (*self.routers, *self.workers)))
+
+    def _warn_of_shared_gpus(self) -> None:
+        ranks = self.config.num_workers * self.config.worker.tensor_parallel
+        if 0 < len(self._gpus) < ranks:
+            log.warning("ranks share GPUs", ranks=ranks, gpus=len(self._gpus))
 
     async def _load_nursery(self) -> None:
         """What takes longest of a start, as long as Python imports torch."""
@@ -186,7 +195,8 @@ class ProcessCluster:
             replace(config.worker, num_threads=threads),
             routers=tuple(router.internal_address for router in self.routers),
         )
-        return WorkerReplica(launch, self._ranks(), self._log_dir)
+        gpus = gpus_of_ranks(config, self._gpus, index)
+        return WorkerReplica(launch, self._ranks(), self._log_dir, gpus)
 
     @property
     def _threads(self) -> int:

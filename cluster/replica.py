@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,18 +97,24 @@ class RouterReplica(Replica):
 class WorkerReplica(Replica):
     """One process a rank. Every start makes another worker of it."""
 
-    def __init__(self, launch: RankLaunch, starter: Starter, log_dir: Path) -> None:
+    def __init__(
+        self, launch: RankLaunch, starter: Starter, log_dir: Path, gpus: Sequence[str]
+    ) -> None:
+        """``gpus`` by rank."""
         super().__init__(launch.name, starter, log_dir)
         self._launch = launch
+        self._gpus = gpus
         self.worker_id = ""
 
     async def _start(self) -> None:
-        first = await self._spawn(self._launch)
-        num_ranks = self._launch.worker.tensor_parallel
-        rendezvous = (await first.report())["rendezvous"] if num_ranks > 1 else ""
-        for rank in range(1, num_ranks):
+        first_gpu, *other_gpus = self._gpus
+        first = await self._spawn(replace(self._launch, gpu=first_gpu))
+        rendezvous = (await first.report())["rendezvous"] if other_gpus else ""
+        for rank, gpu in enumerate(other_gpus, 1):
             name = f"{self._launch.name}.{rank}"
-            await self._spawn(replace(self._launch, name=name, rank=rank, rendezvous=rendezvous))
+            await self._spawn(
+                replace(self._launch, name=name, rank=rank, rendezvous=rendezvous, gpu=gpu)
+            )
         reports = await asyncio.gather(*(child.report() for child in self._children))
         self.worker_id = reports[0]["worker_id"]
 

@@ -20,6 +20,7 @@ from cluster.child import Child
 from cluster.completion import Completion
 from cluster.config import Config
 from cluster.errors import ClusterFailed
+from cluster.gpus import gpus_of_ranks, visible_gpus
 from cluster.launch import RankLaunch
 from cluster.offline.generation import Generation
 from cluster.offline.session import LocalSession
@@ -81,20 +82,21 @@ class LocalWorker:
         """Raises whatever keeps rank 0 from being built, ClusterFailed where another rank ends."""
         size = self._config.worker.tensor_parallel
         rendezvous = await self._rank.open() if size > 1 else ""
-        for rank in range(1, size):
-            await self._spawn(rank, rendezvous)
+        # Rank 0 is in this process, where CUDA takes the first of them.
+        _, *gpus = gpus_of_ranks(self._config, visible_gpus(self._config, os.environ))
+        for rank, gpu in enumerate(gpus, 1):
+            await self._spawn(rank, rendezvous, gpu)
         others = asyncio.gather(*(child.report() for child in self._children))
         info, _ = await asyncio.gather(self._rank.start(), others)
         self._watch = asyncio.create_task(self._until_broken())
         return info
 
-    async def _spawn(self, rank: int, rendezvous: str) -> None:
+    async def _spawn(self, rank: int, rendezvous: str, gpu: str) -> None:
         config = self._config
         log_dir = config.state_dir / "logs"
         log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        launch = RankLaunch(
-            f"offline-{os.getpid()}.{rank}", config.log_level, config.worker, rank, rendezvous
-        )
+        name = f"offline-{os.getpid()}.{rank}"
+        launch = RankLaunch(name, config.log_level, config.worker, rank, rendezvous, gpu)
         assert config.worker.num_threads is not None
         starter = PlainStarter(rank_environment(config.worker.num_threads))
         child = Child(launch, starter, log_dir / f"offline.{rank}.log")

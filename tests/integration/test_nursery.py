@@ -99,6 +99,15 @@ async def test_the_cause_of_an_end_is_told(nursery: Nursery, tmp_path: Path) -> 
     await child.wait()
 
 
+async def test_a_rank_is_on_the_gpu_that_it_is_given(nursery: Nursery, tmp_path: Path) -> None:
+    child = Child(replace(HALF, gpu="GPU-5a"), nursery, tmp_path / "rank.log")
+    await child.start()
+    assert "rendezvous" in await child.report()
+    await child.kill()
+    [said] = [line for line in (tmp_path / "rank.log").read_text().splitlines() if "GPU-5a" in line]
+    assert "GPU assigned" in said
+
+
 async def test_a_killed_rank_is_known_to_be(nursery: Nursery, tmp_path: Path) -> None:
     child = await rank(nursery, tmp_path)
     os.kill(child.pid, signal.SIGKILL)

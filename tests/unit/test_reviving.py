@@ -30,7 +30,7 @@ class FailingStarter:
 
 
 async def test_the_cause_is_told_when_no_process_can_be_started(tmp_path: Path) -> None:
-    replica = WorkerReplica(LAUNCH, FailingStarter(ClusterFailed("no nursery")), tmp_path)  # type: ignore[arg-type]
+    replica = WorkerReplica(LAUNCH, FailingStarter(ClusterFailed("no nursery")), tmp_path, [""])  # type: ignore[arg-type]
     with pytest.raises(ClusterFailed, match="no nursery"):
         await replica.start()
 
@@ -41,7 +41,7 @@ async def test_a_replica_that_cannot_be_started_is_tried_again(
 ) -> None:
     monkeypatch.setattr(processes, "_RESTART_S", 0.001)
     starter = FailingStarter(error)
-    replica = WorkerReplica(LAUNCH, starter, tmp_path)  # type: ignore[arg-type]
+    replica = WorkerReplica(LAUNCH, starter, tmp_path, [""])  # type: ignore[arg-type]
     keeping = asyncio.create_task(processes._keep_alive(replica))
     await _until(lambda: starter.tries >= 3)
     await _cancel(keeping)

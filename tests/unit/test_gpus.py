@@ -1,0 +1,174 @@
+"""Which GPU a rank has without Ray; nothing here has one."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import gpus, process
+from cluster.config import DEMO_MODEL, Config, load
+from cluster.gpus import VISIBLE, count_gpus, gpus_of_ranks, visible_gpus
+from cluster.launch import Launch, RankLaunch
+from cluster.processes import ProcessCluster
+from worker.config import WorkerConfig
+
+
+def config(num_workers: int = 1, tensor_parallel: int = 1, *settings: str) -> Config:
+    sizes = [f"num_workers={num_workers}", f"worker.tensor_parallel={tensor_parallel}"]
+    return load(None, {}, [f"model={DEMO_MODEL}", *sizes, *settings])
+
+
+class Nvml:
+    """NVML's library where each of ``gpus`` may be used, or not."""
+
+    def __init__(self, *gpus: bool, starts: bool = True) -> None:
+        self._gpus = gpus
+        self._starts = starts
+        self.is_open = False
+
+    def nvmlInit_v2(self) -> int:
+        self.is_open = self._starts
+        return 0 if self._starts else 9
+
+    def nvmlShutdown(self) -> int:
+        self.is_open = False
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = len(self._gpus)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number: int, handle: Any) -> int:
+        return 0 if self._gpus[number] else 4
+
+
+@pytest.mark.parametrize(
+    ("workers", "ranks", "gpus", "expected"),
+    [
+        (2, 1, ["0", "1"], [["0"], ["1"]]),
+        (1, 2, ["0", "1"], [["0", "1"]]),
+        (2, 2, ["4", "5", "6", "7"], [["4", "5"], ["6", "7"]]),
+        (2, 2, ["0", "1", "2"], [["0", "1"], ["2", "0"]]),
+        (3, 1, ["GPU-a", "GPU-b"], [["GPU-a"], ["GPU-b"], ["GPU-a"]]),
+        (2, 2, ["3"], [["", ""], ["", ""]]),
+        (1, 2, [], [["", ""]]),
+    ],
+)
+def test_ranks_are_numbered_over_the_gpus(
+    workers: int, ranks: int, gpus: list[str], expected: list[list[str]]
+) -> None:
+    this = config(workers, ranks)
+    assert [gpus_of_ranks(this, gpus, worker) for worker in range(workers)] == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("2,3", ["2", "3"]),
+        ("GPU-8f, MIG-01", ["GPU-8f", "MIG-01"]),
+        ("1,-1,0", ["1"]),
+        ("", []),
+    ],
+)
+def test_what_cuda_may_see_here_is_what_ranks_may(visible: str, expected: list[str]) -> None:
+    assert visible_gpus(config(), {VISIBLE: visible}) == expected
+
+
+def test_else_they_are_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml(True, True, True))
+    assert visible_gpus(config(), {}) == ["0", "1", "2"]
+
+
+def test_without_a_driver_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_NVML", "libnowhere.so.1")
+    assert visible_gpus(config(), {}) == []
+
+
+@pytest.mark.parametrize("setting", ["worker.device=cpu", "model=fake"])
+def test_ranks_that_use_none_have_none(setting: str) -> None:
+    assert visible_gpus(config(1, 1, setting), {VISIBLE: "0,1"}) == []
+
+
+@pytest.mark.parametrize(
+    ("nvml", "expected"),
+    [
+        (Nvml(True, True), 2),
+        (Nvml(True, False, True), 2),
+        (Nvml(), 0),
+        (Nvml(True, starts=False), 0),
+    ],
+)
+def test_a_gpu_counts_where_it_may_be_used(nvml: Nvml, expected: int) -> None:
+    assert count_gpus(nvml) == expected
+    assert not nvml.is_open
+
+
+def test_to_count_gpus_is_not_to_import_torch() -> None:
+    program = "import cluster.processes, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+class Ready:
+    """A rank that has reported all that it has to."""
+
+    pid = 1
+    returncode = 0
+
+    def __init__(self) -> None:
+        self.stdout = asyncio.StreamReader()
+        for report in ({"rendezvous": "there"}, {"worker_id": "1"}):
+            self.stdout.feed_data(json.dumps(report).encode() + b"\n")
+
+    async def wait(self) -> int:
+        return self.returncode
+
+    def send_signal(self, signal: int) -> None:
+        pass
+
+
+class Noting:
+    """A Starter that notes what ranks are told."""
+
+    def __init__(self) -> None:
+        self.launches: list[RankLaunch] = []
+
+    async def start(self, launch: Launch, log_path: Path) -> Ready:
+        assert isinstance(launch, RankLaunch)
+        self.launches.append(launch)
+        return Ready()
+
+
+async def test_each_rank_of_each_worker_is_told_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, starter = ProcessCluster(config(2, 2)), Noting()
+    monkeypatch.setattr(cluster, "_gpus", ["0", "1", "2", "3"])
+    monkeypatch.setattr(cluster, "_ranks", lambda: starter)
+    for index in range(2):
+        await cluster._worker(index).start()
+    told = [(launch.name, launch.gpu) for launch in starter.launches]
+    assert told == [("worker-0", "0"), ("worker-0.1", "1"), ("worker-1", "2"), ("worker-1.1", "3")]
+
+
+@pytest.mark.parametrize("gpu", ["1", ""])
+async def test_a_rank_has_its_gpu_before_it_is_made(
+    gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VISIBLE, "0,1,2")
+    seen: list[str] = []
+
+    def made(*_: object) -> None:
+        seen.append(os.environ[VISIBLE])
+        raise ValueError("seen")
+
+    monkeypatch.setattr("worker.rank.Rank", made)
+    launch = RankLaunch("worker-0", "error", WorkerConfig(model="fake"), gpu=gpu)
+    with pytest.raises(ValueError, match="seen"):
+        await process._run_rank(launch, lambda report: None, asyncio.Event())
+    assert seen == [gpu or "0,1,2"]
