@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 
 from worker.device_kind import DeviceKind, kind_of_gpu
+from worker.kernels.trial import kernels_work
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,10 +51,11 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def name_of(device: torch.device) -> str:
-    """What it is, as its maker calls it; of a CPU with the threads that torch uses, since these
-    decide how fast it is."""
+    """What it is, as its maker calls it, with what decides how fast it is: of a CPU the threads
+    that torch uses, of a GPU that there are no kernels for it, where that is so."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        name = torch.cuda.get_device_name(device)
+        return name if kernels_work(device) else f"{name}, without kernels"
     return f"{_cpu_name()}, {torch.get_num_threads()} threads"
 
 

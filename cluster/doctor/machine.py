@@ -87,6 +87,8 @@ def _device(config: Config) -> Iterator[Finding]:
         count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
         yield fine("device", f"{count} x {name}, torch {build}")
         yield _ranks(config, count)
+        if wanted != "cpu":
+            yield _kernels()
     elif shutil.which("nvidia-smi") and wanted != "cpu":
         mend = "install the CUDA build of torch, or check the driver with nvidia-smi"
         yield broken("device", f"there is an NVIDIA driver, but torch {build} finds no GPU", mend)
@@ -95,6 +97,20 @@ def _device(config: Config) -> Iterator[Finding]:
         yield broken("device", "worker.device is cuda, and torch finds no GPU", mend)
     else:
         yield fine("device", f"CPU, {_cores()} cores, torch {build}")
+
+
+def _kernels() -> Finding:
+    import torch
+
+    from worker.kernels.trial import why_no_kernels
+
+    if cause := why_no_kernels(torch.device("cuda")):
+        return doubtful(
+            "kernels",
+            f"Triton's do not work here, and torch computes in their place, MUCH SLOWER: {cause}",
+            "install gcc and libc6-dev, or another C compiler, and the triton of torch's build",
+        )
+    return fine("kernels", "Triton's work")
 
 
 def _ranks(config: Config, gpus: int) -> Finding:

@@ -89,6 +89,12 @@ def test_a_cpu_is_named_with_its_threads() -> None:
     assert name and threads == "3 threads"
 
 
-def test_a_gpu_is_named_by_its_maker(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("works", "name"), [(True, "NVIDIA cuda:1"), (False, "NVIDIA cuda:1, without kernels")]
+)
+def test_a_gpu_is_named_by_its_maker(
+    works: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {device}")
-    assert name_of(torch.device("cuda:1")) == "NVIDIA cuda:1"
+    monkeypatch.setattr("worker.device.kernels_work", lambda device: works)
+    assert name_of(torch.device("cuda:1")) == name

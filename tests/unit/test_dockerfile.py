@@ -86,6 +86,27 @@ def test_images_and_packages_are_pinned() -> None:
             assert pinned, install
 
 
+@pytest.mark.parametrize(
+    ("variant", "packages"), [("cuda", {"gcc", "libc6-dev"}), ("cpu", set[str]())]
+)
+def test_what_triton_compiles_with_is_in_the_image_for_gpus(
+    variant: str, packages: set[str], tmp_path: Path
+) -> None:
+    """The last stage's own commands are run, with nothing behind their names."""
+    for name in ("apt-get", "rm", "groupadd", "useradd"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/done\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "done").touch()
+    names = [name for name, _ in instructions()]
+    last = len(names) - names[::-1].index("FROM")
+    for command in (rest for name, rest in instructions()[last:] if name == "RUN"):
+        environment = {"PATH": str(tmp_path), "VARIANT": variant}
+        subprocess.run(["/bin/sh", "-ec", command], env=environment, check=True)
+    done = (tmp_path / "done").read_text().splitlines()
+    installed = [line.split()[2:] for line in done if line.startswith("apt-get install")]
+    assert {word for words in installed for word in words if word[0] != "-"} == packages
+
+
 def test_requirements_are_the_projects() -> None:
     found = subprocess.run(
         [sys.executable, ROOT / "deploy/requirements.py", ROOT / "pyproject.toml"],

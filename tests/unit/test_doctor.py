@@ -143,6 +143,20 @@ def test_what_is_not_right_says_how_to_mend_it(config: Config, tmp_path: Path) -
     assert all(each.mend for each in findings if each.level is not Level.OK)
 
 
+@pytest.mark.parametrize(
+    ("cause", "level"), [("", Level.OK), ("Failed to find C compiler", Level.WARNING)]
+)
+def test_a_gpu_without_kernels_is_warned_of_with_the_cause(
+    config: Config, cause: str, level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA")
+    monkeypatch.setattr("worker.kernels.trial.why_no_kernels", lambda device: cause)
+    finding = of(list(machine.examine(config)), "kernels")
+    assert finding.level is level and cause in finding.says
+
+
 @pytest.mark.parametrize("setting", ["port", "http_port"])
 def test_a_port_that_is_taken_is_found(config: Config, setting: str) -> None:
     port = getattr(config.router, setting)

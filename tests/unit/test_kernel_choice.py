@@ -15,7 +15,7 @@ from worker.attention.gpu import GpuAttention
 from worker.attention.reference import ReferenceAttention
 from worker.draw import choose_draw
 from worker.draw_by_kernel import draw_by_kernel
-from worker.kernels.trial import kernels_work
+from worker.kernels.trial import kernels_work, why_no_kernels
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.kernel_pointwise import KernelPointwise
 from worker.model.pointwise import TORCH
@@ -26,9 +26,9 @@ CHOOSERS = ("worker.attention.choice", "worker.draw", "worker.model.compiled_poi
 
 @pytest.fixture(autouse=True)
 def tried_again() -> Iterator[None]:
-    kernels_work.cache_clear()
+    why_no_kernels.cache_clear()
     yield
-    kernels_work.cache_clear()
+    why_no_kernels.cache_clear()
 
 
 def test_a_kernel_is_tried() -> None:
@@ -38,6 +38,12 @@ def test_a_kernel_is_tried() -> None:
 def test_without_triton_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "worker.model.kernel_pointwise", None)
     assert not kernels_work(torch.device("cpu"))
+    assert "kernel_pointwise" in why_no_kernels(torch.device("cpu"))
+
+
+def test_kernels_that_are_wrong_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelPointwise, "norm", lambda self, x, *_, added: added + 1)
+    assert why_no_kernels(torch.device("cpu")) == "one of them computes something else than torch"
 
 
 def cache_on_gpu(head_dim: int) -> Any:

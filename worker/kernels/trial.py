@@ -11,17 +11,23 @@ from everlift import logs
 log = logs.get(__name__)
 
 
-@cache
 def kernels_work(device: torch.device) -> bool:
-    """Tries one on ``device``; where it does not, the log says why, once."""
+    return not why_no_kernels(device)
+
+
+@cache
+def why_no_kernels(device: torch.device) -> str:
+    """Tries one on ``device``; empty where it works. Where not, the log says why, once."""
     try:
-        return _add_works(device)
+        cause = "" if _norm_works(device) else "one of them computes something else than torch"
     except Exception as error:
-        log.warning("no kernels in Triton here: torch computes, slower", cause=repr(error))
-        return False
+        cause = repr(error)
+    if cause:
+        log.warning("no kernels in Triton here: torch computes, much slower", cause=cause)
+    return cause
 
 
-def _add_works(device: torch.device) -> bool:
+def _norm_works(device: torch.device) -> bool:
     # Imported for a GPU alone.
     from worker.model.kernel_pointwise import KernelPointwise
 
