@@ -11,6 +11,7 @@ ends as well, a rank hands everything back and stays. It never outlives its pare
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import os
 import signal
@@ -123,6 +124,9 @@ async def _run_rank(launch: RankLaunch, tell: Tell, stop: asyncio.Event) -> None
             await rank.drain()
         finally:
             await rank.stop()
+            if rank.is_stuck:
+                # Comes before what CUDA does at an exit, which waits for the step.
+                atexit.register(os._exit, 1)
 
 
 async def _live(rank: Rank, launch: RankLaunch, tell: Tell, starting: Starting) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -89,3 +90,20 @@ class Router:
     async def close(self) -> None:
         self.call.cancel()
         await self._channel.close()
+
+
+class AnyRouter(session_pb2_grpc.RouterInternalServicer):
+    """Takes every worker that announces itself."""
+
+    async def Announce(self, request: Any, context: Any) -> session_pb2.AnnounceResponse:
+        return session_pb2.AnnounceResponse()
+
+
+@asynccontextmanager
+async def announced() -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    session_pb2_grpc.add_RouterInternalServicer_to_server(AnyRouter(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)

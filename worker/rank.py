@@ -116,6 +116,11 @@ class Rank:
         """No router is connected: it may be that none knows this worker."""
         return self._server is None or self._server.is_alone
 
+    @property
+    def is_stuck(self) -> bool:
+        """After ``stop``: the engine's thread is in a step that may never end."""
+        return self._thread is not None and not self._thread_is_over.is_set()
+
     async def open(self) -> str:
         """Makes rank 0 of several findable: the rendezvous that the others need."""
         self._meeting_point = await asyncio.to_thread(MeetingPoint, self._config, self._files)

@@ -12,14 +12,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
 from cluster.launch import RankLaunch, encode
-from everlift.v1 import session_pb2, session_pb2_grpc
-from tests.session_support import Router
+from tests.session_support import Router, announced
 from tests.worker_support import prompt, start
 from worker import reclaim
 from worker.config import FakeModel, WorkerConfig
@@ -136,23 +133,6 @@ async def test_a_notice_before_the_worker_serves_is_not_lost() -> None:
     assert router.stops == {1: "RETURNED"}
     await router.close()
     await rank.stop()
-
-
-class AnyRouter(session_pb2_grpc.RouterInternalServicer):
-    """Takes every worker that announces itself."""
-
-    async def Announce(self, request: Any, context: Any) -> session_pb2.AnnounceResponse:
-        return session_pb2.AnnounceResponse()
-
-
-@asynccontextmanager
-async def announced() -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    session_pb2_grpc.add_RouterInternalServicer_to_server(AnyRouter(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(None)
 
 
 async def test_a_process_that_is_signalled_hands_everything_back_and_stays() -> None:
