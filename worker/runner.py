@@ -27,6 +27,16 @@ from worker.sampler import Asks, Sampler
 from worker.step_times import STOPPED, Part, Stopwatch
 from worker.upload import upload
 
+#: As torch says it of tensors on a CPU, of CUDA and of its driver; Triton, of a kernel that is
+#: loaded; and cuBLAS. NCCL's is not among them: the group is of no more use after it.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
 _Args = ParamSpec("_Args")
 _T = TypeVar("_T")
 
@@ -283,7 +293,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     CUDA takes memory for."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return any(says in str(error) for says in ("DefaultCPUAllocator", "CUDA error: out of memory"))
+    return any(says in str(error) for says in _OUT_OF_MEMORY)
 
 
 def _is_told_late(rows: Rows) -> bool:
