@@ -24,7 +24,7 @@ from worker.flight import Flight
 from worker.limits import Limits
 from worker.load import Load, Occupant
 from worker.outcome import Abort, Outcome
-from worker.plan import NO_ROWS, Launch, Launched, Plan, RowResult, Runner
+from worker.plan import NO_ROWS, DeviceLost, Launch, Launched, Plan, RowResult, Runner
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 from worker.step_times import STOPPED, Part, StepTimes, Stopwatch
@@ -40,8 +40,8 @@ class EngineBroken(Exception):
 
 class Engine:
     """A step that raises a ``survivable`` exception ends the sequences that it was to compute; any
-    other, or a second such step in a row, is the engine's end. Where memory was too short it ends
-    nobody: the steps become smaller.
+    other, a second such step in a row, or the loss of the device, is the engine's end. Where memory
+    was too short it ends nobody: the steps become smaller.
 
     Each step is executed ``within`` a context made of its plan. ``stopwatch`` is told of its parts.
     With ``launch``, the runner's, steps are launched ahead; ``limits`` have to allow it.
@@ -208,7 +208,8 @@ class Engine:
     def _survived(self, plan: Plan, error: Exception) -> EngineFailed:
         """What the plan's sequences are told. Raises EngineBroken where the engine ends by it."""
         log.exception("step failed", step=plan.step)
-        if self._last_failed or not isinstance(error, self._survivable):
+        is_survivable = isinstance(error, self._survivable) and not isinstance(error, DeviceLost)
+        if self._last_failed or not is_survivable:
             raise EngineBroken(f"step {plan.step}: {error!r}") from error
         self._last_failed = True
         cause = str(error) if isinstance(error, EngineFailed) else type(error).__name__

@@ -297,6 +297,10 @@ class Launched(Protocol):
 Launch = Callable[[Plan], Launched]
 
 
+class DeviceLost(Exception):
+    """The device refuses everything from here on; the cause says since when."""
+
+
 class Runner(Protocol):
     """Executes plans. One runner a rank."""
 
@@ -337,7 +341,7 @@ class Runner(Protocol):
         """Runs one step; a result for each row, with the same tokens on every rank.
 
         Raises MemoryError where there is too little memory for a step of this size: whatever it was
-        to write may be written, and what it knows of its slots may be halfway.
+        to write may be written, and what it knows of its slots may be halfway. Raises DeviceLost.
         """
         ...
 

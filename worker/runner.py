@@ -21,7 +21,16 @@ from worker.host_cache import HostCache
 from worker.kv_cache import KVCache
 from worker.last_tokens import LastTokens
 from worker.model.layers import Placement
-from worker.plan import NOTHING_DRAWN, Admission, Ints, Launch, Plan, RowResult, Rows
+from worker.plan import (
+    NOTHING_DRAWN,
+    Admission,
+    DeviceLost,
+    Ints,
+    Launch,
+    Plan,
+    RowResult,
+    Rows,
+)
 from worker.prompt_scores import NO_SCORES, PromptScores, score_prompts, with_scores
 from worker.sampler import Asks, Sampler
 from worker.step_times import STOPPED, Part, Stopwatch
@@ -64,7 +73,7 @@ class Model(Protocol):
 def _part_of_step(
     method: Callable[Concatenate[TorchRunner, _Args], _T],
 ) -> Callable[Concatenate[TorchRunner, _Args], _T]:
-    """Raises MemoryError where there is too little of it."""
+    """Raises MemoryError where there is too little of it, and DeviceLost."""
 
     @wraps(method)
     def part(runner: TorchRunner, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _T:
@@ -73,6 +82,8 @@ def _part_of_step(
                 return method(runner, *args, **kwargs)
         except RuntimeError as error:
             if not _is_out_of_memory(error):
+                if _is_lost(runner.device):
+                    raise DeviceLost(str(error).partition("\n")[0]) from error
                 raise
             cause = str(error)
         # Here the tensors are free that the error's frames held.
@@ -294,6 +305,17 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return any(says in str(error) for says in _OUT_OF_MEMORY)
+
+
+def _is_lost(device: torch.device) -> bool:
+    """After an error within a kernel CUDA answers everything with it."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _is_told_late(rows: Rows) -> bool:

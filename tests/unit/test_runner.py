@@ -22,11 +22,12 @@ from tests.sampling_support import FakeGrammar, admission
 from worker import prompt_scores
 from worker.agreement import FAILED, NO_TOKEN
 from worker.download import Arriving
+from worker.host_cache import HostCache
 from worker.kv_cache import KVCache
 from worker.last_tokens import LastTokens
 from worker.model.layers import Placement
 from worker.parallel import Group
-from worker.plan import UNKNOWN, Admission, BlockCopy, Plan, Row, RowResult, Rows
+from worker.plan import UNKNOWN, Admission, BlockCopy, DeviceLost, Plan, Row, RowResult, Rows
 from worker.runner import TorchRunner
 
 VOCAB = 50
@@ -109,7 +110,7 @@ class OneOfTwo(Group):
 def build(
     model: TableModel | None = None,
     group: Group | None = None,
-    host: LoggedHost | None = None,
+    host: HostCache | None = None,
     last_tokens: LastTokens | None = None,
 ) -> TorchRunner:
     place = Placement(group or Group.single(), torch.float32, torch.device("cpu"))
@@ -184,6 +185,43 @@ def test_another_error_of_a_step_is_none_of_memory(says: str) -> None:
     plan = Plan(1, Rows.of([row(0, PROMPT)]), (admission(GREEDY),))
     with pytest.raises(RuntimeError, match=says[:9]):
         build(Greedy(RuntimeError(says))).execute(plan)
+
+
+class Unreachable:
+    """A HostCache on a device that fails."""
+
+    num_blocks = 1
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def save(self, copies: Sequence[BlockCopy]) -> None:
+        raise self._error
+
+    def load(self, copies: Sequence[BlockCopy]) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_after_an_error_a_gpu_is_asked_whether_it_is_lost(
+    goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with DSA")
+    runner = build(host=Unreachable(error))
+    runner.device = torch.device("cuda")
+
+    def synchronize(device: torch.device) -> None:
+        if not goes_on:
+            raise error
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(Exception, match="illegal memory access") as raised:
+        runner.execute(Plan(1, Rows.of([row(0, PROMPT)]), (admission(GREEDY),)))
+    if goes_on:
+        assert raised.value is error
+    else:
+        assert isinstance(raised.value, DeviceLost)
+        assert str(raised.value) == "CUDA error: an illegal memory access"
 
 
 def test_who_has_left_is_forgotten() -> None:

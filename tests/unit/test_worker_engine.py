@@ -14,7 +14,7 @@ from worker.fake_runner import FakeRunner, expected_tokens
 from worker.limits import Limits
 from worker.load import Load
 from worker.outcome import Abort, SequenceKey, Stop
-from worker.plan import Plan, RowResult
+from worker.plan import DeviceLost, Plan, RowResult
 
 KEY = SequenceKey(1, 0)
 
@@ -196,6 +196,14 @@ def test_two_failed_steps_in_a_row_are_the_end() -> None:
     collected.take(this.step())
     collected.take(this.step())
     with pytest.raises(EngineBroken, match="step 3"):
+        this.step()
+
+
+def test_a_device_that_is_lost_is_the_end_at_once() -> None:
+    """Who was in the step goes on elsewhere, and is not FAILED."""
+    this = failing(at=range(2, 3), error=DeviceLost("an illegal memory access"))
+    this.step()
+    with pytest.raises(EngineBroken, match=r"step 2: DeviceLost\('an illegal memory access'\)"):
         this.step()
 
 
