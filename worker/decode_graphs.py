@@ -40,7 +40,10 @@ class CudaGraphs:
             work()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # What other threads ask of CUDA meanwhile, NCCL's among them, is none of the capture's.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             result = work()
         self._pool = graph.pool()
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +18,7 @@ from torch import Tensor
 from tests.attention_support import KERNELS_ON
 from worker.attention.backend import AttentionForm, StepAttention
 from worker.attention.gpu import GpuAttention
-from worker.decode_graphs import DecodeGraphs, Work
+from worker.decode_graphs import CudaGraphs, DecodeGraphs, Work
 from worker.kv_cache import KVCache
 from worker.last_tokens import LastTokens
 from worker.plan import UNKNOWN, Row, Rows
@@ -145,6 +149,48 @@ def test_a_mark_in_the_place_of_a_token_is_looked_up_as_some_token(bench: Bench)
     slots, marks = (torch.tensor(it, device=KERNELS_ON) for it in ([0, 1], [-1, -2]))
     bench.last_tokens.put(slots, marks)
     assert bench.graphs.run(bench.decoding([0, 1], [UNKNOWN, UNKNOWN])).isfinite().all()
+
+
+class Stream:
+    """Of a GPU that is not there."""
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """How a graph was captured."""
+
+    pool: object
+    stream: Stream
+    capture_error_mode: str
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
+    """Of each graph, in their order."""
+    graphs: list[Captured] = []
+
+    def graph(_: object, **how: Any) -> AbstractContextManager[None]:
+        graphs.append(Captured(**how))
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "pool"))
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    return graphs
+
+
+def test_graphs_share_a_pool_and_other_threads_may_use_cuda(captured: list[Captured]) -> None:
+    capture = CudaGraphs()
+    for _ in range(3):
+        capture(lambda: torch.zeros(1))
+    assert [each.pool for each in captured] == [None, "pool", "pool"]
+    assert {each.capture_error_mode for each in captured} == {"thread_local"}
+    assert len({each.stream for each in captured}) == 1
 
 
 @pytest.mark.parametrize("slots", [[0, 1, 2, 3, 4], []])
