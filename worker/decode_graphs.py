@@ -4,6 +4,7 @@ hundreds."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -26,12 +27,11 @@ class Capture(Protocol):
 
 
 class CudaGraphs:
-    """The Capture of a GPU; all graphs share one pool of memory, and one stream: products keep room
-    for themselves for each stream on which they were computed."""
+    """The Capture of a GPU; all graphs share one pool of memory."""
 
     def __init__(self) -> None:
         self._pool: Any = None
-        self._stream = torch.cuda.Stream()
+        self._stream = _capture_stream()
 
     def __call__(self, work: Work) -> Work:
         # The first time kernels are compiled, which cannot be captured.
@@ -52,6 +52,13 @@ class CudaGraphs:
             return result
 
         return replay
+
+
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all captures of this process: products keep room for themselves, for good, for each
+    stream on which they were computed."""
+    return torch.cuda.Stream()
 
 
 class Trunk(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.attention_support import KERNELS_ON
+from worker import decode_graphs
 from worker.attention.backend import AttentionForm, StepAttention
 from worker.attention.gpu import GpuAttention
 from worker.decode_graphs import CudaGraphs, DecodeGraphs, Work
@@ -168,8 +170,9 @@ class Captured:
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
+def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Captured]]:
     """Of each graph, in their order."""
+    decode_graphs._capture_stream.cache_clear()
     graphs: list[Captured] = []
 
     def graph(_: object, **how: Any) -> AbstractContextManager[None]:
@@ -181,7 +184,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: "pool"))
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    return graphs
+    yield graphs
+    decode_graphs._capture_stream.cache_clear()
 
 
 def test_graphs_share_a_pool_and_other_threads_may_use_cuda(captured: list[Captured]) -> None:
@@ -190,6 +194,15 @@ def test_graphs_share_a_pool_and_other_threads_may_use_cuda(captured: list[Captu
         capture(lambda: torch.zeros(1))
     assert [each.pool for each in captured] == [None, "pool", "pool"]
     assert {each.capture_error_mode for each in captured} == {"thread_local"}
+
+
+def test_what_the_memory_profile_captures_is_captured_where_decoding_will_be(
+    captured: list[Captured],
+) -> None:
+    for capture in (CudaGraphs(), CudaGraphs()):
+        capture(lambda: torch.zeros(1))
+        capture(lambda: torch.zeros(1))
+    assert [each.pool for each in captured] == [None, "pool"] * 2
     assert len({each.stream for each in captured}) == 1
 
 
