@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
+from worker.host_blocks import HostBlocks
 from worker.kv_cache import KVCache
 from worker.plan import BlockCopy
 from worker.streams import CopyStreams
@@ -43,11 +41,11 @@ class PlainHostCache:
 
     def __init__(self, cache: KVCache, num_blocks: int) -> None:
         self._device = cache.tensor
-        self._host = _places(cache, num_blocks)
+        self._host = HostBlocks(cache.tensor[0], num_blocks)
 
     @property
     def num_blocks(self) -> int:
-        return self._host.shape[0]
+        return len(self._host)
 
     def save(self, copies: Sequence[BlockCopy]) -> None:
         # One run of memory each: indexing many at once would copy them twice.
@@ -76,7 +74,7 @@ class StreamedHostCache:
         self, cache: KVCache, num_blocks: int, num_staged: int, streams: CopyStreams
     ) -> None:
         self._device = cache.tensor
-        self._host = _places(cache, num_blocks)
+        self._host = HostBlocks(cache.tensor[0], num_blocks)
         self._staged = cache.tensor.new_empty(num_staged, *cache.tensor.shape[1:])
         self._streams = streams
         #: when the staged blocks were on the host
@@ -86,7 +84,7 @@ class StreamedHostCache:
 
     @property
     def num_blocks(self) -> int:
-        return self._host.shape[0]
+        return len(self._host)
 
     def save(self, copies: Sequence[BlockCopy]) -> None:
         most = len(self._staged)
@@ -116,10 +114,3 @@ class StreamedHostCache:
         for block, place in copies:
             into.copy(self._device[block], self._host[place])
         compute.wait(into.mark())
-
-
-def _places(cache: KVCache, num_blocks: int) -> Tensor:
-    """Of a GPU's blocks in page-locked memory, from which it copies on its own."""
-    tensor = cache.tensor
-    shape = (num_blocks, *tensor.shape[1:])
-    return torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
