@@ -107,9 +107,13 @@ class Nursery:
             return
         self._end()
         self._spawn()
-        if await self._answer() != (b"ready", []):
+        word, _ = await self._answer()
+        if word != b"ready":
             self._end()
-            raise ClusterFailed(f"the nursery of workers does not start (log: {self._log_path})")
+            cause = f": {word.decode()}" if word else ""
+            raise ClusterFailed(
+                f"the nursery of workers does not start{cause} (log: {self._log_path})"
+            )
         assert self._process is not None
         log.info("nursery ready", child_pid=self._process.pid)
 

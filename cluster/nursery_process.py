@@ -3,7 +3,7 @@
 It has imported the modules, once. A message on its control socket is a process's role and brings
 four descriptors: standard input, output and error, and a pipe for the exit status. It answers with
 the process id and the process's descriptor, or with why it cannot fork. When the socket ends, it
-ends, and all that it forked.
+ends, and all that it forked. Its first word is "ready", or why it will never be.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ def main() -> None:
     with heap.growing():
         for module in modules:
             importlib.import_module(module)
-    _check_alone()
     # What is shared stays shared: a collection would write to all of it.
     gc.freeze()
     with socket.socket(fileno=int(descriptor)) as control:
+        if company := _company():
+            control.send(company.encode())
+            sys.exit(company)
         role = Nursery(control).run()
     if role:
         sys.argv[1:] = [role]
         process.main()
 
 
-def _check_alone() -> None:
-    """Of several threads a fork would keep one, and the locks of all."""
+def _company() -> str:
+    """Why nothing can be forked: of several threads a fork would keep one, and the locks of all."""
     threads = os.listdir("/proc/self/task")
-    if len(threads) > 1:
-        sys.exit(f"{len(threads)} threads are there before the first rank")
+    return f"{len(threads)} threads are there before the first rank" if len(threads) > 1 else ""
 
 
 class Nursery:

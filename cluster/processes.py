@@ -17,13 +17,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from cluster import nursery
 from cluster.config import Config
 from cluster.errors import ClusterFailed
 from cluster.gpus import gpus_of_ranks, visible_gpus
 from cluster.launch import RankLaunch, RouterLaunch
 from cluster.model import pinned
-from cluster.nursery import Nursery
+from cluster.nursery import Nursery, is_possible
 from cluster.own_ledger import OwnLedger
 from cluster.replica import Replica, RouterReplica, WorkerReplica
 from cluster.starter import PlainStarter, Starter
@@ -119,10 +118,15 @@ class ProcessCluster:
 
     async def _load_nursery(self) -> None:
         """What takes longest of a start, as long as Python imports torch."""
-        if self._revive and nursery.is_possible():
+        if self._revive and is_possible():
             environment, log_path = rank_environment(self._threads), self._log_dir / "nursery.log"
             self._nursery = Nursery(self.config.worker, environment, log_path)
-            await self._nursery.load()
+            try:
+                await self._nursery.load()
+            except ClusterFailed as error:
+                log.warning("workers start by themselves, slower", cause=str(error))
+                self._nursery.close()
+                self._nursery = None
 
     async def _start_routers(self) -> None:
         ledger = await self._ledger.start()

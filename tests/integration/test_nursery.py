@@ -195,6 +195,19 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+async def test_a_nursery_that_is_not_alone_in_its_process_says_so(tmp_path: Path) -> None:
+    """Of its threads a fork would keep one."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = rank_environment(2) | {"PYTHONPATH": path}
+    nursery = Nursery(FAKE, environment, tmp_path / "nursery.log")
+    with pytest.raises(ClusterFailed, match="2 threads are there before the first rank"):
+        await nursery.load()
+    assert nursery._process is None
+
+
 async def test_a_nursery_that_cannot_start_says_where_its_log_is(tmp_path: Path) -> None:
     (tmp_path / "grpc.py").write_text("raise RuntimeError('broken')")
     nursery = Nursery(FAKE, {"PYTHONPATH": str(tmp_path)}, tmp_path / "nursery.log")

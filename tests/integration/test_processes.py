@@ -187,6 +187,22 @@ async def test_the_nursery_loads_while_the_routers_start(
         assert cluster.workers[0].is_running
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+async def test_without_a_nursery_workers_start_by_themselves(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def crowded(nursery: Nursery) -> None:
+        raise ClusterFailed("2 threads are there")
+
+    monkeypatch.setattr(Nursery, "load", crowded)
+    async with ProcessCluster(config, revive=True) as cluster:
+        before = cluster.workers[0].pids
+        os.kill(before[0], signal.SIGKILL)
+        await until(lambda: cluster.workers[0].is_running and cluster.workers[0].pids != before)
+        assert len(await undisturbed(cluster)) > 0
+    assert "workers start by themselves, slower" in caplog.text
+
+
 @pytest.mark.parametrize("revive", [False, True])
 async def test_a_port_that_is_taken_is_told(config: Config, revive: bool) -> None:
     with socket.socket() as taken:
