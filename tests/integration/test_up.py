@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config import DEMO_MODEL
+
 UP = [
     *("up", "--no-ray", "--model", "fake", "--workers", "2"),
     *("--set", "router.port=0", "--set", "router.http_port=0", "--set", "router.drain=0.2"),
@@ -20,9 +22,33 @@ UP = [
 ]
 
 
+#: For every Python process there, from its start on.
+NO_RAY = """
+import sys
+
+class NoRay:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "ray":
+            raise ModuleNotFoundError(f"{name} is not to be imported here", name=name)
+
+sys.meta_path.insert(0, NoRay())
+"""
+AN_LLM = """
+import sys
+from cluster import LLM
+with LLM(sys.argv[1], num_blocks=16, max_num_seqs=2) as llm:
+    [completion] = llm.generate(["hello"], max_tokens=3, temperature=0.0)
+    print(len(completion.choices[0].token_ids))
+"""
+
+
 async def everlift(home: Path, *arguments: str) -> Process:
+    return await python(home, "-m", "cluster.cli", *arguments)
+
+
+async def python(home: Path, *arguments: str) -> Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "cluster.cli", *arguments),
+        *(sys.executable, *arguments),
         stdout=PIPE,
         stderr=PIPE,
         env={
@@ -63,7 +89,10 @@ async def metrics(status: str) -> str:
 
 
 async def output(home: Path, *arguments: str) -> str:
-    process = await everlift(home, *arguments)
+    return await output_of(await everlift(home, *arguments))
+
+
+async def output_of(process: Process) -> str:
     out, err = await process.communicate()
     assert (process.returncode, err) == (0, b"")
     return out.decode()
@@ -80,6 +109,22 @@ async def test_it_serves_until_a_signal_ends_it(tmp_path: Path, number: signal.S
         assert 'everlift_requests_total{outcome="ok"} 1.0\n' in await metrics(status)
         process.send_signal(number)
     assert not (tmp_path / "everlift" / "endpoint.json").exists()
+
+
+async def test_without_ray_there_are_a_cluster_and_an_llm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray = tmp_path / "without_ray"
+    without_ray.mkdir()
+    (without_ray / "sitecustomize.py").write_text(NO_RAY)
+    monkeypatch.syspath_prepend(without_ray)
+    _, err = await (await python(tmp_path, "-c", "import ray")).communicate()
+    assert b"ray is not to be imported here" in err
+    async with up(tmp_path) as process:
+        assert len(await output(tmp_path, "generate", "hello", "--max-tokens", "9")) > 9
+        assert "completed 1" in await output(tmp_path, "status")
+        process.send_signal(signal.SIGTERM)
+    assert await output_of(await python(tmp_path, "-c", AN_LLM, str(DEMO_MODEL))) == "3\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
