@@ -14,6 +14,7 @@ from worker.draw_by_kernel import draw_by_kernel
 from worker.kv_cache import KVCache
 from worker.model.kernel_pointwise import KernelPointwise
 from worker.plan import Row, Rows
+from worker.upload import Parcel
 
 CPU = torch.device("cpu")
 MULTIPROCESSORS = 132
@@ -55,7 +56,7 @@ def pointwise(dtype: torch.dtype, width: int) -> None:
 
 def drawing(vocab: int) -> None:
     columns = np.zeros((1, 2), np.uint64), np.zeros(1, np.int64)
-    draw_by_kernel(torch.zeros(1, vocab), Draws(np.ones((1, 4)), *columns))
+    draw_by_kernel(Draws(np.ones((1, 4)), *columns), Parcel(CPU))(torch.zeros(1, vocab))
 
 
 def launch_all() -> None:

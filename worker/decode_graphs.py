@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from worker.attention.backend import StepAttention
-from worker.decode_buckets import Parts, bucket_for, describe, room_for
+from worker.decode_buckets import Parts, bucket_for, describe, room_for, room_for_parcel
 from worker.last_tokens import LastTokens
 from worker.plan import Rows
-from worker.upload import upload_into
+from worker.upload import Parcel, upload_into
 
 Work = Callable[[], Tensor]
 
@@ -97,7 +98,7 @@ class DecodeGraphs:
         self._attention = attention
         self._last_tokens = last_tokens
         self._buckets = sorted(buckets)
-        room = room_for(self._buckets[-1], max_blocks)
+        room = room_for(self._buckets[-1], max_blocks) + room_for_parcel(self._buckets[-1])
         self._inputs = torch.zeros(room, dtype=torch.int32, device=device)
         #: a replay reads what only they hold
         self._works = {bucket: self._work(bucket) for bucket in reversed(self._buckets)}
@@ -106,11 +107,14 @@ class DecodeGraphs:
     def fit(self, rows: Rows) -> bool:
         return bucket_for(rows, self._buckets) is not None
 
-    def run(self, rows: Rows) -> Tensor:
-        """Hidden states [n, hidden] of ``rows``, which fit. They hold until the next run."""
+    def run(self, rows: Rows, parcel: Parcel) -> Tensor:
+        """Hidden states [n, hidden] of ``rows``, which fit. They hold until the next run, as does
+        what ``parcel`` brings to the device: it goes with what is told of the rows."""
         bucket = bucket_for(rows, self._buckets)
         assert bucket is not None, "the rows do not fit"
-        upload_into(describe(rows, bucket), self._inputs)
+        described, packed = describe(rows, bucket), parcel.packed()
+        upload_into(np.concatenate((described, packed)), self._inputs)
+        parcel.arrive(self._inputs[len(described) :][: len(packed)])
         return self._replays[bucket]()[: len(rows)]
 
     def _work(self, bucket: int) -> Work:

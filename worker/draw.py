@@ -28,7 +28,7 @@ from worker.kernels.trial import kernels_work
 from worker.largest import Largest, choose_largest
 from worker.plan import Ints
 from worker.uniform import U64, uniform
-from worker.upload import upload
+from worker.upload import Parcel, upload
 
 #: As in vLLM: below this a temperature would only magnify rounding.
 GREEDY_BELOW = 1e-5
@@ -78,10 +78,16 @@ class DrawTable:
         return Draws(self._filters[slots], self._keys[slots], positions)
 
 
-class Draw(Protocol):
-    def __call__(self, logits: Tensor, draws: Draws) -> Tensor:
+class DrawFrom(Protocol):
+    def __call__(self, logits: Tensor) -> Tensor:
         """Token ids int64 [n] for ``logits`` fp32 [n, vocab]; NOT_FINITE or NOTHING_LEFT for a row
         from which none can be drawn."""
+        ...
+
+
+class Draw(Protocol):
+    def __call__(self, draws: Draws, parcel: Parcel) -> DrawFrom:
+        """What draws them. What it tells the device of ``draws`` goes with ``parcel``."""
         ...
 
 
@@ -92,11 +98,12 @@ def choose_draw(device: torch.device) -> Draw:
         from worker.draw_by_kernel import draw_by_kernel
 
         return draw_by_kernel
-    return partial(draw, largest=choose_largest(device))
+    largest = choose_largest(device)
+    return lambda draws, _: partial(draw, draws=draws, largest=largest)
 
 
 def draw(logits: Tensor, draws: Draws, largest: Largest) -> Tensor:
-    """As Draw, in torch."""
+    """As DrawFrom, in torch."""
     maxima, tokens = largest(logits)
     (drawn,) = (draws.filters[:, 0] >= GREEDY_BELOW).nonzero()
     if len(drawn):

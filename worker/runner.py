@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -32,9 +32,9 @@ from worker.plan import (
     Rows,
 )
 from worker.prompt_scores import NO_SCORES, PromptScores, score_prompts, with_scores
-from worker.sampler import Asks, Sampler
+from worker.sampler import Asks, Prepared, Sampler
 from worker.step_times import STOPPED, Part, Stopwatch
-from worker.upload import upload
+from worker.upload import Parcel, upload
 
 #: As torch says it of tensors on a CPU, of CUDA and of its driver; Triton, of a kernel that is
 #: loaded; and cuBLAS. NCCL's is not among them: the group is of no more use after it.
@@ -92,6 +92,15 @@ def _part_of_step(
         raise MemoryError(cause)
 
     return part
+
+
+class Wanted(NamedTuple):
+    """What is drawn in a step: ``num_asks`` sequences' tokens, whose ``slots`` int64 [num_asks] are
+    on the device, and what the rank that draws has prepared."""
+
+    num_asks: int
+    slots: Callable[[], Tensor]
+    prepared: Prepared | None
 
 
 class TorchRunner:
@@ -182,22 +191,24 @@ class TorchRunner:
         self._copy_blocks(plan)
         for admission in plan.admissions:
             self._admit(admission)
-        return TorchStep(self, plan.rows, *self._hidden(plan.rows))
+        parcel = Parcel(self.device)
+        wanted = self._wanted(plan.rows, parcel)
+        return TorchStep(self, plan.rows, wanted, *self._hidden(plan.rows, parcel))
 
     @_part_of_step
-    def sample(self, rows: Rows, hidden: Tensor) -> Drawn | None:
+    def sample(self, rows: Rows, wanted: Wanted | None, hidden: Tensor) -> Drawn | None:
         """Lets the device draw; None where nothing is drawn, or heard of. ``hidden`` are of the
         rows' sites."""
-        if not len(hidden):
+        if wanted is None:
             return None
-        logits, asks, drawing = self._model.logits(hidden), self._asks(rows), None
-        if logits is not None and self._sampler is not None:
-            drawing = self._sampler.begin(logits, asks)
+        logits, drawing = self._model.logits(hidden), None
+        if logits is not None and self._sampler is not None and wanted.prepared is not None:
+            drawing = self._sampler.begin(logits, wanted.prepared)
         if _is_told_late(rows):
             return drawing
-        tokens = self._drawn_on_rank_0(drawing, len(asks.slots))
+        tokens = self._drawn_on_rank_0(drawing, wanted.num_asks)
         if self._last_tokens is not None:
-            self._last_tokens.put(self._upload(asks.slots), tokens)
+            self._last_tokens.put(wanted.slots(), tokens)
         return drawing or Hearing(tokens)
 
     @_part_of_step
@@ -217,35 +228,45 @@ class TorchRunner:
         if self._sampler is not None:
             self._sampler.admit(admission)
 
-    def _hidden(self, rows: Rows) -> tuple[Tensor, PromptScores]:
+    def _hidden(self, rows: Rows, parcel: Parcel) -> tuple[Tensor, PromptScores]:
         """Hidden states of the tokens after which one is drawn; what is told of prompts."""
         if self._graphs is not None and self._graphs.fit(rows):
-            return self._graphs.run(rows), NO_SCORES
+            return self._graphs.run(rows, parcel), NO_SCORES
         sites = _sites(rows)
         if not rows.scores_prompt.any():
-            return self._forward(rows, sites), NO_SCORES
-        hidden = self._forward(rows, None)
+            return self._forward(rows, sites, parcel), NO_SCORES
+        sites_there = parcel.add(sites)
+        hidden = self._forward(rows, None, parcel)
         scores = score_prompts(rows, self._slots, hidden, self._model)
-        return hidden[self._upload(sites)], scores
+        return hidden[sites_there()], scores
 
-    def _forward(self, rows: Rows, sites: Ints | None) -> Tensor:
+    def _forward(self, rows: Rows, sites: Ints | None, parcel: Parcel) -> Tensor:
         """Hidden states of the step's tokens at ``sites``, or of all; the keys and values of all go
         to the cache."""
-        attention = self._attention.prepare(rows)
+        attention = self._attention.prepare(rows, parcel)
+        tokens, positions = self._tokens(rows, parcel), parcel.add(rows.positions)
+        are_all = sites is None or len(sites) == rows.num_tokens
+        sites_there = None if sites is None or are_all else parcel.add(sites)
         return self._model.forward(
-            self._tokens(rows),
-            self._upload(rows.positions),
-            attention,
-            None if sites is None or len(sites) == rows.num_tokens else self._upload(sites),
+            tokens(), positions(), attention, None if sites_there is None else sites_there()
         )
 
-    def _tokens(self, rows: Rows) -> Tensor:
-        tokens = self._upload(rows.tokens)
-        if self._last_tokens is None or (rows.tokens >= 0).all():
+    def _tokens(self, rows: Rows, parcel: Parcel) -> Callable[[], Tensor]:
+        tokens, last = parcel.add(rows.tokens), self._last_tokens
+        if last is None or (rows.tokens >= 0).all():
             return tokens
-        return self._last_tokens.fill_in(tokens, self._upload(rows.spread(rows.slots)))
+        slots = parcel.add(rows.spread(rows.slots))
+        return lambda: last.fill_in(tokens(), slots())
 
     # tokens
+
+    def _wanted(self, rows: Rows, parcel: Parcel) -> Wanted | None:
+        if not rows.samples.any():
+            return None
+        asks, prepared = self._asks(rows), None
+        if self._sampler is not None:
+            prepared = self._sampler.prepare(asks, parcel)
+        return Wanted(len(asks.slots), parcel.add(asks.slots), prepared)
 
     def _asks(self, rows: Rows) -> Asks:
         (sampling,) = rows.samples.nonzero()
@@ -284,16 +305,22 @@ class TorchStep:
     what is told of prompts."""
 
     def __init__(
-        self, runner: TorchRunner, rows: Rows, hidden: Tensor, scores: PromptScores
+        self,
+        runner: TorchRunner,
+        rows: Rows,
+        wanted: Wanted | None,
+        hidden: Tensor,
+        scores: PromptScores,
     ) -> None:
         self._runner = runner
         self._rows = rows
+        self._wanted = wanted
         self._hidden = hidden
         self._scores = scores
         self._drawn: Drawn | None = None
 
     def sample(self) -> None:
-        self._drawn = self._runner.sample(self._rows, self._hidden)
+        self._drawn = self._runner.sample(self._rows, self._wanted, self._hidden)
 
     def results(self) -> list[RowResult]:
         return self._runner.conclude(self._rows, self._drawn, self._scores)

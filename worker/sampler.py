@@ -30,7 +30,7 @@ from torch import Tensor
 from everlift.errors import EngineFailed, EverliftError
 from everlift.sampling import SamplingParams
 from worker.agreement import FAILED
-from worker.draw import Draws, DrawTable, choose_draw
+from worker.draw import DrawFrom, Draws, DrawTable, choose_draw
 from worker.drawing import Concluded, Drawing
 from worker.history import Histories, PenalisedRow
 from worker.largest import NOT_FINITE
@@ -38,7 +38,7 @@ from worker.logprobs import KeptLogits
 from worker.plan import Admission, Ints, RowResult
 from worker.sampled_row import SampledRow, SampledSlot
 from worker.token_mask import CompiledGrammar, TokenMask, forbidden, mask_words
-from worker.upload import upload
+from worker.upload import Parcel, upload
 
 
 class Ask(NamedTuple):
@@ -71,6 +71,15 @@ class Asks:
         for i, drafts in self.drafts.items():
             counts[i] += len(drafts)
         return counts
+
+
+class Prepared(NamedTuple):
+    """What ``asks`` takes of the device is known; those of ask i are the sites from ``firsts`` [n]
+    on."""
+
+    asks: Asks
+    firsts: Ints
+    draw: DrawFrom
 
 
 class Sampler:
@@ -121,18 +130,24 @@ class Sampler:
     def sample(self, logits: Tensor, asks: Asks) -> list[RowResult]:
         """A result for each ask. ``logits`` fp32 [n, vocab] have 1 + len(drafts) rows for each, one
         ask's behind the other's; they are changed."""
-        return self.begin(logits, asks).results()
+        return self.begin(logits, self.prepare(asks, Parcel(self._device))).results()
 
-    def begin(self, logits: Tensor, asks: Asks) -> Drawing:
-        """The same; nobody waits for the device until its results are asked for, which must be
-        before the next call."""
+    def prepare(self, asks: Asks, parcel: Parcel) -> Prepared:
+        """What is known of ``asks`` before there are logits; it goes to the device with
+        ``parcel``."""
         num_sites = asks.num_sites
         firsts = num_sites.cumsum() - num_sites
+        return Prepared(asks, firsts, self._draw(self._draws(asks, firsts, num_sites), parcel))
+
+    def begin(self, logits: Tensor, prepared: Prepared) -> Drawing:
+        """As ``sample``; nobody waits for the device until its results are asked for, which must be
+        before the next call."""
+        asks, firsts, draw = prepared
         rows = self._rows(asks, firsts)
         num_top = _num_top(rows.values())
         kept = KeptLogits(logits, num_top) if num_top else None
         broken = self._shape(logits, [row for row in rows.values() if row.is_shaped])
-        tokens = self._draw(logits, self._draws(asks, firsts, num_sites))
+        tokens = draw(logits)
         if broken is not None:
             tokens = tokens.masked_fill(broken, NOT_FINITE)
         # The other ranks see tokens alone.

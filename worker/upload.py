@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: Integers of int32 that 16 bytes hold.
-_ALIGNED = 4
+#: Kernels like what begins at a multiple of so many bytes.
+_ALIGNED = 16
 
 
 def upload(
@@ -19,31 +19,69 @@ def upload(
     device: torch.device,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """``values`` as a tensor of ``dtype`` on ``device``.
+    """``values`` as a tensor of ``dtype`` on ``device``."""
+    return _copied(torch.as_tensor(values, dtype=dtype), device)
 
-    A copy from ordinary memory would first wait until the device has done all that it was given;
-    one from pinned memory takes its turn. torch keeps the pinned memory until then.
-    """
-    tensor = torch.as_tensor(values, dtype=dtype)
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy from ordinary memory would first wait until the device has done all that it was given;
+    one from pinned memory takes its turn. torch keeps the pinned memory until then."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def upload_all(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """``arrays`` of integers as tensors int32 of their shapes, in one copy. Each begins at a
-    multiple of 16 bytes, as kernels like it."""
-    sizes = [array.size for array in arrays]
-    room = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
-    together = np.empty(sum(room), np.int32)
-    parts = np.split(together, np.cumsum(room)[:-1])
-    for part, array in zip(parts, arrays, strict=True):
-        part[: array.size] = array.reshape(-1)
-    tensors = upload(together, device, torch.int32).split_with_sizes(room)
-    return [
-        tensor[:size].view(array.shape)
-        for tensor, size, array in zip(tensors, sizes, arrays, strict=True)
-    ]
+class Parcel:
+    """Arrays of numbers that go to ``device`` in one copy, once the first of them is asked for, or
+    with somebody else's array."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arrays: list[NDArray[Any]] = []
+        self._there: list[Tensor] | None = None
+
+    def add(self, array: NDArray[Any]) -> Callable[[], Tensor]:
+        """Returns what has ``array`` on the device, of its shape and type. Once that was asked for
+        any of them, nothing more is added."""
+        assert self._there is None, "it is on its way"
+        self._arrays.append(array)
+        index = len(self._arrays) - 1
+        return lambda: self._arrived()[index]
+
+    def packed(self) -> NDArray[np.int32]:
+        """All of them, each from a multiple of 16 bytes on."""
+        together = np.empty(sum(map(_room, self._arrays)), np.uint8)
+        first = 0
+        for array in self._arrays:
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            together[first : first + array.nbytes] = flat
+            first += _room(array)
+        return together.view(np.int32)
+
+    def arrive(self, packed: Tensor) -> None:
+        """``packed`` int32, on the device and aligned so, is what ``packed`` returned."""
+        self._there, first = [], 0
+        for array in self._arrays:
+            part = packed[first : first + array.nbytes // packed.itemsize]
+            self._there.append(part.view(_dtype(array)).view(array.shape))
+            first += _room(array) // packed.itemsize
+
+    def _arrived(self) -> list[Tensor]:
+        if self._there is None and self._device.type == "cpu":
+            self._there = [torch.as_tensor(array) for array in self._arrays]
+        elif self._there is None:
+            self.arrive(_copied(torch.from_numpy(self.packed()), self._device))
+        assert self._there is not None
+        return self._there
+
+
+def _room(array: NDArray[Any]) -> int:
+    """Bytes, to where the next one begins."""
+    return -(-array.nbytes // _ALIGNED) * _ALIGNED
+
+
+def _dtype(array: NDArray[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
 def upload_into(values: NDArray[np.int32], target: Tensor) -> None:

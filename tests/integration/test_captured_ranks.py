@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 class Looking:
     """An attention that sees its query alone, and a DecodingBackend."""
 
-    def prepare(self, rows: object) -> Looking:
+    def prepare(self, rows: object, parcel: object) -> Looking:
         return self
 
     def decoding(self, *tensors: Tensor) -> Looking:

@@ -88,6 +88,6 @@ def replay_decoding(engine: TorchEngine) -> list[int]:
         model, runner._attention, last_tokens, [1, 4], 8, runner.device, lambda work: work
     )
     run = graphs.run
-    graphs.run = lambda rows: replayed.append(len(rows)) or run(rows)
+    graphs.run = lambda rows, parcel: replayed.append(len(rows)) or run(rows, parcel)
     runner._graphs = graphs
     return replayed

@@ -27,6 +27,7 @@ from worker.parallel import Group
 from worker.plan import Row, Rows
 from worker.runner import TorchRunner
 from worker.sequence import Sequence as EngineSequence
+from worker.upload import Parcel
 
 DEVICE = "cuda"
 DEMO_MODEL = Path(__file__).parents[2] / "cluster" / "demo_model"
@@ -132,6 +133,8 @@ def test_logits_in_bfloat16_are_near_those_in_float32() -> None:
 def last_logits(runner: TorchRunner, prompt: Sequence[int]) -> Tensor:
     """[vocab], after all of ``prompt``."""
     rows = Rows.of([Row(0, tuple(prompt), 0, tuple(range(9, 0, -1)), True)])
-    logits = runner._model.logits(runner._forward(rows, np.array([len(prompt) - 1])))
+    logits = runner._model.logits(
+        runner._forward(rows, np.array([len(prompt) - 1]), Parcel(runner.device))
+    )
     assert logits is not None
     return logits[0].cpu()

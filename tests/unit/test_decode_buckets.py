@@ -65,7 +65,7 @@ def test_an_array_describes_rows_and_what_pads_them() -> None:
         "slots": [7, 2, 5, 0, 0],
         "positions": [40, 3, 31, -1, -1],
         "counts": [1, 1, 1, 0, 0],
-        "tables": [28, 29, 8, 9, 20, 21],
+        "tables": [28, 29, 8, 9, 20, 21, 0, 0],
     }
     assert len(array) <= room_for(5, 2)
     assert all(part.start % 4 == 0 for part in parts)

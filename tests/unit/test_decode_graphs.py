@@ -24,6 +24,7 @@ from worker.decode_graphs import CudaGraphs, DecodeGraphs, Work
 from worker.kv_cache import KVCache
 from worker.last_tokens import LastTokens
 from worker.plan import UNKNOWN, Row, Rows
+from worker.upload import Parcel
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 VOCAB = 50
@@ -95,6 +96,10 @@ class Bench:
         return self.trunk.forward(tokens, positions, self.attention.prepare(rows))
 
 
+def nothing() -> Parcel:
+    return Parcel(KERNELS_ON)
+
+
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     return Bench()
@@ -133,7 +138,7 @@ def test_replayed_steps_make_what_eager_ones_make(bench: Bench) -> None:
     for slots in ([0, 1, 2, 4], [2, 3, 0], [4], [1, 3], [3, 2, 1]):
         rows = bench.decoding(slots, [slot + 5 for slot in slots])
         assert bench.graphs.fit(rows)
-        replayed = bench.graphs.run(rows)
+        replayed = bench.graphs.run(rows, nothing())
         torch.testing.assert_close(replayed, bench.eagerly(rows), atol=2e-6, rtol=0)
 
 
@@ -141,8 +146,8 @@ def test_replayed_steps_make_what_eager_ones_make(bench: Bench) -> None:
 def test_tokens_that_the_host_does_not_know_are_the_last_ones_drawn(bench: Bench) -> None:
     slots, drawn = (torch.tensor(it, device=KERNELS_ON) for it in ([4, 2], [33, 11]))
     bench.last_tokens.put(slots, drawn)
-    known = bench.graphs.run(bench.decoding([2, 3, 4], [11, 8, 33])).clone()
-    told = bench.graphs.run(bench.decoding([2, 3, 4], [UNKNOWN, 8, UNKNOWN]))
+    known = bench.graphs.run(bench.decoding([2, 3, 4], [11, 8, 33]), nothing()).clone()
+    told = bench.graphs.run(bench.decoding([2, 3, 4], [UNKNOWN, 8, UNKNOWN]), nothing())
     assert torch.equal(known, told)
 
 
@@ -150,7 +155,8 @@ def test_tokens_that_the_host_does_not_know_are_the_last_ones_drawn(bench: Bench
 def test_a_mark_in_the_place_of_a_token_is_looked_up_as_some_token(bench: Bench) -> None:
     slots, marks = (torch.tensor(it, device=KERNELS_ON) for it in ([0, 1], [-1, -2]))
     bench.last_tokens.put(slots, marks)
-    assert bench.graphs.run(bench.decoding([0, 1], [UNKNOWN, UNKNOWN])).isfinite().all()
+    rows = bench.decoding([0, 1], [UNKNOWN, UNKNOWN])
+    assert bench.graphs.run(rows, nothing()).isfinite().all()
 
 
 class Stream:

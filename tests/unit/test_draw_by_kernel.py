@@ -19,12 +19,13 @@ from worker.draw_by_kernel import draw_by_kernel
 from worker.kernels.drawing import uniform as uniform_of
 from worker.largest import NOT_FINITE, NOTHING_LEFT, largest_by_torch
 from worker.uniform import uniform
+from worker.upload import Parcel
 
 
 def both(scores: Tensor, rows: list[Row]) -> tuple[list[int], list[int]]:
     """What the kernel draws, and what torch does."""
     columns = draws(rows)
-    by_kernel = draw_by_kernel(scores.to(KERNELS_ON), columns)
+    by_kernel = draw_by_kernel(columns, Parcel(KERNELS_ON))(scores.to(KERNELS_ON))
     return by_kernel.tolist(), draw(scores, columns, largest_by_torch).tolist()
 
 

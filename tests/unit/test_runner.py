@@ -68,7 +68,7 @@ class TableModel:
 
 
 class NoAttention:
-    def prepare(self, rows: Rows) -> Any:
+    def prepare(self, rows: Rows, parcel: object) -> Any:
         return None
 
 

@@ -24,6 +24,7 @@ from worker.download import Arriving
 from worker.history import Histories, PenalisedRow
 from worker.plan import Admission, RowResult
 from worker.sampler import Ask, Asks, Sampler
+from worker.upload import Parcel
 
 CPU = torch.device("cpu")
 #: Two words of a mask, the second not full.
@@ -332,16 +333,22 @@ def test_nobody_waits_for_the_device_before_the_results_are_asked_for(
     drawing, counted = sampler(*(this for this, _ in batch)), Counted()
     draw = drawing._draw
 
-    def draw_uncounted(*args: Any) -> Tensor:
+    def draw_uncounted(*args: Any) -> Any:
         """On a GPU a kernel draws."""
-        before = len(counted.calls)
-        tokens = draw(*args)
-        del counted.calls[before:]
-        return tokens
+        draw_from = draw(*args)
+
+        def uncounted(scores: Tensor) -> Tensor:
+            before = len(counted.calls)
+            tokens = draw_from(scores)
+            del counted.calls[before:]
+            return tokens
+
+        return uncounted
 
     drawing._draw = draw_uncounted
     with counted:
-        drawn = drawing.begin(rows_of(batch), asks_of(batch))
+        prepared = drawing.prepare(asks_of(batch), Parcel(torch.device("cpu")))
+        drawn = drawing.begin(rows_of(batch), prepared)
     assert not waited
     assert not WAITS & {*counted.calls}
     told = [this for this, _ in batch if this.sampling.logprobs is not None]

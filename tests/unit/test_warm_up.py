@@ -17,6 +17,7 @@ from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.parallel import Group
 from worker.plan import Ints
+from worker.upload import Parcel
 from worker.warm_up import warm_up_plans
 
 BUDGET = 600
@@ -25,7 +26,8 @@ BUDGET = 600
 def forms(counts: Ints, group: int, kv_heads: int) -> set[tuple[int, int, int]]:
     """Of the tiles of rows with ``counts`` tokens on an H100."""
     cache = SimpleNamespace(tensor=torch.empty(0), kv_heads=kv_heads)
-    tiles = GpuAttention(cache, 132)._tile_sets(counts, group)  # type: ignore[arg-type]
+    attention = GpuAttention(cache, 132)  # type: ignore[arg-type]
+    tiles = [each() for each in attention._tile_sets(counts, group, Parcel(torch.device("cpu")))]
     return {(each.tokens, each.block_rows, each.splits) for each in tiles}
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from worker.plan import Rows
+from worker.upload import Parcel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,8 +47,10 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    def prepare(self, rows: Rows) -> StepAttention:
+    def prepare(self, rows: Rows, parcel: Parcel | None = None) -> StepAttention:
         """One step over ``rows``, of which there may be a thousand: a loop over them would take
-        longer than planning them. Nothing of a block's earlier owners shows in its results, be it
-        NaN: a block changes hands where a row writes its first position."""
+        longer than planning them. What a device has to know of them goes with ``parcel``, if there
+        is one: nothing is written or attended before all is in it. Nothing of a block's earlier
+        owners shows in its results, be it NaN: a block changes hands where a row writes its first
+        position."""
         ...

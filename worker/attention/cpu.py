@@ -21,6 +21,7 @@ from worker import native
 from worker.attention.backend import AttentionForm
 from worker.kv_cache import KVCache
 from worker.plan import Rows
+from worker.upload import Parcel
 
 _SOURCE = Path(__file__).with_name("paged.cpp")
 #: Elements of keys that one thread writes, and multiplications of a query by a key that it does, in
@@ -88,7 +89,7 @@ class CpuAttention:
         layers = cache.tensor.shape[1]
         self._cache = NativeCache(cache.tensor.data_ptr(), layers, cache.kv_heads)
 
-    def prepare(self, rows: Rows) -> CpuStep:
+    def prepare(self, rows: Rows, parcel: Parcel | None = None) -> CpuStep:
         return CpuStep(self._kernel, self._cache, rows)
 
 

@@ -20,7 +20,7 @@ from everlift.blockhash import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
 from worker.kv_cache import KVCache
 from worker.plan import Ints, Rows
-from worker.upload import upload
+from worker.upload import Parcel, upload
 
 #: Gathered in one go; copies so large that the allocator maps new pages were 2.5 times slower.
 _MAX_GATHERED_BYTES = 8 << 20
@@ -52,7 +52,7 @@ class ReferenceAttention:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
 
-    def prepare(self, rows: Rows) -> ReferenceStep:
+    def prepare(self, rows: Rows, parcel: Parcel | None = None) -> ReferenceStep:
         device = self._cache.tensor.device
         offsets = rows.positions % BLOCK_SIZE
         # What a block's last owner left would reach its next one: 0 times NaN is NaN.
