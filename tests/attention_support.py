@@ -16,6 +16,7 @@ from everlift.blockhash import BLOCK_SIZE
 from worker.attention.backend import AttentionBackend, AttentionForm
 from worker.attention.cpu import CpuAttention, compiled_kernel
 from worker.attention.gpu import GpuAttention
+from worker.attention.prompts import PromptKernels
 from worker.attention.reference import ReferenceAttention, ReferenceStep
 from worker.kv_cache import KVCache
 from worker.limits import blocks_for
@@ -63,10 +64,12 @@ def portable(cache: KVCache) -> AttentionBackend:
     return compiled(cache, "-march=x86-64-v3")
 
 
-def kernel(cache: KVCache, multiprocessors: int = 6) -> AttentionBackend:
+def kernel(
+    cache: KVCache, multiprocessors: int = 6, prompt_kernels: PromptKernels | None = None
+) -> AttentionBackend:
     """In Triton's interpreter where there is no GPU. So many multiprocessors that a few tiles are
     split."""
-    return GpuAttention(cache, multiprocessors)
+    return GpuAttention(cache, multiprocessors, prompt_kernels)
 
 
 needs_compiler = pytest.mark.skipif(which("g++") is None, reason="no g++ here")
@@ -100,21 +103,22 @@ class Batch:
         dtype: torch.dtype = torch.float32,
         head_dim: int = HEAD_DIM,
         heads: int = HEADS,
+        kv_heads: int = KV_HEADS,
     ) -> None:
         is_kernel = kernel in (backend, getattr(backend, "func", None))
         self.device = KERNELS_ON if is_kernel else CPU
         if is_kernel and dtype == torch.bfloat16 and self.device == CPU:
             pytest.skip("Triton's interpreter has no products of bf16")
         torch.manual_seed(1)
-        self.cache = KVCache(BLOCKS, LAYERS, KV_HEADS, head_dim, dtype, self.device)
+        self.cache = KVCache(BLOCKS, LAYERS, kv_heads, head_dim, dtype, self.device)
         self.cache.tensor.fill_(torch.nan)  # what others left behind
         self.backend = backend(self.cache)
         free = iter(torch.randperm(BLOCKS).tolist())
         tables = [[next(free) for _ in range(blocks_for(sum(shape)))] for shape in shapes]
         self.rows = [row(*each, slot) for slot, each in enumerate(zip(shapes, tables, strict=True))]
         lengths = [sum(shape) for shape in shapes]
-        self.keys = [torch.randn(n, KV_HEADS, head_dim).to(self.device, dtype) for n in lengths]
-        self.values = [torch.randn(n, KV_HEADS, head_dim).to(self.device, dtype) for n in lengths]
+        self.keys = [torch.randn(n, kv_heads, head_dim).to(self.device, dtype) for n in lengths]
+        self.values = [torch.randn(n, kv_heads, head_dim).to(self.device, dtype) for n in lengths]
         self.queries = [
             torch.randn(new, heads, head_dim).to(self.device, dtype) for _, new in shapes
         ]
@@ -151,7 +155,7 @@ class Batch:
 
     def formula(self, i: int, form: AttentionForm = PLAIN) -> Tensor:
         """softmax(q k * scale) v for each new token over those that it sees."""
-        group = self.queries[i].shape[1] // KV_HEADS
+        group = self.queries[i].shape[1] // self.cache.kv_heads
         keys, values = (
             x.double().repeat_interleave(group, 1) for x in (self.keys[i], self.values[i])
         )

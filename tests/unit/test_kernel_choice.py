@@ -60,6 +60,7 @@ def test_a_gpu_has_them_where_they_work(works: bool, monkeypatch: pytest.MonkeyP
     assert (choose_draw(GPU) is draw_by_kernel) == works
     pointwise = choose_pointwise(torch.bfloat16, GPU)
     assert isinstance(pointwise, KernelPointwise) if works else pointwise is TORCH
+    monkeypatch.setattr("worker.attention.choice.choose_prompt_kernels", lambda _: None)
     attention = GpuAttention if works else ReferenceAttention
     assert isinstance(choose_attention(cache_on_gpu(128)), attention)
     assert isinstance(choose_attention(cache_on_gpu(512)), ReferenceAttention)

@@ -47,6 +47,11 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
+    @property
+    def name(self) -> str:
+        """Of all that attends."""
+        ...
+
     def prepare(self, rows: Rows, parcel: Parcel | None = None) -> StepAttention:
         """One step over ``rows``, of which there may be a thousand: a loop over them would take
         longer than planning them. What a device has to know of them goes with ``parcel``, if there

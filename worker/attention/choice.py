@@ -1,5 +1,5 @@
 """Which attention there is for a KV cache: the compiled one on CPUs where there is a compiler, the
-one in Triton on GPUs where that is, else torch's."""
+one in Triton on GPUs where that is, perhaps with somebody else's for prompts, else torch's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from worker.attention.backend import AttentionBackend
 from worker.attention.cpu import CpuAttention, compiled_kernel
+from worker.attention.prompt_choice import choose_prompt_kernels
 from worker.attention.reference import ReferenceAttention
 from worker.kernels.trial import kernels_work
 from worker.kv_cache import KVCache
@@ -30,4 +31,5 @@ def _gpu_attention(cache: KVCache, device: torch.device) -> AttentionBackend:
     # Triton need not be there but for a GPU.
     from worker.attention.gpu import GpuAttention
 
-    return GpuAttention(cache, torch.cuda.get_device_properties(device).multi_processor_count)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return GpuAttention(cache, multiprocessors, choose_prompt_kernels(cache))

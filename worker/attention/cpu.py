@@ -83,6 +83,8 @@ def compiled_kernel(head_dim: int, dtype: torch.dtype, *flags: str) -> Kernel | 
 class CpuAttention:
     """The AttentionBackend on a CPU; ``kernel`` is for the cache's head dimension and dtype."""
 
+    name = "CpuAttention"
+
     def __init__(self, cache: KVCache, kernel: Kernel) -> None:
         self._tensor = cache.tensor
         self._kernel = kernel

@@ -1,13 +1,14 @@
 """Attention on a GPU, by kernels in Triton (worker.kernels.paged_attention, .placing).
 
-A block lies as the cache's shape says. One parcel a step tells the kernels of all rows.
+A block lies as the cache's shape says. One parcel a step tells the kernels of all rows. Prompts may
+be attended by somebody else's (worker.attention.prompts).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache as cache_of
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from worker.attention.gpu_launch import (
     place,
     power_of_two,
 )
+from worker.attention.prompts import PromptAttention, PromptKernels, span_of_prompts
 from worker.attention.tiles import (
     narrow_rows,
     num_splits,
@@ -37,46 +39,77 @@ from worker.plan import Ints, Rows
 from worker.upload import Parcel
 
 
+class _Wanted(NamedTuple):
+    """Tiles for ``group`` query heads to a KV head, of all rows or of those alone that nobody else
+    attends to."""
+
+    group: int
+    is_for_all: bool
+
+
+_TileSets = Callable[[_Wanted], list[TileSet]]
+
+
 class GpuAttention:
     """The AttentionBackend on a GPU with ``multiprocessors``, and the DecodingBackend of its
     graphs."""
 
-    def __init__(self, cache: KVCache, multiprocessors: int) -> None:
+    def __init__(
+        self, cache: KVCache, multiprocessors: int, prompt_kernels: PromptKernels | None = None
+    ) -> None:
         self._cache = cache
         self._device = cache.tensor.device
         self._multiprocessors = multiprocessors
-        #: query heads to a KV head, as layers have had them
-        self._groups: set[int] = set()
+        self._prompt_kernels = prompt_kernels
+        #: what layers have asked for
+        self._asked: set[_Wanted] = set()
+
+    @property
+    def name(self) -> str:
+        ours, kernels = type(self).__name__, self._prompt_kernels
+        return ours if kernels is None else f"{ours}, prompts by {kernels.name}"
 
     def prepare(self, rows: Rows, parcel: Parcel | None = None) -> GpuStep:
-        return self._step(parcel or Parcel(self._device), rows.counts, partial(_row_table, rows))
+        parcel = parcel or Parcel(self._device)
+        table, span, prompts = _row_table(rows, parcel), None, None
+        if self._prompt_kernels is not None:
+            span = span_of_prompts(rows.counts)
+        if self._prompt_kernels is not None and span is not None:
+            prompts = self._prompt_kernels.of_step(rows, span, lambda: table().tables[span], parcel)
+        tile_sets = self._tile_sets(rows.counts, span, parcel)
+        return GpuStep(self._cache, table, tile_sets, prompts)
 
     def decoding(self, positions: Tensor, counts: Tensor, tables: Tensor, width: Tensor) -> GpuStep:
         rows = torch.arange(len(positions), dtype=torch.int32, device=self._device)
         table = RowTable(rows, positions, counts, tables, width, rows, positions)
         once = np.ones(len(positions), np.int64)
-        return self._step(Parcel(self._device), once, lambda _: lambda: table)
+        tile_sets = self._tile_sets(once, None, Parcel(self._device))
+        return GpuStep(self._cache, lambda: table, tile_sets, None)
 
-    def _step(
-        self, parcel: Parcel, counts: Ints, table: Callable[[Parcel], Callable[[], RowTable]]
-    ) -> GpuStep:
-        """What the layers will want is in ``parcel``, but for tiles of the first step of all."""
-        known = {group: self._tile_sets(counts, group, parcel) for group in self._groups}
+    def _tile_sets(self, counts: Ints, span: slice | None, parcel: Parcel) -> _TileSets:
+        """Of rows with ``counts`` [n] tokens, of which those of ``span`` may be attended to
+        otherwise. What layers of steps before have asked for is in ``parcel``."""
+        known = {wanted: self._sent(counts, span, wanted, parcel) for wanted in self._asked}
 
-        def tile_sets(group: int) -> list[TileSet]:
-            self._groups.add(group)
-            sets = known.get(group) or self._tile_sets(counts, group, Parcel(self._device))
-            return [each() for each in sets]
+        def tile_sets(wanted: _Wanted) -> list[TileSet]:
+            self._asked.add(wanted)
+            sent = known.get(wanted) or self._sent(counts, span, wanted, Parcel(self._device))
+            return [tiles() for tiles in sent]
 
-        return GpuStep(self._cache, table(parcel), tile_sets)
+        return tile_sets
 
-    def _tile_sets(self, counts: Ints, group: int, parcel: Parcel) -> list[Callable[[], TileSet]]:
-        """Of rows with ``counts`` [n] tokens, ``group`` query heads to a KV head. Decoding and
-        prompts are separate launches: either would waste the other's tiles."""
+    def _sent(
+        self, counts: Ints, span: slice | None, wanted: _Wanted, parcel: Parcel
+    ) -> list[Callable[[], TileSet]]:
+        """Decoding and prompts are separate launches: either would waste the other's tiles."""
+        is_ours = np.ones(len(counts), np.bool_)
+        if span is not None and not wanted.is_for_all:
+            is_ours[span] = False
         chosen = ((narrow_rows(counts), NARROW), (wide_rows(counts), WIDE))
+        ours = ((rows[is_ours[rows]], least) for rows, least in chosen)
         return [
-            self._tile_set(counts, rows, least, group, parcel)
-            for rows, least in chosen
+            self._tile_set(counts, rows, least, wanted.group, parcel)
+            for rows, least in ours
             if len(rows)
         ]
 
@@ -95,18 +128,20 @@ class GpuAttention:
 
 
 class GpuStep:
-    """StepAttention over one KVCache. ``table`` and ``tile_sets``, which has those of all rows for
-    a number of query heads to a KV head, are on the device once they are asked for."""
+    """StepAttention over one KVCache. ``table`` and ``tile_sets`` are on the device once they are
+    asked for; ``prompts`` may attend to some of the rows."""
 
     def __init__(
         self,
         cache: KVCache,
         table: Callable[[], RowTable],
-        tile_sets: Callable[[int], list[TileSet]],
+        tile_sets: _TileSets,
+        prompts: PromptAttention | None,
     ) -> None:
         self._cache = cache
         self._table = cache_of(table)
         self._tile_sets = cache_of(tile_sets)
+        self._prompts = prompts
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         place(self._cache, layer, self._table(), key, value, 0, None)
@@ -122,8 +157,21 @@ class GpuStep:
         return turned[:, :num_query]
 
     def attend(self, layer: int, query: Tensor, form: AttentionForm) -> Tensor:
+        if self._prompts is None:
+            return self._attend(layer, query, form, is_for_all=True)
+        attended = self._prompts.attend(self._cache.layer(layer), query, form)
+        if attended is None:
+            return self._attend(layer, query, form, is_for_all=True)
+        if len(attended) == len(query):
+            return attended
+        out = self._attend(layer, query, form, is_for_all=False)
+        out[self._prompts.tokens] = attended
+        return out
+
+    def _attend(self, layer: int, query: Tensor, form: AttentionForm, is_for_all: bool) -> Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for tiles in self._tile_sets(query.shape[1] // self._cache.kv_heads):
+        wanted = _Wanted(query.shape[1] // self._cache.kv_heads, is_for_all)
+        for tiles in self._tile_sets(wanted):
             attend(self._cache, layer, self._table(), tiles, query, form, out)
         return out
 

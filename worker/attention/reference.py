@@ -49,6 +49,8 @@ class _Bundle:
 class ReferenceAttention:
     """The AttentionBackend that needs nothing but torch."""
 
+    name = "ReferenceAttention"
+
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
 

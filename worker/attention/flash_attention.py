@@ -1,0 +1,63 @@
+"""Prompts by FlashAttention 3, which is made for Hopper (Dao-AILab/flash-attention, hopper/)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.attention.backend import AttentionForm
+from worker.attention.prompts import Prompts
+
+_MODULE = "flash_attn_interface"
+_HOPPER = 9
+#: It computes with heads of up to so many features, of which eight are 16 bytes.
+_LARGEST_HEAD, _ALIGNED = 256, 8
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class FlashAttention3:
+    """Raises ImportError where it is not installed."""
+
+    name = "FlashAttention 3"
+
+    def __init__(self) -> None:
+        self._attend = import_module(_MODULE).flash_attn_with_kvcache
+
+    @staticmethod
+    def fits(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+        return (
+            head_dim <= _LARGEST_HEAD
+            and head_dim % _ALIGNED == 0
+            and dtype in _DTYPES
+            and torch.cuda.get_device_capability(device)[0] == _HOPPER
+        )
+
+    def prepare(self, prompts: Prompts) -> FlashStep:
+        return FlashStep(self._attend, prompts)
+
+
+class FlashStep:
+    def __init__(self, attend: Any, prompts: Prompts) -> None:
+        self._attend = attend
+        self._prompts = prompts
+
+    def attend(self, layer: Tensor, query: Tensor, form: AttentionForm) -> Tensor:
+        keys, values = (part.transpose(1, 2) for part in layer.unbind(1))
+        attended: Tensor = self._attend(
+            query,
+            keys,
+            values,
+            cache_seqlens=self._prompts.lengths,
+            page_table=self._prompts.tables,
+            cu_seqlens_q=self._prompts.bounds,
+            max_seqlen_q=self._prompts.most,
+            softmax_scale=form.scale,
+            causal=True,
+            # How many are seen to the left of a token, and to its right.
+            window_size=(-1, -1) if form.window is None else (form.window - 1, 0),
+            softcap=form.softcap or 0.0,
+        )
+        return attended

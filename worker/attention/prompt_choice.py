@@ -1,0 +1,144 @@
+"""Whether somebody else's kernels attend to prompts: where they are installed, fit the device and
+the cache, and were right when they were tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache as cache_of
+from random import Random
+from typing import NamedTuple
+
+import torch
+
+from everlift import logs
+from everlift.blockhash import BLOCK_SIZE
+from worker.attention.backend import AttentionForm
+from worker.attention.flash_attention import FlashAttention3
+from worker.attention.prompts import Feature, PromptBackend, PromptKernels, Prompts, bounds_of
+from worker.attention.reference import ReferenceAttention
+from worker.kv_cache import KVCache
+from worker.limits import blocks_for
+from worker.plan import Row, Rows
+from worker.upload import upload
+
+log = logs.get(__name__)
+
+_BACKENDS = (FlashAttention3,)
+_LAYERS, _LAYER = 2, 1
+#: First new position and new tokens of the rows that are tried: a whole prompt, the next part of
+#: one, a token between them, and one that begins and ends within a block.
+_SHAPES = ((0, 70), (45, 40), (33, 1), (5, 20))
+_BLOCKS = sum(blocks_for(sum(shape)) for shape in _SHAPES)
+_SEED = 8
+#: Query heads to a KV head.
+_GROUPS = (1, 4)
+_WINDOW, _SOFTCAP = 37, 3.0
+#: Of a head's output. Rounding to bf16 makes about a quarter of it.
+_LARGEST_ERROR = 0.02
+
+
+class _Like(NamedTuple):
+    """What a KV cache is like."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def cache(self, num_blocks: int, num_layers: int) -> KVCache:
+        return KVCache(num_blocks, num_layers, *self)
+
+
+def choose_prompt_kernels(cache: KVCache) -> PromptKernels | None:
+    """None where our own kernel attends to prompts. The log says why it does though somebody else's
+    is there."""
+    tensor = cache.tensor
+    return _first_that_works(_Like(cache.kv_heads, tensor.shape[-1], tensor.dtype, tensor.device))
+
+
+@cache_of
+def _first_that_works(like: _Like) -> PromptKernels | None:
+    return next(filter(None, (_tried(backend, like) for backend in _BACKENDS)), None)
+
+
+def _tried(backend_class: type[FlashAttention3], like: _Like) -> PromptKernels | None:
+    try:
+        if not backend_class.fits(like.head_dim, like.dtype, like.device):
+            return None
+        backend = backend_class()
+    except ModuleNotFoundError:
+        return None
+    except Exception as error:
+        log.warning("installed, but not usable", what=backend_class.name, cause=repr(error))
+        return None
+    features = {feature for feature in _features() if _works(backend, like, feature)}
+    return PromptKernels(backend, features) if Feature(False, False) in features else None
+
+
+def _features() -> Iterator[Feature]:
+    return (Feature(window, softcap) for window in (False, True) for softcap in (False, True))
+
+
+def _works(backend: PromptBackend, like: _Like, feature: Feature) -> bool:
+    try:
+        worst = max(_error(backend, like, feature, group) for group in _GROUPS)
+    except Exception as error:
+        log.warning("attention failed", by=backend.name, **feature._asdict(), cause=repr(error))
+        return False
+    if not worst <= _LARGEST_ERROR:
+        log.warning("attention is wrong", by=backend.name, **feature._asdict(), error=worst)
+        return False
+    return True
+
+
+@torch.inference_mode()
+def _error(backend: PromptBackend, like: _Like, feature: Feature, group: int) -> float:
+    """The largest of a head's output, relative to the output; inf where one is not a number."""
+    rows = _rows()
+    form = AttentionForm(
+        like.head_dim**-0.5,
+        window=_WINDOW if feature.window else None,
+        softcap=_SOFTCAP if feature.softcap else None,
+    )
+    random = torch.Generator().manual_seed(_SEED)
+    shape = (rows.num_tokens, like.kv_heads * group, like.head_dim)
+    query = torch.randn(shape, generator=random).to(like.device, like.dtype)
+    cache = _filled(like, rows, random)
+    theirs = backend.prepare(_prompts(rows, like.device)).attend(cache.layer(_LAYER), query, form)
+    cache.tensor.nan_to_num_()
+    # It clears the blocks that a row begins.
+    kept = cache.tensor.clone()
+    step = ReferenceAttention(cache).prepare(rows)
+    cache.tensor.copy_(kept)
+    right = step.attend(_LAYER, query, form).float()
+    error = (theirs.float() - right).norm(dim=-1) / right.norm(dim=-1)
+    return float(error.nan_to_num(nan=torch.inf).max())
+
+
+def _rows() -> Rows:
+    """With blocks in no order."""
+    free = iter(Random(_SEED).sample(range(_BLOCKS), _BLOCKS))
+    return Rows.of(
+        Row(
+            slot, (0,) * new, start, tuple(next(free) for _ in range(blocks_for(start + new))), True
+        )
+        for slot, (start, new) in enumerate(_SHAPES)
+    )
+
+
+def _filled(like: _Like, rows: Rows, random: torch.Generator) -> KVCache:
+    """With random keys and values up to each row's end, NaN behind it and in the other layer."""
+    cache = like.cache(_BLOCKS, _LAYERS)
+    layer = cache.tensor.fill_(torch.nan)[:, _LAYER]
+    for row in rows:
+        end = row.start + len(row.tokens)
+        for index, block in enumerate(row.block_table):
+            part = layer[block, :, :, : end - index * BLOCK_SIZE]
+            part.copy_(torch.randn(part.shape, generator=random))
+    return cache
+
+
+def _prompts(rows: Rows, device: torch.device) -> Prompts:
+    columns = bounds_of(rows.counts), rows.starts + rows.counts, rows.tables[rows.slots]
+    bounds, lengths, tables = (upload(column, device, torch.int32) for column in columns)
+    return Prompts(bounds, lengths, tables, int(rows.counts.max()))

@@ -1,0 +1,134 @@
+"""Prompts on a GPU, attended by somebody else's kernels where these are installed.
+
+A PromptBackend is asked for rows that lie side by side in a step, of which the first and the last
+have many new tokens. What of it is used, and for how long, is PromptKernels' to say: it may be
+wrong for some form, or break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from functools import cache as cache_of
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from everlift import logs
+from worker.attention.backend import AttentionForm
+from worker.attention.tiles import FEW
+from worker.plan import Ints, Rows
+from worker.upload import Parcel
+
+log = logs.get(__name__)
+
+
+def span_of_prompts(counts: Ints) -> slice | None:
+    """Of rows with ``counts`` [n] new tokens, those from the first to the last that has many."""
+    (many,) = (counts > FEW).nonzero()
+    return slice(int(many[0]), int(many[-1]) + 1) if len(many) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompts:
+    """Rows [n] that lie side by side in a step, on the device, int32: their new tokens lie between
+    ``bounds`` [n + 1], from 0 on, ``most`` of them in one row, and are the last of ``lengths`` [n]
+    positions, which lie in the blocks ``tables`` [n, width]. What lies behind them means
+    nothing."""
+
+    bounds: Tensor
+    lengths: Tensor
+    tables: Tensor
+    most: int
+
+
+def bounds_of(counts: Ints) -> NDArray[np.int32]:
+    """[n + 1], from 0, between runs of ``counts`` [n]."""
+    return np.concatenate(([0], counts.cumsum())).astype(np.int32)
+
+
+class PromptStep(Protocol):
+    def attend(self, layer: Tensor, query: Tensor, form: AttentionForm) -> Tensor:
+        """``query`` [tokens, heads, head_dim] of the prompts' new tokens, over ``layer`` as
+        KVCache.layer has it; the same shape."""
+        ...
+
+
+class PromptBackend(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, prompts: Prompts) -> PromptStep: ...
+
+
+class Feature(NamedTuple):
+    """What a form asks of a kernel beyond a softmax."""
+
+    window: bool
+    softcap: bool
+
+    @classmethod
+    def of(cls, form: AttentionForm) -> Feature:
+        return cls(form.window is not None, form.softcap is not None)
+
+
+class PromptKernels:
+    """``backend``, which was right for forms with ``features``; it is used until it fails."""
+
+    def __init__(self, backend: PromptBackend, features: Set[Feature]) -> None:
+        self._backend = backend
+        self._features = features
+        self._works = True
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    def take(self, form: AttentionForm) -> bool:
+        return self._works and form.sinks is None and Feature.of(form) in self._features
+
+    def of_step(
+        self, rows: Rows, span: slice, tables: Callable[[], Tensor], parcel: Parcel
+    ) -> PromptAttention:
+        """For the ``rows`` of ``span``, of which ``tables`` has the blocks on the device."""
+        counts = rows.counts[span]
+        bounds = parcel.add(bounds_of(counts))
+        lengths = parcel.add((rows.starts[span] + counts).astype(np.int32))
+
+        def prepare() -> PromptStep:
+            most = int(counts.max())
+            return self._backend.prepare(Prompts(bounds(), lengths(), tables(), most))
+
+        first = int(rows.firsts[span.start])
+        return PromptAttention(self, slice(first, first + int(counts.sum())), prepare)
+
+    def give_up(self, error: Exception) -> None:
+        self._works = False
+        log.warning("prompts are attended by our own kernel", left=self.name, cause=repr(error))
+
+
+class PromptAttention:
+    """Of one step's prompts, which have ``tokens`` of its tokens."""
+
+    def __init__(
+        self, kernels: PromptKernels, tokens: slice, prepare: Callable[[], PromptStep]
+    ) -> None:
+        self.tokens = tokens
+        self._kernels = kernels
+        self._prepare = cache_of(prepare)
+
+    def attend(self, layer: Tensor, query: Tensor, form: AttentionForm) -> Tensor | None:
+        """As PromptStep.attend, for its part of the step's ``query``; None where that has to be
+        done otherwise."""
+        if not self._kernels.take(form):
+            return None
+        try:
+            return self._prepare().attend(layer, query[self.tokens], form)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._kernels.give_up(error)
+            return None
