@@ -8,12 +8,13 @@ than computing, of Llama-3.2-1B. Each part is a process of its own (gpu_parts.py
 large copy, a large product); decoding at batches of 1, 8, 64 and 256 behind 1,024 tokens, prompts
 of 1,024 and 8,192, and 192 requests at once with 161 prompt and 338 output tokens in the mean; the
 same requests by transformers' continuous batching; the part of a step's time in which the GPU
-computes nothing; the small shape; a layer's attention beside torch's own; and, last since it takes
-longest, 64 of the requests as one static batch.
+computes nothing; the small shape; the kernels beside torch's own (gpu_kernels.py); and, last since
+it takes longest, 64 of the requests as one static batch.
 
 ``ratios``: decode_b* is the time that a step takes at least, by the ceilings of the same run
 (gpu_shapes.py), over what it took; prefill_mfu its products over those of the large one, for the
-longest prompt (and prefill_mfu_* for each); idle_share the largest of all batches; tok_s_vs_hf_*
+longest prompt (and prefill_mfu_* for each); "bandwidth, *" what a kernel must read and write in the
+time it took, over the copy's; idle_share the largest of all batches; tok_s_vs_hf_*
 compare output tokens a second.
 
 A part has only so long, and what was found is written after each: one that fails or hangs costs no
@@ -37,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.perf import report
+from tests.perf.gpu_kernels import shares
 from tests.perf.gpu_shapes import SHAPES, Ceiling, Shape
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
@@ -59,7 +61,7 @@ def parts(shape: str, small: str) -> list[Part]:
         Part("transformers_continuous", "transformers_continuous", shape, 180),
         Part("idle", "idle", shape, 90),
         Part("small_engine", "engine", small, 120),
-        Part("kernels", "kernels", shape, 60),
+        Part("kernels", "kernels", shape, 75),
         Part("transformers_static", "transformers_static", shape, 180),
     ]
 
@@ -135,6 +137,8 @@ def ratios(raw: Mapping[str, Any], shape: Shape, small: Shape) -> dict[str, floa
         for length, prefill_s in raw["engine"]["prefill_s"].items():
             mfu = shape.prefill_flops(int(length)) / prefill_s / ceiling.flops
             found |= {f"prefill_mfu_{length}": mfu, "prefill_mfu": mfu}
+    if "kernels" in raw:
+        found |= shares(raw["kernels"], ceiling.bandwidth)
     if "small_engine" in raw:
         by_batch = _decode(raw["small_engine"], small, ceiling)
         found |= {f"small_decode_b{b}": r for b, r in by_batch.items()}

@@ -9,49 +9,44 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from tests.perf.engine_system import Request
+from tests.perf.gpu_kernels import kernels
 from tests.perf.gpu_shapes import SHAPES, Shape
-from worker.attention.backend import AttentionForm
-from worker.attention.choice import choose_attention
+from tests.perf.gpu_timing import (
+    BATCHES,
+    CONTEXT,
+    DEVICE,
+    DTYPE,
+    IS_SMALL,
+    PREFILLS,
+    ROUNDS,
+    seconds,
+)
 from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.decode_graphs import CudaGraphs
-from worker.device import choose_device
 from worker.engine import Engine
-from worker.kv_cache import KVCache
 from worker.limits import Limits, blocks_for
 from worker.outcome import Abort, Outcome
 from worker.parallel import Group
-from worker.plan import Row, Rows
 from worker.sequence import Sequence
 
-DEVICE = choose_device("auto")
-DTYPE = torch.bfloat16
-IS_SMALL = DEVICE.type == "cpu"
 _WATCHED, _WATCHED_DEVICE = (
     (ProfilerActivity.CPU, DeviceType.CPU) if IS_SMALL else (ProfilerActivity.CUDA, DeviceType.CUDA)
 )
-#: On a CPU just enough to see that all parts work.
-BATCHES = (1, 4) if IS_SMALL else (1, 8, 64, 256)
-CONTEXT = 40 if IS_SMALL else 1024
-PREFILLS = (16, 60) if IS_SMALL else (1024, 8192)
 STEPS = 5 if IS_SMALL else 64
 WARM_UP_STEPS, PROFILED_STEPS = 4, 16
 #: Beyond its context, what a sequence decodes.
 DECODED = 2 * (STEPS + PROFILED_STEPS)
-ROUNDS = 2 if IS_SMALL else 5
 BATCHED_TOKENS = 64 if IS_SMALL else 8192
 NUM_REQUESTS = 6 if IS_SMALL else 192
 STATIC_BATCH = 2 if IS_SMALL else 64
@@ -59,8 +54,6 @@ STATIC_BATCH = 2 if IS_SMALL else 64
 MEAN_PROMPT, MEAN_OUTPUT, MOST = (8, 6, 60) if IS_SMALL else (161, 338, 1024)
 #: Of a request that does not count.
 FEW_TOKENS = 8
-#: Several times what a GPU's own cache holds of keys and values.
-COLD_BYTES = 0 if IS_SMALL else 256 << 20
 GREEDY = SamplingParams(temperature=0.0).to_proto()
 
 
@@ -74,24 +67,6 @@ def ceilings(_: Shape) -> dict[str, Any]:
         "bandwidth": 2 * source.nbytes / seconds(lambda: target.copy_(source)),
         "flops": 2 * size**3 / seconds(lambda: one @ other),
     }
-
-
-def seconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """Of one, the median of some rounds, after a first that does not count."""
-    times = []
-    for _ in range(1 + ROUNDS):
-        synchronise()
-        began = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        synchronise()
-        times.append((time.perf_counter() - began) / repeats)
-    return statistics.median(times[1:])
-
-
-def synchronise() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize(DEVICE)
 
 
 # the engine
@@ -302,56 +277,6 @@ def rate(generate: Callable[[list[Request]], list[list[int]]], requests: list[Re
     passed_s = time.perf_counter() - began
     assert [*map(len, outputs)] == [each.max_tokens for each in requests], "not all came"
     return sum(map(len, outputs)) / passed_s
-
-
-# kernels
-
-
-def kernels(shape: Shape) -> dict[str, Any]:
-    """Seconds of a layer's attention, by our kernel and by torch's own over keys and values that
-    lie in one piece, which is what a step would have to gather first."""
-    return {
-        name: attention_s(shape, rows, new, context)
-        for name, rows, new, context in (
-            *((f"decode {batch} x {CONTEXT}", batch, 1, CONTEXT) for batch in BATCHES),
-            *((f"prefill {length}", 1, length, length) for length in PREFILLS),
-        )
-    }
-
-
-@torch.inference_mode()
-def attention_s(shape: Shape, rows: int, new: int, context: int) -> dict[str, float]:
-    """Layer after layer, of so many that none finds what it reads where it left it."""
-    layers = 1 + COLD_BYTES // (rows * context * shape.kv_bytes // shape.layers)
-    blocks = blocks_for(context)
-    cache = KVCache(rows * blocks, layers, shape.kv_heads, shape.head_dim, DTYPE, DEVICE)
-    cache.tensor.normal_()
-    order = iter(torch.randperm(rows * blocks).tolist())
-    tables = [tuple(next(order) for _ in range(blocks)) for _ in range(rows)]
-    planned = [Row(i, (0,) * new, context - new, table, True) for i, table in enumerate(tables)]
-    step = choose_attention(cache).prepare(Rows.of(planned))
-    shapes = ((rows, shape.heads, new), *[(layers, rows, shape.kv_heads, context)] * 2)
-    query, keys, values = (
-        torch.randn(*each, shape.head_dim, dtype=DTYPE, device=DEVICE) for each in shapes
-    )
-    flat = query.transpose(1, 2).reshape(rows * new, shape.heads, shape.head_dim)
-    form = AttentionForm(shape.head_dim**-0.5)
-
-    def ours() -> Tensor:
-        return [step.attend(layer, flat, form) for layer in range(layers)][-1]
-
-    def torchs() -> Tensor:
-        attend = partial(
-            torch.nn.functional.scaled_dot_product_attention, is_causal=new > 1, enable_gqa=True
-        )
-        return [attend(query, key, value) for key, value in zip(keys, values, strict=True)][-1]
-
-    return {"ours_s": replayed_s(ours) / layers, "sdpa_s": replayed_s(torchs) / layers}
-
-
-def replayed_s(work: Callable[[], Tensor]) -> float:
-    """Seconds, of which none are the host's: to launch a kernel takes it longer than some take."""
-    return seconds(work if IS_SMALL else CudaGraphs()(work))
 
 
 PARTS: dict[str, Callable[[Shape], dict[str, Any]]] = {

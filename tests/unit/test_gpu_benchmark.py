@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 
-from tests.perf import gpu, gpu_parts
+from tests.perf import gpu, gpu_kernels, gpu_parts
 from tests.perf.gpu_shapes import SHAPES, Ceiling
 
 LLAMA, TINY = SHAPES["llama-8b"], SHAPES["tiny"]
@@ -73,7 +73,21 @@ def test_the_engine_and_the_kernels_are_measured_in_small() -> None:
     found = gpu_parts.engine(TINY)
     assert {*found["decode_s"]} == {"1", "4"} and found["mix_tok_s"] > 0
     assert all(0 <= batch["idle"] < 1 for batch in gpu_parts.idle(TINY).values())
-    assert all(part["ours_s"] > 0 for part in gpu_parts.kernels(TINY).values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
+def test_each_kernel_is_measured_beside_torchs_in_small() -> None:
+    found = gpu_kernels.kernels(TINY)
+    kinds = ("attention", "sum_and_norm", "turn_and_place", "gate_and_multiply", "draw_rows")
+    assert {name.split(",")[0].split()[0] for name in found} == {*kinds}
+    for times in found.values():
+        assert times.keys() in ({"ours_s", "torch_s", "bytes"}, {"ours_s", "sdpa_s", "bytes"})
+        assert all(value > 0 for value in times.values())
+
+
+def test_a_kernels_share_is_of_what_a_copy_reads_and_writes() -> None:
+    found = {"sum_and_norm 1": {"ours_s": 2e-6, "torch_s": 1.0, "bytes": 4e6}}
+    assert gpu_kernels.shares(found, 4e12) == {"bandwidth, sum_and_norm 1": pytest.approx(0.5)}
 
 
 def test_lengths_have_the_mean_that_is_asked_for_and_a_tail() -> None:
