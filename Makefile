@@ -32,7 +32,7 @@ TORCH := 2.13.0
 ANYWHERE := tests/unit tests/property tests/contract tests/continuation
 
 .DEFAULT_GOAL := help
-.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu check lint types imports proto proto-release proto-check chart chart-check lock clean
+.PHONY: changed help install demo test test-long e2e-ray-up soak soak-engine bench-ledger bench-router bench-durability bench-start bench-autoscale bench-takeover bench-preemption bench-load bench-linear bench-swap bench-speculation bench-scheduler bench-explain bench-scheduling bench-batching bench-prediction bench-overload bench-first-token bench-threads bench-engine bench-online bench-attention bench-collectives bench-console bench-generator picture-console bench-gpu bench-gpu-product check lint types imports proto proto-release proto-check chart chart-check lock clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  \1\t/' | expand -t 16
@@ -175,6 +175,9 @@ bench-collectives: $(VENV)/.installed ## sums among ranks on CPUs: shared memory
 
 bench-gpu: $(VENV)/.installed ## the engine on one GPU against what the GPU can do, and transformers; 10 minutes (build/bench/gpu.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/gpu.py
+
+bench-gpu-product: $(VENV)/.installed ## the whole product on one GPU without Ray, disturbed: the same texts (build/bench/gpu_product.json)
+	PYTHONPATH=. $(BIN)/python tests/perf/gpu_product.py
 
 check: lint types imports proto-check chart-check ## style, types, import rules, wire contract, chart
 

@@ -1,0 +1,64 @@
+"""What bench-gpu-product calls the same text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everlift.sampling import TokenLogprobs
+from tests.perf.gpu_product import Phase, Text, compare, faults
+
+#: After token 5 the model wavers between 6 and 8.
+RIGHT = Text(
+    [5, 6, 7],
+    [
+        TokenLogprobs(-0.1, 1, ((5, -0.1), (9, -3.0))),
+        TokenLogprobs(-0.7, 1, ((6, -0.7), (8, -0.75))),
+        TokenLogprobs(-0.1, 1, ((7, -0.1), (9, -3.0))),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind"),
+    [
+        ([5, 6, 7], "same"),
+        ([5, 8, 1], "near_tie"),
+        ([5, 9, 7], "different"),
+        ([9, 8, 7], "different"),
+        ([5, 6], "different"),
+    ],
+)
+def test_a_text_that_departs_between_two_likely_tokens_is_a_near_tie(
+    tokens: list[int], kind: str
+) -> None:
+    assert compare(Text(tokens), RIGHT, near=0.1) == kind
+    assert compare(Text(tokens), RIGHT, near=0.0) == ("same" if kind == "same" else "different")
+
+
+def test_a_phase_says_what_came_of_its_texts() -> None:
+    texts = [Text([5, 6, 7], migrations=1), Text([5, 8, 1], preemptions=2)]
+    assert Phase(texts, seconds=2.0).compared(Phase([RIGHT, RIGHT], 1.0), near=0.1) == {
+        "same": 1,
+        "near_tie": 1,
+        "different": 0,
+        "tok_s": 3.0,
+        "migrations": 1,
+        "preemptions": 2,
+    }
+
+
+def phase(different: int = 0, migrations: int = 0, preemptions: int = 0) -> dict[str, Any]:
+    return {"different": different, "migrations": migrations, "preemptions": preemptions}
+
+
+def test_a_text_that_differs_and_a_disturbance_that_disturbed_nobody_are_faults() -> None:
+    good = {"load": phase(), "killed": phase(migrations=1), "short": phase(preemptions=1)}
+    assert not [*faults({"float32": good})]
+    bad = {"load": phase(different=2), "killed": phase(), "short": phase()}
+    assert [*faults({"float32": bad})] == [
+        "float32, load: 2 texts differ",
+        "float32: nobody was moved when the worker was killed",
+        "float32: nobody was preempted",
+    ]
