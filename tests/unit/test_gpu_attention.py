@@ -70,6 +70,15 @@ def test_what_is_launched_does_not_depend_on_lengths_or_on_rows_that_pad() -> No
         torch.testing.assert_close(out[i : i + 1], expected[i], atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_with_heads_as_large_as_they_may_be(dtype: torch.dtype) -> None:
+    """As Gemma 2 9B has them, which half precision and fp32 go through in other pieces."""
+    batch = Batch(kernel, [(40, 1), (5, 20)], dtype, head_dim=256, heads=16, kv_heads=8)
+    form = AttentionForm(256**-0.5, window=24, softcap=2.0)
+    for i, out in enumerate(batch.attend([0, 1], form)):
+        assert_formula(batch, i, out, form)
+
+
 def test_outputs_are_written_whatever_was_in_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(kernel, FEW_ROWS)
     everyone = list(range(len(FEW_ROWS)))
