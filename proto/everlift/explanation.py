@@ -16,6 +16,7 @@ _KIND, _STATE = "SPAN_KIND_", "REQUEST_STATE_"
 LABELS = MappingProxyType(
     {
         pb.SPAN_KIND_DOOR: "at the door: read, checked, tokenised",
+        pb.SPAN_KIND_RENDERING: "at the door: the chat's template",
         pb.SPAN_KIND_LIMITS: "ledger: the tenant's limits",
         pb.SPAN_KIND_OPENING: "ledger: filed",
         pb.SPAN_KIND_ELSEWHERE: "with another router",

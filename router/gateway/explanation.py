@@ -21,7 +21,12 @@ MAX_BYTES = 4096
 _MAX_END = 200
 
 #: Before the request was in the ledger.
-ACCEPTING = (pb.SPAN_KIND_DOOR, pb.SPAN_KIND_LIMITS, pb.SPAN_KIND_OPENING)
+ACCEPTING = (
+    pb.SPAN_KIND_DOOR,
+    pb.SPAN_KIND_RENDERING,
+    pb.SPAN_KIND_LIMITS,
+    pb.SPAN_KIND_OPENING,
+)
 
 
 def explained(

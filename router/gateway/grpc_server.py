@@ -17,6 +17,7 @@ from router.gateway.caller import Scope
 from router.gateway.door import Door
 from router.gateway.handlers import Call, Handlers, parse
 from router.gateway.inference import Inference, Opened
+from router.gateway.journal import Journal
 from router.gateway.many import MAX_REQUESTS
 from router.gateway.relay import is_relayed
 from router.gateway.status import Status
@@ -39,7 +40,7 @@ class InferenceServer:
         message = self._submitted(pb.GenerateRequest, data)
         try:
             opened = await self._inference.generate(
-                call.caller, message, call.headers, _timeout_s(call)
+                call.caller, message, call.headers, Journal(call.came), _timeout_s(call)
             )
         except Exception:
             # A refused one may be called what no request can be.
@@ -50,7 +51,9 @@ class InferenceServer:
 
     def generate_many(self, data: bytes, call: Call) -> AsyncIterator[pb.GenerateManyResponse]:
         message = self._submitted(pb.GenerateManyRequest, data, most_fields=2 * MAX_REQUESTS)
-        return self._inference.generate_many(call.caller, message, call.headers, _timeout_s(call))
+        return self._inference.generate_many(
+            call.caller, message, call.headers, call.came, _timeout_s(call)
+        )
 
     def _submitted(self, kind: type[M], data: bytes, most_fields: int | None = None) -> M:
         try:

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from everlift import wire
 from everlift.errors import InvalidRequest, NotUtf8
+from router.clock import now
 from router.gateway import headers as request_headers
 from router.gateway.caller import Caller, Scope
 from router.gateway.door import Door
@@ -32,13 +33,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class Call:
-    """A call whose caller may make it. Names of ``headers`` are in small letters.
+    """A call that ``came`` when it was heard, and whose caller may make it. Names of ``headers``
+    are in small letters.
 
     ``told`` is what its client knows first, whatever the answer is."""
 
     caller: Caller
     headers: Mapping[str, str]
     context: Context
+    came: float
     told: dict[str, str] = field(default_factory=dict)
 
     async def greet(self) -> None:
@@ -164,10 +167,10 @@ class Handlers:
 
     def _admit(self, context: Context, scopes: Sequence[Scope]) -> Call:
         """Raises Unauthenticated, Forbidden."""
-        headers = _headers(context)
+        came, headers = now(), _headers(context)
         caller = self._door.admit(headers)
         caller.check(*scopes)
-        call = Call(caller, headers, context)
+        call = Call(caller, headers, context, came)
         if x_request_id := request_headers.x_request_id(headers):
             call.told[request_headers.X_REQUEST_ID] = x_request_id
         return call

@@ -73,10 +73,12 @@ class Inference:
         caller: Caller,
         message: pb.GenerateRequest,
         headers: Mapping[str, str],
+        journal: Journal,
         timeout_s: float | None = None,
     ) -> Opened:
         """A request of this message and of what ``headers`` add to it, or the one that its id
-        already names. ``timeout_s`` holds beside the message's own.
+        already names. ``journal`` has what came before, ``timeout_s`` holds beside the message's
+        own.
 
         A message without an id is given one, also where it is refused then. Raises InvalidRequest,
         UnknownModel, RequestConflict, QueueFull, RateLimited, LedgerFull, RouterStopping,
@@ -87,18 +89,20 @@ class Inference:
         except EverliftError as error:
             self.turned_away(error)
             raise
-        return await self._generate(caller, message, headers, timeout_s)
+        return await self._generate(caller, message, headers, journal, timeout_s)
 
     def generate_many(
         self,
         caller: Caller,
         message: pb.GenerateManyRequest,
         headers: Mapping[str, str],
+        came: float,
         timeout_s: float | None = None,
     ) -> many.Many:
         """Each request of this message as ``generate`` would have it, but for a name in
-        ``headers``: it is all the requests', each with its place behind it. What is wrong with one
-        of them is told of that one alone. Who has it closes it in the end.
+        ``headers``: it is all the requests', each with its place behind it. All of them ``came``
+        with their call. What is wrong with one of them is told of that one alone. Who has it closes
+        it in the end.
 
         Raises InvalidRequest."""
         until = None if timeout_s is None else now() + timeout_s
@@ -113,7 +117,7 @@ class Inference:
 
         async def opened(request: pb.GenerateRequest) -> Opened:
             left_s = None if until is None else max(until - now(), 0.001)
-            return await self._generate(caller, request, headers, left_s)
+            return await self._generate(caller, request, headers, Journal(came), left_s)
 
         return many.Many(message.requests, opened)
 
@@ -122,12 +126,13 @@ class Inference:
         caller: Caller,
         message: pb.GenerateRequest,
         headers: Mapping[str, str],
+        journal: Journal,
         timeout_s: float | None,
     ) -> Opened:
-        began, trace = now(), self._tracer.begin(headers.items())
+        trace = self._tracer.begin(headers.items())
         x_request_id = request_headers.x_request_id(headers)
         message.request_id = message.request_id or new_request_id()
-        with self._telling_refusals(trace, began, x_request_id):
+        with self._telling_refusals(trace, journal.came, x_request_id):
             request_id = caller.qualify(message.request_id)
             self._model.check_fits(message.text or message.tokens.ids)
             submission = Submission.from_proto(
@@ -135,7 +140,6 @@ class Inference:
             )
             fitted = caller.limits.fitted(submission)
             request = await aside.with_text(len(message.text), lambda: self._model.resolve(fitted))
-            journal = Journal(began)
             journal.tokenised(now())
             try:
                 live = await self._requests.submit(
@@ -294,7 +298,7 @@ class Inference:
 
     @contextmanager
     def _telling_refusals(
-        self, trace: TraceContext | None, began: float, x_request_id: str
+        self, trace: TraceContext | None, came: float, x_request_id: str
     ) -> Iterator[None]:
         """What fails in it was never accepted."""
         try:
@@ -302,7 +306,7 @@ class Inference:
         except Exception as error:
             known = error if isinstance(error, EverliftError) else EverliftError()
             self._requests.turned_away(known)
-            self._tracer.refused(trace, now() - began, known.slug, x_request_id)
+            self._tracer.refused(trace, now() - came, known.slug, x_request_id)
             raise
 
 

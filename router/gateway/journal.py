@@ -1,7 +1,7 @@
 """What a gateway sees of a request, from its call to its end. Pure.
 
-    came --> tokenised --> charged --> in the ledger --> in the queue
-                                                             |
+    came --> read --> rendered --> tokenised --> charged --> in the ledger --> in the queue
+                                                                                    |
     dispatched --waits at its worker--> first step --> first token --> last token --> left
         ^                                         |--- preempted, resumed ---|          |
         +--------------- in the queue again <------------- lost, or given back ---------+
@@ -138,6 +138,14 @@ class Journal:
         return journal
 
     # it is accepted
+
+    def read(self, now: float) -> None:
+        """Its call is read and checked; of a chat its template comes next."""
+        self._lap(pb.SPAN_KIND_DOOR, now)
+
+    def rendered(self, now: float) -> None:
+        """The template has written its prompt."""
+        self._lap(pb.SPAN_KIND_RENDERING, now)
 
     def tokenised(self, now: float) -> None:
         self._lap(pb.SPAN_KIND_DOOR, now)

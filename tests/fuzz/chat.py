@@ -15,8 +15,10 @@ from everlift.text import Stops, TextState
 from router.access import document, file_store, key
 from router.chat.formats import HERMES, LLAMA3
 from router.chat.tools import ToolUse
+from router.clock import now
 from router.gateway.http import body, fields, submissions
 from router.gateway.http.conversation import Conversations
+from router.gateway.journal import Journal
 from router.gateway.model import ByteTokenizer, HuggingFaceTokenizer, ServedModel, Tokenizer
 from tests import chat_support
 from tests.fuzz import web
@@ -33,7 +35,7 @@ _DEMO_MODEL = Path(__file__).resolve().parents[2] / "cluster" / "demo_model"
 
 async def _conversed(conversations: Conversations, data: bytes) -> None:
     read = fields.parse(fields.ChatFields, body.parse(data))
-    conversation = await conversations.of(read)
+    conversation = await conversations.of(read, Journal(now()))
     submissions.of_chat(read, conversation.prompt, conversation.grammar)
     parser = conversation.parser("r", 0)
     parser.feed('<tool_call>{"name": "weather", "arguments": {}}</tool_call>')

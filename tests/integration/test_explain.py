@@ -15,6 +15,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.clock import now
 from router.gateway.caller import ANYONE
+from router.gateway.journal import Journal
 from router.router import Router
 from tests.grammar_support import DEMO_MODEL
 from tests.http_client import JSON, ask, get, streamed
@@ -48,7 +49,7 @@ def check_sum(explanation: pb.Explanation, wall_s: float) -> None:
 async def timed(router: Router, message: pb.GenerateRequest) -> float:
     """How long a request takes, by who asks for it in the router's own process."""
     began = now()
-    opened = await router._inference.generate(ANYONE, message, {})
+    opened = await router._inference.generate(ANYONE, message, {}, Journal(began))
     async with aclosing(opened.pieces) as pieces:  # type: ignore[type-var]
         async for _ in pieces:
             pass

@@ -158,7 +158,7 @@ async def _kept_s(parts: Cluster, request_id: str) -> float:
 
 async def _timed(router: Router, message: pb.GenerateRequest) -> float:
     began = now()
-    opened = await router._inference.generate(ANYONE, message, {})
+    opened = await router._inference.generate(ANYONE, message, {}, Journal(began))
     async with aclosing(opened.pieces) as pieces:  # type: ignore[type-var]
         async for _ in pieces:
             pass

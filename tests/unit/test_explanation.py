@@ -28,6 +28,7 @@ def entry(state: State = State.RUNNING, attempts: int = 1) -> Entry:
 
 def journal(attempts: int = 1, names: int = 0) -> Journal:
     made = Journal(CAME)
+    made.rendered(CAME + 0.5)
     made.accepted(CAME + 1)
     now = CAME + 1
     for attempt in range(1, attempts + 1):

@@ -90,6 +90,25 @@ def test_a_request_that_nothing_happens_to() -> None:
     assert journal.ledger_s == 1.0
 
 
+def test_what_a_chats_template_takes_is_told_apart_from_the_door() -> None:
+    journal = Journal(CAME)
+    journal.read(CAME + 1)
+    journal.rendered(CAME + 4)
+    journal.tokenised(CAME + 4.5)
+    journal.charged(CAME + 5)
+    journal.accepted(CAME + 6)
+    kinds_in_order = [span.kind for span in journal.spans]
+    assert kinds_in_order == [
+        pb.SPAN_KIND_DOOR,
+        pb.SPAN_KIND_RENDERING,
+        pb.SPAN_KIND_DOOR,
+        pb.SPAN_KIND_LIMITS,
+        pb.SPAN_KIND_OPENING,
+    ]
+    assert kinds(journal) == {"door": 1.5, "rendering": 3.0, "limits": 0.5, "opening": 1.0}
+    assert journal.accept_s == 6.0
+
+
 def test_each_rule_by_which_others_left_first_has_its_share() -> None:
     journal = accepted()
     queue = pb.QueueStay(earlier=2, higher=1, turns=3, ordered=1, lower=1)
@@ -234,6 +253,8 @@ def test_a_later_reader_does_not_lengthen_what_was_read_at_once() -> None:
 
 
 STEPS: list[Callable[[Journal, float], None]] = [
+    lambda journal, now: journal.read(now),
+    lambda journal, now: journal.rendered(now),
     lambda journal, now: journal.tokenised(now),
     lambda journal, now: journal.charged(now),
     lambda journal, now: journal.accepted(now),

@@ -35,10 +35,12 @@ from everlift.errors import (
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.policy import Fifo
+from router.clock import now
 from router.gateway import recent
 from router.gateway.caller import ANYONE
 from router.gateway.custody import Elsewhere
 from router.gateway.inference import Inference
+from router.gateway.journal import Journal
 from router.gateway.live import LiveRequest, Phase
 from router.ledger.base import Membership, Opened
 from router.ledger.entry import Append, Appended, Entry, State
@@ -638,7 +640,7 @@ async def test_the_same_of_what_the_other_gateway_does_not_know_any_more(
     inference = Inference(other.requests, other.model, None)  # type: ignore[arg-type]
     monkeypatch.setattr(inference._relay, "attach", unknown)
     message = pb.GenerateRequest(text="hi", request_id="r", max_tokens=8)
-    opened = await inference.generate(ANYONE, message, {})
+    opened = await inference.generate(ANYONE, message, {}, Journal(now()))
     with pytest.raises(Moved, match="send it again"):
         await anext(opened.pieces)
 

@@ -102,7 +102,7 @@ class _SpanKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     SPAN_KIND_UNSPECIFIED: _SpanKind.ValueType  # 0
     SPAN_KIND_DOOR: _SpanKind.ValueType  # 1
-    """its call was read and checked, and its prompt tokenised"""
+    """its call was heard, read and checked, and its prompt tokenised"""
     SPAN_KIND_LIMITS: _SpanKind.ValueType  # 2
     """the ledger was asked what its tenant's limits leave"""
     SPAN_KIND_OPENING: _SpanKind.ValueType  # 3
@@ -163,13 +163,15 @@ class _SpanKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     """in the queue, which tells why when it leaves"""
     SPAN_KIND_WORKER_STARTS: _SpanKind.ValueType  # 31
     """there was no worker yet, and one started"""
+    SPAN_KIND_RENDERING: _SpanKind.ValueType  # 32
+    """a chat's template wrote its prompt, which may have had to wait for its turn"""
 
 class SpanKind(_SpanKind, metaclass=_SpanKindEnumTypeWrapper):
     """What a part of a request's time went into."""
 
 SPAN_KIND_UNSPECIFIED: SpanKind.ValueType  # 0
 SPAN_KIND_DOOR: SpanKind.ValueType  # 1
-"""its call was read and checked, and its prompt tokenised"""
+"""its call was heard, read and checked, and its prompt tokenised"""
 SPAN_KIND_LIMITS: SpanKind.ValueType  # 2
 """the ledger was asked what its tenant's limits leave"""
 SPAN_KIND_OPENING: SpanKind.ValueType  # 3
@@ -230,6 +232,8 @@ SPAN_KIND_QUEUED: SpanKind.ValueType  # 30
 """in the queue, which tells why when it leaves"""
 SPAN_KIND_WORKER_STARTS: SpanKind.ValueType  # 31
 """there was no worker yet, and one started"""
+SPAN_KIND_RENDERING: SpanKind.ValueType  # 32
+"""a chat's template wrote its prompt, which may have had to wait for its turn"""
 Global___SpanKind: typing_extensions.TypeAlias = SpanKind
 
 @typing.final
@@ -1026,7 +1030,7 @@ class Explanation(google.protobuf.message.Message):
     request_id: builtins.str
     state: Global___RequestState.ValueType
     total_s: builtins.float
-    """Seconds from its call to its end, or until now: what the spans add up to. Its end is when the first client had read
+    """Seconds from when a router heard of its call to its end, or until now: what the spans add up to. Its end is when the first client had read
     all of it, if the router that had it remembers that or told it to the ledger; else when the ledger had it. What it
     does not tell the ledger is at most 1 ms or 1 %.
     """

@@ -28,6 +28,7 @@ from router.gateway.http.fields import Generation as GenerationFields
 from router.gateway.http.generation import Generation
 from router.gateway.http.transcript import Collected, Transcript, Usage
 from router.gateway.inference import Inference
+from router.gateway.journal import Journal
 from router.gateway.model import ServedModel
 from router.gateway.requests import new_request_id
 
@@ -57,7 +58,8 @@ class Answering:
                 has_logprobs=fields.logprobs is not None,
                 echoes=self._echoes(fields) if fields.echo else (),
             )
-        answering = self._answer(call, name, fields, messages, answer)
+        journals = [Journal(call.came) for _ in messages]
+        answering = self._answer(call, name, fields, messages, journals, answer)
         return await unless_gone(call.request.receive, answering)
 
     async def chat(self, call: Call) -> ASGIApp:
@@ -67,8 +69,9 @@ class Answering:
         return await unless_gone(call.request.receive, self._chat(call, name, fields))
 
     async def _chat(self, call: Call, name: str, fields: ChatFields) -> ASGIApp:
+        journal = Journal(call.came)
         with self._telling_refusals():
-            conversation = await self._conversations.of(fields)
+            conversation = await self._conversations.of(fields, journal)
             message = submissions.of_chat(fields, conversation.prompt, conversation.grammar)
         answer = ChatAnswer(
             self._envelope(f"chatcmpl-{name}"),
@@ -76,7 +79,7 @@ class Answering:
             lambda choice: conversation.parser(name, choice),
             has_logprobs=bool(fields.logprobs),
         )
-        return await self._answer(call, name, fields, [message], answer)
+        return await self._answer(call, name, fields, [message], [journal], answer)
 
     async def _answer(
         self,
@@ -84,12 +87,13 @@ class Answering:
         name: str,
         fields: GenerationFields,
         messages: Sequence[pb.GenerateRequest],
+        journals: Sequence[Journal],
         answer: Answer,
     ) -> ASGIApp:
         for message, request_id in zip(messages, _request_ids(name, len(messages)), strict=True):
             message.request_id = request_id
         transcript = _transcript(call, name, fields, messages)
-        generation = await self._open(call, messages)
+        generation = await self._open(call, messages, journals)
         if generation.trace is not None:
             call.told[TRACERESPONSE] = str(generation.trace)
         if not fields.stream:
@@ -102,9 +106,16 @@ class Answering:
         events = Events(generation, transcript, answer, has_usage=has_usage, explains=explains)
         return await EventStream.begin(events, call.params)
 
-    async def _open(self, call: Call, messages: Sequence[pb.GenerateRequest]) -> Generation:
+    async def _open(
+        self,
+        call: Call,
+        messages: Sequence[pb.GenerateRequest],
+        journals: Sequence[Journal],
+    ) -> Generation:
         if _LAST_EVENT_ID not in call.headers:
-            return await Generation.submit(self._inference, call.caller, messages, call.headers)
+            return await Generation.submit(
+                self._inference, call.caller, messages, call.headers, journals
+            )
         names = [message.request_id for message in messages]
         return await Generation.attach(self._inference, call.caller, names)
 

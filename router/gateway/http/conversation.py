@@ -10,8 +10,10 @@ from router.chat.formats import ToolFormat
 from router.chat.parser import Parser
 from router.chat.templates import ChatTemplate
 from router.chat.tools import ToolUse
+from router.clock import now
 from router.gateway import aside
 from router.gateway.http.fields import Chat, ChatFields
+from router.gateway.journal import Journal
 from router.gateway.model import ServedModel
 
 
@@ -36,25 +38,33 @@ class Conversations:
         self._model = model
         self._template = template
 
-    async def of(self, fields: ChatFields) -> Conversation:
-        """Raises NoChatTemplate, InvalidRequest."""
+    async def of(self, fields: ChatFields, journal: Journal) -> Conversation:
+        """``journal`` hears of what it takes. Raises NoChatTemplate, InvalidRequest."""
         tools = ToolUse.of(
             fields.tools, fields.tool_choice, fields.parallel_tool_calls is not False
         )
-        prompt = await self.prompt(fields, tools)
+        journal.read(now())
+        text = await self._text(fields, tools)
+        journal.rendered(now())
+        prompt = await self._tokens(text)
         form = self._template.tool_format if self._template is not None else None
         return Conversation(prompt, tools.grammar(form), tools, form)
 
     async def prompt(self, fields: Chat, tools: ToolUse) -> tuple[int, ...]:
         """What the model reads. Raises NoChatTemplate, InvalidRequest."""
+        return await self._tokens(await self._text(fields, tools))
+
+    async def _text(self, fields: Chat, tools: ToolUse) -> str:
         if self._template is None:
             raise NoChatTemplate(f"the model {self._model.name!r} has no chat template")
-        text = await self._template.render(
+        return await self._template.render(
             fields.messages or [],
             tools.shown,
             add_generation_prompt=fields.add_generation_prompt,
             more=fields.chat_template_kwargs or {},
         )
+
+    async def _tokens(self, text: str) -> tuple[int, ...]:
         # A template writes the special tokens itself.
         return await aside.with_text(
             len(text), lambda: self._model.encode(text, add_special_tokens=False)

@@ -19,6 +19,7 @@ from everlift.errors import (
     MethodNotAllowed,
     UnsupportedMediaType,
 )
+from router.clock import now
 from router.gateway import caller as callers
 from router.gateway import headers as request_headers
 from router.gateway.caller import ANYONE, Caller
@@ -42,7 +43,8 @@ class JsonResponse(Response):
 
 @dataclass(slots=True)
 class Call:
-    """A request whose caller may make it. Names of ``headers`` are in small letters.
+    """A request that ``came`` when its head was read, and whose caller may make it. Names of
+    ``headers`` are in small letters.
 
     ``params`` is what its fields are called in errors, and ``told`` are headers of its answer,
     whatever that is: a handler sets both as soon as it knows them."""
@@ -51,6 +53,7 @@ class Call:
     caller: Caller
     headers: Mapping[str, str]
     max_body_bytes: int
+    came: float
     params: Mapping[str, str] = field(default_factory=dict)
     told: dict[str, str] = field(default_factory=dict)
 
@@ -114,8 +117,8 @@ class Endpoint:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        call = Call(request, ANYONE, _headers(request), self._max_body_bytes)
+        came, request = now(), Request(scope, receive)
+        call = Call(request, ANYONE, _headers(request), self._max_body_bytes, came)
         if x_request_id := request_headers.x_request_id(call.headers):
             call.told[request_headers.X_REQUEST_ID] = x_request_id
         response = await self._answer(call)

@@ -10,6 +10,7 @@ from typing import Any, Self
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.caller import Caller
 from router.gateway.inference import Inference, Opened
+from router.gateway.journal import Journal
 from router.gateway.source import source_of
 
 #: A piece, and which of the requests it is of.
@@ -41,10 +42,16 @@ class Generation:
         caller: Caller,
         messages: Sequence[pb.GenerateRequest],
         headers: Mapping[str, str],
+        journals: Sequence[Journal],
     ) -> Self:
-        """Each of ``messages`` has its id. Raises what Inference.generate raises: then none of them
-        goes on for this one's sake."""
-        return await cls._open([inference.generate(caller, each, headers) for each in messages])
+        """Each of ``messages`` has its id, and a journal of what came before. Raises what
+        Inference.generate raises: then none of them goes on for this one's sake."""
+        return await cls._open(
+            [
+                inference.generate(caller, message, headers, journal)
+                for message, journal in zip(messages, journals, strict=True)
+            ]
+        )
 
     @classmethod
     async def attach(cls, inference: Inference, caller: Caller, names: Sequence[str]) -> Self:

@@ -15,7 +15,8 @@ Answers = AsyncIterator[pb.ModelStreamInferResponse]
 
 
 class InferStream:
-    """``answer`` makes one message's answers, and raises nothing."""
+    """``answer`` is called with a message when it is read, makes its answers, and raises
+    nothing."""
 
     def __init__(self, answer: Callable[[bytes], Answers], max_at_once: int = MAX_AT_ONCE) -> None:
         self._answer = answer
@@ -39,8 +40,9 @@ class InferStream:
 
     async def _read(self, messages: AsyncIterator[bytes]) -> None:
         async for data in messages:
+            answers = self._answer(data)
             await self._slots.acquire()
-            task = asyncio.create_task(self._tell(data))
+            task = asyncio.create_task(self._tell(answers))
             self._tasks.add(task)
             task.add_done_callback(self._done)
 
@@ -48,8 +50,8 @@ class InferStream:
         self._tasks.discard(task)
         self._slots.release()
 
-    async def _tell(self, data: bytes) -> None:
-        async with aclosing(self._answer(data)) as answers:  # type: ignore[type-var]
+    async def _tell(self, answers: Answers) -> None:
+        async with aclosing(answers):  # type: ignore[type-var]
             async for answer in answers:
                 await self._answers.put(answer)
 

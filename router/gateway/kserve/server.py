@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Protocol
 
@@ -13,11 +14,13 @@ from google.protobuf.message import Message
 
 from everlift import error_details
 from everlift.errors import EverliftError, InvalidRequest, Unimplemented, UnknownModel
+from router.clock import now
 from router.gateway.caller import Scope
 from router.gateway.door import OPEN, Door
 from router.gateway.failures import answerable
 from router.gateway.handlers import Call, Handlers, parse
 from router.gateway.inference import Inference, Opened
+from router.gateway.journal import Journal
 from router.gateway.kserve import description, infer_request, tensors
 from router.gateway.kserve.infer_response import FINAL, Answer
 from router.gateway.kserve.infer_stream import InferStream
@@ -76,7 +79,10 @@ class KserveServer:
     def model_stream_infer(
         self, messages: AsyncIterator[bytes], call: Call
     ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        return InferStream(lambda data: self._told(data, call)).answers(messages)
+        def answers(data: bytes) -> AsyncIterator[pb.ModelStreamInferResponse]:
+            return self._told(data, replace(call, came=now()))
+
+        return InferStream(answers).answers(messages)
 
     async def _told(self, data: bytes, call: Call) -> AsyncIterator[pb.ModelStreamInferResponse]:
         """What is said to one request of a stream. What goes wrong with it ends nothing else."""
@@ -121,7 +127,11 @@ class KserveServer:
     async def _open(self, wanted: Wanted, head: pb.ModelInferResponse, call: Call) -> Opened:
         """Raises what Inference.generate does."""
         opened = await self._inference.generate(
-            call.caller, wanted.generate, call.headers, call.context.time_remaining()
+            call.caller,
+            wanted.generate,
+            call.headers,
+            Journal(call.came),
+            call.context.time_remaining(),
         )
         head.id = head.id or opened.request_id
         return opened
