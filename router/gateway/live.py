@@ -91,7 +91,7 @@ class LiveRequest:
         self.worker_wait: asyncio.TimerHandle | None = None
         self._watchers: set[Callable[[], None]] = set()
         self._num_readers = 0
-        self._began = self._waiting_since = now
+        self._taken = self._waiting_since = now
         self._queued_s = 0.0
         self._dispatched: float | None = None
         self._predicted_ttft_s: float | None = None
@@ -211,8 +211,8 @@ class LiveRequest:
         return self.phase is Phase.RUNNING and self.epoch == epoch
 
     def age_s(self, now: float) -> float:
-        """Since this gateway has it."""
-        return now - self._began
+        """Since its call."""
+        return now - self.journal.came
 
     # what happens to it
 
@@ -248,7 +248,7 @@ class LiveRequest:
         self.journal.dispatched(dispatched, self.known_tokens, neighbours, now)
         if self._dispatched is None:
             self._dispatched = now
-            self._observer.dispatched(now - self._began)
+            self._observer.dispatched(self._queued_s)
 
     def lose(self) -> None:
         """Its worker is lost."""
@@ -283,9 +283,9 @@ class LiveRequest:
             if not self._has_begun_elsewhere:
                 self.journal.readable(now)
             if self._dispatched is not None and not self._has_begun_elsewhere:
-                self._observer.first_token(now - self._began, now - self._dispatched)
+                self._observer.first_token(self.age_s(now), now - self._dispatched)
                 if self._predicted_ttft_s is not None:
-                    self._observer.predicted(self._predicted_ttft_s, now - self._began)
+                    self._observer.predicted(self._predicted_ttft_s, now - self._taken)
         if (before := self._readable_since.get(choice.index)) is not None:
             self._observer.next_tokens(now - before)
         self._readable_since[choice.index] = now
@@ -315,7 +315,7 @@ class LiveRequest:
             self._observer.failed(self.error.slug)
             return
         self._observer.finished(
-            now - self._began,
+            self.age_s(now),
             now - self._began_to_tell(now),
             len(self.request.prompt_ids),
             self.num_tokens,
@@ -393,14 +393,18 @@ class LiveRequest:
     def _timing(self, ended: float) -> pb.Timing:
         return pb.Timing(
             queued_s=self._queued_s,
-            time_to_first_token_s=self._began_to_tell(ended) - self._began,
-            total_s=ended - self._began,
+            time_to_first_token_s=self._ttft_s(ended),
+            total_s=self.age_s(ended),
             attempts=self.attempts,
             migrations=self.migrations,
             preemptions=self.preemptions,
             recomputed_tokens=self.recomputed_tokens,
             overtaken=self.overtaken,
         )
+
+    def _ttft_s(self, ended: float) -> float:
+        told_s = self.journal.ttft_s
+        return self.age_s(self._began_to_tell(ended)) if told_s is None else told_s
 
     def _began_to_tell(self, ended: float) -> float:
         return ended if self._first_token is None else self._first_token
@@ -414,9 +418,16 @@ class LiveRequest:
             self.as_entry(),
             request,
             predicted,
-            self._predicted_ttft_s,
+            self._foreseen_ttft_s,
             sum(choice.readable - choice.taken for choice in self.choices),
         )
+
+    @property
+    def _foreseen_ttft_s(self) -> float | None:
+        """From its call, as it was predicted when it came here."""
+        if self._predicted_ttft_s is None:
+            return None
+        return self.age_s(self._taken) + self._predicted_ttft_s
 
     def packed_explanation(self, now: float) -> bytes:
         """As the ledger keeps it."""

@@ -17,13 +17,13 @@ class ClassObserver(Protocol):
         ...
 
     def dispatched(self, wait_s: float) -> None:
-        """For the first time, so long after its arrival."""
+        """For the first time, so long after it was filed."""
         ...
 
-    def first_token(self, since_arrival_s: float, since_dispatch_s: float) -> None: ...
+    def first_token(self, since_call_s: float, since_dispatch_s: float) -> None: ...
 
     def predicted(self, ttft_s: float, seen_s: float) -> None:
-        """When it came its first token was predicted so long after; it came so long after."""
+        """When it was filed its first token was predicted so long after; it came so long after."""
         ...
 
     def next_tokens(self, interval_s: float) -> None:
@@ -38,7 +38,8 @@ class ClassObserver(Protocol):
         output_tokens: int,
         reasons: Sequence[FinishReason],
     ) -> None:
-        """By its last token. ``decode_s`` is since its first one; ``reasons`` are by choice."""
+        """By its last token, ``latency_s`` after its call and ``decode_s`` after its first one;
+        ``reasons`` are by choice."""
         ...
 
     def failed(self, slug: str) -> None:
@@ -59,7 +60,7 @@ class _Nobody:
 
     def dispatched(self, wait_s: float) -> None: ...
 
-    def first_token(self, since_arrival_s: float, since_dispatch_s: float) -> None: ...
+    def first_token(self, since_call_s: float, since_dispatch_s: float) -> None: ...
 
     def predicted(self, ttft_s: float, seen_s: float) -> None: ...
 

@@ -98,14 +98,14 @@ _REQUESTS = (
     ),
     _of_class(
         "everlift_time_to_first_token_seconds",
-        "From a request's arrival until its first token could be read.",
+        "From a request's call until its first token could be read.",
     ),
     Metric(
         "everlift_ttft_prediction_error_ratio",
         "histogram",
         "ratio",
-        "By how much a request's time to first token, as predicted when it came, was off, as a "
-        "part of what it was; of those of which anything was predicted.",
+        "By how much the time from a request's filing to its first token, as predicted then, was "
+        "off, as a part of what it was; of those of which anything was predicted.",
         ("priority",),
         _ERROR_RATIO,
     ),
@@ -116,11 +116,11 @@ _REQUESTS = (
     ),
     _of_class(
         "everlift_request_latency_seconds",
-        "From a request's arrival to its end, of those with outcome ok.",
+        "From a request's call to its end, of those with outcome ok.",
     ),
     _of_class(
         "everlift_queue_wait_seconds",
-        "From a request's arrival until it was given to a worker for the first time.",
+        "From a request's filing until it was given to a worker for the first time.",
     ),
     _of_class(
         "everlift_prefill_seconds",

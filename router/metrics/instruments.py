@@ -116,8 +116,8 @@ class _Class:
     def dispatched(self, wait_s: float) -> None:
         self._queue_wait.observe(wait_s)
 
-    def first_token(self, since_arrival_s: float, since_dispatch_s: float) -> None:
-        self._first_token.observe(since_arrival_s)
+    def first_token(self, since_call_s: float, since_dispatch_s: float) -> None:
+        self._first_token.observe(since_call_s)
         self._prefill.observe(since_dispatch_s)
 
     def predicted(self, ttft_s: float, seen_s: float) -> None:

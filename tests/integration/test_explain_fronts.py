@@ -26,6 +26,7 @@ from tests.http_client import JSON, ask
 from tests.in_process import ROUTER, WORKER, Cluster, cluster, until
 from tests.integration.test_explain import check_sum
 from tests.rim import Rim
+from tests.scrape import scraped
 from worker.config import WorkerConfig
 
 MANY = "/everlift.v1.Inference/GenerateMany"
@@ -131,6 +132,27 @@ async def test_a_body_that_comes_late_is_time_at_the_door(
     check_sum(explanation, wall_s)
     assert explanation.spans[0].kind == pb.SPAN_KIND_DOOR
     assert explanation.spans[0].seconds > LATE_S
+
+
+async def test_timing_and_metrics_count_from_the_call_too(parts: Cluster, rim: Rim) -> None:
+    async def messages() -> AsyncIterator[bytes]:
+        await late(rim, "r")
+        yield generate("r").SerializeToString()
+
+    async with grpc.aio.insecure_channel(parts.address) as channel:
+        call = channel.stream_stream(GENERATE, response_deserializer=pb.GenerateResponse.FromString)
+        *_, last = [it async for it in call(messages(), metadata=((IDEMPOTENCY_KEY, "r"),))]
+    explanation, timing = await told(parts, "r"), last.timing
+    assert timing.time_to_first_token_s == explanation.ttft_s > LATE_S
+    assert LATE_S < timing.total_s <= explanation.total_s
+    samples = (await scraped(parts.routers[0].metrics_address)).samples
+
+    def total_s(name: str) -> float:
+        return samples.total(f"everlift_{name}_seconds_sum")
+
+    assert total_s("time_to_first_token") == pytest.approx(timing.time_to_first_token_s)
+    assert total_s("request_latency") == pytest.approx(timing.total_s)
+    assert total_s("queue_wait") < explanation.total_s - LATE_S
 
 
 async def test_all_requests_of_one_call_count_from_it(parts: Cluster, rim: Rim) -> None:

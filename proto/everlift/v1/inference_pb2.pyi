@@ -713,9 +713,9 @@ class Timing(google.protobuf.message.Message):
     queued_s: builtins.float
     """waiting in the admission queue"""
     time_to_first_token_s: builtins.float
-    """arrival to first delivered token"""
+    """from its call, as its router heard of it, to its first token that could be read"""
     total_s: builtins.float
-    """arrival to finish"""
+    """from its call until the ledger had its end"""
     attempts: builtins.int
     """times the request was given to a worker"""
     migrations: builtins.int
@@ -728,8 +728,8 @@ class Timing(google.protobuf.message.Message):
     """Times that a request which came later left the admission queue before it, as far as this router knows."""
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Span]:
-        """Where it is asked for: what total_s went into, and what went before the request was accepted, the seconds of
-        each kind together.
+        """Where it is asked for: what total_s went into, and its client's reading behind that, the seconds of each kind
+        together.
         """
 
     def __init__(
@@ -1042,7 +1042,7 @@ class Explanation(google.protobuf.message.Message):
     ttft_s: builtins.float
     """from its call to its first token"""
     predicted_ttft_s: builtins.float
-    """when it came"""
+    """the same, as it was predicted when it was filed"""
     dropped_attempts: builtins.int
     """the first ones, of which only their time is told"""
     unread_s: builtins.float
