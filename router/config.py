@@ -91,7 +91,8 @@ class RouterConfig:
     #: file that everlift train-predictor makes, by which outputs' lengths are predicted; a new one
     #: is taken at once. Empty: each is expected to be as long as those before it
     predictor: str = ""
-    #: predictions whose order is less like that of what came (Kendall's tau) are not used
+    #: predictions whose order is less like that of what came (Kendall's tau) are not used: while it
+    #: is, shortest, ranked and hrrn are fifo
     predictor_min_tau: float = 0.1
     #: who has waited for so long leaves before all others of its class, whatever the order; 0:
     #: nobody

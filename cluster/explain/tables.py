@@ -35,7 +35,8 @@ def headline(explanation: pb.Explanation) -> Iterator[str]:
     yield f"[bold]{escape(explanation.request_id)}[/]: {state}, {total_s:.3f} s"
     tokens = f"{explanation.prompt_tokens} prompt tokens, {explanation.output_tokens} output tokens"
     if explanation.predicted_output_tokens:
-        tokens += f" ({explanation.predicted_output_tokens} predicted)"
+        by_mean = " by the last outputs" if explanation.prediction_distrusted else ""
+        tokens += f" ({explanation.predicted_output_tokens} predicted{by_mean})"
     yield tokens
     if explanation.HasField("ttft_s"):
         first = f"first token after {explanation.ttft_s:.3f} s"

@@ -22,11 +22,13 @@ _NO_RANK = 0.0
 
 class Foretold(NamedTuple):
     """``rank`` is the part of the requests lately whose outputs are foretold to be shorter,
-    ``work_rank`` that of those which take less, prompts and outputs."""
+    ``work_rank`` that of those which take less, prompts and outputs. What ``is_distrusted`` leaves
+    the queue by arrival."""
 
     length: LengthDistribution
-    rank: float
-    work_rank: float
+    rank: float = _NO_RANK
+    work_rank: float = _NO_RANK
+    is_distrusted: bool = False
 
 
 class Foresight:
@@ -43,6 +45,8 @@ class Foresight:
     def foretell(self, arrival: Arrival) -> Foretold:
         seen = self._seen(arrival)
         length = LengthDistribution(self._lengths.mean if seen is None else max(1.0, seen))
+        if self._sigma is None and arrival.is_distrusted:
+            return Foretold(length, is_distrusted=True)
         output = length.to_come(0, arrival.max_tokens)
         rank = _NO_RANK if seen is None else self._ranks.rank(output)
         return Foretold(length, rank, self._work_ranks.rank(arrival.prompt_tokens + output))

@@ -87,7 +87,7 @@ class Gateway:
         foretold = self._foresight.foretell(arrival)
         life = Life(record, name, BlockNames(index, arrival), foretold)
         life.foreseen_wait_s = self._dispatcher.foreseen_wait_s(
-            arrival.priority, life.predicted_total
+            arrival.priority, life.predicted_work
         )
         self._lives[life.request_id] = life
         self._enqueue(life)

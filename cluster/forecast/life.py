@@ -116,9 +116,14 @@ class Life:
         return self.foretold.length.to_come(0, self.record.arrival.max_tokens)
 
     @property
-    def predicted_total(self) -> int:
+    def predicted_work(self) -> int:
         """Its prompt and its output."""
         return self.record.arrival.prompt_tokens + self.predicted_output
+
+    @property
+    def predicted_total(self) -> int:
+        """The same where requests are ordered by it."""
+        return 0 if self.foretold.is_distrusted else self.predicted_work
 
     def waiting(self, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:
         arrival = self.record.arrival

@@ -79,11 +79,10 @@ def _records(
     stored: Stored, moments: dict[str, float], explanation: pb.Explanation
 ) -> Iterator[Record]:
     entry = stored.entry
-    foreseen_tokens = explanation.predicted_output_tokens / stored.request.n or None
     for num_tokens in entry.num_tokens:
         yield Record(
             0,
-            _arrival(stored, num_tokens, foreseen_tokens),
+            _arrival(stored, num_tokens, explanation),
             dispatched=moments.get("dispatch", inf),
             first_token=_first_token(entry.arrived, explanation),
             finished=moments.get("finish", inf),
@@ -102,7 +101,7 @@ def _first_token(arrived: float, explanation: pb.Explanation) -> float:
     return arrived + explanation.ttft_s - _seconds(explanation, ACCEPTING)
 
 
-def _arrival(stored: Stored, num_tokens: int, foreseen_tokens: float | None) -> Arrival:
+def _arrival(stored: Stored, num_tokens: int, explanation: pb.Explanation) -> Arrival:
     request, arrived = stored.request, stored.entry.arrived
     return Arrival(
         arrived,
@@ -119,7 +118,8 @@ def _arrival(stored: Stored, num_tokens: int, foreseen_tokens: float | None) -> 
             for name in block_hashes(request.prompt_ids, request.salt)
         ),
         prefix_part_tokens=BLOCK_SIZE,
-        foreseen_tokens=foreseen_tokens,
+        foreseen_tokens=explanation.predicted_output_tokens / request.n or None,
+        is_distrusted=explanation.prediction_distrusted,
     )
 
 

@@ -28,3 +28,5 @@ class Arrival:
     prefix_part_tokens: int = 512
     #: how long its output was expected to become when it came; None: nobody said
     foreseen_tokens: float | None = None
+    #: that was by a predictor whose order was worth nothing
+    is_distrusted: bool = False

@@ -94,6 +94,9 @@ class RatioLane(Lane):
     Those that take about as many tokens, up to a factor of sqrt(2), are one line, by arrival: of
     each line only the first can be next, so that 40 lines do for a million tokens. A request's
     tokens count as those of its line.
+
+    Those whose tokens nobody knows leave by arrival: no one that came later goes before them, and
+    they go before no one that came earlier.
     """
 
     def __init__(self, present: Container[int], places: Places) -> None:
@@ -101,33 +104,51 @@ class RatioLane(Lane):
         self._places = places
         #: by twice the binary logarithm of the tokens
         self._lines: dict[int, Line] = {}
+        #: of unknown tokens
+        self._by_arrival = Line(present, places)
 
     def push(self, waiting: Ordered, place: Place, ticket: int) -> None:
-        line = self._lines.get(size := _size(waiting))
+        line = self._line_of(waiting)
         if line is None:
-            line = self._lines[size] = Line(self._present, self._places)
+            line = self._lines[_size(waiting)] = Line(self._present, self._places)
         line.push(place[0], ticket)
 
+    def _line_of(self, waiting: Ordered) -> Line | None:
+        return self._lines.get(_size(waiting)) if waiting.predicted_total else self._by_arrival
+
     def head(self, moment: float | None) -> int | None:
-        firsts = [(size, it) for size, line in self._lines.items() if (it := line.first())]
-        if len(firsts) < len(self._lines):
-            self._lines = {size: self._lines[size] for size, _ in firsts}
+        firsts = self._firsts()
+        unknown = self._by_arrival.first()
+        if unknown is not None:
+            firsts = [(size, item) for size, item in firsts if self._came_before(item, unknown)]
         if moment is None:
-            return self._earliest([item for _, item in firsts])
+            return _ticket(self._earliest([item for _, item in firsts]) or unknown)
         ratios = (
             ((item[0] - moment) / tokens, item)
             for size, item in firsts
             if (tokens := 2 ** (size / 2))
         )
-        return _ticket(min(ratios, default=(0.0, None))[1])
+        return _ticket(min(ratios, default=(0.0, unknown))[1])
 
-    def _earliest(self, items: Sequence[Item]) -> int | None:
+    def _firsts(self) -> list[tuple[int, Item]]:
+        """Of each line, with its size."""
+        firsts = [(size, it) for size, line in self._lines.items() if (it := line.first())]
+        if len(firsts) < len(self._lines):
+            self._lines = {size: self._lines[size] for size, _ in firsts}
+        return firsts
+
+    def _came_before(self, one: Item, other: Item) -> bool:
+        if one[0] != other[0]:
+            return one[0] < other[0]
+        return self._places(one[1]) < self._places(other[1])
+
+    def _earliest(self, items: Sequence[Item]) -> Item | None:
         arrived = min((it[0] for it in items), default=None)
-        tickets = (ticket for number, ticket in items if number == arrived)
-        return min(tickets, key=self._places, default=None)
+        tied = (it for it in items if it[0] == arrived)
+        return min(tied, key=lambda it: self._places(it[1]), default=None)
 
     def left(self, waiting: Ordered, ticket: int) -> None:
-        if (line := self._lines.get(_size(waiting))) is not None:
+        if (line := self._line_of(waiting)) is not None:
             line.left(ticket)
 
 
@@ -204,7 +225,7 @@ class FairLane(Lane):
 
 
 def _size(waiting: Ordered) -> int:
-    return round(2 * log2(max(1, waiting.predicted_total)))
+    return round(2 * log2(waiting.predicted_total))
 
 
 def _ticket(item: Item | None) -> int | None:

@@ -103,7 +103,8 @@ class ShortestWork:
     distributed, whatever its unit and its tail). Nobody goes before it who came later than that
     after it. This ageing is relative to how long requests wait: a fixed time, or one for each
     token, turns the order into fifo where everybody waits much longer than that, and lets the
-    longest starve where nobody waits so long.
+    longest starve where nobody waits so long. Where nothing tells requests apart it is 0, and
+    this is fifo.
     """
 
     patience: float
@@ -159,7 +160,8 @@ class HighestResponseRatio:
     (highest response ratio next; for serving models in Magnus, arXiv 2406.04785).
 
     A request of w tokens that has waited t gives way to a later one of v tokens only once that has
-    waited t * v / w itself, and to none that takes longer.
+    waited t * v / w itself, and to none that takes longer. Where nothing tells requests apart this
+    is fifo.
     """
 
     @property

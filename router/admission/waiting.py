@@ -68,7 +68,8 @@ class Waiting(NamedTuple):
     is_suspect: bool = False
     #: that will probably be generated, of all choices
     predicted_tokens: int = 0
-    #: its prompt and all its output, as predicted when it came: it stays when it comes back
+    #: its prompt and all its output, as predicted when it came: it stays when it comes back. 0: no
+    #: order goes by it, nor by the two below
     predicted_total: int = 0
     #: the part of the requests lately whose outputs were predicted to be shorter; it stays too
     predicted_rank: float = 0.0

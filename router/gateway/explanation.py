@@ -14,6 +14,7 @@ from router.gateway.attempt import Attempt
 from router.gateway.journal import FINISHED, Journal, Span
 from router.gateway.unread import Unread
 from router.ledger.entry import Entry, Event, State, Stored
+from router.prediction.predictor import Prediction
 
 #: In the ledger.
 MAX_BYTES = 4096
@@ -33,11 +34,10 @@ def explained(
     journal: Journal,
     entry: Entry,
     request: Request,
-    predicted_tokens: int,
+    prediction: Prediction,
     predicted_ttft_s: float | None,
     unread_tokens: int,
 ) -> pb.Explanation:
-    """``predicted_tokens`` are of all outputs."""
     return pb.Explanation(
         request_id=entry.request_id,
         state=pb.RequestState.Value(f"REQUEST_STATE_{entry.state.name}"),
@@ -46,7 +46,8 @@ def explained(
         attempts=[*journal.earlier_attempts, *map(_attempt, journal.told)],
         prompt_tokens=len(request.prompt_ids),
         output_tokens=sum(entry.num_tokens),
-        predicted_output_tokens=predicted_tokens,
+        predicted_output_tokens=prediction.output_tokens(request),
+        prediction_distrusted=prediction.is_distrusted,
         ttft_s=journal.ttft_s,
         ledger_s=journal.ledger_s,
         predicted_ttft_s=predicted_ttft_s,

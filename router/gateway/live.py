@@ -142,8 +142,9 @@ class LiveRequest:
 
     @property
     def predicted_total(self) -> int:
-        """Tokens of its prompt and all its outputs, as predicted when it came here."""
-        return self.prediction.total_tokens(self.request)
+        """Tokens of its prompt and all its outputs, as predicted when it came here; 0 where
+        requests are not ordered by that."""
+        return self.prediction.ordered_tokens(self.request)
 
     @property
     def predicted_rank(self) -> float:
@@ -411,13 +412,11 @@ class LiveRequest:
 
     def explanation(self, now: float) -> pb.Explanation:
         """Where its time went, until this moment."""
-        request = self.request
-        predicted = max(0, self.predicted_total - len(request.prompt_ids))
         return explained(
             self.journal.until(now, is_read=self.has_readers),
             self.as_entry(),
-            request,
-            predicted,
+            self.request,
+            self.prediction,
             self._foreseen_ttft_s,
             sum(choice.readable - choice.taken for choice in self.choices),
         )

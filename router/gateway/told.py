@@ -28,14 +28,8 @@ def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
         salt=request.salt,
         num_computed=_num_computed(live, choice),
         priority=request.priority,
-        predicted_tokens=_predicted_output(live),
+        predicted_tokens=live.prediction.length.to_come(0, request.max_tokens),
     )
-
-
-def _predicted_output(live: LiveRequest) -> int:
-    """Of each choice; 0 where nothing was predicted."""
-    request = live.request
-    return max(0, live.predicted_total - len(request.prompt_ids)) // request.n
 
 
 def _num_computed(live: LiveRequest, choice: Choice) -> int:
@@ -100,7 +94,7 @@ def arriving(
         ttft_deadline=0.0 if target_s is None else arrived + target_s,
         moves_left=moves_left,
         predicted_tokens=prediction.output_tokens(request),
-        predicted_total=prediction.total_tokens(request),
+        predicted_total=prediction.ordered_tokens(request),
         predicted_rank=prediction.rank,
         predicted_work_rank=prediction.work_rank,
         foreseen_wait_s=prediction.foreseen_wait_s,

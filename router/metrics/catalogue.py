@@ -184,7 +184,8 @@ _PREDICTIONS = (
         "everlift_predictor_trusted",
         "gauge",
         "",
-        "1 while outputs' lengths are predicted by a model whose tau is high enough.",
+        "1 while outputs' lengths are predicted by a model whose tau is high enough. 0 without a "
+        "model; and with one, while shortest, ranked and hrrn are fifo for what comes.",
     ),
     Metric(
         "everlift_predictor_tau",

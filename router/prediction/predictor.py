@@ -3,7 +3,8 @@
     a request  --predict-->  Prediction  ...  its outputs end  --note-->  what the next ones learn
 
 Without a model, and while tau says that its order is worth nothing, every output that may end by
-itself is expected to be as long as the last ones were by and large.
+itself is expected to be as long as the last ones were by and large. With a model whose order is
+worth nothing requests are not ordered by that either: they leave the queue by arrival.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Prediction:
     learned: Learned | None = None
     #: nothing but its ``max_tokens`` ends it
     is_certain: bool = False
+    #: there is a model, and its order is worth nothing
+    is_distrusted: bool = False
 
     def output_tokens(self, request: Request) -> int:
         """Of all its outputs."""
@@ -49,6 +52,10 @@ class Prediction:
     def total_tokens(self, request: Request) -> int:
         """Of its prompt and all its outputs."""
         return len(request.prompt_ids) + self.output_tokens(request)
+
+    def ordered_tokens(self, request: Request) -> int:
+        """The same where requests may be ordered by it; 0 where they leave by arrival."""
+        return 0 if self.is_distrusted else self.total_tokens(request)
 
 
 #: Before anything is predicted.
@@ -81,28 +88,30 @@ class Predictor:
 
     def predict(self, request: Request, moment: float) -> Prediction:
         """``moment`` is ledger time in seconds."""
-        prediction = self._predict(request, moment)
+        prediction = self._foretold(request, moment)
+        if self._is_distrusted:
+            return replace(prediction, is_distrusted=True)
         work_rank = self._work_ranks.rank(prediction.total_tokens(request))
-        return replace(prediction, work_rank=work_rank)
+        return replace(prediction, rank=self._rank(prediction, request), work_rank=work_rank)
 
-    def _predict(self, request: Request, moment: float) -> Prediction:
+    @property
+    def _is_distrusted(self) -> bool:
+        return self.trust is not None and not self.trust.is_trusted
+
+    def _foretold(self, request: Request, moment: float) -> Prediction:
+        """Its length alone."""
         if not request.stop and not request.stop_token_ids:
-            length = LengthDistribution(request.max_tokens)
-            return Prediction(length, self._rank(request, length), is_certain=True)
+            return Prediction(LengthDistribution(request.max_tokens), is_certain=True)
         if self._learned is None:
             return Prediction(LengthDistribution(self._lengths.mean))
         guess = self._learned.guess(asked(request, self._tokenizer, moment))
-        if not self._learned.trust.is_trusted:
-            return Prediction(
-                LengthDistribution(self._lengths.mean), guess=guess, learned=self._learned
-            )
-        rank = self._rank(request, guess.length)
-        return Prediction(guess.length, rank, guess=guess, learned=self._learned)
+        length = LengthDistribution(self._lengths.mean) if self._is_distrusted else guess.length
+        return Prediction(length, guess=guess, learned=self._learned)
 
-    def _rank(self, request: Request, length: LengthDistribution) -> float:
-        if self._learned is None or not self._learned.trust.is_trusted:
+    def _rank(self, prediction: Prediction, request: Request) -> float:
+        if self._learned is None:
             return _NO_RANK
-        return self._ranks.rank(request.n * length.to_come(0, request.max_tokens))
+        return self._ranks.rank(prediction.output_tokens(request))
 
     def note(self, prediction: Prediction, num_tokens: int) -> bool:
         """An output ended, by itself or by its ``max_tokens``. Whether others are trusted from now

@@ -6,6 +6,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from cluster.prediction.examples import from_ledger, from_lines
 from cluster.prediction.training import trained
 from everlift.client import AsyncClient
@@ -36,8 +38,15 @@ async def test_a_running_router_takes_a_predictor_and_the_next_one(tmp_path: Pat
             await receive(to, [7] * 40, count, **STOP)
         await receive(to, [7] * 40, 9)
         assert coverage((await scraped(metrics)).samples) == {"0.5", "0.9"}
-        write(path, "{}")
         first = parts.routers[0]._requests.predictor.trust
+        assert first is not None
+        for sign, is_trusted in ((-1, False), (1, True)):
+            for length in range(500):
+                first.note(length, (True, True), sign * length)
+            samples = (await scraped(metrics)).samples
+            assert samples["everlift_predictor_trusted",] == is_trusted
+            assert samples["everlift_predictor_tau",] == pytest.approx(sign, abs=0.05)
+        write(path, "{}")
         other, _ = trained("fake", from_lines(lines(mixed(2, 400)), FAKE))
         write(path, other)
         await until(lambda: parts.routers[0]._requests.predictor.trust is not first)

@@ -13,6 +13,8 @@ from everlift.v1 import session_pb2
 from router.gateway.explanation import MAX_BYTES, explained, kept, packed, resumed
 from router.gateway.journal import FINISHED, Journal
 from router.ledger.entry import Entry, Event, State, Stored, StoredChoice
+from router.prediction.length_distribution import LengthDistribution
+from router.prediction.predictor import Prediction
 from tests.ledgers import make_request
 
 CAME = 5000.0
@@ -44,7 +46,8 @@ def journal(attempts: int = 1, names: int = 0) -> Journal:
 
 
 def told(of: Journal, now: float, attempts: int = 1) -> pb.Explanation:
-    return explained(of.until(now), entry(attempts=attempts), make_request(), 7, 0.5, 3)
+    prediction = Prediction(LengthDistribution(7.0))
+    return explained(of.until(now), entry(attempts=attempts), make_request(), prediction, 0.5, 3)
 
 
 def stored(explanation: bytes, of: Entry, now: float) -> Stored:

@@ -220,6 +220,23 @@ def test_who_has_waited_longest_for_what_it_takes_leaves_first(
             assert (moment - other.arrived) / other.predicted_total <= ratio * 2**0.5 + 1e-9
 
 
+@given(ARRIVALS, st.randoms(use_true_random=False))
+def test_by_ratio_who_takes_nobody_knows_how_much_passes_nobody_and_is_passed_by_nobody(
+    arrivals: list[tuple[float, int, float | None, int]], dice: random.Random
+) -> None:
+    queue, here, moment = queue_of(HighestResponseRatio()), [], 0.0
+    for number, (between, tokens, _, _) in enumerate(arrivals):
+        moment += between
+        total = dice.choice([0, tokens])
+        here.append(waiting(f"{number:02}", moment, tokens, predicted_total=total))
+        queue.push(here[-1])
+        while here and dice.random() < 0.4:
+            gone = queue.pop(moment)
+            here.remove(gone)
+            unknown = [it for it in here if not (it.predicted_total and gone.predicted_total)]
+            assert all(gone.request_id < it.request_id for it in unknown)
+
+
 def test_by_the_keys_alone_a_ratio_is_fifo() -> None:
     """So it is told, and so it leaves until all is told."""
     queue = queue_of(

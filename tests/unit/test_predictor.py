@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 
+from router.admission.policy import policy_of
+from router.admission.queue import AdmissionQueue
+from router.admission.waiting import Waiting
+from router.config import Order, RouterConfig
+from router.gateway.told import arriving
 from router.prediction.model import Model
 from router.prediction.predictor import Predictor
 from router.prediction.rank_correlation import kendall_tau
@@ -118,6 +124,37 @@ def test_predictions_that_are_worth_nothing_become_constant_and_come_back() -> N
     assert {it.rank for it in predictions} == {0.0}
     told(made, requests)
     assert made.trust.is_trusted and made.trust.tau > 0.5
+
+
+def left(order: Order, predictor: Predictor, requests: list[Drawn]) -> list[int]:
+    """Requests that come a second after each other, and leave when all of them have waited for
+    long."""
+    queue = AdmissionQueue(policy_of(order, RouterConfig()), class_floor=0.0)
+    for number, it in enumerate(requests):
+        made = request(it, request_id=str(number))
+        prediction = replace(predictor.predict(made, it.arrived), foreseen_wait_s=50.0)
+        queue.push(Waiting.told("g", arriving(made, float(number), None, prediction, 0)))
+    return [int(queue.pop(1000.0).request_id) for _ in requests]
+
+
+@pytest.mark.parametrize("order", ["shortest", "ranked", "hrrn"])
+def test_while_predictions_are_worth_nothing_requests_leave_by_arrival(order: Order) -> None:
+    made, requests = predictor(), mixed(8, 700)
+    some, by_arrival = requests[:30], [*range(30)]
+    assert left(order, made, some) != by_arrival
+    by_chance(made, requests)
+    assert left(order, made, some) == by_arrival
+    told(made, requests)
+    assert left(order, made, some) != by_arrival
+
+
+def test_what_is_certain_leaves_by_arrival_too_then_and_counts_as_what_it_is() -> None:
+    made, requests = predictor(), mixed(8, 700)
+    by_chance(made, requests)
+    endless = request(requests[0], stop_token_ids=(), max_tokens=5000)
+    prediction = made.predict(endless, 0.0)
+    assert (prediction.ordered_tokens(endless), prediction.work_rank, prediction.rank) == (0, 0, 0)
+    assert prediction.total_tokens(endless) == 5000 + len(endless.prompt_ids)
 
 
 def test_that_trust_changed_is_said_once() -> None:

@@ -19,7 +19,7 @@ from cluster.forecast.scenario import (
 from cluster.forecast.simulate import simulate
 from cluster.forecast.summary import Quantiles, Slo
 from cluster.workloads.arrival import Arrival
-from router.config import RouterConfig
+from router.config import Order, RouterConfig
 from tests.small_clusters import ENGINE, STEP_TIME, arrivals, scenario, spec
 from worker.config import Scheduling
 
@@ -153,6 +153,20 @@ def test_the_orders_of_the_product_are_its_own() -> None:
         for order in ("fifo", "shortest")
     }
     assert means["fifo"].overtaken.mean == 0 < means["shortest"].overtaken.mean
+
+
+@pytest.mark.parametrize("order", ["shortest", "ranked", "hrrn"])
+def test_what_came_while_a_model_was_not_trusted_leaves_by_arrival(order: Order) -> None:
+    load = [replace(it, foreseen_tokens=it.output_tokens) for it in arrivals(60, 90.0)]
+    distrusted = [replace(it, is_distrusted=True) for it in load]
+    workers = scenario(spec(max_num_seqs=4))
+
+    def dispatched(load: list[Arrival], order: Order) -> list[float]:
+        records = simulate(load, replace(workers, router=RouterConfig(order=order))).records
+        return [record.dispatched for record in records]
+
+    fifo = dispatched(load, "fifo")
+    assert dispatched(distrusted, order) == fifo != dispatched(load, order)
 
 
 @pytest.mark.parametrize(("sigma", "together"), [(None, [1, 2, 3, 4]), (0.0, [2, 4, 6, 8])])

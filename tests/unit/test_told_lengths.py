@@ -10,6 +10,7 @@ import pytest
 from cluster.prediction.examples import from_lines
 from cluster.prediction.training import trained
 from everlift.v1 import session_pb2
+from router.clock import now
 from router.gateway.model import ServedModel
 from router.prediction.model import Model
 from tests.gateway_support import Gateway, started_gateway
@@ -48,6 +49,26 @@ async def test_what_nothing_predicts_gives_way_by_its_prompt_alone(gateway: Gate
     short, long = gateway.line.enqueued
     assert (short.predicted_rank, long.predicted_rank) == (0.0, 0.0)
     assert 1.0 > long.predicted_work_rank > short.predicted_work_rank > 0.0
+
+
+async def test_what_a_model_that_is_not_trusted_predicts_has_a_length_and_no_order(
+    gateway: Gateway,
+) -> None:
+    gateway.requests.predictor.load(model())
+    trust = gateway.requests.predictor.trust
+    assert trust is not None
+    trust.is_trusted = False
+    gateway.requests.foresee(session_pb2.Outlook(tokens_per_s=10.0))
+    for name in "ab":
+        live = await gateway.submit(request_id=name, stop=["\x00"], max_tokens=3000)
+    told = gateway.line.enqueued[-1]
+    assert (told.predicted_total, told.predicted_rank, told.predicted_work_rank) == (0, 0.0, 0.0)
+    assert told.predicted_tokens == 128, "as long as outputs are by and large"
+    assert told.foreseen_wait_s == (told.prompt_tokens + 128) / 10.0, "another one came before it"
+    await gateway.dispatch("b")
+    assert gateway.workers.started[-1].predicted_tokens == 128
+    explanation = live.explanation(now())
+    assert (explanation.predicted_output_tokens, explanation.prediction_distrusted) == (128, True)
 
 
 async def test_a_wait_is_foreseen_by_the_leaders_word(gateway: Gateway) -> None:

@@ -1020,6 +1020,7 @@ class Explanation(google.protobuf.message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
     PREDICTED_OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    PREDICTION_DISTRUSTED_FIELD_NUMBER: builtins.int
     TTFT_S_FIELD_NUMBER: builtins.int
     PREDICTED_TTFT_S_FIELD_NUMBER: builtins.int
     DROPPED_ATTEMPTS_FIELD_NUMBER: builtins.int
@@ -1039,6 +1040,8 @@ class Explanation(google.protobuf.message.Message):
     """of all choices"""
     predicted_output_tokens: builtins.int
     """when it came; 0: nothing was predicted"""
+    prediction_distrusted: builtins.bool
+    """by the last outputs alone: the order of its router's predictor was worth nothing"""
     ttft_s: builtins.float
     """from its call to its first token"""
     predicted_ttft_s: builtins.float
@@ -1078,6 +1081,7 @@ class Explanation(google.protobuf.message.Message):
         prompt_tokens: builtins.int = ...,
         output_tokens: builtins.int = ...,
         predicted_output_tokens: builtins.int = ...,
+        prediction_distrusted: builtins.bool = ...,
         ttft_s: builtins.float | None = ...,
         predicted_ttft_s: builtins.float | None = ...,
         dropped_attempts: builtins.int = ...,
@@ -1087,7 +1091,7 @@ class Explanation(google.protobuf.message.Message):
         counterfactuals: collections.abc.Iterable[Global___Counterfactual] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "ledger_s", b"ledger_s", "predicted_ttft_s", b"predicted_ttft_s", "ttft_s", b"ttft_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "counterfactuals", b"counterfactuals", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "output_tokens", b"output_tokens", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "counterfactuals", b"counterfactuals", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "output_tokens", b"output_tokens", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prediction_distrusted", b"prediction_distrusted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ledger_s", b"_ledger_s"]) -> typing.Literal["ledger_s"] | None: ...
     @typing.overload

@@ -1086,7 +1086,7 @@ class Waiting(google.protobuf.message.Message):
     predicted_tokens: builtins.int
     """that will still be generated, of all choices"""
     predicted_total: builtins.int
-    """tokens of the prompt and all outputs, as predicted when it came"""
+    """tokens of the prompt and all outputs, as predicted when it came; 0: no order goes by it"""
     predicted_rank: builtins.float
     """of all its outputs among those predicted lately, from 0 to 1, when it came"""
     predicted_work_rank: builtins.float

@@ -27,12 +27,17 @@ export function explained(explanation, labels, onPick) {
   ];
 }
 
-function headline({ output_tokens: made, predicted_output_tokens: foreseen, ttft_s: ttft, predicted_ttft_s: wait, ledger_s: ledger }) {
-  const predicted = foreseen ? ` (${count(foreseen)} predicted)` : "";
+function headline(explanation) {
+  const { output_tokens: made, ttft_s: ttft, predicted_ttft_s: wait, ledger_s: ledger } = explanation;
+  const predicted = foreseen(explanation);
   if (ttft === undefined) return `No token yet${predicted}.`;
   const late = wait === undefined ? "" : ` (${seconds(wait)} predicted)`;
   const stored = ledger === undefined ? "" : `, of which ${seconds(ledger)} until the ledger had it`;
   return `The first token came after ${seconds(ttft)}${late}${stored}; ${count(made)} tokens of output${predicted}.`;
+}
+
+function foreseen({ predicted_output_tokens: tokens, prediction_distrusted: isDistrusted }) {
+  return tokens ? ` (${count(tokens)} predicted${isDistrusted ? " by the last outputs" : ""})` : "";
 }
 
 // What lies beside its spans: nothing waits for a client.

@@ -64,6 +64,7 @@ class ExplanationBody(TypedDict):
     prompt_tokens: int
     output_tokens: int
     predicted_output_tokens: int
+    prediction_distrusted: bool
     ttft_s: NotRequired[float]
     ledger_s: NotRequired[float]
     predicted_ttft_s: NotRequired[float]
