@@ -1,0 +1,143 @@
+"""What other tenants are served while a request of one waits: no more than router/README.md says
+under "Turns of tenants". Tenants come and go; what runs has its tokens a step each, and may queue
+again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from math import inf
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everlift.request_id import qualified, tenant_of
+from everlift.v1 import session_pb2 as pb
+from router.admission.fair_share import FairShare
+from router.admission.policy import Fifo, HighestResponseRatio, Policy, ShortestWork
+from router.admission.queue import AdmissionQueue
+from router.admission.waiting import Waiting
+
+PROMPT, OUTPUT = 1.0, 2.0
+#: Tokens of all that may run at once, and what they cost at most.
+ROOM = 40
+BOUND = OUTPUT * ROOM
+#: All of the same weight, but for one that is served beside them.
+TENANTS, HEAVY = ("a", "b", "c"), "heavy"
+
+#: Of a tenant for some steps: in which part of them a request of it comes, and how many tokens its
+#: prompts and outputs have at most.
+HABIT = st.tuples(st.sampled_from([0.0, 0.1, 0.9]), st.integers(1, ROOM // 2))
+TIMES = st.lists(st.tuples(HABIT, HABIT, HABIT, HABIT), min_size=1, max_size=8)
+_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Running:
+    waiting: Waiting
+    left: int
+
+    @property
+    def tokens(self) -> int:
+        """When it ends."""
+        return self.waiting.prefill_tokens + self.waiting.max_tokens
+
+
+class Life:
+    """``beside`` and ``others`` are, of each request that waited, by how much more than its own
+    tenant another one of its weight was served meanwhile: of whom something waited all the time,
+    and any."""
+
+    def __init__(self, policy: Policy, dice: random.Random) -> None:
+        self._share = FairShare(PROMPT, OUTPUT, lambda tenant: 3.0 if tenant == HEAVY else 1.0)
+        self._share.roll_called()
+        self._queue = AdmissionQueue(policy, 0.0, self._share, in_turns=True)
+        self._dice = dice
+        self._served = dict.fromkeys((*TENANTS, HEAVY), 0.0)
+        self._running: list[Running] = []
+        #: by request that waits: when it came, and what had been served by then
+        self._here: dict[str, tuple[int, dict[str, float]]] = {}
+        #: by tenant of whom something waits, since when
+        self._since: dict[str, int] = {}
+        self._moment = 0
+        self.beside: list[float] = []
+        self.others: list[float] = []
+
+    def live(self, times: list[tuple[tuple[float, int], ...]]) -> None:
+        for habits in times:
+            for _ in range(_STEPS):
+                for tenant, (often, longest) in zip(self._served, habits, strict=True):
+                    if self._dice.random() < often:
+                        self._come(self._waiting(tenant, longest))
+                self._leave()
+                self._run()
+        for name in self._here:
+            self._judge(name)
+
+    def _waiting(self, tenant: str, longest: int) -> Waiting:
+        prompt, output = self._dice.randint(1, longest), self._dice.randint(1, longest)
+        name, total = qualified(tenant, str(self._moment)), prompt + output
+        return Waiting(name, "g", self._moment, prompt, output, predicted_total=total)
+
+    def _come(self, waiting: Waiting) -> None:
+        self._moment += 1
+        self._queue.push(waiting)
+        self._here[waiting.request_id] = self._moment, dict(self._served)
+        self._since.setdefault(tenant_of(waiting.request_id), self._moment)
+
+    def _leave(self) -> None:
+        while (head := self._queue.peek(self._moment)) is not None:
+            running = Running(head, head.max_tokens)
+            if sum(it.tokens for it in self._running) + running.tokens > ROOM:
+                return
+            self._judge(head.request_id)
+            self._queue.dispatch(head)
+            self._running.append(running)
+            self._gone(head)
+
+    def _gone(self, head: Waiting) -> None:
+        tenant = tenant_of(head.request_id)
+        del self._here[head.request_id]
+        if not head.has_run:
+            self._served[tenant] += PROMPT * head.prefill_tokens
+        if tenant not in self._share.counters(0).waiting:
+            del self._since[tenant]
+
+    def _judge(self, name: str) -> None:
+        tenant, (came, before) = tenant_of(name), self._here[name]
+        served = {it: self._served[it] - before[it] for it in TENANTS}
+        for other in served.keys() - {tenant, HEAVY} if tenant != HEAVY else ():
+            self.others.append(served[other] - served[tenant])
+            if self._since.get(other, inf) <= came:
+                self.beside.append(self.others[-1])
+
+    def _run(self) -> None:
+        """A step. One that runs may lose its worker then."""
+        for each in self._running:
+            tenant = tenant_of(each.waiting.request_id)
+            self._served[tenant] += OUTPUT
+            self._share.told([pb.ServedTokens(tenant=tenant, tokens=1)])
+        self._running = [replace(it, left=it.left - 1) for it in self._running if it.left > 1]
+        if self._running and self._dice.random() < 0.1:
+            self._come(_again(self._running.pop(self._dice.randrange(len(self._running)))))
+
+
+def _again(running: Running) -> Waiting:
+    known = running.tokens - running.left
+    return running.waiting._replace(
+        prefill_tokens=known, max_tokens=running.left, accepted=True, has_run=True
+    )
+
+
+@given(
+    TIMES,
+    st.sampled_from([Fifo(), ShortestWork(1.5), HighestResponseRatio()]),
+    st.builds(random.Random, st.integers(0, 2**32)),
+)
+def test_while_a_request_waits_others_are_served_little_more_than_its_tenant(
+    times: list[tuple[tuple[float, int], ...]], policy: Policy, dice: random.Random
+) -> None:
+    life = Life(policy, dice)
+    life.live(times)
+    assert max(life.beside, default=0.0) <= 2 * BOUND
+    assert max(life.others, default=0.0) <= 3 * BOUND
