@@ -146,6 +146,8 @@ class Router:
         await router._internal.start()
         await router._public.start()
         await router._http.start(router._api())
+        if router._template is not None and router.http_address:
+            router._template.start()
         router._metrics.readiness = router._requests
         for line in exposures(config, has_keys=config.access != "off"):
             log.warning(line, host=config.host, internal_host=config.internal_host)

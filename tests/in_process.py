@@ -127,6 +127,8 @@ class Cluster:
         await router._metrics.stop()
         await router._line.close()
         await router._sessions.close()
+        if router._template is not None:
+            await router._template.close()
 
     async def stop(self) -> None:
         """Ends what is left; by then no worker may hold a KV block."""

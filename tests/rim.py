@@ -1,5 +1,5 @@
-"""A stopwatch where a router's clients come in: from when a call is heard of to the last that is
-said to it."""
+"""A stopwatch where a router's clients come in: from when a call is heard of to the last part of
+its answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.clock import now
 from router.gateway.headers import IDEMPOTENCY_KEY
 from router.gateway.http.api import Api
+from router.gateway.http.writer import Writer
 from router.rpc.call import Call
+
+Headers = Iterable[tuple[str | bytes, str | bytes]]
 
 
 class Rim:
@@ -20,45 +23,56 @@ class Rim:
     they were heard, and the ``seconds`` that they took."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.heard: set[str] = set()
+        self.heard: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self._time_http(patch)
         self._time_grpc(patch)
 
+    def _hear(self, headers: Headers) -> None:
+        self.heard[_name(headers)] = now()
+
+    def _told(self, headers: Headers) -> None:
+        name = _name(headers)
+        self.seconds[name] = now() - self.heard[name]
+
     def _time_http(self, patch: pytest.MonkeyPatch) -> None:
-        app_of = Api.app
+        app_of, write = Api.app, Writer.write
+
+        def timed_write(writer: Writer, data: bytes) -> None:
+            write(writer, data)
+            self._told(writer.cycle.scope["headers"])
+
         patch.setattr(Api, "app", lambda api, *args: self._timed(app_of(api, *args)))
+        patch.setattr(Writer, "write", timed_write)
 
     def _timed(self, app: ASGIApp) -> ASGIApp:
         async def timed(scope: Scope, receive: Receive, send: Send) -> None:
-            began, name = now(), _name(scope["headers"])
-            self.heard.add(name)
-
             async def tell(message: Message) -> None:
-                self.seconds[name] = now() - began
+                if message.get("body"):
+                    self._told(scope["headers"])
                 await send(message)
 
+            self._hear(scope["headers"])
             await app(scope, receive, tell)
 
         return timed
 
     def _time_grpc(self, patch: pytest.MonkeyPatch) -> None:
-        run, put, began = Call.run, Call._put, dict[Call, float]()
+        run, put = Call.run, Call._put
 
         def timed_run(call: Call, handler: Any) -> None:
-            began[call] = now()
-            self.heard.add(_name(call.invocation_metadata()))
+            self._hear(call.invocation_metadata())
             run(call, handler)
 
         def timed_put(call: Call, answer: Any) -> None:
             put(call, answer)
-            self.seconds[_name(call.invocation_metadata())] = now() - began[call]
+            self._told(call.invocation_metadata())
 
         patch.setattr(Call, "run", timed_run)
         patch.setattr(Call, "_put", timed_put)
 
 
-def _name(headers: Iterable[tuple[str | bytes, str | bytes]]) -> str:
+def _name(headers: Headers) -> str:
     named = {_text(name): _text(value) for name, value in headers}
     return named.get(IDEMPOTENCY_KEY, "")
 

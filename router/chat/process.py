@@ -37,18 +37,22 @@ class _Ended(Exception):
 
 
 class RendererProcess:
-    """Starts with the first chat, and again when it has ended. One chat at a time."""
+    """Starts with a chat where it does not run. One chat at a time."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
+    async def start(self) -> None:
+        """Unless it runs. Raises EverliftError where no process can be had."""
+        if self._process is None or self._process.poll() is not None:
+            await self._start()
+
     async def render(self, request: bytes) -> str:
         """Raises TemplateFailed, TemplateTimeout, PromptTextTooLong; EverliftError where no process
         can be had."""
-        if self._process is None or self._process.poll() is not None:
-            await self._start()
+        await self.start()
         try:
             answer = await self._exchange(request, _PATIENCE * self._launch.cpu_s)
         except TimeoutError:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from everlift.errors import QueueFull
+from everlift.errors import EverliftError, QueueFull
 from router.chat import frames
 from router.chat.formats import ToolFormat, tool_format
 from router.chat.launch import Launch
@@ -69,6 +70,11 @@ class ChatTemplate:
         """How the model writes tool calls; None: not known."""
         return self._tool_format
 
+    def start(self) -> None:
+        """The processes, which a chat would have to wait for. Nobody waits for them here."""
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._run(one)) for one in self._processes]
+
     async def render(
         self,
         messages: object,
@@ -117,14 +123,16 @@ class ChatTemplate:
     async def _in_turn(self, request: bytes) -> str:
         if self._waiting.full() or self._waiting_bytes + len(request) > _MAX_WAITING_BYTES:
             raise QueueFull("too many chats wait to be rendered")
-        if not self._tasks:
-            self._tasks = [asyncio.create_task(self._run(one)) for one in self._processes]
+        self.start()
         text: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting_bytes += len(request)
         self._waiting.put_nowait(_Chat(request, text))
         return await text
 
     async def _run(self, process: RendererProcess) -> None:
+        # A chat tries it again, and hears of it.
+        with suppress(EverliftError):
+            await process.start()
         while True:
             chat = await self._waiting.get()
             self._waiting_bytes -= len(chat.request)

@@ -30,6 +30,7 @@ from router.chat.templates import ChatTemplate
 from router.config import RouterConfig
 from tests import chat_support
 from tests.chat_support import USE, chat_template
+from tests.in_process import until
 
 HELLO = [{"role": "user", "content": "hello"}]
 #: Does what the first message says.
@@ -217,6 +218,15 @@ async def test_the_event_loop_goes_on_while_templates_loop(tmp_path: Path) -> No
         assert turns > 100 * (time.thread_time() - began)
 
 
+async def test_what_was_started_ahead_renders_the_first_chat(tmp_path: Path) -> None:
+    async with serving(tmp_path, HOSTILE) as template:
+        template.start()
+        await until(lambda: template._processes[0]._process)
+        process = supervisor(template)
+        assert await template.render(HELLO, None) == "hello is fine"
+        assert supervisor(template) is process
+
+
 async def test_a_renderer_that_was_killed_is_started_again(tmp_path: Path) -> None:
     async with serving(tmp_path, HOSTILE) as template:
         await template.render(HELLO, None)
@@ -254,6 +264,7 @@ async def test_a_process_that_cannot_be_started_is_an_error_of_the_server(
     async with serving(tmp_path, HOSTILE) as template:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", "/bin/false")
+            template.start()
             with pytest.raises(EverliftError, match="no chat can be rendered") as caught:
                 await template.render(HELLO, None)
             assert not isinstance(caught.value, InvalidRequest)
