@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,8 @@ from router.router import Router
 from tests.grammar_support import DEMO_MODEL
 from tests.http_client import JSON, ask, get, streamed
 from tests.in_process import ROUTER, WORKER, Cluster, cluster, receive, until
-from worker.config import WorkerConfig
+from tests.keyring import Keyring
+from worker.config import FakeModel, WorkerConfig
 
 PROMPT = [5, 6, 7]
 
@@ -166,9 +168,61 @@ async def test_a_lost_worker_and_no_worker_are_parts_of_the_time(parts: Cluster)
     check_sum(explanation, wall_s)
     assert spent[pb.SPAN_KIND_REQUEUE] > 0 and spent[pb.SPAN_KIND_NO_WORKER] > 0
     assert spent[pb.SPAN_KIND_WORKER_STARTS] > 0
+    # Its last word came before it was gone, and its heir computed all of it again.
+    assert spent[pb.SPAN_KIND_DETECTION] > 0 and spent[pb.SPAN_KIND_RECOMPUTE] > 0
+    attempts = {span.kind: span.attempt for span in explanation.spans}
+    assert attempts[pb.SPAN_KIND_DETECTION] == 1 and attempts[pb.SPAN_KIND_RECOMPUTE] == 2
     first, second = explanation.attempts
     assert "was lost" in first.end and second.end == "finished"
     assert second.known_tokens == len(PROMPT) + first.new_tokens
+    assert second.recomputed_tokens == second.known_tokens - 1
+
+
+async def test_what_decodes_is_stalled_by_anothers_prompt() -> None:
+    worker = replace(WORKER, fake=FakeModel(step_time=0.002, token_time=2e-5))
+    async with cluster(1, 1, ROUTER, worker) as parts, AsyncClient(parts.address) as client:
+        [held] = parts.hold()
+        work = asyncio.create_task(timed(parts.routers[0], asked("decodes", 60)))
+        await until(lambda: held.num_requests == 1)
+        link = parts.routers[0]._sessions._links[parts.workers[0].worker_id]
+        held.let(10)
+        await until(lambda: link.state.step >= 10)
+        other = asyncio.create_task(receive(client, [5] * 2000, 4, request_id="prompt"))
+        await until(lambda: held.num_requests == 2)
+        held.release()
+        wall_s, _ = await asyncio.gather(work, other)
+        decodes, prompt = [await client.explain(name) for name in ("decodes", "prompt")]
+    check_sum(decodes, wall_s)
+    assert seconds(decodes)[pb.SPAN_KIND_STALLED] > 0
+    assert decodes.attempts[0].most_neighbours == 1
+    assert seconds(prompt)[pb.SPAN_KIND_PREFILL] > 0
+    assert pb.SPAN_KIND_STALLED not in seconds(prompt)
+
+
+async def test_who_waits_for_another_tenants_turn_is_told_so(tmp_path: Path) -> None:
+    keyring = Keyring(tmp_path / "keys.yaml")
+    keys = [await keyring.key("many"), await keyring.key("few")]
+    worker = replace(WORKER, max_num_seqs=1)
+    config = replace(ROUTER, local_depth=1, access="file", access_file=str(keyring.path))
+    async with AsyncExitStack() as stack:
+        parts = await stack.enter_async_context(cluster(1, 1, config, worker))
+        clients = [AsyncClient(parts.address, api_key=key) for key in keys]
+        many, few = [await stack.enter_async_context(client) for client in clients]
+        [held] = parts.hold()
+        leader, work = parts.routers[0]._leader, []
+        for number, client in enumerate((many, many, many, many, few)):
+            going = receive(client, PROMPT, 8, request_id=f"r{number}")
+            work.append(asyncio.create_task(going))
+            await until(lambda number=number: leader.queued + held.num_requests > number)
+        held.release()
+        await asyncio.gather(*work)
+        last, other = await many.explain("r3"), await few.explain("r4")
+    spent, stay = seconds(last), last.attempts[0].queue
+    assert spent[pb.SPAN_KIND_BEHIND_TURN] > 0 and spent[pb.SPAN_KIND_BEHIND_EARLIER] > 0
+    assert (stay.turns, stay.ordered) == (1, 0)
+    # The other tenant is counted, and never named.
+    assert set(stay.before) <= {"r0", "r1", "r2"}
+    assert pb.SPAN_KIND_BEHIND_TURN not in seconds(other)
 
 
 async def test_without_its_blocks_a_request_waits_again_and_is_computed_again() -> None:

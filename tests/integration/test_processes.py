@@ -98,6 +98,30 @@ async def test_a_stream_goes_on_when_its_worker_is_killed(config: Config) -> Non
         assert cluster.workers[victim].worker_id != before
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_until_a_worker_was_found_dead_or_frozen_is_told(
+    config: Config, number: signal.Signals
+) -> None:
+    async with ProcessCluster(replace(config, num_workers=2)) as cluster:
+        async with AsyncClient(cluster.address) as client:
+            stream = client.generate("prompt", max_tokens=TOKENS, request_id="r")
+            async for chunk in stream:
+                if chunk.offset == 50:
+                    victim = await worker_that_runs(cluster, client)
+                    for pid in cluster.workers[victim].pids:
+                        os.kill(pid, number)
+            explanation = await client.explain("r")
+        await cluster.kill_worker(victim)
+    first, second = explanation.attempts
+    assert "was lost" in first.end and second.end == "finished"
+    spent = {(span.kind, span.attempt): span.seconds for span in explanation.spans}
+    found_s = spent[pb.SPAN_KIND_DETECTION, 1]
+    # A dead one is found by its stream. A frozen one has to be silent for some time: a tenth of it
+    # is left for the way of its last word.
+    assert found_s > (0.75 * config.router.worker_silence if number == signal.SIGSTOP else 0)
+    assert spent[pb.SPAN_KIND_RECOMPUTE, 2] > 0
+
+
 async def test_who_waits_for_a_worker_is_told_that_one_starts(config: Config) -> None:
     """From its process's beginning on, and not before."""
     async with ProcessCluster(config) as cluster, AsyncClient(cluster.address) as client:
