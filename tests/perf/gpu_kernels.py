@@ -2,8 +2,8 @@
 sizes of ../../benchmarks/gpu/README.md, beside torch's own.
 
 Of each: ``ours_s``, ``torch_s`` or, of attention, ``sdpa_s``, over keys and values that lie in one
-piece, which a step would have to gather first; ``fa3_s`` where FlashAttention 3 attends to prompts;
-and the ``bytes`` that it must read and write.
+piece, which a step would have to gather first; ``fa3_s`` and ``flashinfer_s`` where these can
+attend to prompts; and the ``bytes`` that it must read and write.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from tests.perf.gpu_timing import (
 )
 from worker.attention.backend import AttentionBackend, AttentionForm
 from worker.attention.choice import choose_attention
-from worker.attention.prompt_choice import choose_prompt_kernels
+from worker.attention.flash_attention import FlashAttention3
+from worker.attention.flash_infer import FlashInfer
+from worker.attention.prompt_choice import BackendClass, try_backend
 from worker.attention.reference import ReferenceAttention
 from worker.draw import DrawTable, choose_draw, draw
 from worker.kv_cache import KVCache
@@ -46,6 +48,7 @@ from worker.plan import Row, Rows
 from worker.upload import Parcel
 
 Times = dict[str, float]
+THEIRS: dict[str, BackendClass] = {"fa3_s": FlashAttention3, "flashinfer_s": FlashInfer}
 TOKENS = (BATCHES[0], BATCHES[-1], PREFILLS[-1])
 DRAWN = (BATCHES[0], BATCHES[-1])
 GREEDY, TOP_P = SamplingParams(temperature=0.0), SamplingParams(top_p=0.9, seed=1)
@@ -120,8 +123,9 @@ def _backends(cache: KVCache, new: int) -> dict[str, AttentionBackend]:
 
     multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     found: dict[str, AttentionBackend] = {"ours_s": GpuAttention(cache, multiprocessors)}
-    if new > 1 and (theirs := choose_prompt_kernels(cache)) is not None:
-        found["fa3_s"] = GpuAttention(cache, multiprocessors, theirs)
+    for name, backend in THEIRS.items() if new > 1 else ():
+        if (theirs := try_backend(backend, cache)) is not None:
+            found[name] = GpuAttention(cache, multiprocessors, theirs)
     return found
 
 

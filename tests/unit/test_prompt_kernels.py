@@ -1,5 +1,5 @@
-"""Prompts that somebody else's kernels attend to: a stand-in computes what it is asked for from the
-arguments alone, and refuses what FlashAttention 3 would."""
+"""Prompts that somebody else's kernels attend to: stand-ins compute what they are asked for from
+the arguments alone, and refuse what FlashAttention 3 and FlashInfer would."""
 
 from __future__ import annotations
 
@@ -76,9 +76,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     module = StandIn()
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     on(9, monkeypatch)
-    prompt_choice._first_that_works.cache_clear()
+    # Another one that may be installed here is no part of this.
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    prompt_choice._tried.cache_clear()
     yield module
-    prompt_choice._first_that_works.cache_clear()
+    prompt_choice._tried.cache_clear()
 
 
 def on(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,3 +202,75 @@ def test_the_attention_says_who_attends_to_prompts(stand_in: StandIn) -> None:
     cache = KVCache(1, 1, KV_HEADS, HEAD_DIM, torch.float16, CPU)
     assert GpuAttention(cache, 1).name == "GpuAttention"
     assert GpuAttention(cache, 1, chosen()).name == "GpuAttention, prompts by FlashAttention 3"
+
+
+class Wrapper:
+    """FlashInfer's, in its place."""
+
+    num_plans = 0
+
+    def __init__(self, room: Tensor, kv_layout: str) -> None:
+        assert room.dtype == torch.uint8 and kv_layout == "HND"
+
+    def plan(
+        self,
+        bounds: Tensor,
+        page_bounds: Tensor,
+        pages: Tensor,
+        last_lengths: Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        **asked: Any,
+    ) -> None:
+        type(self).num_plans += 1
+        assert {each.dtype for each in (bounds, page_bounds, pages, last_lengths)} == {torch.int32}
+        assert page_bounds[-1] == len(pages) and page_size == BLOCK_SIZE and asked["causal"]
+        assert ((last_lengths > 0) & (last_lengths <= page_size)).all()
+        self._rows = list(zip(bounds.tolist(), bounds.tolist()[1:], strict=False))
+        of_rows = pages.split(page_bounds.diff().tolist())
+        self._pages = list(zip(of_rows, last_lengths.tolist(), strict=True))
+        self._shape = heads, kv_heads, head_dim
+        left = asked["window_left"]
+        self._asked = {
+            "softmax_scale": asked["sm_scale"],
+            "softcap": asked["logits_soft_cap"],
+            "window_size": (left, -1 if left < 0 else 0),
+        }
+
+    def run(self, q: Tensor, cache: Tensor) -> Tensor:
+        heads, kv_heads, head_dim = self._shape
+        assert q.shape[1:] == (heads, head_dim) and cache.shape[1:3] == (2, kv_heads)
+        outs = []
+        for (first, end), (pages, last) in zip(self._rows, self._pages, strict=True):
+            length = (len(pages) - 1) * BLOCK_SIZE + last
+            parts = (cache[pages, part].transpose(1, 2).flatten(0, 1) for part in (0, 1))
+            keys, values = (part[:length] for part in parts)
+            outs.append(formula(q[first:end], keys, values, self._asked))
+        return torch.cat(outs).to(q.dtype)
+
+
+@every_form
+def test_flashinfer_attends_where_flashattention_is_not(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, form: AttentionForm
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    module = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    on(8, monkeypatch)
+    kernels = chosen(head_dim=64)
+    assert kernels is not None and kernels.name == "FlashInfer"
+    attention = partial(kernel, prompt_kernels=kernels)
+    batch = Batch(attention, ROWS, torch.float16, head_dim=64, heads=HEADS)
+    monkeypatch.setattr(Wrapper, "num_plans", 0)
+    for i, out in enumerate(batch.attend([0, 1, 2, 3, 4], form)):
+        assert_formula(batch, i, out, form)
+    assert Wrapper.num_plans == (form.sinks is None)
+
+
+def test_flashattention_comes_first(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    kernels = chosen(head_dim=64)
+    assert kernels is not None and kernels.name == "FlashAttention 3"

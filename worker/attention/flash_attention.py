@@ -23,7 +23,7 @@ class FlashAttention3:
 
     name = "FlashAttention 3"
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._attend = import_module(_MODULE).flash_attn_with_kvcache
 
     @staticmethod
@@ -45,15 +45,16 @@ class FlashStep:
         self._prompts = prompts
 
     def attend(self, layer: Tensor, query: Tensor, form: AttentionForm) -> Tensor:
+        there = self._prompts.there
         keys, values = (part.transpose(1, 2) for part in layer.unbind(1))
         attended: Tensor = self._attend(
             query,
             keys,
             values,
-            cache_seqlens=self._prompts.lengths,
-            page_table=self._prompts.tables,
-            cu_seqlens_q=self._prompts.bounds,
-            max_seqlen_q=self._prompts.most,
+            cache_seqlens=there.lengths,
+            page_table=there.tables,
+            cu_seqlens_q=there.bounds,
+            max_seqlen_q=int(self._prompts.counts.max()),
             softmax_scale=form.scale,
             causal=True,
             # How many are seen to the left of a token, and to its right.

@@ -89,7 +89,8 @@ class GpuAttention:
     def _tile_sets(self, counts: Ints, span: slice | None, parcel: Parcel) -> _TileSets:
         """Of rows with ``counts`` [n] tokens, of which those of ``span`` may be attended to
         otherwise. What layers of steps before have asked for is in ``parcel``."""
-        known = {wanted: self._sent(counts, span, wanted, parcel) for wanted in self._asked}
+        likely = (wanted for wanted in self._asked if wanted.is_for_all or span is not None)
+        known = {wanted: self._sent(counts, span, wanted, parcel) for wanted in likely}
 
         def tile_sets(wanted: _Wanted) -> list[TileSet]:
             self._asked.add(wanted)

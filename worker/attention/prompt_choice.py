@@ -14,7 +14,15 @@ from everlift import logs
 from everlift.blockhash import BLOCK_SIZE
 from worker.attention.backend import AttentionForm
 from worker.attention.flash_attention import FlashAttention3
-from worker.attention.prompts import Feature, PromptBackend, PromptKernels, Prompts, bounds_of
+from worker.attention.flash_infer import FlashInfer
+from worker.attention.prompts import (
+    Feature,
+    PromptBackend,
+    PromptKernels,
+    Prompts,
+    PromptsThere,
+    bounds_of,
+)
 from worker.attention.reference import ReferenceAttention
 from worker.kv_cache import KVCache
 from worker.limits import blocks_for
@@ -23,7 +31,9 @@ from worker.upload import upload
 
 log = logs.get(__name__)
 
-_BACKENDS = (FlashAttention3,)
+BackendClass = type[FlashAttention3] | type[FlashInfer]
+#: The first that works is used.
+BACKENDS: tuple[BackendClass, ...] = (FlashAttention3, FlashInfer)
 _LAYERS, _LAYER = 2, 1
 #: First new position and new tokens of the rows that are tried: a whole prompt, the next part of
 #: one, a token between them, and one that begins and ends within a block.
@@ -52,20 +62,22 @@ class _Like(NamedTuple):
 def choose_prompt_kernels(cache: KVCache) -> PromptKernels | None:
     """None where our own kernel attends to prompts. The log says why it does though somebody else's
     is there."""
+    return next(filter(None, (try_backend(each, cache) for each in BACKENDS)), None)
+
+
+def try_backend(backend_class: BackendClass, cache: KVCache) -> PromptKernels | None:
+    """None where it is not there, does not fit or is wrong."""
     tensor = cache.tensor
-    return _first_that_works(_Like(cache.kv_heads, tensor.shape[-1], tensor.dtype, tensor.device))
+    like = _Like(cache.kv_heads, tensor.shape[-1], tensor.dtype, tensor.device)
+    return _tried(backend_class, like)  # type: ignore[arg-type]  # a class can be hashed
 
 
 @cache_of
-def _first_that_works(like: _Like) -> PromptKernels | None:
-    return next(filter(None, (_tried(backend, like) for backend in _BACKENDS)), None)
-
-
-def _tried(backend_class: type[FlashAttention3], like: _Like) -> PromptKernels | None:
+def _tried(backend_class: BackendClass, like: _Like) -> PromptKernels | None:
     try:
         if not backend_class.fits(like.head_dim, like.dtype, like.device):
             return None
-        backend = backend_class()
+        backend = backend_class(like.device)
     except ModuleNotFoundError:
         return None
     except Exception as error:
@@ -101,8 +113,10 @@ def _error(backend: PromptBackend, like: _Like, feature: Feature, group: int) ->
         softcap=_SOFTCAP if feature.softcap else None,
     )
     random = torch.Generator().manual_seed(_SEED)
-    shape = (rows.num_tokens, like.kv_heads * group, like.head_dim)
-    query = torch.randn(shape, generator=random).to(like.device, like.dtype)
+    num_query = like.kv_heads * group
+    shape = (rows.num_tokens, num_query + like.kv_heads, like.head_dim)
+    # Keys lie beside them, as in a step.
+    query = torch.randn(shape, generator=random).to(like.device, like.dtype)[:, :num_query]
     cache = _filled(like, rows, random)
     theirs = backend.prepare(_prompts(rows, like.device)).attend(cache.layer(_LAYER), query, form)
     cache.tensor.nan_to_num_()
@@ -139,6 +153,7 @@ def _filled(like: _Like, rows: Rows, random: torch.Generator) -> KVCache:
 
 
 def _prompts(rows: Rows, device: torch.device) -> Prompts:
-    columns = bounds_of(rows.counts), rows.starts + rows.counts, rows.tables[rows.slots]
-    bounds, lengths, tables = (upload(column, device, torch.int32) for column in columns)
-    return Prompts(bounds, lengths, tables, int(rows.counts.max()))
+    lengths, tables = rows.starts + rows.counts, rows.tables[rows.slots]
+    columns = bounds_of(rows.counts), lengths, tables
+    there = PromptsThere(*(upload(column, device, torch.int32) for column in columns))
+    return Prompts(rows.counts, lengths, tables, there)

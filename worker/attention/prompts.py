@@ -34,15 +34,23 @@ def span_of_prompts(counts: Ints) -> slice | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
-    """Rows [n] that lie side by side in a step, on the device, int32: their new tokens lie between
-    ``bounds`` [n + 1], from 0 on, ``most`` of them in one row, and are the last of ``lengths`` [n]
-    positions, which lie in the blocks ``tables`` [n, width]. What lies behind them means
-    nothing."""
+    """Rows [n] that lie side by side in a step. Their ``counts`` [n] new tokens are the last of
+    ``lengths`` [n] positions, which lie in the blocks ``tables`` [n, width]; what lies behind them
+    means nothing. ``there`` has the same on the device."""
+
+    counts: Ints
+    lengths: Ints
+    tables: NDArray[np.int32]
+    there: PromptsThere
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptsThere:
+    """int32; the new tokens of a row lie between two of ``bounds`` [n + 1], from 0 on."""
 
     bounds: Tensor
     lengths: Tensor
     tables: Tensor
-    most: int
 
 
 def bounds_of(counts: Ints) -> NDArray[np.int32]:
@@ -95,12 +103,14 @@ class PromptKernels:
     ) -> PromptAttention:
         """For the ``rows`` of ``span``, of which ``tables`` has the blocks on the device."""
         counts = rows.counts[span]
-        bounds = parcel.add(bounds_of(counts))
-        lengths = parcel.add((rows.starts[span] + counts).astype(np.int32))
+        lengths = rows.starts[span] + counts
+        bounds_there = parcel.add(bounds_of(counts))
+        lengths_there = parcel.add(lengths.astype(np.int32))
 
         def prepare() -> PromptStep:
-            most = int(counts.max())
-            return self._backend.prepare(Prompts(bounds(), lengths(), tables(), most))
+            there = PromptsThere(bounds_there(), lengths_there(), tables())
+            blocks = rows.tables[rows.slots[span], : there.tables.shape[1]]
+            return self._backend.prepare(Prompts(counts, lengths, blocks, there))
 
         first = int(rows.firsts[span.start])
         return PromptAttention(self, slice(first, first + int(counts.sum())), prepare)
