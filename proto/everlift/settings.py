@@ -5,7 +5,7 @@
 A setting's type is its field's annotation: str, int, float, bool, Path, an Enum (written as its
 member's name in lower case), a Literal of strings, tuple[X, ...], X | None, or another dataclass,
 whose settings form a section. A key that no field has is an error that names the nearest one; a
-value of another type is an error that says what it should be.
+value of another type is an error that says what it should be, and of several names the nearest one.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _value(hint: Any, value: object, at: str) -> object:
                 return member
     elif isinstance(value, _SCALARS[hint][0]) and (hint is bool or not isinstance(value, bool)):
         return hint(value)
-    raise SettingsError(f"{at}: must be {_describe(hint)}, not {value!r}")
+    raise SettingsError(f"{at}: must be {_describe(hint)}, not {value!r}{_nearest(hint, value)}")
 
 
 def _parse(hint: Any, text: str, at: str) -> object:
@@ -244,13 +244,26 @@ def _inner(hint: Any) -> Any:
     return next(arg for arg in get_args(hint) if arg is not type(None))
 
 
+def _nearest(hint: Any, value: object) -> str:
+    """Where it is one of several names, the one most like ``value``, as a question."""
+    near = get_close_matches(value, _names(hint), 1) if isinstance(value, str) else []
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _names(hint: Any) -> tuple[str, ...]:
+    """None where it may be anything else."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return tuple(member.name.lower() for member in hint)
+    return ()
+
+
 def _describe(hint: Any) -> str:
     if _is_optional(hint):
         return f"{_describe(_inner(hint))} or nothing"
     if get_origin(hint) is tuple:
         return f"a list, each {_describe(_inner(hint))}"
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(get_args(hint))}"
-    if issubclass(hint, Enum):
-        return f"one of {', '.join(member.name.lower() for member in hint)}"
+    if names := _names(hint):
+        return f"one of {', '.join(names)}"
     return _SCALARS[hint][1]

@@ -152,7 +152,7 @@ def test_an_unknown_variable_names_the_nearest_variable() -> None:
         ({"worker": {"max_num_seqs": True}}, "worker.max_num_seqs: must be an integer, not True"),
         ({"worker": {"share": "a"}}, "worker.share: must be a number, not 'a'"),
         ({"worker": {"model": 1}}, "worker.model: must be text, not 1"),
-        ({"worker": {"device": "tpu"}}, "worker.device: must be one of cpu, cuda, not 'tpu'"),
+        ({"worker": {"device": "x"}}, "worker.device: must be one of cpu, cuda, not 'x'"),
         ({"worker": {"stops": 1}}, "worker.stops: must be a list, each an integer, not 1"),
         ({"worker": {"stops": ["a"]}}, "worker.stops: must be an integer, not 'a'"),
         ({"worker": {"threads": "a"}}, "worker.threads: must be an integer, not 'a'"),
@@ -169,6 +169,19 @@ def test_a_value_of_another_type_is_an_error_that_says_which(
 ) -> None:
     defaults: dict[str, object] = {"worker": {"model": "m"}}
     assert error(defaults, layer) == message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "end"),
+    [
+        ("worker.device", "cudo", "one of cpu, cuda, not 'cudo'; did you mean cuda?"),
+        ("ledger.durability", "evrysec", "not 'evrysec'; did you mean every_sec?"),
+    ],
+)
+def test_a_name_that_is_none_of_those_there_are_is_told_the_nearest_one(
+    key: str, value: str, end: str
+) -> None:
+    assert flag_error(f"{key}={value}").endswith(end)
 
 
 def test_text_that_is_no_value_of_its_type_names_flag_or_variable() -> None:
