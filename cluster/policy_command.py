@@ -38,6 +38,13 @@ def policy(
         _Text, _option("ORDER", "Who leaves first: fifo, deadline, shortest, ranked or hrrn.")
     ] = None,
     max_queued: Annotated[_Text, _option("N", "Requests that may wait.")] = None,
+    queue_ttl: Annotated[
+        _Text,
+        _option("SECONDS", "What comes now and no worker had after these is refused; 0: nothing."),
+    ] = None,
+    refuse_late: Annotated[
+        _Text, _option("BOOL", "What comes now is refused if its first token would be too late.")
+    ] = None,
     undated_due: Annotated[
         _Text, _option("SECONDS", "deadline: after these a request without one is due.")
     ] = None,
@@ -54,17 +61,24 @@ def policy(
     fair_share: Annotated[
         _Text, _option("BOOL", "Tenants take turns by the tokens that they were served.")
     ] = None,
+    tpot_target: Annotated[
+        _Text,
+        _option("SECONDS", "Per output token: a worker runs no more at once than keep it; 0: any."),
+    ] = None,
     address: Address = None,
 ) -> None:
     """Show or change how the admission queue works, in the whole cluster."""
     given = {
         "order": order,
         "max_queued": max_queued,
+        "queue_ttl": queue_ttl,
+        "refuse_late": refuse_late,
         "undated_due": undated_due,
         "patience": patience,
         "starvation": starvation,
         "class_floor": class_floor,
         "fair_share": fair_share,
+        "tpot_target": tpot_target,
     }
     texts = {name: text for name, text in given.items() if text is not None}
     asyncio.run(_policy(address, texts))

@@ -63,8 +63,9 @@ class RouterConfig:
     trace_endpoint: str = ""
     #: part of the requests that is traced; those that come in a trace follow its sampled flag
     trace_sample: float = 1.0
-    #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED. This and what follows up
-    #: to fair_share everlift policy sets at run time
+    #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED. everlift policy sets at
+    #: run time this, queue_ttl, refuse_late, order, undated_due, patience, starvation, class_floor,
+    #: fair_share and tpot_target
     max_queued: int = 10_000
     #: a request that no worker had by then is refused with RESOURCE_EXHAUSTED (queue_timeout); 0:
     #: it waits on
@@ -173,7 +174,7 @@ class RouterConfig:
             raise ValueError("undated_due must be above 0")
         if not all(0 <= it < inf for it in (self.patience, self.starvation)):
             raise ValueError("patience and starvation must be at least 0")
-        if self.tpot_target < 0 or self.queue_ttl < 0:
+        if not all(0 <= it < inf for it in (self.tpot_target, self.queue_ttl)):
             raise ValueError("tpot_target and queue_ttl must be at least 0")
         if self.retry_rate < 0 or self.retry_burst < 0:
             raise ValueError("retry_rate and retry_burst must be at least 0")

@@ -215,6 +215,7 @@ class Leader:
     def obey(self, rules: Rules) -> None:
         """Other rules hold of the queue, here or wherever it is."""
         self.rules = rules
+        self._placement.tpot_target = rules.tpot_target
         self._ruled.set()
 
     async def _obey_for_ever(self) -> None:

@@ -18,11 +18,14 @@ log = logs.get(__name__)
 SETTINGS = (
     "order",
     "max_queued",
+    "queue_ttl",
+    "refuse_late",
     "undated_due",
     "patience",
     "starvation",
     "class_floor",
     "fair_share",
+    "tpot_target",
 )
 
 

@@ -302,11 +302,14 @@ class AsyncClient:
         *,
         order: str | None = None,
         max_queued: int | None = None,
+        queue_ttl: float | None = None,
+        refuse_late: bool | None = None,
         undated_due: float | None = None,
         patience: float | None = None,
         starvation: float | None = None,
         class_floor: float | None = None,
         fair_share: bool | None = None,
+        tpot_target: float | None = None,
         reset: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> admin_pb2.SetPolicyResponse:
@@ -324,11 +327,14 @@ class AsyncClient:
         message = admin_pb2.SetPolicyRequest(
             order=order,
             max_queued=max_queued,
+            queue_ttl=queue_ttl,
+            refuse_late=refuse_late,
             undated_due=undated_due,
             patience=patience,
             starvation=starvation,
             class_floor=class_floor,
             fair_share=fair_share,
+            tpot_target=tpot_target,
             reset=reset,
         )
         return await self._ask(lambda: self._routers.admin().SetPolicy, message, timeout_s)

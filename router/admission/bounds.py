@@ -6,6 +6,7 @@
             it has waited for as long as it may        QueueTimeout        (queue_ttl, refuse_late)
 
 What a worker has had is not refused any more, and what was told once is not found to be too late.
+How long a request may wait is settled when it comes, by the rules of that moment.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from dataclasses import dataclass
 from math import inf
 
 from everlift.errors import DeadlineUnmeetable, QueueFull, QueueTimeout, Shed
+from router.admission.policy import Rules
 from router.admission.queue import AdmissionQueue
 from router.admission.wait_predictor import WaitPredictor
 from router.admission.waiting import Waiting
-from router.config import RouterConfig
 
 #: So many times its predicted prefill before its first token is wanted a request must leave: others
 #: come to its worker, too. With 1 a part of those that left last came a little late, and goodput at
@@ -40,12 +41,8 @@ class Refusal:
 class Bounds:
     """Times are ledger time in seconds. Every operation is O(log n), or O(classes)."""
 
-    def __init__(
-        self, config: RouterConfig, max_queued: int, queue: AdmissionQueue, waits: WaitPredictor
-    ) -> None:
-        self._ttl_s = config.queue_ttl or inf
-        self._refuses_late = config.refuse_late
-        self.max_queued = max_queued
+    def __init__(self, rules: Rules, queue: AdmissionQueue, waits: WaitPredictor) -> None:
+        self.rules = rules
         self._queue = queue
         self._waits = waits
 
@@ -56,8 +53,8 @@ class Bounds:
         self._waits.came(waiting)
         wait_s = self._waits.wait_s(self._queue.backlog.work_from(waiting.priority))
         prefill_s = self._waits.prefill_s(waiting)
-        expires = waiting.arrived + self._ttl_s
-        if self._refuses_late:
+        expires = waiting.arrived + (self.rules.queue_ttl or inf)
+        if self.rules.refuse_late:
             latest = waiting.ttft_deadline - _PREFILL_MARGIN * prefill_s - _ON_THE_WAY_S
             expires = min(expires, latest)
         ttft_s = None if wait_s is None or not prefill_s else wait_s + prefill_s
@@ -67,7 +64,7 @@ class Bounds:
         """Who comes, foreseen; or who makes room for it, which does not wait any more then."""
         if (late_s := self._late_s(waiting)) > 0:
             return Refusal(waiting, DeadlineUnmeetable.slug, late_s)
-        if len(self._queue) < self.max_queued:
+        if len(self._queue) < self.rules.max_queued:
             return None
         shed = self._queue.shed(waiting.priority)
         return Refusal(waiting, QueueFull.slug) if shed is None else Refusal(shed, Shed.slug)
@@ -75,7 +72,7 @@ class Bounds:
     def _late_s(self, waiting: Waiting) -> float:
         """By so much its first token would come after it is wanted, even if it waits no longer than
         nearly all others that were told as much; 0: not at all, or nobody knows."""
-        if not self._refuses_late or not waiting.predicted_wait_s:
+        if not self.rules.refuse_late or not waiting.predicted_wait_s:
             return 0.0
         spare_s = waiting.patience_s - self._waits.prefill_s(waiting)
         return max(0.0, self._waits.least_wait_s(waiting.predicted_wait_s) - spare_s)

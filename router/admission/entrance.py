@@ -15,6 +15,7 @@ from everlift.errors import (
 )
 from everlift.v1 import session_pb2
 from router.admission.appointments import Appointments
+from router.admission.policy import Rules
 from router.admission.retrying import Retrying
 from router.config import RouterConfig
 
@@ -30,8 +31,7 @@ class Entrance:
     """``now`` is the router's clock in seconds."""
 
     def __init__(self, config: RouterConfig) -> None:
-        self.max_queued = config.max_queued
-        self._refuses_late = config.refuse_late
+        self.rules = Rules.of(config)
         #: the leader's last word
         self.outlook = session_pb2.Outlook()
         self._appointments = Appointments()
@@ -49,10 +49,10 @@ class Entrance:
         RetriedTooSoon, QueueFull, DeadlineUnmeetable."""
         if early_s := self._retrying.too_soon_s(request_id, now):
             raise RetriedTooSoon("it was refused, and comes again too soon", retry_after_s=early_s)
-        if queued >= self.max_queued and not self._takes_place(priority):
+        if queued >= self.rules.max_queued and not self._takes_place(priority):
             raise self.refuse(request_id, QueueFull.slug, None, now)
         late_s = self._wait_s(priority) - patience_s
-        if self._refuses_late and late_s > 0:
+        if self.rules.refuse_late and late_s > 0:
             raise self.refuse(request_id, DeadlineUnmeetable.slug, late_s, now)
 
     def _takes_place(self, priority: int) -> bool:

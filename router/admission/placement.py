@@ -42,6 +42,8 @@ _LEAST = _Asked(1, 1, "")
 class Placement:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
+        #: seconds per output token that are wanted; 0: a worker runs as many as it can
+        self.tpot_target = config.tpot_target
         self._workers: dict[str, WorkerView] = {}
         #: of those that have a credit for the least of requests
         self._roster = Roster()
@@ -109,9 +111,9 @@ class Placement:
     def _slots(self, worker: WorkerView) -> int:
         """Sequences that may run there at once."""
         most, row = worker.capacity.max_num_seqs, worker.pace.row
-        if not self._config.tpot_target or row is None or not worker.step_time.is_known:
+        if not self.tpot_target or row is None or not worker.step_time.is_known:
             return most
-        return largest_batch(worker.step_time, row, self._config.tpot_target, most)
+        return largest_batch(worker.step_time, row, self.tpot_target, most)
 
     def _note(self, worker_id: str) -> None:
         """Something about it may have changed."""

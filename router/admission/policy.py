@@ -226,12 +226,25 @@ class Rules:
     order: Policy
     #: requests that may wait; one more is refused
     max_queued: int
+    #: a request that no worker had after so many seconds is refused; 0: it waits on
+    queue_ttl: float
+    #: whose first token would come too late is refused
+    refuse_late: bool
     #: of the work that higher classes get while a class waits, the part that it gets as well
     class_floor: float
     #: tenants of a class take turns, and the order is that of a tenant's own requests
     fair_share: bool
+    #: time per output token that is wanted, in seconds; 0: a worker runs as many as it can
+    tpot_target: float
 
     @classmethod
     def of(cls, config: RouterConfig) -> Self:
-        order = policy_of(config.order, config)
-        return cls(order, config.max_queued, config.class_floor, config.fair_share)
+        return cls(
+            order=policy_of(config.order, config),
+            max_queued=config.max_queued,
+            queue_ttl=config.queue_ttl,
+            refuse_late=config.refuse_late,
+            class_floor=config.class_floor,
+            fair_share=config.fair_share,
+            tpot_target=config.tpot_target,
+        )

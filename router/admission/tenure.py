@@ -81,7 +81,7 @@ class Tenure:
             rules.order, rules.class_floor, fair_share, in_turns=rules.fair_share
         )
         self._waits = WaitPredictor(placement.workers)
-        self._bounds = Bounds(config, rules.max_queued, self._queue, self._waits)
+        self._bounds = Bounds(rules, self._queue, self._waits)
         self._running = RunningTable()
         self._moving = Moving(config.move_reserve)
         self._growth = Growth(self._running)
@@ -134,7 +134,7 @@ class Tenure:
     def obey(self, rules: Rules) -> Iterator[None]:
         """Other rules. To go over to another order takes a while, which is gone through part by
         part; what is left off there changes no order."""
-        self._bounds.max_queued, self._queue.class_floor = rules.max_queued, rules.class_floor
+        self._bounds.rules, self._queue.class_floor = rules, rules.class_floor
         if (rules.order, rules.fair_share) != (self._order, self._in_turns):
             yield from self._queue.reorder(rules.order, in_turns=rules.fair_share)
             self._order, self._in_turns = rules.order, rules.fair_share

@@ -397,7 +397,7 @@ class Requests:
 
     def obey(self, rules: Rules) -> None:
         """Other rules hold of the queue."""
-        self._entrance.max_queued = rules.max_queued
+        self._entrance.rules = rules
 
     # the leader speaks
 

@@ -171,26 +171,34 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
     assert configured == (
         "order         fifo      configured\n"
         "max queued    7         configured\n"
+        "queue ttl     0.0       configured\n"
+        "refuse late   false     configured\n"
         "undated due   60.0      configured\n"
         "patience      1.5       configured\n"
         "starvation    0.0       configured\n"
         "class floor   0.05      configured\n"
         "fair share    true      configured\n"
+        "tpot target   0.0       configured\n"
     )
     await policy("--order", "deadline", "--undated-due", "30")
+    await policy("--queue-ttl", "2", "--refuse-late", "on", "--tpot-target", "0.05")
     changed = await policy("--max-queued", "500", "--fair-share", "off", "--class-floor", "0")
     assert changed == (
         "order         deadline  set\n"
         "max queued    500       set\n"
+        "queue ttl     2.0       set\n"
+        "refuse late   true      set\n"
         "undated due   30.0      set\n"
         "patience      1.5       configured\n"
         "starvation    0.0       configured\n"
         "class floor   0.0       set\n"
         "fair share    false     set\n"
+        "tpot target   0.05      set\n"
     )
     assert (await router.ledger.policy()).values["order"] == "deadline"
     assert await policy() == changed
     options = ("order", "undated-due", "max-queued", "fair-share", "class-floor")
+    options += ("queue-ttl", "refuse-late", "tpot-target")
     taken_back = [text for name in options for text in (f"--{name}", "default")]
     assert await policy(*taken_back) == configured
 

@@ -78,6 +78,14 @@ def test_without_a_target_or_before_anything_is_known_it_gets_what_it_can_run() 
     assert placement_after(1, tpot_target=0.055).workers["w"].slots == 16
 
 
+def test_another_target_holds_from_the_next_look_on() -> None:
+    placement = placement_after(30, tpot_target=0.0)
+    for target, slots in ((0.055, 5), (0.0, 16)):
+        placement.tpot_target = target
+        placement.expire(now=30.0)
+        assert placement.workers["w"].slots == slots
+
+
 def test_workers_of_a_kind_learn_from_each_other() -> None:
     placement = placement_after(30, tpot_target=0.055)
     placement.join("like it", Capacity(max_num_seqs=16, num_blocks=1000))

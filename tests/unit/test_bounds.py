@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from everlift.v1 import session_pb2 as pb
+from router.admission.policy import Rules
 from router.admission.worker_view import Load
 from tests.admission_support import CONFIG, Cluster, paced
 
@@ -63,6 +64,18 @@ def test_who_waits_for_too_long_is_refused() -> None:
     assert expired(some, 6.9) == {"a": "queue_timeout"}
     assert expired(some, 100.0) == {"c": "queue_timeout"}
     assert some.tenure.queued == 1
+
+
+def test_how_long_one_may_wait_changes_for_those_that_come_from_then_on() -> None:
+    some = cluster()
+    come(some, "a", predicted_tokens=400)
+    assert come(some, "late", ttft_deadline=3.9) == {}
+    for _ in some.tenure.obey(replace(Rules.of(CONFIG), queue_ttl=5.0, refuse_late=True)):
+        pass
+    come(some, "b", arrived=2.0)
+    assert come(some, "too late", ttft_deadline=3.9) == {"too late": "deadline_unmeetable"}
+    assert expired(some, 100.0) == {"b": "queue_timeout"}
+    assert some.tenure.queued == 2
 
 
 def test_whose_first_token_would_come_too_late_is_refused_where_that_is_wanted() -> None:

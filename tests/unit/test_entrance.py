@@ -64,7 +64,10 @@ def test_who_would_wait_for_too_long_is_refused_at_once_where_that_is_wanted() -
     assert isinstance(error, DeadlineUnmeetable)
     assert error.retry_after_s == pytest.approx(0.6)
     assert admit(door, "other", priority=-1, patience_s=5.0) is None
-    assert admit(entrance(Outlook(waits=waits)), patience_s=0.4) is None
+    patient = entrance(Outlook(waits=waits))
+    assert admit(patient, patience_s=0.4) is None
+    patient.rules = door.rules
+    assert isinstance(admit(patient, patience_s=0.4), DeadlineUnmeetable), "by other rules"
 
 
 def test_the_leader_s_refusals_are_told_a_time_as_well() -> None:

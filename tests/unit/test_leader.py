@@ -637,6 +637,11 @@ async def test_a_leader_goes_by_what_is_set_while_it_leads(leader: Leader) -> No
     await until(lambda: gateway.told("refusals") == ["d"])
 
 
+async def test_a_target_for_output_tokens_is_the_placement_s_at_once(leader: Leader) -> None:
+    leader.obey(replace(rules("fifo"), tpot_target=0.05))
+    assert leader._placement.tpot_target == 0.05
+
+
 async def test_who_leads_next_goes_by_it_from_the_beginning(ledger: FlakyLedger) -> None:
     leader = Leader(CONFIG, "next", "here:1", ledger)
     leader.obey(rules("deadline"))
@@ -653,7 +658,7 @@ async def test_of_two_changes_in_a_row_the_last_one_holds(
     monkeypatch.setattr("router.admission.queue._AT_ONCE", 1)
     gateway = Gateway(leader, "g")
     leader.obey(rules("deadline", 1000))
-    await until(lambda: leader._tenure and leader._tenure._bounds.max_queued == 1000)
+    await until(lambda: leader._tenure and leader._tenure._bounds.rules.max_queued == 1000)
     leader.obey(rules("fifo", 1000))
     for number in range(100):
         gateway.enqueue(f"r{number}", arrived=float(number), deadline=1000.0 - number)
@@ -662,7 +667,7 @@ async def test_of_two_changes_in_a_row_the_last_one_holds(
     leader.obey(rules("fifo", 999))
     tenure = leader._tenure
     assert tenure is not None
-    await until(lambda: tenure._bounds.max_queued == 999)
+    await until(lambda: tenure._bounds.rules.max_queued == 999)
     await until(lambda: tenure._order == policy_of("fifo", CONFIG))
     assert tenure._queue.peek().request_id == "r0"
 

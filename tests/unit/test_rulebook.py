@@ -109,11 +109,14 @@ async def test_every_setting_is_kept_as_it_was_said(replica: Replica) -> None:
     said = {
         "order": "hrrn",
         "max_queued": 9,
+        "queue_ttl": 2.5,
+        "refuse_late": True,
         "undated_due": 0.1 + 0.2,
         "patience": 0.0,
         "starvation": 1e-7,
         "class_floor": 0.0,
         "fair_share": False,
+        "tpot_target": 0.05,
     }
     assert tuple(said) == SETTINGS
     assert (await replica.rulebook.set(said)).values == said
@@ -135,6 +138,9 @@ async def test_every_setting_is_kept_as_it_was_said(replica: Replica) -> None:
         ("starvation", nan),
         ("class_floor", 0.6),
         ("class_floor", nan),
+        ("queue_ttl", -1.0),
+        ("queue_ttl", nan),
+        ("tpot_target", inf),
         ("lease", 9.0),
     ],
 )

@@ -69,6 +69,9 @@ class SetPolicyRequest(google.protobuf.message.Message):
     CLASS_FLOOR_FIELD_NUMBER: builtins.int
     FAIR_SHARE_FIELD_NUMBER: builtins.int
     RESET_FIELD_NUMBER: builtins.int
+    QUEUE_TTL_FIELD_NUMBER: builtins.int
+    REFUSE_LATE_FIELD_NUMBER: builtins.int
+    TPOT_TARGET_FIELD_NUMBER: builtins.int
     order: builtins.str
     """Which request leaves first, within a priority class: the one that came first (fifo), whose deadline or
     ttft_target_ms comes first (deadline), that probably takes the fewest tokens (shortest), whose
@@ -89,6 +92,14 @@ class SetPolicyRequest(google.protobuf.message.Message):
     """of the work of higher classes, the part that one that waits gets as well"""
     fair_share: builtins.bool
     """tenants take turns by the tokens that they were served"""
+    queue_ttl: builtins.float
+    """Of requests that come from then on, the two below.
+    seconds after which one that no worker had is refused; 0: never
+    """
+    refuse_late: builtins.bool
+    """one whose first token would come too late is refused"""
+    tpot_target: builtins.float
+    """seconds per output token, for which a worker runs fewer at once; 0: any"""
     @property
     def reset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of settings that shall be as the routers are configured"""
@@ -104,9 +115,12 @@ class SetPolicyRequest(google.protobuf.message.Message):
         class_floor: builtins.float | None = ...,
         fair_share: builtins.bool | None = ...,
         reset: collections.abc.Iterable[builtins.str] | None = ...,
+        queue_ttl: builtins.float | None = ...,
+        refuse_late: builtins.bool | None = ...,
+        tpot_target: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_starvation", b"_starvation", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "starvation", b"starvation", "undated_due", b"undated_due"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_starvation", b"_starvation", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "reset", b"reset", "starvation", b"starvation", "undated_due", b"undated_due"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_queue_ttl", b"_queue_ttl", "_refuse_late", b"_refuse_late", "_starvation", b"_starvation", "_tpot_target", b"_tpot_target", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_queue_ttl", b"_queue_ttl", "_refuse_late", b"_refuse_late", "_starvation", b"_starvation", "_tpot_target", b"_tpot_target", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "reset", b"reset", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_class_floor", b"_class_floor"]) -> typing.Literal["class_floor"] | None: ...
     @typing.overload
@@ -118,7 +132,13 @@ class SetPolicyRequest(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_patience", b"_patience"]) -> typing.Literal["patience"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_queue_ttl", b"_queue_ttl"]) -> typing.Literal["queue_ttl"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_refuse_late", b"_refuse_late"]) -> typing.Literal["refuse_late"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_starvation", b"_starvation"]) -> typing.Literal["starvation"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tpot_target", b"_tpot_target"]) -> typing.Literal["tpot_target"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_undated_due", b"_undated_due"]) -> typing.Literal["undated_due"] | None: ...
 
@@ -138,6 +158,9 @@ class SetPolicyResponse(google.protobuf.message.Message):
     CLASS_FLOOR_FIELD_NUMBER: builtins.int
     FAIR_SHARE_FIELD_NUMBER: builtins.int
     OVERRIDDEN_FIELD_NUMBER: builtins.int
+    QUEUE_TTL_FIELD_NUMBER: builtins.int
+    REFUSE_LATE_FIELD_NUMBER: builtins.int
+    TPOT_TARGET_FIELD_NUMBER: builtins.int
     order: builtins.str
     max_queued: builtins.int
     undated_due: builtins.float
@@ -145,6 +168,9 @@ class SetPolicyResponse(google.protobuf.message.Message):
     starvation: builtins.float
     class_floor: builtins.float
     fair_share: builtins.bool
+    queue_ttl: builtins.float
+    refuse_late: builtins.bool
+    tpot_target: builtins.float
     @property
     def overridden(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of those that were set; the others are as the routers are configured"""
@@ -160,8 +186,11 @@ class SetPolicyResponse(google.protobuf.message.Message):
         class_floor: builtins.float = ...,
         fair_share: builtins.bool = ...,
         overridden: collections.abc.Iterable[builtins.str] | None = ...,
+        queue_ttl: builtins.float = ...,
+        refuse_late: builtins.bool = ...,
+        tpot_target: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "overridden", b"overridden", "patience", b"patience", "starvation", b"starvation", "undated_due", b"undated_due"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "overridden", b"overridden", "patience", b"patience", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> None: ...
 
 Global___SetPolicyResponse: typing_extensions.TypeAlias = SetPolicyResponse
 
