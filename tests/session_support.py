@@ -42,6 +42,10 @@ class Router:
     async def abort(self, epoch: int) -> None:
         await self.call.write(session_pb2.RouterFrame(aborts=[session_pb2.Abort(epoch=epoch)]))
 
+    async def set_policy(self, version: int, name: str) -> None:
+        policy = session_pb2.EnginePolicy(version=version, name=name)
+        await self.call.write(session_pb2.RouterFrame(engine_policy=policy))
+
     async def read(self) -> session_pb2.WorkerFrame:
         frame: Any = await self.call.read()
         assert frame is not grpc.aio.EOF, "the stream is over"

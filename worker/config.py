@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
+from everlift.engine_policy import EnginePolicy
 from everlift.model_name import name_for_clients
 from everlift.tls import InternalTls
 from worker.device_kind import DeviceKind
@@ -77,8 +78,9 @@ class Scheduling:
     #: continuous: whoever there is room for comes into the batch in any step. slai: decodes whose
     #: deadline is near go before prefills, the others behind them, and short prompts before long
     #: ones. static: a batch is closed, and nobody comes in until all of it are done. magnus: the
-    #: same with batches of outputs that are predicted to be similarly long
-    policy: Literal["continuous", "slai", "static", "magnus"] = "continuous"
+    #: same with batches of outputs that are predicted to be similarly long. everlift policy sets
+    #: another one at run time
+    policy: EnginePolicy = "continuous"
     #: slai: how long after the one before it a token is due
     tbt_target: float = 0.1
     #: slai: so many tokens shorter does a prompt count for each sequence that comes after it

@@ -7,8 +7,8 @@ plans while the device computes:
 
     step n = schedule(n) -> forward(n) -> commit(n - 1) -> sample(n)
 
-Every rank of a worker runs one; with the same adds and aborts between the same steps they all do
-the same.
+Every rank of a worker runs one; with the same policies, adds and aborts between the same steps they
+all do the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 
 from everlift import logs
+from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed
 from worker.accounts import Accounts
 from worker.digest import plan_digest
@@ -93,6 +94,10 @@ class Engine:
             if sequence.key in abort:
                 self._scheduler.remove(sequence)
         self._release()
+
+    def set_policy(self, name: EnginePolicy) -> None:
+        """Another one says whom the steps are for; everybody who is here goes on under it."""
+        self._scheduler.set_policy(name)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes the blocks of a running sequence between two steps; it goes on when there are

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from everlift.engine_policy import EnginePolicy, policy_named
 from everlift.v1 import chaos_pb2, session_pb2
 from worker.accounts import Accounts, Told
 from worker.engine import Engine
@@ -94,7 +95,7 @@ class LeadingLoop:
         self._write(orders, digest, held, self._fault(orders), now)
         if orders.stop:
             return False
-        _apply(self._engine, orders.starts, orders.aborts)
+        _apply(self._engine, orders.policy, orders.starts, orders.aborts)
         outcomes, told = self._step(held, now)
         self._tell(orders, [*settled, *returned, *outcomes], [*accounts, *told])
         return True
@@ -162,6 +163,7 @@ class LeadingLoop:
                     fault=fault,
                     now=now,
                     settle=orders.drain,
+                    engine_policy=orders.policy or "",
                 )
             )
 
@@ -195,11 +197,19 @@ def follow(
         if entry.settle:
             engine.settle()
         starts = [Sequence.from_start(start, engine.limits) for start in entry.starts]
-        _apply(engine, starts, map(Abort.from_proto, entry.aborts))
+        policy = policy_named(entry.engine_policy)
+        _apply(engine, policy, starts, map(Abort.from_proto, entry.aborts))
         engine.step(frozenset(entry.held_slots), entry.now)
 
 
-def _apply(engine: Engine, starts: Iterable[Sequence], aborts: Iterable[Abort]) -> None:
+def _apply(
+    engine: Engine,
+    policy: EnginePolicy | None,
+    starts: Iterable[Sequence],
+    aborts: Iterable[Abort],
+) -> None:
+    if policy is not None:
+        engine.set_policy(policy)
     for sequence in starts:
         engine.add(sequence)
     for abort in aborts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from everlift.engine_policy import EnginePolicy
 from everlift.v1 import chaos_pb2
 from worker.outcome import Abort
 from worker.sequence import Sequence
@@ -12,17 +13,20 @@ from worker.sequence import Sequence
 
 @dataclass(slots=True)
 class Orders:
-    """All that came in since the engine's last step. Starts are meant before aborts; ``drain``
-    gives back everything that is here after them; ``stop`` is the end instead of a step."""
+    """All that came in since the engine's last step. Another ``policy`` is meant before starts, and
+    these before aborts; ``drain`` gives back everything that is here after them; ``stop`` is the
+    end instead of a step."""
 
     starts: list[Sequence] = field(default_factory=list)
     aborts: list[Abort] = field(default_factory=list)
     faults: list[chaos_pb2.Fault] = field(default_factory=list)
+    policy: EnginePolicy | None = None
     drain: bool = False
     stop: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.starts or self.aborts or self.faults or self.drain or self.stop)
+        came = self.starts or self.aborts or self.faults or self.policy
+        return bool(came or self.drain or self.stop)
 
 
 class Inbox:
@@ -45,6 +49,12 @@ class Inbox:
     def inject(self, fault: chaos_pb2.Fault) -> None:
         with self._changed:
             self._orders.faults.append(fault)
+            self._changed.notify()
+
+    def set_policy(self, policy: EnginePolicy) -> None:
+        """The last one holds."""
+        with self._changed:
+            self._orders.policy = policy
             self._changed.notify()
 
     def drain(self) -> None:

@@ -19,9 +19,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import replace
 from itertools import chain
-from operator import neg
+from operator import attrgetter, neg
 
 from everlift.blockhash import BLOCK_SIZE
+from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed, EverliftError
 from worker.batch import Batch
 from worker.budget import TokenBudget
@@ -33,20 +34,20 @@ from worker.load import Load, Occupant
 from worker.outcome import NO_NEWS, Outcome, SequenceKey, Stop
 from worker.plan import NOTHING_DRAWN, Admission, Ints, Plan, Row, RowResult, Rows
 from worker.policies.choice import policy_of
+from worker.policies.policy import Waiting
 from worker.selection import Selected, Selection
 from worker.sequence import NO_SLOT, Sequence
 
 
 class Scheduler:
-    """``schedule`` and ``commit`` alternate; ``add`` and ``remove`` come between a commit and the
-    next schedule. Deterministic: the same calls make the same plans."""
+    """``schedule`` and ``commit`` alternate; ``add``, ``remove`` and ``set_policy`` come between a
+    commit and the next schedule. Deterministic: the same calls make the same plans."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._batch = Batch(limits)
         self._counters = Counters()
-        self._policy = policy_of(limits)
-        self._waiting = self._policy.waiting
+        self._policy = policy_of(limits.scheduling.policy, limits)
         self._selection = Selection(self._batch, self._policy, self._counters)
         self._budget = TokenBudget(limits.max_num_batched_tokens)
         self._epochs: dict[int, list[Sequence]] = {}
@@ -100,6 +101,19 @@ class Scheduler:
             self._released_blocks -= self._batch.num_blocks_free
             self._batch.remove(sequence)
             self._released_blocks += self._batch.num_blocks_free
+
+    def set_policy(self, name: EnginePolicy) -> None:
+        """From the next step on another policy says whom it is for. The batch stays as it is, and
+        who was preempted is still of it; all others come to the new policy as if they had just
+        come, in their order. O(n log n) in what waits."""
+        policy = policy_of(name, self._limits)
+        for sequence in sorted(self._waiting, key=attrgetter("order")):
+            policy.waiting.push(sequence)
+        self._policy = self._selection.policy = policy
+
+    @property
+    def _waiting(self) -> Waiting:
+        return self._policy.waiting
 
     def take_vacated(self) -> tuple[int, ...]:
         """The slots that were left since this was last asked, and not taken again."""

@@ -39,20 +39,20 @@ class Selection:
 
     def __init__(self, batch: Batch, policy: Policy, counters: Counters) -> None:
         self._batch = batch
-        self._policy = policy
+        self.policy = policy
         self._counters = counters
 
     def select(self, budget: int, held: Collection[int], now: float) -> Selected:
         """At most ``budget`` tokens. The sequences in the slots ``held`` are left out, if anybody
         else is in the step."""
-        self._policy.begin(self._batch.columns, now)
+        self.policy.begin(self._batch.columns, now)
         selected = self._select(budget, held, now)
         if held and not selected.num_tokens:
             return self._select(budget, (), now)
         return selected
 
     def _select(self, budget: int, held: Collection[int], now: float) -> Selected:
-        urgent, patient = self._policy.decodes(self._may_decode(held))
+        urgent, patient = self.policy.decodes(self._may_decode(held))
         decoding = self._decode(urgent[:budget])
         prefills, admitted = self._prefill(budget - len(decoding), held, now)
         selected = Selected(decoding, prefills, admitted)
@@ -79,7 +79,7 @@ class Selection:
         """Of those in the batch, and of newcomers."""
         prefills: list[Share] = []
         admitted: list[Share] = []
-        for sequence in self._policy.prefills(self._batch.at(self._batch.columns.prefilling())):
+        for sequence in self.policy.prefills(self._batch.at(self._batch.columns.prefilling())):
             before = self._admit(budget, now, sequence)
             admitted += before
             budget -= num_tokens(before)
@@ -97,7 +97,7 @@ class Selection:
             hits = self._batch.prefix_hits(head)
             if not self._batch.has_room(head, hits):
                 break
-            self._policy.waiting.remove(head)
+            self.policy.waiting.remove(head)
             self._batch.admit(head, hits)
             head.admitted(now)
             self._counters.prompt_tokens += head.num_known
@@ -107,9 +107,9 @@ class Selection:
         return shares
 
     def _head(self, before: Sequence | None) -> Sequence | None:
-        if self._batch.is_full or (head := self._policy.head(len(self._batch))) is None:
+        if self._batch.is_full or (head := self.policy.head(len(self._batch))) is None:
             return None
-        return head if before is None or self._policy.precedes(head, before) else None
+        return head if before is None or self.policy.precedes(head, before) else None
 
     def _share(self, sequence: Sequence, budget: int) -> Share:
         count = min(sequence.remaining, budget)

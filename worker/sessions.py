@@ -9,6 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from everlift import logs
+from everlift.engine_policy import DEFAULT, EnginePolicy, policy_named
 from everlift.errors import EverliftError, InvalidRequest
 from everlift.sampling import Grammar
 from everlift.v1 import chaos_pb2, session_pb2
@@ -32,6 +33,8 @@ class Engine(Protocol):
     def abort(self, abort: Abort) -> None: ...
 
     def inject(self, fault: chaos_pb2.Fault) -> None: ...
+
+    def set_policy(self, policy: EnginePolicy) -> None: ...
 
     def drain(self) -> None: ...
 
@@ -83,6 +86,8 @@ class Sessions:
         #: of rank 0's GPU, from 0 to 1; None where nobody can tell
         self.gpu_utilization: float | None = None
         self._engine = engine
+        #: of the engine; and as of which version of what operators set
+        self._policy, self._policy_version = limits.scheduling.policy, 0
         self._grammars = grammars
         self._sessions: dict[str, Session] = {}
         self._claims: dict[int, Claim] = {}
@@ -131,6 +136,8 @@ class Sessions:
 
     def receive(self, session: Session, frame: session_pb2.RouterFrame, now: float) -> None:
         """``now`` is the engine's clock."""
+        if frame.HasField("engine_policy"):
+            self._set_policy(frame.engine_policy)
         for start in frame.starts:
             self._start(session, start, now)
         for abort in frame.aborts:
@@ -138,6 +145,20 @@ class Sessions:
         if frame.drain:
             log.info("drain ordered", router_id=session.router_id)
             self.drain()
+
+    def _set_policy(self, told: session_pb2.EnginePolicy) -> None:
+        """A router that has not read the ledger's last word yet changes nothing."""
+        if told.version <= self._policy_version:
+            return
+        self._policy_version = told.version
+        configured = self._limits.scheduling.policy
+        policy = configured if told.name == DEFAULT else policy_named(told.name)
+        if policy is None:
+            log.warning("an engine's policy is not known here", name=told.name)
+        elif policy != self._policy:
+            log.info("engine policy", policy=policy, before=self._policy)
+            self._policy = policy
+            self._engine.set_policy(policy)
 
     def inject(self, fault: chaos_pb2.Fault) -> None:
         """A fault on purpose, for the engine or for another rank."""

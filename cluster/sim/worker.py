@@ -10,6 +10,7 @@ from cluster.announcer import Announcer
 from cluster.sim.clock import VirtualLoop
 from cluster.sim.grammars import SimGrammars
 from everlift.blockhash import BLOCK_SIZE
+from everlift.engine_policy import EnginePolicy
 from everlift.transport import Transport
 from everlift.v1 import chaos_pb2, session_pb2
 from worker.config import WorkerConfig
@@ -38,6 +39,10 @@ class _Orders(Inbox):
 
     def abort(self, abort: Abort) -> None:
         super().abort(abort)
+        self.come.set()
+
+    def set_policy(self, policy: EnginePolicy) -> None:
+        super().set_policy(policy)
         self.come.set()
 
     def drain(self) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import count
 from random import Random
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ import pytest
 from cluster.forecast.sequence import TOKEN, BlockNames, NamedSequence
 from cluster.workloads.arrival import Arrival
 from everlift.blockhash import BLOCK_SIZE
+from everlift.engine_policy import EnginePolicy, policy_named
 from everlift.v1 import session_pb2
 from tests.worker_support import Collected, limits, prompt, start
 from worker.config import FakeModel, Scheduling
@@ -32,7 +34,7 @@ from worker.orders import Inbox
 from worker.outcome import Abort, SequenceKey
 from worker.plan import Plan
 from worker.scheduler import Scheduler
-from worker.sequence import Sequence
+from worker.sequence import Sequence as EngineSequence
 
 #: A token is due when two or three steps have begun since the one before it.
 POLICIES = {
@@ -87,16 +89,22 @@ class Live:
     def report(self, report: Report) -> None:
         self.collected.take(report.outcomes)
 
-    def run(self, seed: int) -> None:
-        """Requests come at random moments, and some of their clients go."""
+    def run(self, seed: int, policies: Sequence[EnginePolicy] = ()) -> None:
+        """Requests come at random moments, and some of their clients go. Meanwhile one of the
+        ``policies`` after the other begins to hold."""
         engine = Engine(Waiting(self.bounds, seed), self.bounds, within=self.executed)
         inbox = Inbox()
         loop = LeadingLoop(engine, inbox, self.report, self)
         thread = threading.Thread(target=loop.run)
         thread.start()
         dice = Random(seed)
+        changes = dict(zip(count(REQUESTS // 10, REQUESTS // 10), policies, strict=False))
         for epoch in range(1, REQUESTS + 1):
-            inbox.start(Sequence.from_start(request(epoch, dice), self.bounds))
+            if epoch in changes:
+                inbox.set_policy(changes[epoch])
+                while inbox._orders.policy:
+                    time.sleep(0.001)
+            inbox.start(EngineSequence.from_start(request(epoch, dice), self.bounds))
             # Most come faster than they are served, so that blocks are short.
             time.sleep(0.005 if epoch % 8 == 0 else 0.0)
             if dice.random() < 0.1:
@@ -152,6 +160,8 @@ def played_again(live: Live, num_at_once: int) -> Iterator[tuple[int, Batch | No
     scheduler = Scheduler(live.bounds)
     skipped = 0
     for turn, entry in enumerate(live.entries[:-1]):
+        if (policy := policy_named(entry.engine_policy)) is not None:
+            scheduler.set_policy(policy)
         for told in entry.starts:
             collected = live.collected.tokens.get(SequenceKey(told.epoch, 0), [])
             has_ended = SequenceKey(told.epoch, 0) in live.collected.stops
@@ -180,8 +190,12 @@ def quiet(scheduler: Scheduler, entries: list[session_pb2.StepLog], most: int) -
     first, *after = entries
     if not most or first.held_slots:
         return 0
-    changes = (i for i, it in enumerate(after) if it.starts or it.aborts or it.held_slots)
+    changes = (i for i, it in enumerate(after) if changes_anything(it))
     return scheduler.num_alike(min(most, next(changes, len(after)) + 1))
+
+
+def changes_anything(entry: session_pb2.StepLog) -> bool:
+    return bool(entry.starts or entry.aborts or entry.held_slots or entry.engine_policy)
 
 
 @pytest.mark.parametrize(
@@ -204,3 +218,17 @@ def test_the_batches_are_those_of_the_live_engine(policy: str, num_at_once: int)
     assert policy in ("static", "magnus") or sum(live.collected.preemptions.values()) > 0
     at_once = sum(each is None for each in batches.values())
     assert (at_once > len(batches) / 20) == bool(num_at_once)
+
+
+@pytest.mark.parametrize("num_at_once", [0, 16])
+def test_they_are_where_the_policy_changes_in_between(num_at_once: int) -> None:
+    live = Live(replace(LIMITS, scheduling=POLICIES["slai"]))
+    policies: list[EnginePolicy] = ["static", "continuous", "magnus", "slai", "continuous"]
+    live.run(7, policies)
+    batches = dict(played_again(live, num_at_once))
+    assert batches.keys() == live.batches.keys()
+    for turn, each in batches.items():
+        assert each is None or each == live.batches[turn], f"step {turn}"
+    told = [entry.engine_policy for entry in live.entries if entry.engine_policy]
+    assert told == policies
+    assert any(each is None for each in batches.values()) == bool(num_at_once)

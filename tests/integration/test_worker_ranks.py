@@ -96,6 +96,20 @@ async def test_two_ranks_serve_as_one_and_end_together(config: WorkerConfig) -> 
 
 
 @in_steps_and_ahead
+async def test_two_ranks_go_over_to_other_policies_together(config: WorkerConfig) -> None:
+    """Which of their sequences wait and which run is another matter each time."""
+    async with two_ranks(config=config) as (_, _, address), router_of(address) as router:
+        for version, name in enumerate(("static", "slai", "magnus", "default"), 1):
+            epochs = range(100 * version, 100 * version + 8)
+            await router.start(*(start(e, prompt(20 + e % 9, e), 60) for e in epochs))
+            await router.until(lambda first=epochs[0]: router.tokens.get(first))
+            await router.set_policy(version, name)
+        await router.ended(*(100 * version + each for version in (1, 2, 3, 4) for each in range(8)))
+        for epoch, tokens in router.tokens.items():
+            assert tokens == expected_tokens(prompt(20 + epoch % 9, epoch), 60)
+
+
+@in_steps_and_ahead
 async def test_two_ranks_drain(config: WorkerConfig) -> None:
     async with two_ranks(config=config) as (rank, process, address), router_of(address) as router:
         await router.start(*(start(e, prompt(20), 200) for e in range(1, 9)))

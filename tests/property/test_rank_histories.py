@@ -188,7 +188,7 @@ class Rank0:
         self.engine.check_integrity()
 
     def happen(self, event: Event) -> None:
-        orders = Orders()
+        orders = Orders(policy=event.policy)
         for request in event.requests:
             self.num_requests += 1
             is_structured = self.dice.random() < 0.3

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed
 from everlift.sampling import SamplingParams
 from tests.worker_support import POLICIES, Collected, limits, prompt, run, start
@@ -105,16 +107,19 @@ def requests(draw: st.DrawFn) -> list[Job]:
 
 @dataclass(frozen=True)
 class Event:
-    """Before a step, requests arrive; perhaps the ``abort``-th arrival so far is aborted, all or
-    one choice; perhaps all but ``preempt`` sequences of the batch are preempted; and perhaps there
-    is too little memory for the step (-2), or it fails (-1), or of its rows the ``fault``-th."""
+    """Before a step, perhaps another ``policy`` begins to hold; requests arrive; perhaps the
+    ``abort``-th arrival so far is aborted, all or one choice; perhaps all but ``preempt`` sequences
+    of the batch are preempted; and perhaps there is too little memory for the step (-2), or it
+    fails (-1), or of its rows the ``fault``-th."""
 
     requests: list[list[Job]]
     abort: tuple[int, int | None] | None = None
     preempt: int | None = None
     fault: int | None = None
+    policy: EnginePolicy | None = None
 
 
+policies: list[EnginePolicy] = [*get_args(EnginePolicy)]
 events = st.lists(
     st.builds(
         Event,
@@ -122,6 +127,7 @@ events = st.lists(
         st.sampled_from([None] * 7 + [(at, choice) for at in (0, 2, 5) for choice in (None, 1)]),
         st.sampled_from([None, None, 0, 1]),
         st.sampled_from([None] * 14 + [-2] * 4 + [-1, 0, 3]),
+        st.sampled_from([None] * 6 + policies),
     ),
     max_size=12,
 )
@@ -214,6 +220,8 @@ class Run:
         self.digests: list[bytes] = []
 
     def happen(self, event: Event) -> None:
+        if event.policy is not None:
+            self.engine.set_policy(event.policy)
         for request in event.requests:
             epoch = len(self.arrived) + 1
             self.arrived.append([SequenceKey(epoch, job.choice) for job in request])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from everlift.engine_policy import EnginePolicy
 from everlift.errors import EngineFailed, EverliftError, InvalidGrammar, QueueFull
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from everlift.v1 import chaos_pb2, session_pb2
@@ -49,6 +50,9 @@ class Engine:
 
     def abort(self, abort: Abort) -> None:
         self.orders.append(f"abort {abort.epoch}")
+
+    def set_policy(self, policy: EnginePolicy) -> None:
+        raise AssertionError("nobody sets it")
 
     def inject(self, fault: chaos_pb2.Fault) -> None:
         self.orders.append("inject")

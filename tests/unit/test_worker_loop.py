@@ -83,11 +83,11 @@ class Lead:
         return self.collected()
 
 
-def work(lead: Lead) -> None:
-    for epoch in range(1, 8):
+def work(lead: Lead, before: int = 0) -> None:
+    for epoch in range(before + 1, before + 8):
         tokens = prompt(30 + epoch, epoch)
         lead.inbox.start(sequence(LIMITS, epoch, tokens, max_tokens=60, predicted_tokens=9))
-    lead.inbox.abort(Abort(3))
+    lead.inbox.abort(Abort(before + 3))
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,31 @@ def test_orders_become_outcomes_and_the_log_makes_the_same_on_another_rank(
     assert other.load() == lead.engine.load()
     load = other.load()
     assert load.preemptions and load.counters.accepted_tokens and load.counters.blocks_swapped_in
+
+
+def test_another_policy_begins_to_hold_at_the_same_step_of_every_rank() -> None:
+    with Lead() as lead:
+        for epoch, policy in enumerate(("static", "slai", "magnus", "continuous"), 1):
+            work(lead, 10 * epoch)
+            lead.until_ended(10 * epoch + 1)
+            lead.inbox.set_policy(policy)  # type: ignore[arg-type]
+        epochs = [10 * epoch + each for epoch in (1, 2, 3, 4) for each in (1, 2, 4, 5, 6, 7)]
+        collected = lead.until_ended(*epochs)
+    for epoch in epochs:
+        tokens = collected.tokens[SequenceKey(epoch, 0)]
+        assert tokens == expected_tokens(prompt(30 + epoch, epoch), 60, MODEL)
+    told = [entry.engine_policy for entry in lead.log.entries if entry.engine_policy]
+    assert told == ["static", "slai", "magnus", "continuous"]
+
+    other = engine(LIMITS, MODEL)
+    follow(other, lead.log.entries)
+    assert other.digest() == lead.engine.digest()
+    assert other.load() == lead.engine.load()
+    deaf = [session_pb2.StepLog.FromString(it.SerializeToString()) for it in lead.log.entries]
+    for entry in deaf:
+        entry.engine_policy = ""
+    with pytest.raises(RanksDisagree):
+        follow(engine(LIMITS, MODEL), deaf)
 
 
 def test_a_rank_whose_plan_differs_ends_at_the_next_entry() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everlift.engine_policy import EnginePolicy
 from tests.scheduler_bench import Bench, result
 from tests.worker_support import limits, prompt, sequence, under_each_policy
 from worker.config import Scheduling
@@ -377,6 +378,75 @@ def test_few_later_ones_overtake_a_prompt_and_all_are_served(
             if other.priority == this.priority and other.order > this.order
         ]
         assert len(overtook) * ageing_tokens < this.num_prompt
+
+
+# another one while the engine runs
+
+
+def presence(bench: Bench, steps: int) -> list[set[int]]:
+    """Who is in the batch after each of them."""
+    found = []
+    for _ in range(steps):
+        bench.step()
+        found.append(present(bench))
+    return found
+
+
+@pytest.mark.parametrize("policy", ["static", "magnus"])
+def test_where_batches_begin_to_be_closed_those_that_run_or_were_preempted_are_the_first_one(
+    policy: EnginePolicy,
+) -> None:
+    bench = Bench(limits(max_num_seqs=4))
+    for epoch, max_tokens in ((1, 2), (2, 5), (3, 4)):
+        bench.add(epoch, 3, max_tokens, first=100 * epoch)
+    bench.step()
+    bench.scheduler.preempt(bench.scheduler.of_epoch(3)[0])
+    bench.add(4, 3)
+    bench.scheduler.set_policy(policy)
+    assert presence(bench, 5) == [{2, 3}, {2, 3}, {2}, set(), {4}]
+
+
+@pytest.mark.parametrize("before", [STATIC, MAGNUS], ids=["static", "magnus"])
+def test_where_batches_are_closed_no_more_all_that_wait_come_in(before: Scheduling) -> None:
+    bench = Bench(limits(scheduling=before))
+    bench.add(1, 3)
+    bench.step()
+    bench.add(2, 3)
+    bench.add(3, 3)
+    assert presence(bench, 1) == [{1}]
+    bench.scheduler.set_policy("continuous")
+    assert presence(bench, 1) == [{1, 2, 3}]
+
+
+def test_members_of_a_closed_batch_that_have_not_come_in_wait_as_all_others() -> None:
+    bench = Bench(limits(num_blocks=16, max_num_batched_tokens=5, scheduling=STATIC))
+    for epoch, length in ((1, 5), (2, 30), (3, 10)):
+        bench.add(epoch, length, first=100 * epoch)
+    assert presence(bench, 1) == [{1}]
+    bench.scheduler.set_policy("slai")
+    assert presence(bench, 1) == [{1, 3}], "the shorter prompt"
+
+
+def test_deadlines_begin_with_the_policy_that_has_them() -> None:
+    bench = Bench(replace(limits(num_blocks=16, max_num_batched_tokens=20), scheduling=SLAI))
+    bench.scheduler.set_policy("continuous")
+    bench.add(1, 5)
+    step_at(bench, -9.0)
+    bench.scheduler.set_policy("slai")
+    bench.add(2, 90, first=500)
+    assert [step_at(bench, float(now)) for now in range(1, 4)] == [
+        [(1, 0, 20)],
+        [(1, 20, 20)],
+        [(0, 5, 1), (1, 40, 19)],  # due at 5, as if its last token had come at 1
+    ]
+
+
+def test_what_comes_to_another_policy_keeps_its_order_of_arrival() -> None:
+    bench = Bench(limits(num_blocks=64, max_num_seqs=1, scheduling=MAGNUS))
+    for epoch, tokens in ((1, 9), (2, 40), (3, 8), (4, 41), (5, 9)):
+        predicted(bench, epoch, tokens)
+    bench.scheduler.set_policy("static")
+    assert batches(bench) == [{1}, {2}, {3}, {4}, {5}]
 
 
 @under_each_policy

@@ -2,12 +2,15 @@
 
 from dataclasses import asdict, replace
 
+from everlift.engine_policy import EnginePolicy
 from everlift.v1 import chaos_pb2, session_pb2
 from tests.worker_support import limits, prompt, start
 from worker.account import Account
 from worker.accounts import Told
+from worker.config import Scheduling
 from worker.counters import Counters
 from worker.grammar.absent import NoGrammars
+from worker.limits import Limits
 from worker.load import Load
 from worker.loop import Report
 from worker.outcome import Abort, Outcome, SequenceKey, Stop
@@ -30,6 +33,9 @@ class RecordingEngine:
     def inject(self, fault: chaos_pb2.Fault) -> None:
         self.orders.append(("inject", fault.rank))
 
+    def set_policy(self, policy: EnginePolicy) -> None:
+        self.orders.append(policy)
+
     def drain(self) -> None:
         self.orders.append("drain")
 
@@ -49,9 +55,9 @@ def report(
 class Desk:
     """Sessions over an engine that only takes notes."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Limits = LIMITS) -> None:
         self.engine = RecordingEngine()
-        self.sessions = Sessions(LIMITS, load(blocks_total=16), self.engine, NoGrammars())
+        self.sessions = Sessions(bounds, load(blocks_total=16), self.engine, NoGrammars())
         self.notified: dict[str, int] = {}
 
     def join(self, router_id: str) -> Session:
@@ -70,6 +76,14 @@ class Desk:
             session, session_pb2.RouterFrame(starts=starts, aborts=messages), now=0.0
         )
 
+    def set_policy(self, session: Session, version: int, name: str, *epochs: int) -> None:
+        """In one frame with starts of these epochs."""
+        frame = session_pb2.RouterFrame(
+            engine_policy=session_pb2.EnginePolicy(version=version, name=name),
+            starts=[start(epoch, prompt(3)) for epoch in epochs],
+        )
+        self.sessions.receive(session, frame, now=0.0)
+
     def stops(self, session: Session) -> dict[int, int]:
         return {p.epoch: p.stop for p in self.sessions.cut(session).progress}
 
@@ -83,6 +97,38 @@ def test_an_outcome_goes_to_the_router_that_started_it() -> None:
     desk.sessions.deliver(report(Outcome(SequenceKey(2, 0), 0, (7,))))
     assert not desk.sessions.cut(a).progress
     assert desk.sessions.cut(b).progress[0].token_ids == [7]
+
+
+def test_of_what_routers_say_of_the_policy_the_newest_holds() -> None:
+    desk = Desk()
+    a, b = desk.join("a"), desk.join("b")
+    desk.set_policy(a, 5, "slai", 1)
+    desk.set_policy(b, 5, "slai")
+    desk.set_policy(b, 4, "static")
+    assert desk.engine.orders == ["slai", ("start", 1)]
+    desk.set_policy(b, 6, "magnus")
+    desk.sessions.leave(b)
+    desk.set_policy(a, 5, "slai")
+    assert desk.engine.orders[2:] == ["magnus"]
+
+
+def test_default_is_the_policy_that_the_worker_was_started_with() -> None:
+    desk = Desk(replace(LIMITS, scheduling=Scheduling("static")))
+    a = desk.join("a")
+    desk.set_policy(a, 1, "default")
+    assert desk.engine.orders == [], "it is that one"
+    for version, name in enumerate(("continuous", "default"), 2):
+        desk.set_policy(a, version, name)
+    assert desk.engine.orders == ["continuous", "static"]
+
+
+def test_a_policy_that_only_a_newer_worker_has_changes_nothing() -> None:
+    desk = Desk()
+    a = desk.join("a")
+    desk.set_policy(a, 7, "slai")
+    desk.set_policy(a, 8, "newer")
+    desk.set_policy(a, 9, "")
+    assert desk.engine.orders == ["slai"]
 
 
 def test_an_account_goes_where_its_sequence_came_from_with_its_end_too() -> None:

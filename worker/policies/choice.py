@@ -1,7 +1,8 @@
-"""Which policy the operator has chosen. Pure."""
+"""The policies by their names. Pure."""
 
 from __future__ import annotations
 
+from everlift.engine_policy import EnginePolicy
 from worker.limits import Limits
 from worker.policies.continuous import Continuous
 from worker.policies.magnus import Magnus
@@ -10,8 +11,8 @@ from worker.policies.slai import Slai
 from worker.policies.static import Static
 
 
-def policy_of(limits: Limits) -> Policy:
-    match limits.scheduling.policy:
+def policy_of(name: EnginePolicy, limits: Limits) -> Policy:
+    match name:
         case "continuous":
             return Continuous()
         case "static":

@@ -105,6 +105,7 @@ class RouterFrame(google.protobuf.message.Message):
     ABORTS_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
     FAULT_FIELD_NUMBER: builtins.int
+    ENGINE_POLICY_FIELD_NUMBER: builtins.int
     drain: builtins.bool
     """take no more starts, hand everything back"""
     @property
@@ -117,6 +118,10 @@ class RouterFrame(google.protobuf.message.Message):
     def fault(self) -> everlift.v1.chaos_pb2.Fault:
         """only where chaos is allowed"""
 
+    @property
+    def engine_policy(self) -> Global___EnginePolicy:
+        """unset: nothing new is said of it"""
+
     def __init__(
         self,
         *,
@@ -125,11 +130,34 @@ class RouterFrame(google.protobuf.message.Message):
         aborts: collections.abc.Iterable[Global___Abort] | None = ...,
         drain: builtins.bool = ...,
         fault: everlift.v1.chaos_pb2.Fault | None = ...,
+        engine_policy: Global___EnginePolicy | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["fault", b"fault", "hello", b"hello"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "drain", b"drain", "fault", b"fault", "hello", b"hello", "starts", b"starts"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "drain", b"drain", "engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello", "starts", b"starts"]) -> None: ...
 
 Global___RouterFrame: typing_extensions.TypeAlias = RouterFrame
+
+@typing.final
+class EnginePolicy(google.protobuf.message.Message):
+    """Whom the steps of all workers are for, as operators set it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """of all that they set: of what routers tell, the largest one holds"""
+    name: builtins.str
+    """as scheduling.policy of a worker; default: the one that it was started with"""
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "version", b"version"]) -> None: ...
+
+Global___EnginePolicy: typing_extensions.TypeAlias = EnginePolicy
 
 @typing.final
 class Start(google.protobuf.message.Message):
@@ -826,8 +854,8 @@ Global___StepLogHello: typing_extensions.TypeAlias = StepLogHello
 
 @typing.final
 class StepLog(google.protobuf.message.Message):
-    """What rank 0 does before and in one step, and every other rank does too: starts, then aborts, then the
-    step.
+    """What rank 0 does before and in one step, and every other rank does too: another policy, then starts, then
+    aborts, then the step.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -840,6 +868,7 @@ class StepLog(google.protobuf.message.Message):
     FAULT_FIELD_NUMBER: builtins.int
     NOW_FIELD_NUMBER: builtins.int
     SETTLE_FIELD_NUMBER: builtins.int
+    ENGINE_POLICY_FIELD_NUMBER: builtins.int
     previous_digest: builtins.bytes
     """of the plan of the step before"""
     stop: builtins.bool
@@ -847,7 +876,9 @@ class StepLog(google.protobuf.message.Message):
     now: builtins.float
     """seconds, when the step begins, on rank 0's clock"""
     settle: builtins.bool
-    """before the starts, what was launched is committed"""
+    """before all of it, what was launched is committed"""
+    engine_policy: builtins.str
+    """that takes the place of the one before; empty: none does"""
     @property
     def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Start]: ...
     @property
@@ -871,9 +902,10 @@ class StepLog(google.protobuf.message.Message):
         fault: everlift.v1.chaos_pb2.Fault | None = ...,
         now: builtins.float = ...,
         settle: builtins.bool = ...,
+        engine_policy: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fault", b"fault"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "fault", b"fault", "held_slots", b"held_slots", "now", b"now", "previous_digest", b"previous_digest", "settle", b"settle", "starts", b"starts", "stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "engine_policy", b"engine_policy", "fault", b"fault", "held_slots", b"held_slots", "now", b"now", "previous_digest", b"previous_digest", "settle", b"settle", "starts", b"starts", "stop", b"stop"]) -> None: ...
 
 Global___StepLog: typing_extensions.TypeAlias = StepLog
 

@@ -1,0 +1,18 @@
+"""Whom a step of a worker's engine is for: the names of its policies, which routers and workers
+share. What they do is in worker/README.md. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypeAlias, get_args
+
+EnginePolicy: TypeAlias = Literal["continuous", "slai", "static", "magnus"]
+
+#: In place of a name: the policy that each worker was started with.
+DEFAULT: Final = "default"
+
+
+def policy_named(text: str) -> EnginePolicy | None:
+    """None where no policy is called so."""
+    policies: tuple[EnginePolicy, ...] = get_args(EnginePolicy)
+    return next((policy for policy in policies if policy == text), None)
