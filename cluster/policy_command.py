@@ -1,4 +1,4 @@
-"""``everlift policy``: how the admission queue works, and where each setting is from."""
+"""``everlift policy``: how queue and engines work, and where each setting is from."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from cluster.connection import Address, connected
-from everlift import settings
 from everlift.v1 import admin_pb2 as pb
 from router.config import RouterConfig
-from router.rulebook import SETTINGS
+from router.rulebook import SETTINGS, Ruling
 
-#: In place of a value: the one that the routers are configured with.
+#: In place of a value: the one that routers and workers are configured with.
 _DEFAULT = "default"
 
 EXAMPLES = f"""
@@ -22,7 +21,8 @@ EXAMPLES = f"""
 
 - `everlift policy` shows what holds
 - `everlift policy --order deadline --undated-due 30 --max-queued 500`
-- `everlift policy --order {_DEFAULT} --max-queued {_DEFAULT}` goes back to the configuration
+- `everlift policy --engine-policy slai` for all workers, without a restart
+- `everlift policy --order {_DEFAULT} --engine-policy {_DEFAULT}` goes back to the configuration
 """
 
 
@@ -65,9 +65,12 @@ def policy(
         _Text,
         _option("SECONDS", "Per output token: a worker runs no more at once than keep it; 0: any."),
     ] = None,
+    engine_policy: Annotated[
+        _Text, _option("POLICY", "Whom a step is for: continuous, slai, static or magnus.")
+    ] = None,
     address: Address = None,
 ) -> None:
-    """Show or change how the admission queue works, in the whole cluster."""
+    """Show or change how queue and engines work, in the whole cluster."""
     given = {
         "order": order,
         "max_queued": max_queued,
@@ -79,19 +82,21 @@ def policy(
         "class_floor": class_floor,
         "fair_share": fair_share,
         "tpot_target": tpot_target,
+        "engine_policy": engine_policy,
     }
     texts = {name: text for name, text in given.items() if text is not None}
     asyncio.run(_policy(address, texts))
 
 
 async def _policy(address: str | None, texts: Mapping[str, str]) -> None:
-    """Raises SettingsError for what no router could be configured with."""
-    reset = [name for name, text in texts.items() if text == _DEFAULT]
-    assignments = [f"{name}={text}" for name, text in texts.items() if text != _DEFAULT]
-    values: dict[str, Any] = settings.from_flags(RouterConfig, assignments)
-    settings.load(RouterConfig, values)
+    """Raises SettingsError for what nobody could be configured with."""
+    given = {name: text for name, text in texts.items() if text != _DEFAULT}
+    ruling = Ruling(RouterConfig())
+    for name, text in given.items():
+        ruling = ruling.but_for(name, text)
+    values: dict[str, Any] = {name: ruling[name] for name in given}
     async with connected(address) as client:
-        answer = await client.set_policy(**values, reset=reset)
+        answer = await client.set_policy(**values, reset=texts.keys() - given)
     for name in SETTINGS:
         typer.echo(_line(answer, name))
 
@@ -100,4 +105,4 @@ def _line(answer: pb.SetPolicyResponse, name: str) -> str:
     value = getattr(answer, name)
     shown = str(value).lower() if isinstance(value, bool) else f"{value}"
     source = "set" if name in answer.overridden else "configured"
-    return f"{name.replace('_', ' '):<14}{shown:<10}{source}"
+    return f"{name.replace('_', ' '):<15}{shown:<12}{source}"

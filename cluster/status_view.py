@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
@@ -104,7 +106,7 @@ def _state(worker: pb.WorkerStatus) -> str:
 
 def _counters(status: pb.GetStatusResponse) -> Text:
     return Text(
-        f"model {status.model}   leader {status.leader[:8] or 'none'}\n"
+        f"model {status.model}   leader {status.leader[:8] or 'none'}{_engine_policy(status)}\n"
         f"queue {status.queued}   running {status.running}   completed {status.completed}   "
         f"failed {status.failed}   migrated {status.migrated}   "
         f"output tokens {status.output_tokens}\n"
@@ -114,6 +116,14 @@ def _counters(status: pb.GetStatusResponse) -> Text:
         f"{_http(status.http_address)}"
         f"{_metrics(status.metrics_address)}"
     )
+
+
+def _engine_policy(status: pb.GetStatusResponse) -> str:
+    """With how many workers have which, where they differ."""
+    policies = Counter(it.engine_policy for it in status.workers if it.alive and it.engine_policy)
+    several = (f"{policy} ({workers})" for policy, workers in sorted(policies.items()))
+    told = ", ".join(several if len(policies) > 1 else policies)
+    return f"   engine policy {told}" if told else ""
 
 
 def _http(address: str) -> str:

@@ -198,7 +198,8 @@ class Router:
         if config.predictor:
             load = self._requests.predictor.load
             self._predictor_file = PredictorFile(Path(config.predictor), load)
-        self._rulebook = Rulebook(config, ledger, (self._leader, self._requests))
+        subjects = self._leader, self._requests
+        self._rulebook = Rulebook(config, ledger, subjects, [self._sessions])
         self._fleet = Fleet(
             config,
             self.router_id,

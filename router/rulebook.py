@@ -1,21 +1,25 @@
-"""What holds of the admission queue: the configuration, but for what operators set."""
+"""What holds of queue and engines: the configuration, but for what operators set."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from everlift import logs, settings
+from everlift.engine_policy import DEFAULT, EnginePolicy
 from everlift.settings import SettingsError
+from everlift.v1 import session_pb2
 from router.admission.policy import Rules
 from router.config import RouterConfig
-from router.ledger.base import Ledger, QueuePolicy
+from router.ledger.base import ClusterPolicy, Ledger
 
 log = logs.get(__name__)
 
+C = TypeVar("C", RouterConfig, "EngineSettings")
+
 #: Settings of a router that operators set at run time.
-SETTINGS = (
+_ROUTER_SETTINGS = (
     "order",
     "max_queued",
     "queue_ttl",
@@ -27,12 +31,46 @@ SETTINGS = (
     "fair_share",
     "tpot_target",
 )
+#: And of the workers' engines.
+_ENGINE_SETTINGS = ("engine_policy",)
+SETTINGS = (*_ROUTER_SETTINGS, *_ENGINE_SETTINGS)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What operators set of all engines, beside what each worker is configured with."""
+
+    #: whom steps are for (worker.scheduling.policy); default: each as it was started
+    engine_policy: Literal["default", EnginePolicy] = DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What holds. All of SETTINGS are in one of the two."""
+
+    router: RouterConfig
+    engines: EngineSettings = EngineSettings()
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.engines if name in _ENGINE_SETTINGS else self.router, name)
+
+    def but_for(self, name: str, text: str) -> Ruling:
+        """With another value of a setting. Raises SettingsError."""
+        if name in _ENGINE_SETTINGS:
+            return replace(self, engines=_with(self.engines, name, text))
+        return replace(self, router=_with(self.router, name, text))
 
 
 class Subject(Protocol):
-    """Who goes by it. Must not block."""
+    """Who goes by the rules of the queue. Must not block."""
 
     def obey(self, rules: Rules) -> None: ...
+
+
+class Engines(Protocol):
+    """Those of all workers. Must not block."""
+
+    def set_policy(self, policy: session_pb2.EnginePolicy) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,32 +82,43 @@ class Holding:
 
 
 class Rulebook:
-    def __init__(self, config: RouterConfig, ledger: Ledger, subjects: Sequence[Subject]) -> None:
-        self._configured = config
+    def __init__(
+        self,
+        config: RouterConfig,
+        ledger: Ledger,
+        subjects: Sequence[Subject],
+        engines: Iterable[Engines] = (),
+    ) -> None:
+        self._configured = self._ruling = Ruling(config)
         self._ledger = ledger
         self._subjects = subjects
-        self._policy = QueuePolicy()
-        self._config = config
+        self._engines = engines
+        self._policy = ClusterPolicy()
         self._overridden: tuple[str, ...] = ()
 
     @property
     def rules(self) -> Rules:
-        return Rules.of(self._config)
+        return Rules.of(self._ruling.router)
+
+    @property
+    def engine_policy(self) -> session_pb2.EnginePolicy:
+        """As workers are told, who may know one that is not known here."""
+        name = self._policy.values.get("engine_policy", DEFAULT)
+        return session_pb2.EnginePolicy(version=self._policy.version, name=name)
 
     @property
     def holding(self) -> Holding:
-        values = {name: getattr(self._config, name) for name in SETTINGS}
-        return Holding(values, self._overridden)
+        return Holding({name: self._ruling[name] for name in SETTINGS}, self._overridden)
 
     @property
     def order(self) -> str:
-        return self._config.order
+        return self._ruling.router.order
 
     def supposed(self, policy: str) -> RouterConfig:
-        """What would hold under a policy, an order and maybe settings behind it
+        """What would hold of the queue under a policy, an order and maybe settings behind it
         (``shortest patience=3``). Raises SettingsError."""
         order, *others = policy.split() or [""]
-        config = _with(self._config, "order", order)
+        config = _with(self._ruling.router, "order", order)
         for setting in others:
             name, _, text = setting.partition("=")
             config = _with(config, name, text)
@@ -91,31 +140,33 @@ class Rulebook:
             if name not in SETTINGS:
                 raise SettingsError(f"{name}: must be one of {', '.join(SETTINGS)}")
             if text:
-                _with(self._configured, name, text)
+                self._configured.but_for(name, text)
         self._take(await self._ledger.set_policy(texts))
         return self.holding
 
-    def _take(self, policy: QueuePolicy) -> None:
+    def _take(self, policy: ClusterPolicy) -> None:
         if policy == self._policy:
             return
         self._policy = policy
         self._apply(policy)
         holding = self.holding
-        log.info("queue policy", **holding.values, overridden=", ".join(holding.overridden))
+        log.info("policy", **holding.values, overridden=", ".join(holding.overridden))
         for subject in self._subjects:
             subject.obey(self.rules)
+        for engines in self._engines:
+            engines.set_policy(self.engine_policy)
 
-    def _apply(self, policy: QueuePolicy) -> None:
+    def _apply(self, policy: ClusterPolicy) -> None:
         """But for what only a newer version knows."""
-        config, overridden = self._configured, []
+        ruling, overridden = self._configured, []
         for name, text in policy.values.items():
             try:
-                config = _with(config, name, text)
+                ruling = ruling.but_for(name, text)
             except SettingsError as error:
-                log.warning("a queue's setting is not known here", cause=str(error))
+                log.warning("a setting is not known here", cause=str(error))
             else:
                 overridden.append(name)
-        self._config, self._overridden = config, tuple(sorted(overridden, key=SETTINGS.index))
+        self._ruling, self._overridden = ruling, tuple(sorted(overridden, key=SETTINGS.index))
 
 
 def _text(value: object) -> str:
@@ -123,11 +174,11 @@ def _text(value: object) -> str:
     return "" if value is None else str(value).lower()
 
 
-def _with(config: RouterConfig, name: str, text: str) -> RouterConfig:
+def _with(config: C, name: str, text: str) -> C:
     """Raises SettingsError."""
-    if name not in SETTINGS:
+    if isinstance(config, RouterConfig) and name not in _ROUTER_SETTINGS:
         raise SettingsError(f"{name}: unknown")
-    layer: Mapping[str, Any] = settings.from_flags(RouterConfig, [f"{name}={text}"])
+    layer: Mapping[str, Any] = settings.from_flags(type(config), [f"{name}={text}"])
     try:
         return replace(config, **layer)
     except ValueError as error:

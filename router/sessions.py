@@ -64,10 +64,12 @@ class WorkerLink:
         self,
         info: session_pb2.WorkerInfo,
         hello: session_pb2.RouterHello,
+        policy: session_pb2.EnginePolicy | None,
         listener: Listener,
         silence_s: float,
         transport: Transport,
     ) -> None:
+        """``policy`` is that of its engine; None: nobody ever set any."""
         self.info = info
         self.state = session_pb2.WorkerState()
         self.running: list[inference_pb2.RunningSequence] = []
@@ -79,6 +81,7 @@ class WorkerLink:
         self._frozen_s = 0.0
         self._was_up = False
         self._hello = hello
+        self._policy = policy
         self._listener = listener
         self._silence_s = silence_s
         self._transport = transport
@@ -97,6 +100,11 @@ class WorkerLink:
     def drain(self) -> None:
         """The worker hands everything back, whichever router's it is, and takes no more."""
         self._outbox.add(session_pb2.RouterFrame(drain=True))
+
+    def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
+        """Of its engine: it is told now, and again whenever it is dialled."""
+        self._policy = policy
+        self._outbox.add(session_pb2.RouterFrame(engine_policy=policy))
 
     def inject(self, fault: chaos_pb2.Fault) -> None:
         self._outbox.add(session_pb2.RouterFrame(fault=fault))
@@ -139,7 +147,8 @@ class WorkerLink:
             log.exception("what a worker said failed")
 
     async def _talk(self, stub: session_pb2_grpc.WorkerSessionAsyncStub) -> None:
-        self._outbox = Outbox(session_pb2.RouterFrame(hello=self._hello))
+        first = session_pb2.RouterFrame(hello=self._hello, engine_policy=self._policy)
+        self._outbox = Outbox(first)
         async for frame in stub.Connect(self._written(self._outbox)):
             await self._let_go()
             if frame.HasField("hello") and frame.hello.worker_id != self.info.worker_id:
@@ -226,6 +235,8 @@ class Sessions:
         self._listener = listener
         self._transport = transport
         self._links: dict[str, WorkerLink] = {}
+        #: of the engines; None: nobody ever set any
+        self._policy: session_pb2.EnginePolicy | None = None
         self._past_false_alarms = 0
 
     @property
@@ -260,6 +271,12 @@ class Sessions:
         link.drain()
         return link.state.num_running + link.state.num_waiting
 
+    def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
+        """Of all engines, also of those that come."""
+        self._policy = policy
+        for link in self._links.values():
+            link.set_policy(policy)
+
     def inject(self, worker_id: str, fault: chaos_pb2.Fault) -> None:
         """Raises UnknownWorker."""
         self._connected(worker_id).inject(fault)
@@ -279,6 +296,7 @@ class Sessions:
             self._links[worker_id] = WorkerLink(
                 named[worker_id],
                 self._hello,
+                self._policy,
                 self._listener,
                 self._config.worker_silence,
                 self._transport,

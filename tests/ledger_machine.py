@@ -45,7 +45,7 @@ from hypothesis.stateful import (
 from everlift.errors import RequestConflict, UnknownRequest
 from everlift.messages import FinishReason
 from everlift.request_id import tenant_of
-from router.ledger.base import NOTHING, Ledger, NotQueued, Position, QueuePolicy, StaleTerm
+from router.ledger.base import NOTHING, ClusterPolicy, Ledger, NotQueued, Position, StaleTerm
 from router.ledger.entry import (
     MAX_EVENTS,
     Append,
@@ -108,7 +108,7 @@ class Kept:
     leases: dict[str, bool]
     leader: int
     term: int
-    policy: QueuePolicy
+    policy: ClusterPolicy
 
 
 def copied(lives: dict[str, Life]) -> dict[str, Life]:
@@ -127,9 +127,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leases = dict.fromkeys(GATEWAYS, False)
         self.leader = 0
         self.term = 0
-        self.policy = QueuePolicy()
+        self.policy = ClusterPolicy()
         #: all that there ever were, the newest last
-        self.policies = [QueuePolicy()]
+        self.policies = [ClusterPolicy()]
         #: what was read before
         self.seen: dict[str, Stored] = {}
         self.kept: Kept | None = None

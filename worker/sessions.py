@@ -322,4 +322,5 @@ class Sessions:
             blocks_cached=load.blocks_cached,
             step_times=self._step_times.to_proto(),
             gpu_utilization=self.gpu_utilization,
+            engine_policy=self._policy,
         )

@@ -193,6 +193,7 @@ class Client:
         class_floor: float | None = None,
         fair_share: bool | None = None,
         tpot_target: float | None = None,
+        engine_policy: str | None = None,
         reset: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> admin_pb2.SetPolicyResponse:
@@ -209,6 +210,7 @@ class Client:
                 class_floor=class_floor,
                 fair_share=fair_share,
                 tpot_target=tpot_target,
+                engine_policy=engine_policy,
                 reset=reset,
                 timeout_s=timeout_s,
             )

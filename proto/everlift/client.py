@@ -310,12 +310,14 @@ class AsyncClient:
         class_floor: float | None = None,
         fair_share: bool | None = None,
         tpot_target: float | None = None,
+        engine_policy: str | None = None,
         reset: Collection[str] = (),
         timeout_s: float | None = None,
     ) -> admin_pb2.SetPolicyResponse:
-        """Changes how the admission queue works, in the whole cluster and until it is changed
-        again: settings of the routers by their names. What is None stays, and what ``reset`` names
-        is as the routers are configured. Answers with what holds from now on. Raises
+        """Changes how the admission queue and the workers' engines work, in the whole cluster and
+        until it is changed again: settings of the routers by their names, and ``engine_policy``,
+        by the names of worker.scheduling.policy. What is None stays, and what ``reset`` names is as
+        routers and workers are configured. Answers with what holds from now on. Raises
         InvalidRequest, Forbidden.
 
         >>> policy = await client.set_policy(order="deadline", patience=0.1)
@@ -335,6 +337,7 @@ class AsyncClient:
             class_floor=class_floor,
             fair_share=fair_share,
             tpot_target=tpot_target,
+            engine_policy=engine_policy,
             reset=reset,
         )
         return await self._ask(lambda: self._routers.admin().SetPolicy, message, timeout_s)

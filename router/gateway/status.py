@@ -91,4 +91,5 @@ def _worker(link: WorkerLink) -> pb.WorkerStatus:
         counters=state.counters,
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
+        engine_policy=state.engine_policy,
     )

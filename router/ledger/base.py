@@ -70,9 +70,9 @@ class Membership:
 
 
 @dataclass(frozen=True, slots=True)
-class QueuePolicy:
-    """What operators set of the admission queue, in place of the configuration: texts by the names
-    of settings, none of them empty. Of two ``version``s the larger one is the newer one; 0: nothing
+class ClusterPolicy:
+    """What operators set of queue and engines, in place of the configuration: texts by the names of
+    settings, none of them empty. Of two ``version``s the larger one is the newer one; 0: nothing
     was ever set."""
 
     values: Mapping[str, str] = field(default_factory=dict)
@@ -384,17 +384,17 @@ class Ledger(Protocol):
 
     # policy
 
-    async def set_policy(self, changes: Mapping[str, str]) -> QueuePolicy:
+    async def set_policy(self, changes: Mapping[str, str]) -> ClusterPolicy:
         """Changes what is named, and answers what is set then. An empty text takes back what was
         set."""
         ...
 
-    async def restore_policy(self, policy: QueuePolicy) -> QueuePolicy:
+    async def restore_policy(self, policy: ClusterPolicy) -> ClusterPolicy:
         """Sets what was set before, under its version, where a server may have lost it: nothing
         changes if the ledger's is as new."""
         ...
 
-    async def policy(self) -> QueuePolicy:
+    async def policy(self) -> ClusterPolicy:
         """What is set."""
         ...
 

@@ -16,7 +16,7 @@ import msgpack
 from everlift.digest import little_endian
 from everlift.messages import FinishReason, Request
 from everlift.sampling import TokenLogprobs
-from router.ledger.base import Membership, Position, QueuePolicy
+from router.ledger.base import ClusterPolicy, Membership, Position
 from router.ledger.entry import Append, Appended, Entry, Event, State, Stored, StoredChoice, Tally
 from router.ledger.listing import Part, Row
 
@@ -245,9 +245,9 @@ def _row(request_id: bytes, arrived: bytes, fields: Sequence[Any]) -> Row:
     return Row(Position(seconds(arrived), name), entry(name, fields) if fields else None)
 
 
-def policy(answer: Sequence[bytes]) -> QueuePolicy:
+def policy(answer: Sequence[bytes]) -> ClusterPolicy:
     """The answer of set_policy.lua."""
     texts = [text.decode() for text in answer]
     values = dict(zip(texts[::2], texts[1::2], strict=True))
     version = int(values.pop("version", "0"))
-    return QueuePolicy(values, version)
+    return ClusterPolicy(values, version)

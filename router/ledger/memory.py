@@ -19,13 +19,13 @@ from router.ledger.base import (
     MOST_LISTED,
     NOTHING,
     AccessRecords,
+    ClusterPolicy,
     LoadReport,
     Membership,
     NotQueued,
     Opened,
     Page,
     Position,
-    QueuePolicy,
     ScalingReport,
     StaleTerm,
     check_end,
@@ -99,7 +99,7 @@ class MemoryLedger:
         self._scaling: tuple[float, bytes] | None = None
         self._quotas = MemoryQuotas(clock)
         self._access = AccessRecords(0, {})
-        self._policy = QueuePolicy()
+        self._policy = ClusterPolicy()
         self._cluster_id = secrets.token_hex(8)
 
     def _find(self, request_id: str) -> Record | None:
@@ -467,21 +467,21 @@ class MemoryLedger:
 
     # policy
 
-    async def set_policy(self, changes: Mapping[str, str]) -> QueuePolicy:
+    async def set_policy(self, changes: Mapping[str, str]) -> ClusterPolicy:
         known = self._policy
         values = {name: text for name, text in {**known.values, **changes}.items() if text}
         if values != known.values:
             # A moment, as one that was lost must not come again.
             version = max(round(self._clock() * 1e6), known.version + 1)
-            self._policy = QueuePolicy(values, version)
+            self._policy = ClusterPolicy(values, version)
         return self._policy
 
-    async def restore_policy(self, policy: QueuePolicy) -> QueuePolicy:
+    async def restore_policy(self, policy: ClusterPolicy) -> ClusterPolicy:
         if policy.version > self._policy.version:
             self._policy = policy
         return self._policy
 
-    async def policy(self) -> QueuePolicy:
+    async def policy(self) -> ClusterPolicy:
         return self._policy
 
     async def cluster_id(self) -> str:

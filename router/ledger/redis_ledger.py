@@ -33,13 +33,13 @@ from router.ledger.base import (
     MOST_LISTED,
     NOTHING,
     AccessRecords,
+    ClusterPolicy,
     LoadReport,
     Membership,
     NotQueued,
     Opened,
     Page,
     Position,
-    QueuePolicy,
     ScalingReport,
     StaleTerm,
     check_end,
@@ -499,18 +499,18 @@ class RedisLedger:
 
     # policy
 
-    async def set_policy(self, changes: Mapping[str, str]) -> QueuePolicy:
+    async def set_policy(self, changes: Mapping[str, str]) -> ClusterPolicy:
         return await self._set_policy("", changes)
 
-    async def restore_policy(self, policy: QueuePolicy) -> QueuePolicy:
+    async def restore_policy(self, policy: ClusterPolicy) -> ClusterPolicy:
         return await self._set_policy(policy.version, policy.values)
 
-    async def _set_policy(self, version: int | str, values: Mapping[str, str]) -> QueuePolicy:
+    async def _set_policy(self, version: int | str, values: Mapping[str, str]) -> ClusterPolicy:
         fields = [text for pair in values.items() for text in pair]
         answer = await self._shards.run(scripts.SET_POLICY, _CONTROL, version, *fields)
         return codec.policy(answer)
 
-    async def policy(self) -> QueuePolicy:
+    async def policy(self) -> ClusterPolicy:
         return await self.set_policy({})
 
     async def cluster_id(self) -> str:

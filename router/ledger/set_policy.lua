@@ -1,4 +1,4 @@
--- Sets what holds of the admission queue, name by name; '' takes back, and what is not named stays.
+-- Sets what holds of queue and engines, name by name; '' takes back, and what is not named stays.
 -- A version that is given is one that was set before, with all that it had: it takes the place of what is
 -- known if that is older, and else changes nothing. Answers names and values as they are then, version among
 -- them.

@@ -20,11 +20,11 @@ from everlift.messages import FinishReason
 from everlift.v1 import session_pb2
 from router.ledger.base import (
     MOST_LISTED,
+    ClusterPolicy,
     Ledger,
     NotQueued,
     Page,
     Position,
-    QueuePolicy,
     StaleTerm,
 )
 from router.ledger.entry import (
@@ -1820,15 +1820,15 @@ async def test_what_was_told_to_be_older_is_listed_there(ledger: Ledger, tick: T
 
 
 async def test_a_policy_is_set_part_by_part_and_taken_back(ledger: Ledger) -> None:
-    assert await ledger.policy() == QueuePolicy()
+    assert await ledger.policy() == ClusterPolicy()
     first = await ledger.set_policy({"order": "deadline", "patience": "0.25"})
     second = await ledger.set_policy({"max_queued": "500", "starvation": "0.0"})
     values = {"order": "deadline", "patience": "0.25", "max_queued": "500", "starvation": "0.0"}
-    assert second == QueuePolicy(values, second.version) == await ledger.policy()
+    assert second == ClusterPolicy(values, second.version) == await ledger.policy()
     third = await ledger.set_policy({"order": "", "patience": "", "max_queued": "", "other": ""})
-    assert third == QueuePolicy({"starvation": "0.0"}, third.version) == await ledger.policy()
+    assert third == ClusterPolicy({"starvation": "0.0"}, third.version) == await ledger.policy()
     last = await ledger.set_policy({"starvation": ""})
-    assert last == QueuePolicy({}, last.version) == await ledger.policy()
+    assert last == ClusterPolicy({}, last.version) == await ledger.policy()
     assert 0 < first.version < second.version < third.version < last.version
 
 
@@ -1844,10 +1844,10 @@ async def test_a_policy_that_was_lost_is_put_back_unless_another_was_set_since(
     ledger: Ledger,
 ) -> None:
     await ledger.set_policy({"patience": "0.5"})
-    lost = QueuePolicy({"order": "deadline", "max_queued": "500"}, version=2**52)
+    lost = ClusterPolicy({"order": "deadline", "max_queued": "500"}, version=2**52)
     assert await ledger.restore_policy(lost) == await ledger.policy() == lost
     newer = await ledger.set_policy({"order": "fifo"})
-    assert newer == QueuePolicy({"order": "fifo", "max_queued": "500"}, newer.version)
+    assert newer == ClusterPolicy({"order": "fifo", "max_queued": "500"}, newer.version)
     assert await ledger.restore_policy(lost) == await ledger.policy() == newer
 
 

@@ -152,6 +152,7 @@ _MESSAGES: dict[str, tuple[type[Message], tuple[dict[str, Any], ...]]] = {
         (
             {"order": "hrrn", "max_queued": 7, "undated_due": 1.5, "fair_share": True},
             {"reset": ["order", "patience"], "class_floor": "0.1"},
+            {"engine_policy": "magnus", "tpot_target": 0.05},
         ),
     ),
     "chaos": (

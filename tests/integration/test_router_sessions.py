@@ -125,6 +125,38 @@ async def test_a_large_batch_leaves_others_their_turn(
     assert heard.heard == [*range(1, 201)]
 
 
+def policies(worker: Worker) -> list[tuple[bool, int, str]]:
+    """That it was told, and whether with the hello."""
+    told = [frame for frame in worker.frames if frame.HasField("engine_policy")]
+    return [(it.HasField("hello"), it.engine_policy.version, it.engine_policy.name) for it in told]
+
+
+async def test_every_worker_hears_of_its_engines_policy_and_again_when_it_is_dialled(
+    sessions: Sessions, worker: Worker, heard: Heard
+) -> None:
+    sessions.set_policy(session_pb2.EnginePolicy(version=1, name="slai"))
+    await until(lambda: policies(worker) == [(False, 1, "slai")])
+    sessions.set_policy(session_pb2.EnginePolicy(version=2, name="static"))
+    await until(lambda: policies(worker)[1:] == [(False, 2, "static")])
+    worker.moving.clear()
+    await until(lambda: heard.words[1:] == ["lost w"])
+    worker.moving.set()
+    await until(lambda: policies(worker)[2:] == [(True, 2, "static")])
+    later = Worker("later")
+    await later.start()
+    await sessions.reconcile([worker.info, later.info])
+    await until(lambda: policies(later) == [(True, 2, "static")])
+    await later.stop()
+
+
+async def test_of_policies_that_wait_for_the_stream_the_last_one_is_told(
+    sessions: Sessions, worker: Worker
+) -> None:
+    for version, name in ((1, "slai"), (2, "magnus"), (3, "default")):
+        sessions.set_policy(session_pb2.EnginePolicy(version=version, name=name))
+    await until(lambda: policies(worker) == [(False, 3, "default")])
+
+
 async def test_a_silent_worker_is_lost_and_what_it_runs_of_ours_ends(
     sessions: Sessions, worker: Worker, heard: Heard
 ) -> None:

@@ -158,7 +158,7 @@ async def test_the_command_says_what_went_wrong(router: Router) -> None:
     assert "may mean" in result.stderr
 
 
-# the queue's policy
+# the policy of queue and engines
 
 
 async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
@@ -169,36 +169,39 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
 
     configured = await policy()
     assert configured == (
-        "order         fifo      configured\n"
-        "max queued    7         configured\n"
-        "queue ttl     0.0       configured\n"
-        "refuse late   false     configured\n"
-        "undated due   60.0      configured\n"
-        "patience      1.5       configured\n"
-        "starvation    0.0       configured\n"
-        "class floor   0.05      configured\n"
-        "fair share    true      configured\n"
-        "tpot target   0.0       configured\n"
+        "order          fifo        configured\n"
+        "max queued     7           configured\n"
+        "queue ttl      0.0         configured\n"
+        "refuse late    false       configured\n"
+        "undated due    60.0        configured\n"
+        "patience       1.5         configured\n"
+        "starvation     0.0         configured\n"
+        "class floor    0.05        configured\n"
+        "fair share     true        configured\n"
+        "tpot target    0.0         configured\n"
+        "engine policy  default     configured\n"
     )
     await policy("--order", "deadline", "--undated-due", "30")
     await policy("--queue-ttl", "2", "--refuse-late", "on", "--tpot-target", "0.05")
+    await policy("--engine-policy", "continuous")
     changed = await policy("--max-queued", "500", "--fair-share", "off", "--class-floor", "0")
     assert changed == (
-        "order         deadline  set\n"
-        "max queued    500       set\n"
-        "queue ttl     2.0       set\n"
-        "refuse late   true      set\n"
-        "undated due   30.0      set\n"
-        "patience      1.5       configured\n"
-        "starvation    0.0       configured\n"
-        "class floor   0.0       set\n"
-        "fair share    false     set\n"
-        "tpot target   0.05      set\n"
+        "order          deadline    set\n"
+        "max queued     500         set\n"
+        "queue ttl      2.0         set\n"
+        "refuse late    true        set\n"
+        "undated due    30.0        set\n"
+        "patience       1.5         configured\n"
+        "starvation     0.0         configured\n"
+        "class floor    0.0         set\n"
+        "fair share     false       set\n"
+        "tpot target    0.05        set\n"
+        "engine policy  continuous  set\n"
     )
     assert (await router.ledger.policy()).values["order"] == "deadline"
     assert await policy() == changed
     options = ("order", "undated-due", "max-queued", "fair-share", "class-floor")
-    options += ("queue-ttl", "refuse-late", "tpot-target")
+    options += ("queue-ttl", "refuse-late", "tpot-target", "engine-policy")
     taken_back = [text for name in options for text in (f"--{name}", "default")]
     assert await policy(*taken_back) == configured
 
@@ -208,6 +211,7 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
     [
         ({"order": "lifo"}, "fifo, deadline, shortest, ranked, hrrn, not 'lifo'"),
         ({"patience": -1.0}, "patience and starvation must be at least 0"),
+        ({"engine_policy": "magnum"}, "not 'magnum'; did you mean magnus?"),
         ({"max_queued": 5, "reset": ["beat"]}, "beat: must be one of order, max_queued"),
     ],
 )
@@ -219,7 +223,9 @@ async def test_what_cannot_be_set_is_told(
     assert (await router.ledger.policy()).version == 0
 
 
-@pytest.mark.parametrize("option", ["--max-queued=-5", "--patience=long", "--order=lifo"])
+@pytest.mark.parametrize(
+    "option", ["--max-queued=-5", "--patience=long", "--order=lifo", "--engine-policy=lifo"]
+)
 async def test_the_command_says_what_no_setting_can_be(router: Router, option: str) -> None:
     result = await run("policy", option, "--address", router.address)
     assert (result.exit_code, result.stdout) == (1, "")

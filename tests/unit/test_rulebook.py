@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import inf, nan
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from everlift.engine_policy import EnginePolicy
 from everlift.settings import SettingsError
-from router.admission.policy import Rules
+from everlift.v1 import session_pb2
+from router import console
+from router.admission.policy import ORDERS, Rules
 from router.config import RouterConfig
-from router.ledger.base import QueuePolicy
+from router.ledger.base import ClusterPolicy
 from router.ledger.memory import MemoryLedger
 from router.rulebook import SETTINGS, Rulebook
 from tests.ledgers import Clock
@@ -29,11 +35,19 @@ class Subject:
         self.obeyed.append(rules)
 
 
+class Engines:
+    def __init__(self) -> None:
+        self.told: list[tuple[int, str]] = []
+
+    def set_policy(self, policy: session_pb2.EnginePolicy) -> None:
+        self.told.append((policy.version, policy.name))
+
+
 class Replica:
     def __init__(self, ledger: MemoryLedger) -> None:
         self.ledger = ledger
-        self.subject = Subject()
-        self.rulebook = Rulebook(CONFIG, ledger, [self.subject])
+        self.subject, self.engines = Subject(), Engines()
+        self.rulebook = Rulebook(CONFIG, ledger, [self.subject], [self.engines])
 
     async def beat(self) -> None:
         membership = await self.ledger.beat("gateway", "here:1", 1.0)
@@ -66,6 +80,30 @@ async def test_what_is_set_through_one_router_holds_at_all_from_their_next_beat(
     assert replica.subject.obeyed == [SET]
 
 
+async def test_engines_are_told_their_policy_under_the_version_of_all_that_was_set(
+    replica: Replica,
+) -> None:
+    versions = []
+    for changes in ({"engine_policy": "slai"}, {"max_queued": 500}, {"engine_policy": None}):
+        await replica.rulebook.set(changes)
+        versions.append((await replica.ledger.policy()).version)
+    assert replica.engines.told == [*zip(versions, ("slai", "slai", "default"), strict=True)]
+    assert versions == sorted({*versions})
+
+
+async def test_a_policy_that_is_not_known_here_may_be_known_to_workers(replica: Replica) -> None:
+    policy = await replica.ledger.set_policy({"engine_policy": "newer"})
+    await replica.beat()
+    assert replica.engines.told == [(policy.version, "newer")]
+    assert replica.rulebook.holding.values["engine_policy"] == "default"
+
+
+async def test_a_name_that_no_policy_has_is_told_the_nearest_one(replica: Replica) -> None:
+    with pytest.raises(SettingsError, match="slai, static, magnus, not 'statik'; did you mean st"):
+        await replica.rulebook.set({"engine_policy": "statik"})
+    assert replica.engines.told == []
+
+
 async def test_a_router_that_starts_finds_what_was_set(replica: Replica) -> None:
     await replica.rulebook.set(CHANGES)
     started = Replica(replica.ledger)
@@ -89,7 +127,7 @@ async def test_what_is_taken_back_is_as_configured_and_nothing_given_changes_not
 
 async def test_a_ledger_that_forgot_what_was_set_is_told(replica: Replica) -> None:
     await replica.rulebook.set(CHANGES)
-    replica.ledger._policy = QueuePolicy()
+    replica.ledger._policy = ClusterPolicy()
     await replica.beat()
     policy = await replica.ledger.policy()
     assert policy.values == {"order": "deadline", "max_queued": "500"}
@@ -117,13 +155,22 @@ async def test_every_setting_is_kept_as_it_was_said(replica: Replica) -> None:
         "class_floor": 0.0,
         "fair_share": False,
         "tpot_target": 0.05,
+        "engine_policy": "slai",
     }
     assert tuple(said) == SETTINGS
     assert (await replica.rulebook.set(said)).values == said
     other = Replica(replica.ledger)
     await other.beat()
     assert other.rulebook.holding == replica.rulebook.holding
+    assert other.engines.told == replica.engines.told
+    del said["engine_policy"]
     assert other.rulebook.rules == Rules.of(replace(CONFIG, **said))  # type: ignore[arg-type]
+
+
+def test_the_console_offers_what_there_is_to_choose_from() -> None:
+    page = (Path(console.__file__).parent / "page" / "policies.js").read_text()
+    offered = [re.findall(r'"(\w+)"', names) for names in re.findall(r"\[(.*)\]", page)]
+    assert offered == [[*ORDERS], ["default", *get_args(EnginePolicy)]]
 
 
 @pytest.mark.parametrize(
@@ -149,4 +196,4 @@ async def test_what_cannot_be_configured_cannot_be_set(
 ) -> None:
     with pytest.raises(SettingsError, match=name):
         await replica.rulebook.set({"max_queued": 5, name: value})
-    assert await replica.ledger.policy() == QueuePolicy()
+    assert await replica.ledger.policy() == ClusterPolicy()

@@ -113,6 +113,18 @@ def test_it_says_where_openais_api_is() -> None:
     assert "OpenAI" not in text(show(pb.GetStatusResponse()))
 
 
+def test_whom_steps_are_for_is_shown_and_how_many_workers_have_which_policy() -> None:
+    def line(*policies: str) -> str:
+        workers = [pb.WorkerStatus(alive=True, engine_policy=policy) for policy in policies]
+        lost = pb.WorkerStatus(engine_policy="magnus")
+        status = pb.GetStatusResponse(model="demo", workers=[*workers, lost])
+        return next(it for it in text(show(status)).splitlines() if "model demo" in it).strip()
+
+    assert line("slai", "slai") == "model demo   leader none   engine policy slai"
+    assert line("slai", "continuous", "slai").endswith("engine policy continuous (1), slai (2)")
+    assert line("") == "model demo   leader none", "an older worker says nothing of it"
+
+
 def test_a_slow_worker_is_shown_as_slow() -> None:
     slow = pb.WorkerStatus(worker_id="w", alive=True, slow=True)
     assert " slow " in text(show(pb.GetStatusResponse(workers=[slow])))

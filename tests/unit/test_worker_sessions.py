@@ -110,6 +110,7 @@ def test_of_what_routers_say_of_the_policy_the_newest_holds() -> None:
     desk.sessions.leave(b)
     desk.set_policy(a, 5, "slai")
     assert desk.engine.orders[2:] == ["magnus"]
+    assert desk.sessions.cut(a).state.engine_policy == "magnus"
 
 
 def test_default_is_the_policy_that_the_worker_was_started_with() -> None:

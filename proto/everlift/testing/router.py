@@ -13,6 +13,7 @@ import grpc
 
 from everlift import wire
 from everlift.channels import SERVER_OPTIONS
+from everlift.engine_policy import DEFAULT
 from everlift.errors import (
     Cancelled,
     ChaosForbidden,
@@ -72,6 +73,7 @@ _CONFIGURED = admin_pb2.SetPolicyResponse(
     patience=1.5,
     class_floor=0.05,
     fair_share=True,
+    engine_policy=DEFAULT,
 )
 
 

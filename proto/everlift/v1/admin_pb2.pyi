@@ -55,7 +55,7 @@ Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
 
 @typing.final
 class SetPolicyRequest(google.protobuf.message.Message):
-    """Settings of the routers (router in the configuration), by their names there. What is unset stays as it is;
+    """Settings of the routers (router in the configuration), by their names there, and engine_policy. What is unset stays as it is;
     where nothing is set, nothing changes, and the answer says what holds.
     """
 
@@ -72,6 +72,7 @@ class SetPolicyRequest(google.protobuf.message.Message):
     QUEUE_TTL_FIELD_NUMBER: builtins.int
     REFUSE_LATE_FIELD_NUMBER: builtins.int
     TPOT_TARGET_FIELD_NUMBER: builtins.int
+    ENGINE_POLICY_FIELD_NUMBER: builtins.int
     order: builtins.str
     """Which request leaves first, within a priority class: the one that came first (fifo), whose deadline or
     ttft_target_ms comes first (deadline), that probably takes the fewest tokens (shortest), whose
@@ -100,6 +101,10 @@ class SetPolicyRequest(google.protobuf.message.Message):
     """one whose first token would come too late is refused"""
     tpot_target: builtins.float
     """seconds per output token, for which a worker runs fewer at once; 0: any"""
+    engine_policy: builtins.str
+    """Whom a step of the workers is for: continuous, slai, static or magnus, as worker.scheduling.policy, or default,
+    which each worker was started with.
+    """
     @property
     def reset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of settings that shall be as the routers are configured"""
@@ -118,11 +123,14 @@ class SetPolicyRequest(google.protobuf.message.Message):
         queue_ttl: builtins.float | None = ...,
         refuse_late: builtins.bool | None = ...,
         tpot_target: builtins.float | None = ...,
+        engine_policy: builtins.str | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_queue_ttl", b"_queue_ttl", "_refuse_late", b"_refuse_late", "_starvation", b"_starvation", "_tpot_target", b"_tpot_target", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_queue_ttl", b"_queue_ttl", "_refuse_late", b"_refuse_late", "_starvation", b"_starvation", "_tpot_target", b"_tpot_target", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "reset", b"reset", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_engine_policy", b"_engine_policy", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_queue_ttl", b"_queue_ttl", "_refuse_late", b"_refuse_late", "_starvation", b"_starvation", "_tpot_target", b"_tpot_target", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "engine_policy", b"engine_policy", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_class_floor", b"_class_floor", "_engine_policy", b"_engine_policy", "_fair_share", b"_fair_share", "_max_queued", b"_max_queued", "_order", b"_order", "_patience", b"_patience", "_queue_ttl", b"_queue_ttl", "_refuse_late", b"_refuse_late", "_starvation", b"_starvation", "_tpot_target", b"_tpot_target", "_undated_due", b"_undated_due", "class_floor", b"class_floor", "engine_policy", b"engine_policy", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "patience", b"patience", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "reset", b"reset", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_class_floor", b"_class_floor"]) -> typing.Literal["class_floor"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_engine_policy", b"_engine_policy"]) -> typing.Literal["engine_policy"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_fair_share", b"_fair_share"]) -> typing.Literal["fair_share"] | None: ...
     @typing.overload
@@ -161,6 +169,7 @@ class SetPolicyResponse(google.protobuf.message.Message):
     QUEUE_TTL_FIELD_NUMBER: builtins.int
     REFUSE_LATE_FIELD_NUMBER: builtins.int
     TPOT_TARGET_FIELD_NUMBER: builtins.int
+    ENGINE_POLICY_FIELD_NUMBER: builtins.int
     order: builtins.str
     max_queued: builtins.int
     undated_due: builtins.float
@@ -171,6 +180,8 @@ class SetPolicyResponse(google.protobuf.message.Message):
     queue_ttl: builtins.float
     refuse_late: builtins.bool
     tpot_target: builtins.float
+    engine_policy: builtins.str
+    """default: each worker's own"""
     @property
     def overridden(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names of those that were set; the others are as the routers are configured"""
@@ -189,8 +200,9 @@ class SetPolicyResponse(google.protobuf.message.Message):
         queue_ttl: builtins.float = ...,
         refuse_late: builtins.bool = ...,
         tpot_target: builtins.float = ...,
+        engine_policy: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["class_floor", b"class_floor", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "overridden", b"overridden", "patience", b"patience", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["class_floor", b"class_floor", "engine_policy", b"engine_policy", "fair_share", b"fair_share", "max_queued", b"max_queued", "order", b"order", "overridden", b"overridden", "patience", b"patience", "queue_ttl", b"queue_ttl", "refuse_late", b"refuse_late", "starvation", b"starvation", "tpot_target", b"tpot_target", "undated_due", b"undated_due"]) -> None: ...
 
 Global___SetPolicyResponse: typing_extensions.TypeAlias = SetPolicyResponse
 

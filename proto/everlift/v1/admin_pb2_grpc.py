@@ -62,7 +62,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """Changes how the admission queue works, in the whole cluster and until it is changed again.
+        """Changes how the admission queue and the workers' engines work, in the whole cluster and until it is changed
+        again. Nothing that waits or runs is lost or begins again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -110,7 +110,9 @@ class AdminStub(typing.Generic[_AdminDrainType, _AdminSetPolicyType, _AdminCapac
     """A worker hands its running requests back to the queue, with their tokens, and takes no more."""
 
     SetPolicy: _AdminSetPolicyType
-    """Changes how the admission queue works, in the whole cluster and until it is changed again."""
+    """Changes how the admission queue and the workers' engines work, in the whole cluster and until it is changed
+    again. Nothing that waits or runs is lost or begins again.
+    """
 
     Capacity: _AdminCapacityType
     """What the cluster can hold and do, and how much of it is in use."""
@@ -145,7 +147,9 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: everlift.v1.admin_pb2.SetPolicyRequest,
         context: _ServicerContext,
     ) -> typing.Union[everlift.v1.admin_pb2.SetPolicyResponse, collections.abc.Awaitable[everlift.v1.admin_pb2.SetPolicyResponse]]:
-        """Changes how the admission queue works, in the whole cluster and until it is changed again."""
+        """Changes how the admission queue and the workers' engines work, in the whole cluster and until it is changed
+        again. Nothing that waits or runs is lost or begins again.
+        """
 
     @abc.abstractmethod
     def Capacity(

@@ -1527,6 +1527,7 @@ class WorkerStatus(google.protobuf.message.Message):
     STEP_S_FIELD_NUMBER: builtins.int
     SLOW_FIELD_NUMBER: builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
+    ENGINE_POLICY_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     address: builtins.str
     pid: builtins.int
@@ -1550,6 +1551,8 @@ class WorkerStatus(google.protobuf.message.Message):
     """so much slower than the others that it gets nothing while they have room"""
     max_num_batched_tokens: builtins.int
     """tokens that a step may have"""
+    engine_policy: builtins.str
+    """whom its steps are for, by the name of worker.scheduling.policy"""
     @property
     def running(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RunningSequence]: ...
     @property
@@ -1576,9 +1579,10 @@ class WorkerStatus(google.protobuf.message.Message):
         step_s: builtins.float = ...,
         slow: builtins.bool = ...,
         max_num_batched_tokens: builtins.int = ...,
+        engine_policy: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["counters", b"counters"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "slow", b"slow", "step", b"step", "step_s", b"step_s", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "alive", b"alive", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "counters", b"counters", "draining", b"draining", "engine_policy", b"engine_policy", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pid", b"pid", "preemptions", b"preemptions", "running", b"running", "slow", b"slow", "step", b"step", "step_s", b"step_s", "tensor_parallel", b"tensor_parallel", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus
 

@@ -1,8 +1,10 @@
 // What operators tell the cluster.
 
 import { $, el, say, short } from "./dom.js";
-import { ORDERS } from "./orders.js";
+import { ENGINE_POLICIES, ORDERS } from "./policies.js";
 
+// Settings that are one of several words.
+const WORDS = { order: ORDERS, engine_policy: ENGINE_POLICIES };
 const TARGETS = ["any-worker", "any-router", "leader", "ledger"];
 
 export class Admin {
@@ -13,7 +15,7 @@ export class Admin {
     this.listen("drain-form", () => this.drain());
     this.listen("policy-form", () => this.setPolicy());
     this.listen("chaos-form", () => this.inject());
-    $("policy-reset").addEventListener("click", () => this.ask("policy", { reset: Object.keys(this.policy) }, "the queue works as configured"));
+    $("policy-reset").addEventListener("click", () => this.ask("policy", { reset: Object.keys(this.policy) }, "all is as configured"));
   }
 
   listen(id, act) {
@@ -93,8 +95,8 @@ export class Admin {
 }
 
 function field(id, name, value) {
-  if (name === "order") {
-    const select = el("select", { id }, ...ORDERS.map((it) => el("option", {}, it)));
+  if (name in WORDS) {
+    const select = el("select", { id }, ...WORDS[name].map((it) => el("option", {}, it)));
     select.value = value;
     return select;
   }

@@ -21,7 +21,7 @@ const TEXTS = {
   ledger_away: () => "the ledger does not answer",
   ledger_back: () => "the ledger answers again",
   ledger_rollback: () => "the ledger came back with less than it had",
-  policy: (it) => `queue policy: ${Object.entries(it.changed).map(([name, value]) => `${name} ${value}`).join(", ")}`,
+  policy: (it) => `policy: ${Object.entries(it.changed).map(([name, value]) => `${name} ${value}`).join(", ")}`,
   preempted: (it) => `${count(it.count)} preemptions`,
   migrated: (it) =>
     `${it.request ?? "a request"} went from worker ${short(it.from.worker)}, slot ${it.from.slot}, to worker ${short(it.to.worker)}, slot ${it.to.slot}: ${CAUSES[it.cause]}`,

@@ -1,7 +1,7 @@
 // How long a request would have taken under other orders of the queue, for who asks by a button: it is simulated.
 
 import { count, el, row, say, seconds, table } from "./dom.js";
-import { ORDERS } from "./orders.js";
+import { ORDERS } from "./policies.js";
 
 const COLUMNS = ["order of the queue", "it would have taken, by estimate", "in truth"];
 
