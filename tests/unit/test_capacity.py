@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from everlift.step_fit import FittedStepTime
@@ -52,15 +54,17 @@ def test_kinds_of_workers_are_told_by_what_they_can_hold_and_how_long_steps_take
         size = StepSize(n, 10 * n % 37 + n, 50 * n, 60 * n)
         known.observe(size, hardware.seconds(size))
     known.refit()
+    state = partial(WorkerState, engine_policy="slai")
     large, small = WorkerInfo(device="L", num_blocks=9), WorkerInfo(device="S", num_blocks=5)
     there = [
         Connected(small, WorkerState(), unknown),
         Connected(small, WorkerState(draining=True), unknown),
-        *[Connected(large, WorkerState(num_running=n), known) for n in range(3)],
+        *[Connected(large, state(num_running=n), known) for n in range(3)],
     ]
     most, few = capacity(None, there).kinds
     assert (most.device, most.workers, most.num_blocks) == ("L", 3, 9)
     assert (few.device, few.workers, few.HasField("step_time")) == ("S", 1, False)
+    assert (most.engine_policy, few.engine_policy) == ("slai", "")
     parts = most.step_time
     told = Roofline(
         parts.overhead_s, 0.0, parts.token_s, parts.kv_token_s, parts.pair_s, parts.row_s

@@ -9,8 +9,10 @@ import pytest
 
 from cluster.errors import ForecastFailed
 from cluster.forecast.hardware import kind_file, learned
+from everlift import settings
 from everlift.step_time import Roofline
 from everlift.v1.admin_pb2 import StepTimeModel, WorkerKind
+from worker.config import WorkerConfig
 
 STEPS = StepTimeModel(
     overhead_s=0.01, row_s=2e-6, token_s=1e-4, kv_token_s=3e-8, pair_s=1e-9, error=0.04
@@ -38,6 +40,14 @@ def test_it_is_a_kind_of_worker_like_any_other(tmp_path: Path) -> None:
         "max_num_seqs": 16,
         "max_num_batched_tokens": 512,
     }
+
+
+def test_its_workers_have_the_engine_s_policy_that_the_cluster_s_have() -> None:
+    kind = WorkerKind()
+    kind.CopyFrom(LARGE)
+    kind.engine_policy = "slai"
+    made = kind_file.made("L", learned.content(kind))
+    assert settings.load(WorkerConfig, made.worker).scheduling.policy == "slai"
 
 
 def test_of_several_devices_one_has_to_be_named() -> None:

@@ -16,7 +16,7 @@ def content(kind: pb.WorkerKind) -> dict[str, object]:
     """Of a file of it (kind_file.py). Raises ForecastFailed where nothing was learned yet."""
     if not kind.HasField("step_time"):
         raise ForecastFailed("nothing is known of the workers' steps yet: send some requests")
-    parts = kind.step_time
+    parts, policy = kind.step_time, kind.engine_policy
     return {
         "step_time": {
             "overhead_s": max(parts.overhead_s, _LEAST_OVERHEAD_S),
@@ -32,6 +32,8 @@ def content(kind: pb.WorkerKind) -> dict[str, object]:
             "max_model_len": kind.max_model_len,
             "max_num_seqs": kind.max_num_seqs,
             "max_num_batched_tokens": kind.max_num_batched_tokens,
+            # Of older workers nobody knows it.
+            **({"scheduling": {"policy": policy}} if policy else {}),
         },
         "learned": {
             "device": kind.device,

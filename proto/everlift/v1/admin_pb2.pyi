@@ -274,7 +274,7 @@ Global___CapacityResponse: typing_extensions.TypeAlias = CapacityResponse
 
 @typing.final
 class WorkerKind(google.protobuf.message.Message):
-    """Workers that have the same room, and take about as long for the same step."""
+    """Workers that have the same room and policy, and take about as long for the same step."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -286,6 +286,7 @@ class WorkerKind(google.protobuf.message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: builtins.int
     STEP_TIME_FIELD_NUMBER: builtins.int
+    ENGINE_POLICY_FIELD_NUMBER: builtins.int
     workers: builtins.int
     device: builtins.str
     """what a rank computes on, by its maker's name"""
@@ -294,6 +295,8 @@ class WorkerKind(google.protobuf.message.Message):
     num_blocks: builtins.int
     max_model_len: builtins.int
     max_num_batched_tokens: builtins.int
+    engine_policy: builtins.str
+    """whom their steps are for now, by its name"""
     @property
     def step_time(self) -> Global___StepTimeModel:
         """as learned from their steps; unset: from too few yet"""
@@ -309,9 +312,10 @@ class WorkerKind(google.protobuf.message.Message):
         max_model_len: builtins.int = ...,
         max_num_batched_tokens: builtins.int = ...,
         step_time: Global___StepTimeModel | None = ...,
+        engine_policy: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["step_time", b"step_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "step_time", b"step_time", "tensor_parallel", b"tensor_parallel", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "engine_policy", b"engine_policy", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "step_time", b"step_time", "tensor_parallel", b"tensor_parallel", "workers", b"workers"]) -> None: ...
 
 Global___WorkerKind: typing_extensions.TypeAlias = WorkerKind
 
