@@ -92,6 +92,7 @@ def _records(
             preemptions=entry.tally.preemptions,
             migrations=entry.tally.migrations,
             recomputed_tokens=entry.tally.recomputed_tokens,
+            overtaken=explanation.overtaken,
         )
 
 

@@ -54,6 +54,7 @@ def explained(
         dropped_attempts=journal.num_dropped,
         unread_s=journal.unread_s,
         unread_tokens=unread_tokens,
+        overtaken=journal.overtaken,
     )
 
 
@@ -151,6 +152,7 @@ def resumed(stored: Stored, now: float) -> Journal:
     journal.earlier_attempts = tuple(explanation.attempts)
     journal.earlier_dropped = explanation.dropped_attempts
     journal.unread = Unread(explanation.unread_s)
+    journal.overtaken = explanation.overtaken
     if explanation.HasField("ttft_s"):
         journal.ttft_s = explanation.ttft_s
     if explanation.HasField("ledger_s"):

@@ -55,6 +55,8 @@ class Journal:
         #: of that, since its first token was here: until the ledger had it
         self.ledger_s: float | None = None
         self.unread = Unread()
+        #: times that one that came to the queue later left it first
+        self.overtaken = 0
         #: as the gateway before told them
         self.earlier_attempts: tuple[pb.ExplainedAttempt, ...] = ()
         #: of those before, of which only sums were told
@@ -179,6 +181,7 @@ class Journal:
     ) -> None:
         stay = message.stay if message.HasField("stay") else None
         self._number = self._last_attempt = message.attempt
+        self.overtaken += message.overtaken
         self._divide(pb.SPAN_KIND_LINE, () if stay is None else in_queue(stay), now)
         queue = None if stay is None else _copied(stay.queue)
         self._attempts.append(

@@ -73,8 +73,6 @@ class LiveRequest:
         self.preemptions = entry.tally.preemptions
         self.migrations = entry.tally.migrations
         self.recomputed_tokens = entry.tally.recomputed_tokens
-        #: times that one that came later left the queue before it
-        self.overtaken = 0
         #: workers that it lost in a row, without a token in between
         self.losses_in_a_row = 0
         self._num_tokens_at_loss = -1
@@ -239,7 +237,6 @@ class LiveRequest:
             moves=max(dispatched.moves, self.entry.moves + 1),
         )
         self.migrations += bool(self.num_tokens)
-        self.overtaken += dispatched.overtaken
         if dispatched.HasField("predicted_ttft_s"):
             self._predicted_ttft_s = dispatched.predicted_ttft_s
         self.at_worker = {choice.index for choice in self.unfinished}
@@ -320,6 +317,7 @@ class LiveRequest:
             now - self._began_to_tell(now),
             len(self.request.prompt_ids),
             self.num_tokens,
+            self.journal.overtaken,
             [choice.finish_reason for choice in self.choices if choice.finish_reason],
         )
 
@@ -400,7 +398,7 @@ class LiveRequest:
             migrations=self.migrations,
             preemptions=self.preemptions,
             recomputed_tokens=self.recomputed_tokens,
-            overtaken=self.overtaken,
+            overtaken=self.journal.overtaken,
         )
 
     def _ttft_s(self, ended: float) -> float:

@@ -36,10 +36,11 @@ class ClassObserver(Protocol):
         decode_s: float,
         prompt_tokens: int,
         output_tokens: int,
+        overtaken: int,
         reasons: Sequence[FinishReason],
     ) -> None:
-        """By its last token, ``latency_s`` after its call and ``decode_s`` after its first one;
-        ``reasons`` are by choice."""
+        """By its last token, ``latency_s`` after its call and ``decode_s`` after its first one; so
+        many that came later left the queue before it; ``reasons`` are by choice."""
         ...
 
     def failed(self, slug: str) -> None:
@@ -72,6 +73,7 @@ class _Nobody:
         decode_s: float,
         prompt_tokens: int,
         output_tokens: int,
+        overtaken: int,
         reasons: Sequence[FinishReason],
     ) -> None: ...
 

@@ -43,6 +43,8 @@ _TOKENS = (
     *(1.0, 10.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2000.0, 4000.0, 8000.0),
     *(16000.0, 32000.0, 64000.0, 128000.0),
 )
+#: Requests beside one.
+_OTHERS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 10_000.0, 100_000.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,15 @@ _REQUESTS = (
         "everlift_request_output_tokens",
         "Output tokens, over all choices, of requests with outcome ok.",
         _TOKENS,
+    ),
+    Metric(
+        "everlift_overtaken",
+        "histogram",
+        "requests",
+        "How many that came to the queue later left it before a request, over all its attempts, of "
+        "those with outcome ok.",
+        ("priority",),
+        _OTHERS,
     ),
     Metric(
         "everlift_prompt_tokens_total",

@@ -109,6 +109,7 @@ class _Class:
         self._decode = of("decode_seconds")
         self._prompt_tokens = of("request_prompt_tokens")
         self._output_tokens = of("request_output_tokens")
+        self._overtaken = of("overtaken")
 
     def accepted(self, prompt_tokens: int) -> None:
         self._instruments.accepted(prompt_tokens)
@@ -133,6 +134,7 @@ class _Class:
         decode_s: float,
         prompt_tokens: int,
         output_tokens: int,
+        overtaken: int,
         reasons: Sequence[FinishReason],
     ) -> None:
         self._instruments.ended(OK)
@@ -140,6 +142,7 @@ class _Class:
         self._decode.observe(decode_s)
         self._prompt_tokens.observe(prompt_tokens)
         self._output_tokens.observe(output_tokens)
+        self._overtaken.observe(overtaken)
         for reason in reasons:
             self._instruments.choice_finished(reason)
 

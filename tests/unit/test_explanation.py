@@ -36,7 +36,9 @@ def journal(attempts: int = 1, names: int = 0) -> Journal:
     for attempt in range(1, attempts + 1):
         queue = pb.QueueStay(earlier=1, before=["a/" + "b" * 120] * names)
         stay = session_pb2.Stay(seconds=0.5, queue=queue)
-        message = session_pb2.Dispatched(worker_id="w" * 32, attempt=attempt, stay=stay)
+        message = session_pb2.Dispatched(
+            worker_id="w" * 32, attempt=attempt, overtaken=2, stay=stay
+        )
         made.dispatched(message, 10, ("a/" + "n" * 120,) * names, now := now + 1)
         account = session_pb2.Account(waiting_s=0.25, prefill_s=0.25, decode_s=0.25)
         made.progress(session_pb2.Progress(account=account), 2, now := now + 1)
@@ -111,7 +113,8 @@ def test_an_heir_goes_on_with_what_its_gateway_told() -> None:
     first.readable(CAME + 4)
     data = packed(told(first, CAME + 6))
     heir = resumed(stored(data, entry(), LEDGER + CAME + 16), now=77.0)
-    heir.dispatched(session_pb2.Dispatched(worker_id="x", attempt=3), 10, (), 80.0)
+    message = session_pb2.Dispatched(worker_id="x", attempt=3, overtaken=1)
+    heir.dispatched(message, 10, (), 80.0)
     heir.left(FINISHED, 81.0)
     explanation = told(heir, 81.0)
     assert explanation.total_s == pytest.approx(20.0) == pytest.approx(seconds(explanation))
@@ -119,6 +122,7 @@ def test_an_heir_goes_on_with_what_its_gateway_told() -> None:
     assert by_kind[pb.SPAN_KIND_ELSEWHERE] == pytest.approx(10.0)
     assert [attempt.worker_id for attempt in explanation.attempts] == ["w" * 32, "x"]
     assert (explanation.ttft_s, explanation.ledger_s) == (4.0, 1.0)
+    assert explanation.overtaken == 2 + 1
 
 
 def test_what_was_dropped_before_an_heir_stays_dropped() -> None:
@@ -132,6 +136,7 @@ def test_what_was_dropped_before_an_heir_stays_dropped() -> None:
         heir.queued_again(105.0)
     explanation = told(heir, 110.0, attempts=21)
     assert explanation.dropped_attempts + len(explanation.attempts) == 21
+    assert explanation.overtaken == 2 * 12
     assert seconds(explanation) == pytest.approx(explanation.total_s)
 
 

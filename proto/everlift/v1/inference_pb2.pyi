@@ -725,7 +725,7 @@ class Timing(google.protobuf.message.Message):
     recomputed_tokens: builtins.int
     """computed again after a preemption, a loss or a move"""
     overtaken: builtins.int
-    """Times that a request which came later left the admission queue before it, as far as this router knows."""
+    """by requests that came to the admission queue later and left it first, over all attempts"""
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Span]:
         """Where it is asked for: what total_s went into, and its client's reading behind that, the seconds of each kind
@@ -1027,13 +1027,14 @@ class Explanation(google.protobuf.message.Message):
     UNREAD_S_FIELD_NUMBER: builtins.int
     UNREAD_TOKENS_FIELD_NUMBER: builtins.int
     LEDGER_S_FIELD_NUMBER: builtins.int
+    OVERTAKEN_FIELD_NUMBER: builtins.int
     COUNTERFACTUALS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     state: Global___RequestState.ValueType
     total_s: builtins.float
-    """Seconds from when a router heard of its call to its end, or until now: what the spans add up to. Its end is when the first client had read
-    all of it, if the router that had it remembers that or told it to the ledger; else when the ledger had it. What it
-    does not tell the ledger is at most 1 ms or 1 %.
+    """Seconds from when a router heard of its call to its end, or until now: what the spans add up to. Its end is when
+    the first client had read all of it, if the router that had it remembers that or told it to the ledger; else when
+    the ledger had it. What it does not tell the ledger is at most 1 ms or 1 %.
     """
     prompt_tokens: builtins.int
     output_tokens: builtins.int
@@ -1058,6 +1059,8 @@ class Explanation(google.protobuf.message.Message):
     """The last part of ttft_s: its router had the first token, and the ledger did not have it, so that nobody might read it.
     Its worker went on meanwhile: the spans tell this time as the worker's.
     """
+    overtaken: builtins.int
+    """as in Timing"""
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Span]:
         """One after the other, without gaps. Of what a worker has told only the sums are known: these stand in the order
@@ -1088,10 +1091,11 @@ class Explanation(google.protobuf.message.Message):
         unread_s: builtins.float = ...,
         unread_tokens: builtins.int = ...,
         ledger_s: builtins.float | None = ...,
+        overtaken: builtins.int = ...,
         counterfactuals: collections.abc.Iterable[Global___Counterfactual] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "ledger_s", b"ledger_s", "predicted_ttft_s", b"predicted_ttft_s", "ttft_s", b"ttft_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "counterfactuals", b"counterfactuals", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "output_tokens", b"output_tokens", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prediction_distrusted", b"prediction_distrusted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ledger_s", b"_ledger_s", "_predicted_ttft_s", b"_predicted_ttft_s", "_ttft_s", b"_ttft_s", "attempts", b"attempts", "counterfactuals", b"counterfactuals", "dropped_attempts", b"dropped_attempts", "ledger_s", b"ledger_s", "output_tokens", b"output_tokens", "overtaken", b"overtaken", "predicted_output_tokens", b"predicted_output_tokens", "predicted_ttft_s", b"predicted_ttft_s", "prediction_distrusted", b"prediction_distrusted", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "spans", b"spans", "state", b"state", "total_s", b"total_s", "ttft_s", b"ttft_s", "unread_s", b"unread_s", "unread_tokens", b"unread_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ledger_s", b"_ledger_s"]) -> typing.Literal["ledger_s"] | None: ...
     @typing.overload

@@ -71,6 +71,7 @@ class ExplanationBody(TypedDict):
     dropped_attempts: int
     unread_s: float
     unread_tokens: int
+    overtaken: int
     counterfactuals: list[CounterfactualBody]
 
 
