@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.llama_support import save_llama
-from worker.attention.gpu import GpuAttention
+from worker.attention.gpu import GpuAttention, WantedTiles
 from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.parallel import Group
@@ -27,7 +27,8 @@ def forms(counts: Ints, group: int, kv_heads: int) -> set[tuple[int, int, int]]:
     """Of the tiles of rows with ``counts`` tokens on an H100."""
     cache = SimpleNamespace(tensor=torch.empty(0), kv_heads=kv_heads)
     attention = GpuAttention(cache, 132)  # type: ignore[arg-type]
-    tiles = [each() for each in attention._tile_sets(counts, group, Parcel(torch.device("cpu")))]
+    tile_sets = attention._tile_sets(counts, None, Parcel(torch.device("cpu")))
+    tiles = tile_sets(WantedTiles(group, is_for_all=True))
     return {(each.tokens, each.block_rows, each.splits) for each in tiles}
 
 

@@ -39,7 +39,7 @@ from worker.plan import Ints, Rows
 from worker.upload import Parcel
 
 
-class _Wanted(NamedTuple):
+class WantedTiles(NamedTuple):
     """Tiles for ``group`` query heads to a KV head, of all rows or of those alone that nobody else
     attends to."""
 
@@ -47,7 +47,7 @@ class _Wanted(NamedTuple):
     is_for_all: bool
 
 
-_TileSets = Callable[[_Wanted], list[TileSet]]
+_TileSets = Callable[[WantedTiles], list[TileSet]]
 
 
 class GpuAttention:
@@ -62,7 +62,7 @@ class GpuAttention:
         self._multiprocessors = multiprocessors
         self._prompt_kernels = prompt_kernels
         #: what layers have asked for
-        self._asked: set[_Wanted] = set()
+        self._asked: set[WantedTiles] = set()
 
     @property
     def name(self) -> str:
@@ -92,7 +92,7 @@ class GpuAttention:
         likely = (wanted for wanted in self._asked if wanted.is_for_all or span is not None)
         known = {wanted: self._sent(counts, span, wanted, parcel) for wanted in likely}
 
-        def tile_sets(wanted: _Wanted) -> list[TileSet]:
+        def tile_sets(wanted: WantedTiles) -> list[TileSet]:
             self._asked.add(wanted)
             sent = known.get(wanted) or self._sent(counts, span, wanted, Parcel(self._device))
             return [tiles() for tiles in sent]
@@ -100,7 +100,7 @@ class GpuAttention:
         return tile_sets
 
     def _sent(
-        self, counts: Ints, span: slice | None, wanted: _Wanted, parcel: Parcel
+        self, counts: Ints, span: slice | None, wanted: WantedTiles, parcel: Parcel
     ) -> list[Callable[[], TileSet]]:
         """Decoding and prompts are separate launches: either would waste the other's tiles."""
         is_ours = np.ones(len(counts), np.bool_)
@@ -171,7 +171,7 @@ class GpuStep:
 
     def _attend(self, layer: int, query: Tensor, form: AttentionForm, is_for_all: bool) -> Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        wanted = _Wanted(query.shape[1] // self._cache.kv_heads, is_for_all)
+        wanted = WantedTiles(query.shape[1] // self._cache.kv_heads, is_for_all)
         for tiles in self._tile_sets(wanted):
             attend(self._cache, layer, self._table(), tiles, query, form, out)
         return out
