@@ -121,6 +121,9 @@ class Custody:
             self.counters.completed += 1
             for choice in live.choices:
                 self._note_length(live, len(choice.output))
+        if entry.state is State.EXPIRED:
+            for choice in live.unfinished:
+                self.predictor.note_cut_off(live.prediction, len(choice.output))
         self.counters.failed += entry.state is State.FAILED
         live.has_untold_end = entry.state.is_final and entry.gateway == self.router_id
         # Whoever reads may have all of it within this call.

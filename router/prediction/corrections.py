@@ -35,12 +35,24 @@ class Corrections:
 
     def note(self, group: str, corrected: Sequence[float], log_length: float) -> None:
         """An output ended of which ``corrected`` was predicted."""
+        is_longer = [log_length > each for each in corrected]
+        moves = zip(is_longer, self._quantiles, strict=True)
+        self._move(group, [longer - (1 - quantile) for longer, quantile in moves])
+
+    def note_longer(self, group: str, corrected: Sequence[float], log_length: float) -> None:
+        """One was cut off, and had at least this length: whether it would have stayed within the
+        quantiles above that nobody knows."""
+        is_longer = [log_length > each for each in corrected]
+        moves = zip(is_longer, self._quantiles, strict=True)
+        self._move(group, [longer * quantile for longer, quantile in moves])
+
+    def _move(self, group: str, moves: Sequence[float]) -> None:
         if group not in self._shifts:
             self._shifts[group] = list(self._all)
             if len(self._shifts) > _MOST:
                 self._shifts.popitem(last=False)
         self._shifts.move_to_end(group)
         shifts = self._shifts[group]
-        for place, quantile in enumerate(self._quantiles):
-            shifts[place] += RATE * ((log_length > corrected[place]) - (1 - quantile))
+        for place, move in enumerate(moves):
+            shifts[place] += RATE * move
             self._all[place] += RATE * (shifts[place] - self._all[place])

@@ -19,6 +19,9 @@ _APART = NormalDist().inv_cdf(QUANTILES[1]) - NormalDist().inv_cdf(QUANTILES[0])
 #: Of a log-normal length: with a larger sigma its mean would lie above its 0.9 quantile. Outputs
 #: that are either short or long have such quantiles, and no such mean.
 _WIDEST = 2 * _APART
+#: Of outputs, the part that is shorter than what is told as the least.
+LEAST = 0.05
+_LEAST_Z = NormalDist().inv_cdf(LEAST)
 #: Of a length in tokens, natural logarithms.
 _SHORTEST, _LONGEST = 0.0, log(1 << 30)
 
@@ -26,14 +29,20 @@ _SHORTEST, _LONGEST = 0.0, log(1 << 30)
 @dataclass(frozen=True, slots=True)
 class Guess:
     """What was predicted of a request's outputs, believed or not: ``logs``, the
-    corrected quantiles' natural logarithms, and the ``length`` that follows from them. Of the
-    request it keeps its ``groups`` alone: a million may wait."""
+    corrected quantiles' natural logarithms, ``least_log`` that of LEAST, and the ``length`` that
+    follows from ``logs``. Of the request it keeps its ``groups`` alone: a million may wait."""
 
     groups: tuple[str, ...]
     logs: tuple[float, ...]
+    least_log: float
     length: LengthDistribution
     #: expected of an output
     tokens: int
+
+    @property
+    def least_tokens(self) -> int:
+        """That all but a twentieth of such outputs get."""
+        return int(exp(min(max(_SHORTEST, self.least_log), _LONGEST)))
 
 
 class Learned:
@@ -41,22 +50,36 @@ class Learned:
         """``histories`` are what ended until now."""
         self._forest = model.forest
         self._histories = histories
-        self._corrections = Corrections(QUANTILES)
+        self._corrections = Corrections((*QUANTILES, LEAST))
         self.trust = Trust(min_tau, model.tau)
 
     def guess(self, asked: Asked) -> Guess:
         logs = self._forest.sums(self._histories.features(asked))
-        corrected = tuple(self._corrections.apply(narrowest(asked.groups), logs))
+        group = narrowest(asked.groups)
+        *corrected, least_log = self._corrections.apply(group, [*logs, _least_log(logs)])
         length = _length(corrected)
-        return Guess(asked.groups, corrected, length, length.to_come(0, asked.max_tokens))
+        tokens = length.to_come(0, asked.max_tokens)
+        return Guess(asked.groups, tuple(corrected), least_log, length, tokens)
 
     def note(self, guess: Guess, num_tokens: int) -> None:
         """An output ended."""
         log_length = log(max(1, num_tokens))
         self._histories.note(guess.groups, log_length)
-        self._corrections.note(narrowest(guess.groups), guess.logs, log_length)
+        self._corrections.note(narrowest(guess.groups), (*guess.logs, guess.least_log), log_length)
         within = [log_length <= each for each in guess.logs]
         self.trust.note(guess.tokens, within, num_tokens)
+
+    def note_cut_off(self, guess: Guess, num_tokens: int) -> None:
+        """An output had so many tokens, and would have got more."""
+        self._corrections.note_longer(
+            narrowest(guess.groups), (*guess.logs, guess.least_log), log(num_tokens + 1)
+        )
+
+
+def _least_log(logs: Sequence[float]) -> float:
+    """The logarithm of LEAST, of a length with these quantiles."""
+    length = _length(logs)
+    return log(length.median) + length.sigma * _LEAST_Z
 
 
 def _length(logs: Sequence[float]) -> LengthDistribution:

@@ -10,6 +10,7 @@ worth nothing requests are not ordered by that either: they leave the queue by a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from zlib import crc32
 
 from everlift.messages import Request
 from everlift.text import Tokenizer
@@ -24,6 +25,8 @@ from router.prediction.trust import Trust
 
 #: Where nothing tells requests apart nobody gives way to others.
 _NO_RANK = 0.0
+#: Of so many requests one is let in whatever the model says that it gets at the least.
+_TRIALS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,24 @@ class Prediction:
         """Of its prompt and all its outputs."""
         return len(request.prompt_ids) + self.output_tokens(request)
 
+    def least_tokens(self, request: Request) -> int:
+        """That each of its outputs gets, or nearly always does."""
+        if self.is_certain:
+            return request.max_tokens
+        least = max(1, request.sampling.min_tokens)
+        if self.guess is None or self.is_distrusted or _is_trial(request):
+            return least
+        return min(max(least, self.guess.least_tokens), request.max_tokens)
+
     def ordered_tokens(self, request: Request) -> int:
         """The same where requests may be ordered by it; 0 where they leave by arrival."""
         return 0 if self.is_distrusted else self.total_tokens(request)
+
+
+def _is_trial(request: Request) -> bool:
+    """Who is refused for a long output does not show that it would have been a short one: the model
+    would never be put right."""
+    return crc32(request.request_id.encode()) % _TRIALS == 0
 
 
 #: Before anything is predicted.
@@ -100,7 +118,8 @@ class Predictor:
 
     def _foretold(self, request: Request, moment: float) -> Prediction:
         """Its length alone."""
-        if not request.stop and not request.stop_token_ids:
+        ends_by_itself = request.stop or request.stop_token_ids or request.sampling.grammar
+        if not ends_by_itself:
             return Prediction(LengthDistribution(request.max_tokens), is_certain=True)
         if self._learned is None:
             return Prediction(LengthDistribution(self._lengths.mean))
@@ -125,3 +144,9 @@ class Predictor:
         was_trusted = learned.trust.is_trusted
         learned.note(guess, num_tokens)
         return learned.trust.is_trusted is not was_trusted
+
+    def note_cut_off(self, prediction: Prediction, num_tokens: int) -> None:
+        """An output had so many tokens when its deadline came, and would have got more."""
+        guess, learned = prediction.guess, prediction.learned
+        if guess is not None and learned is not None and learned is self._learned:
+            learned.note_cut_off(guess, num_tokens)

@@ -32,6 +32,24 @@ def test_whatever_is_predicted_and_comes_coverage_is_off_by_no_more_than_is_prom
         assert abs(count / len(outputs) - quantile) <= bound + 1e-9
 
 
+def test_of_what_was_cut_off_is_learned_that_it_is_longer_and_nothing_else() -> None:
+    """Outputs of 5 at the median, of which nothing is seen beyond 4: without those that were cut
+    off there, one would take them for much shorter."""
+    dice = random.Random(1)
+    seen, alone = Corrections((0.05,)), Corrections((0.05,))
+    for _ in range(20_000):
+        length = dice.gauss(5.0, 1.0)
+        for corrections in (seen, alone):
+            corrected = corrections.apply("g", (6.0,))
+            if length < 4.0:
+                corrections.note("g", corrected, length)
+            elif corrections is seen:
+                corrections.note_longer("g", corrected, 4.0)
+    quantile = 5.0 - 1.645
+    assert seen.apply("g", (6.0,)) == [pytest.approx(quantile, abs=0.2)]
+    assert alone.apply("g", (6.0,))[0] < quantile - 0.7
+
+
 def test_a_template_that_became_longer_is_followed_and_others_are_not_disturbed() -> None:
     corrections, dice = Corrections(QUANTILES), random.Random(3)
     for _ in range(400):

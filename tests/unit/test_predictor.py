@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 
+from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from router.admission.policy import policy_of
 from router.admission.queue import AdmissionQueue
 from router.admission.waiting import Waiting
@@ -164,6 +166,67 @@ def test_that_trust_changed_is_said_once() -> None:
         prediction = made.predict(request(it), it.arrived)
         changes += made.note(prediction, dice.choice(requests).output_tokens)
     assert changes == 1
+
+
+def test_all_but_a_few_outputs_get_what_is_predicted_as_the_least() -> None:
+    made, requests = predictor(), mixed(7, 900)
+    shorter, least = 0, []
+    for number, it in enumerate(requests):
+        asked = request(it, request_id=f"r{number}")
+        prediction = made.predict(asked, it.arrived)
+        least.append(prediction.least_tokens(asked))
+        shorter += it.output_tokens < least[-1]
+        made.note(prediction, it.output_tokens)
+    assert shorter < 0.07 * len(requests)
+    assert sum(least) > 0.2 * sum(lengths(requests))
+
+
+def test_one_of_twenty_is_let_in_whatever_it_gets_at_the_least() -> None:
+    made, requests = predictor(), mixed(6, 300)
+    told(made, requests)
+    proof = next(it for it in requests if it.application == "proofs")
+    prediction = made.predict(request(proof), 0.0)
+    asked = (request(proof, request_id=f"r{number}") for number in range(2000))
+    least = [prediction.least_tokens(each) for each in asked]
+    assert len(set(least)) == 2 and min(least) == 1
+    assert 50 < least.count(1) < 200
+
+
+def test_what_is_known_of_an_output_it_gets_at_the_least() -> None:
+    made, (it,) = predictor(is_loaded=False), mixed(3, 1)
+
+    def least(**changes: Any) -> int:
+        asked = request(it, **changes)
+        return made.predict(asked, 0.0).least_tokens(asked)
+
+    assert least() == 1, "it may end with its first token"
+    assert least(sampling=SamplingParams(min_tokens=9)) == 9
+    assert least(stop_token_ids=(), max_tokens=5000) == 5000
+    grammar = Grammar(GrammarKind.REGEX, ("a+",))
+    assert least(stop_token_ids=(), sampling=SamplingParams(grammar=grammar)) == 1
+
+
+def test_while_a_model_is_not_trusted_nobody_is_refused_for_what_it_says() -> None:
+    made, requests = predictor(), mixed(8, 700)
+    asked = [request(it, request_id=str(number)) for number, it in enumerate(requests[:50])]
+    assert max(made.predict(each, 0.0).least_tokens(each) for each in asked) > 1
+    by_chance(made, requests)
+    assert {made.predict(each, 0.0).least_tokens(each) for each in asked} == {1}
+
+
+def test_an_output_that_its_deadline_cut_off_is_known_to_be_longer() -> None:
+    made, (it,) = predictor(), mixed(9, 1)
+    before = made.predict(request(it), 0.0)
+    for _ in range(300):
+        made.note_cut_off(made.predict(request(it), 0.0), 2000)
+    after = made.predict(request(it), 0.0)
+    assert after.length.median > 1000 > before.length.median
+    assert made.trust is not None and made.trust.coverage == []
+    made.note_cut_off(made.predict(request(it, stop_token_ids=()), 0.0), 5)
+    made.note_cut_off(after, 1)
+    assert made.predict(request(it), 0.0).length == after.length, (
+        "it says nothing that it was short"
+    )
 
 
 def test_a_new_model_begins_with_what_its_training_found() -> None:
