@@ -70,10 +70,10 @@ class RouterConfig:
     #: a request that no worker had by then is refused with RESOURCE_EXHAUSTED (queue_timeout); 0:
     #: it waits on
     queue_ttl: float = 0.0
-    #: a request whose first token will come after its deadline or its ttft_target_ms, as far as one
-    #: can tell, is refused with RESOURCE_EXHAUSTED (deadline_unmeetable) when it comes, or
-    #: (queue_timeout) when it has waited for too long. Off: it comes later rather than never, as
-    #: the contract has it
+    #: a request whose first token will come after its deadline or its ttft_target_ms, or whose
+    #: output will end after its deadline, as far as one can tell, is refused with
+    #: RESOURCE_EXHAUSTED (deadline_unmeetable) when it comes, or (queue_timeout) when it has waited
+    #: for too long. Off: it comes later rather than never, as the contract has it
     refuse_late: bool = False
     #: who was refused and comes again before the time that it was told: of a tenant so many a
     #: second are looked at, and so many at once; the others are refused (retried_too_soon)

@@ -10,6 +10,7 @@ def dispatched(
     entry: Entry,
     overtaken: int = 0,
     predicted_ttft_s: float | None = None,
+    predicted_tpot_s: float | None = None,
     stay: session_pb2.Stay | None = None,
 ) -> session_pb2.Dispatched:
     """``overtaken``: times that others left the queue before it that came later. None is predicted
@@ -22,5 +23,6 @@ def dispatched(
         moves=entry.moves,
         overtaken=overtaken,
         predicted_ttft_s=predicted_ttft_s,
+        predicted_tpot_s=predicted_tpot_s,
         stay=stay,
     )

@@ -77,6 +77,10 @@ class Reservation:
     def predicted_ttft_s(self) -> float | None:
         return self.placed.waiting.predicted_ttft_s
 
+    @property
+    def predicted_tpot_s(self) -> float | None:
+        return self.placed.waiting.predicted_tpot_s
+
     def begun(self) -> bool:
         """The ledger has let it begin. Whether who leads knows that."""
         return self.leader.settle(self, has_begun=True)
@@ -296,6 +300,7 @@ class Leader:
                 request_id=waiting.request_id,
                 slug=refusal.slug,
                 retry_after_s=refusal.retry_after_s,
+                least_tokens=refusal.least_tokens,
             )
             self._tell(waiting.gateway, session_pb2.LeaderMessage(refusals=[told]))
 
@@ -401,7 +406,13 @@ class Leader:
         # A gateway that is gone says itself what it has when it comes again.
         if entry.gateway in self._lines.gateways:
             tenure.begun(placed, entry.gateway)
-        told = dispatched(entry, placed.overtaken, waiting.predicted_ttft_s, placed.stay)
+        told = dispatched(
+            entry,
+            placed.overtaken,
+            waiting.predicted_ttft_s,
+            waiting.predicted_tpot_s,
+            placed.stay,
+        )
         if placed.stay is not None:
             told.stay.dispatch_s = now() - asked
         self._tell(entry.gateway, session_pb2.LeaderMessage(dispatched=[told]))

@@ -78,6 +78,7 @@ class AdmissionLine:
         self._served = ServedOutputs()
         self._is_served_due = False
         self._starts: list[session_pb2.WorkerStart] = []
+        self._tpot_ratios: list[float] = []
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._followed = ("", "")
@@ -139,6 +140,12 @@ class AdmissionLine:
         if self._served:
             self._is_served_due = True
             self._changed.set()
+
+    def finished(self, tpot_ratio: float) -> None:
+        """A request did, and each of its tokens took so many times as long as was predicted. It is
+        told with the next message."""
+        if self._telling is not None:
+            self._tpot_ratios.append(tpot_ratio)
 
     def worker_starts(self, start: session_pb2.WorkerStart) -> None:
         """It says so again: a leader that comes later hears of it then."""
@@ -230,7 +237,9 @@ class AdmissionLine:
         message = telling.part()
         message.served.extend(self._served.take())
         message.starts.extend(self._starts)
+        message.tpot_ratios.extend(self._tpot_ratios)
         self._starts.clear()
+        self._tpot_ratios.clear()
         self._is_served_due = False
         return message
 

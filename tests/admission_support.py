@@ -41,7 +41,13 @@ def running(request_id: str, worker_id: str = "home", **fields: object) -> Runni
     return replace(made, **fields)  # type: ignore[arg-type]
 
 
-def paced(*, tokens_per_s: float = 1000.0, blocks_per_s: float = 0.0, step_s: float = 0.01) -> Pace:
+def paced(
+    *,
+    tokens_per_s: float = 1000.0,
+    blocks_per_s: float = 0.0,
+    rows_per_s: float = 0.0,
+    step_s: float = 0.01,
+) -> Pace:
     """Of a worker that has been watched for two seconds."""
     pace = Pace()
     for second in range(3):
@@ -51,6 +57,7 @@ def paced(*, tokens_per_s: float = 1000.0, blocks_per_s: float = 0.0, step_s: fl
             computed_tokens=round(steps * step_s * tokens_per_s),
             released_blocks=round(second * blocks_per_s),
             busy_s=steps * step_s,
+            num_rows=round(steps * step_s * rows_per_s),
         )
         pace.measure(work, False, float(second))
     return pace

@@ -51,6 +51,7 @@ class RecordedReservation:
         self.dispatch = dispatch
         self.leader_knows = leader_knows
         self.predicted_ttft_s: float | None = None
+        self.predicted_tpot_s: float | None = None
         self.came = ""
 
     def begun(self) -> bool:
@@ -75,6 +76,7 @@ class RecordedLine:
         self.residences: list[session_pb2.Running] = []
         #: output tokens, by request id and class
         self.outputs: Counter[tuple[str, int]] = Counter()
+        self.tpot_ratios: list[float] = []
         self.generations: list[str] = []
 
     def reserve(self, request: Callable[[float], session_pb2.Waiting]) -> Reservation | None:
@@ -92,6 +94,9 @@ class RecordedLine:
 
     def served(self, request_id: str, priority: int, tokens: int) -> None:
         self.outputs[request_id, priority] += tokens
+
+    def finished(self, tpot_ratio: float) -> None:
+        self.tpot_ratios.append(tpot_ratio)
 
     def asserted(self, generation: str) -> None:
         self.generations.append(generation)
@@ -129,7 +134,11 @@ class Gateway:
         return await self.requests.submit(self.model.resolve(submission), timeout_s)
 
     async def dispatch(
-        self, request_id: str = "r", worker_id: str = "w", overtaken: int = 0
+        self,
+        request_id: str = "r",
+        worker_id: str = "w",
+        overtaken: int = 0,
+        predicted_tpot_s: float | None = None,
     ) -> int:
         epoch = next(self.epochs)
         entry = await self.ledger.dispatch(request_id, worker_id, epoch, TERM)
@@ -141,6 +150,7 @@ class Gateway:
                 attempt=entry.attempts,
                 moves=entry.moves,
                 overtaken=overtaken,
+                predicted_tpot_s=predicted_tpot_s,
             )
         )
         return epoch

@@ -8,11 +8,15 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 
 from everlift.errors import EverliftError
 from everlift.step_time import Roofline, StepSize
 from everlift.v1 import session_pb2 as pb
+from router.admission.bounds import Refusal
 from router.admission.entrance import Entrance
+from router.admission.tpot import seen_ratio
+from router.admission.wanted import Wanted
 from router.admission.worker_view import Capacity, Load
 from router.config import RouterConfig
 from router.prediction.output_lengths import OutputLengths
@@ -41,11 +45,18 @@ class Asked:
     prompt_tokens: int
     output_tokens: int
     priority: int = 0
-    ttft_target_s: float | None = TTFT_S
+    ttft_target_s: float = TTFT_S
+    #: of all its tokens
+    deadline_s: float = inf
+    #: that are known of its output when it comes
+    least_tokens: int = 1
     #: of the first try
     predicted_ttft_s: float | None = None
+    predicted_tpot_s: float | None = None
     first_token: float | None = None
     ended: float | None = None
+    #: its deadline came while a worker had it
+    is_cut_off: bool = False
     refusals: list[tuple[float, EverliftError]] = field(default_factory=list)
 
     @property
@@ -53,8 +64,12 @@ class Asked:
         """It had its first token and the others as soon as they are wanted."""
         if self.ended is None or self.first_token is None:
             return False
-        per_token_s = (self.ended - self.first_token) / max(1, self.output_tokens - 1)
-        return self.first_token - self.arrived <= TTFT_S and per_token_s <= TPOT_S
+        return self.first_token - self.arrived <= TTFT_S and self.tpot_s <= TPOT_S
+
+    @property
+    def tpot_s(self) -> float:
+        assert self.ended is not None and self.first_token is not None
+        return (self.ended - self.first_token) / max(1, self.output_tokens - 1)
 
 
 class Clock:
@@ -85,6 +100,7 @@ class VirtualEngine(Bench):
         self._clock = clock
         self._tell = tell
         self._is_stepping = False
+        self._aborted: set[int] = set()
         self.busy_s = 0.0
         self._said = 0
 
@@ -97,8 +113,18 @@ class VirtualEngine(Bench):
         self.add(epoch, asked.prompt_tokens, asked.output_tokens, salt=salt)
         self._step_on()
 
+    def abort(self, epoch: int) -> None:
+        self._aborted.add(epoch)
+        self._step_on()
+
     def _step_on(self) -> None:
-        if self._is_stepping or not len(self.scheduler):
+        if self._is_stepping:
+            return
+        for epoch in self._aborted:
+            for each in self.scheduler.of_epoch(epoch):
+                self.scheduler.remove(each)
+        self._aborted.clear()
+        if not len(self.scheduler):
             return
         plan = self.plan()
         rows = plan.rows
@@ -153,6 +179,7 @@ class VirtualCluster:
         self._epochs = count(1)
         self._asked: dict[str, Asked] = {}
         self._running: dict[int, Asked] = {}
+        self._workers: dict[int, str] = {}
         self._engines: dict[str, VirtualEngine] = {}
         for number in range(num_workers):
             self._add_worker(f"w{number}")
@@ -183,9 +210,10 @@ class VirtualCluster:
     def come(self, asked: Asked) -> None:
         now = self.clock.now
         self._asked[asked.name] = asked
-        patience_s = asked.ttft_target_s or float("inf")
+        wanted = Wanted(asked.ttft_target_s, asked.deadline_s)
         try:
-            self.entrance.admit(asked.name, asked.priority, patience_s, self.tenure.queued, now)
+            self.entrance.admit(asked.name, asked.priority, self.tenure.queued, now)
+            self.entrance.check_in_time(asked.name, asked.priority, wanted, asked.least_tokens, now)
         except EverliftError as error:
             self._refused(asked, error)
             return
@@ -197,18 +225,36 @@ class VirtualCluster:
             max_tokens=1000,
             choices=1,
             priority=asked.priority,
-            ttft_deadline=now + asked.ttft_target_s if asked.ttft_target_s else 0.0,
+            deadline=now + asked.deadline_s,
+            ttft_deadline=now + asked.ttft_target_s,
+            least_tokens=asked.least_tokens,
             predicted_tokens=predicted,
             predicted_total=asked.prompt_tokens + predicted,
         )
         heard = self.tenure.hear("g", pb.GatewayMessage(enqueue=[told]), now)
+        if asked.deadline_s < inf:
+            self.clock.at(now + asked.deadline_s, lambda: self._cut_off(asked))
         for refusal in heard.refused:
-            self._refuse(refusal.waiting.request_id, refusal.slug, refusal.retry_after_s)
+            self._refuse(refusal)
         self._place()
 
-    def _refuse(self, name: str, slug: str, retry_after_s: float | None) -> None:
-        error = self.entrance.refuse(name, slug, retry_after_s, self.clock.now)
-        self._refused(self._asked[name], error)
+    def _cut_off(self, asked: Asked) -> None:
+        self.tenure.hear("g", pb.GatewayMessage(withdraw=[asked.name]), self.clock.now)
+        for epoch, running in list(self._running.items()):
+            if running is asked:
+                asked.is_cut_off = True
+                del self._running[epoch]
+                self._engines[self._workers[epoch]].abort(epoch)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        error = self.entrance.refuse(
+            refusal.waiting.request_id,
+            refusal.slug,
+            refusal.retry_after_s,
+            self.clock.now,
+            refusal.least_tokens,
+        )
+        self._refused(self._asked[refusal.waiting.request_id], error)
 
     def _refused(self, asked: Asked, error: EverliftError) -> None:
         asked.refusals.append((self.clock.now, error))
@@ -219,33 +265,45 @@ class VirtualCluster:
     def _place(self) -> None:
         now = self.clock.now
         for refusal in self.tenure.expire(now):
-            self._refuse(refusal.waiting.request_id, refusal.slug, refusal.retry_after_s)
+            self._refuse(refusal)
         for placed in self.tenure.place(now, now, 64, lambda: next(self._epochs)):
             self.tenure.begun(placed, "g")
             asked = self._asked[placed.waiting.request_id]
             asked.predicted_ttft_s = placed.waiting.predicted_ttft_s
+            asked.predicted_tpot_s = placed.waiting.predicted_tpot_s
             begin = (placed.worker_id, placed.epoch, asked)
             self.clock.at(now + _NETWORK_S, lambda it=begin: self._begin(*it))
 
     def _begin(self, worker_id: str, epoch: int, asked: Asked) -> None:
         self._running[epoch] = asked
+        self._workers[epoch] = worker_id
         self._engines[worker_id].begin(epoch, asked)
         self._leader.placement.acknowledge(worker_id, epoch)
         self._report(worker_id)
 
     def _stepped(self, name: str, outcomes: list[Outcome]) -> None:
-        now = self.clock.now
         for outcome in outcomes:
-            asked = self._running[outcome.key.epoch]
-            if asked.first_token is None and outcome.tokens:
-                asked.first_token = now
-            if outcome.stop is not None:
-                asked.ended = now
-                self._lengths.note(asked.output_tokens)
-                del self._running[outcome.key.epoch]
-                self.tenure.hear("g", pb.GatewayMessage(withdraw=[asked.name]), now)
+            asked = self._running.get(outcome.key.epoch)
+            if asked is not None:
+                self._progress(asked, outcome)
         self._report(name)
         self._place()
+
+    def _progress(self, asked: Asked, outcome: Outcome) -> None:
+        now = self.clock.now
+        if asked.first_token is None and outcome.tokens:
+            asked.first_token = now
+        if outcome.stop is None or asked.first_token is None:
+            return
+        asked.ended = now
+        self._lengths.note(asked.output_tokens)
+        del self._running[outcome.key.epoch]
+        decode_s = now - asked.first_token
+        ratio = seen_ratio(asked.predicted_tpot_s, decode_s, asked.output_tokens)
+        message = pb.GatewayMessage(
+            withdraw=[asked.name], tpot_ratios=[] if ratio is None else [ratio]
+        )
+        self.tenure.hear("g", message, now)
 
     def play(self, load: Iterable[Asked], seconds: float) -> list[Asked]:
         """Who came, after so long."""

@@ -58,6 +58,10 @@ class Dispatcher(Protocol):
         """What tenants got since this was said last."""
         ...
 
+    def finished(self, tpot_ratio: float, now: float) -> None:
+        """A request did, and each of its tokens took so many times as long as was predicted."""
+        ...
+
     # what is decided
 
     def expired(self, now: float) -> list[Refusal]:

@@ -119,5 +119,8 @@ class EarlyQueue:
     def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
         """Tenants have no turns here."""
 
+    def finished(self, tpot_ratio: float, now: float) -> None:
+        """Nothing was predicted."""
+
     def tick(self, now: float) -> None:
         self._placement.expire(now)

@@ -12,6 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from cluster.workloads.arrival import Arrival
+from router.prediction.learned import LEAST
 from router.prediction.length_distribution import LengthDistribution
 from router.prediction.output_lengths import OutputLengths
 from router.prediction.recent_ranks import RecentRanks
@@ -23,12 +24,13 @@ _NO_RANK = 0.0
 class Foretold(NamedTuple):
     """``rank`` is the part of the requests lately whose outputs are foretold to be shorter,
     ``work_rank`` that of those which take less, prompts and outputs. What ``is_distrusted`` leaves
-    the queue by arrival."""
+    the queue by arrival. Nearly all outputs of which this is foretold get ``least_tokens``."""
 
     length: LengthDistribution
     rank: float = _NO_RANK
     work_rank: float = _NO_RANK
     is_distrusted: bool = False
+    least_tokens: int = 1
 
 
 class Foresight:
@@ -49,7 +51,15 @@ class Foresight:
             return Foretold(length, is_distrusted=True)
         output = length.to_come(0, arrival.max_tokens)
         rank = _NO_RANK if seen is None else self._ranks.rank(output)
-        return Foretold(length, rank, self._work_ranks.rank(arrival.prompt_tokens + output))
+        work_rank = self._work_ranks.rank(arrival.prompt_tokens + output)
+        return Foretold(length, rank, work_rank, least_tokens=self._least(arrival, length))
+
+    def _least(self, arrival: Arrival, length: LengthDistribution) -> int:
+        """Where it is known how sharply it is seen."""
+        if self._sigma is None:
+            return 1
+        least = LengthDistribution(length.median, self._sigma).quantile(LEAST)
+        return max(1, min(int(least), arrival.max_tokens))
 
     def _seen(self, arrival: Arrival) -> float | None:
         if self._sigma is None:

@@ -33,6 +33,7 @@ from everlift.request_id import qualified
 from router.admission.bounds import Refusal
 from router.admission.served import ServedOutputs
 from router.admission.tenure import Placed
+from router.admission.tpot import seen_ratio
 from router.config import RouterConfig
 from router.ledger.entry import Move, State
 from worker.outcome import NO_NEWS, News, Outcome, Residence, Stop
@@ -144,6 +145,7 @@ class Gateway:
     def _dispatched(self, placed: Placed) -> None:
         life = self._lives[placed.waiting.request_id]
         life.record.overtaken += placed.overtaken
+        life.predicted_tpot_s = placed.waiting.predicted_tpot_s or life.predicted_tpot_s
         sequence = life.begin(placed.worker_id, placed.epoch, self._timeline.now)
         self._by_epoch[placed.epoch] = life
         self._workers.start(placed.worker_id, sequence)
@@ -226,9 +228,14 @@ class Gateway:
 
     def _finish(self, life: Life) -> None:
         self._leave(life)
-        self._dispatcher.withdraw(life.request_id, self._timeline.now)
+        now = self._timeline.now
+        decode_s = now - life.record.first_token
+        ratio = seen_ratio(life.predicted_tpot_s, decode_s, life.num_tokens)
+        if ratio is not None:
+            self._dispatcher.finished(ratio, now)
+        self._dispatcher.withdraw(life.request_id, now)
         life.move(Move.APPEND, State.FINISHED)
-        life.record.finished = self._timeline.now
+        life.record.finished = now
         self._foresight.note(life.num_tokens)
         self._over(life)
 

@@ -85,6 +85,9 @@ class GlobalQueue:
     def served(self, outputs: list[session_pb2.ServedTokens], now: float) -> None:
         self._hear(session_pb2.GatewayMessage(served=outputs), now)
 
+    def finished(self, tpot_ratio: float, now: float) -> None:
+        self._hear(session_pb2.GatewayMessage(tpot_ratios=[tpot_ratio]), now)
+
     def _hear(self, message: session_pb2.GatewayMessage, now: float) -> list[Refusal]:
         return self._tenure.hear(GATEWAY, message, now).refused
 

@@ -24,6 +24,8 @@ class Life:
     foretold: Foretold
     #: seconds that what waited when it came will take
     foreseen_wait_s: float = 0.0
+    #: seconds for each token after the first one, as the leader predicted it
+    predicted_tpot_s: float | None = None
     state: State = State.QUEUED
     worker_id: str = ""
     epoch: int = 0
@@ -145,6 +147,7 @@ class Life:
             predicted_rank=self.foretold.rank,
             predicted_work_rank=self.foretold.work_rank,
             foreseen_wait_s=self.foreseen_wait_s,
+            least_tokens=self.foretold.least_tokens,
         )
 
     def running(self, moves_left: int) -> session_pb2.Running:

@@ -38,7 +38,7 @@
     ├── QueueFull                 try again later
     │   └── Shed                  a higher class has its place
     ├── QueueTimeout              the same: it has waited for as long as it may
-    ├── DeadlineUnmeetable        the same: its first token would come too late
+    ├── DeadlineUnmeetable        the same: its first token or its end would come too late
     ├── RateLimited               the same: the tenant has had its share for now
     │   └── RetriedTooSoon        before the time that it was told, and often
     ├── LedgerFull                the same: the ledger's memory is short

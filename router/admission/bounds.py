@@ -1,6 +1,6 @@
 """Who may wait, and for how long: what an overloaded queue refuses. Pure.
 
-    comes   its first token would come too late        DeadlineUnmeetable  (refuse_late)
+    comes   its first token or its end would be late   DeadlineUnmeetable  (refuse_late)
             the queue is full of its class and higher  QueueFull
     waits   the queue is full, and a higher class came Shed
             it has waited for as long as it may        QueueTimeout        (queue_ttl, refuse_late)
@@ -19,6 +19,7 @@ from router.admission.policy import Rules
 from router.admission.queue import AdmissionQueue
 from router.admission.wait_predictor import WaitPredictor
 from router.admission.waiting import Waiting
+from router.admission.wanted import Late
 
 #: So many times its predicted prefill before its first token is wanted a request must leave: others
 #: come to its worker, too. With 1 a part of those that left last came a little late, and goodput at
@@ -31,11 +32,13 @@ _ON_THE_WAY_S = 0.03
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """``slug`` is an error's. It may come again when the queue has room, and not before
-    ``retry_after_s``."""
+    ``retry_after_s``. ``least_tokens``: its first token would come in time, and the end of so long
+    an output would not; 0: it is not that."""
 
     waiting: Waiting
     slug: str
     retry_after_s: float | None = None
+    least_tokens: int = 0
 
 
 class Bounds:
@@ -53,29 +56,46 @@ class Bounds:
         self._waits.came(waiting)
         wait_s = self._waits.wait_s(self._queue.backlog.work_from(waiting.priority))
         prefill_s = self._waits.prefill_s(waiting)
-        expires = waiting.arrived + (self.rules.queue_ttl or inf)
-        if self.rules.refuse_late:
-            latest = waiting.ttft_deadline - _PREFILL_MARGIN * prefill_s - _ON_THE_WAY_S
-            expires = min(expires, latest)
         ttft_s = None if wait_s is None or not prefill_s else wait_s + prefill_s
-        return waiting._replace(expires=expires, predicted_wait_s=wait_s, predicted_ttft_s=ttft_s)
+        return waiting._replace(
+            expires=self._expires(waiting, wait_s or 0.0, prefill_s),
+            predicted_wait_s=wait_s,
+            predicted_ttft_s=ttft_s,
+            predicted_tpot_s=self._waits.tpot_s,
+        )
+
+    def _expires(self, waiting: Waiting, wait_s: float, prefill_s: float) -> float:
+        expires = waiting.arrived + (self.rules.queue_ttl or inf)
+        if not self.rules.refuse_late:
+            return expires
+        by_first = waiting.ttft_deadline - _PREFILL_MARGIN * prefill_s
+        by_end = waiting.deadline - self._output_s(waiting) - (prefill_s if wait_s else 0.0)
+        return min(expires, min(by_first, by_end) - _ON_THE_WAY_S)
+
+    def _output_s(self, waiting: Waiting) -> float:
+        """From its first token to its end, at the least."""
+        return (waiting.least_tokens - 1) * self._waits.least_tpot_s
 
     def refuse(self, waiting: Waiting) -> Refusal | None:
         """Who comes, foreseen; or who makes room for it, which does not wait any more then."""
-        if (late_s := self._late_s(waiting)) > 0:
-            return Refusal(waiting, DeadlineUnmeetable.slug, late_s)
+        if (late := self._late(waiting)) is not None:
+            least_tokens = waiting.least_tokens if late.is_by_output else 0
+            return Refusal(waiting, DeadlineUnmeetable.slug, late.shorter_s, least_tokens)
         if len(self._queue) < self.rules.max_queued:
             return None
         shed = self._queue.shed(waiting.priority)
         return Refusal(waiting, QueueFull.slug) if shed is None else Refusal(shed, Shed.slug)
 
-    def _late_s(self, waiting: Waiting) -> float:
-        """By so much its first token would come after it is wanted, even if it waits no longer than
-        nearly all others that were told as much; 0: not at all, or nobody knows."""
-        if not self.rules.refuse_late or not waiting.predicted_wait_s:
-            return 0.0
-        spare_s = waiting.patience_s - self._waits.prefill_s(waiting)
-        return max(0.0, self._waits.least_wait_s(waiting.predicted_wait_s) - spare_s)
+    def _late(self, waiting: Waiting) -> Late | None:
+        """Even if it waits no longer than nearly all others that were told as much, and its tokens
+        come as fast as those of nearly none."""
+        if not self.rules.refuse_late:
+            return None
+        return waiting.wanted.late(
+            self._waits.least_wait_s(waiting.predicted_wait_s or 0.0),
+            self._waits.prefill_s(waiting),
+            self._output_s(waiting),
+        )
 
     def expire(self, ledger_now: float) -> list[Refusal]:
         """Those that have waited for too long: they do not wait any more."""

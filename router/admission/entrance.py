@@ -17,6 +17,7 @@ from everlift.v1 import session_pb2
 from router.admission.appointments import Appointments
 from router.admission.policy import Rules
 from router.admission.retrying import Retrying
+from router.admission.wanted import Wanted
 from router.config import RouterConfig
 
 _CAUSES = {
@@ -25,6 +26,9 @@ _CAUSES = {
     QueueTimeout.slug: "it waited for as long as it may",
     DeadlineUnmeetable.slug: "by all that waits its first token would come too late",
 }
+_OUTPUT_TOO_LONG = (
+    "its first token would come in time, but its output, {} tokens at the least, would end too late"
+)
 
 
 class Entrance:
@@ -42,18 +46,25 @@ class Entrance:
         self.outlook = outlook
         self._appointments.rooms_per_s = outlook.rooms_per_s
 
-    def admit(
-        self, request_id: str, priority: int, patience_s: float, queued: int, now: float
-    ) -> None:
-        """``patience_s`` after it comes something of it is wanted; ``queued`` wait. Raises
-        RetriedTooSoon, QueueFull, DeadlineUnmeetable."""
+    def admit(self, request_id: str, priority: int, queued: int, now: float) -> None:
+        """``queued`` wait. Raises RetriedTooSoon, QueueFull."""
         if early_s := self._retrying.too_soon_s(request_id, now):
             raise RetriedTooSoon("it was refused, and comes again too soon", retry_after_s=early_s)
         if queued >= self.rules.max_queued and not self._takes_place(priority):
             raise self.refuse(request_id, QueueFull.slug, None, now)
-        late_s = self._wait_s(priority) - patience_s
-        if self.rules.refuse_late and late_s > 0:
-            raise self.refuse(request_id, DeadlineUnmeetable.slug, late_s, now)
+
+    def check_in_time(
+        self, request_id: str, priority: int, wanted: Wanted, least_tokens: int, now: float
+    ) -> None:
+        """Each of its outputs gets so many tokens at the least. Raises DeadlineUnmeetable."""
+        if not self.rules.refuse_late:
+            return
+        output_s = (least_tokens - 1) * self.outlook.least_tpot_s
+        late = wanted.late(self._wait_s(priority), 0.0, output_s)
+        if late is not None:
+            too_long = least_tokens if late.is_by_output else 0
+            slug = DeadlineUnmeetable.slug
+            raise self.refuse(request_id, slug, late.shorter_s, now, too_long)
 
     def _takes_place(self, priority: int) -> bool:
         """Somebody of a lower class waits."""
@@ -65,13 +76,19 @@ class Entrance:
         return before[-1] if before else 0.0
 
     def refuse(
-        self, request_id: str, slug: str, retry_after_s: float | None, now: float
+        self,
+        request_id: str,
+        slug: str,
+        retry_after_s: float | None,
+        now: float,
+        least_tokens: int = 0,
     ) -> EverliftError:
         """The error that says so, and when to come again: when the queue has room for it, and not
-        before that time where one is given."""
+        before that time where one is given. ``least_tokens`` as a Refusal's."""
         room_s = self._appointments.next_s(self._retrying.part, now)
         retry_after_s = max(room_s, retry_after_s or 0.0)
         self._retrying.refused(request_id, retry_after_s, now)
-        error = from_slug(slug, _CAUSES.get(slug, ""))
+        too_long = _OUTPUT_TOO_LONG.format(least_tokens) if least_tokens else ""
+        error = from_slug(slug, too_long or _CAUSES.get(slug, ""))
         error.retry_after_s = retry_after_s
         return error

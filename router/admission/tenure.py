@@ -188,6 +188,8 @@ class Tenure:
             self.generations.said(gateway, message.generation, now)
         if self._fair_share is not None:
             self._fair_share.told(message.served)
+        for ratio in message.tpot_ratios:
+            self._waits.least_of_tpot.note(ratio)
         self._starts.hear(message.starts, now)
         return heard
 
@@ -244,6 +246,7 @@ class Tenure:
         return session_pb2.Outlook(
             rooms_per_s=self._waits.rooms_per_s / max(1, num_gateways),
             tokens_per_s=self._waits.tokens_per_s,
+            least_tpot_s=self._waits.least_tpot_s,
             lowest=self._queue.backlog.lowest,
             waits=waits,
         )

@@ -1,49 +1,32 @@
-"""How long a request will wait, and when its first token comes. Pure.
+"""How long a request will wait, when its first token comes, and how long its output takes. Pure.
 
     wait    (work of its class and higher ones that waits) / (work that leaves the queue a second)
     prefill (prompt tokens that its worker computes before it, and its own), in the worker's steps
+    output  (its tokens after the first one) * (a step of what runs at its worker)
 
 The rate is the one at which the queue was seen to empty (``drain``); before it was, what the
 workers compute when they are full, by what they did (``pace``) or, where none was full yet, by the
 time that a full batch's step would take (``step_fit``). The order within a class is not looked at:
 where shorter or more urgent ones go first, the part of the predicted wait that requests have at
-least is learned (``Least``).
+least is learned (``Least``), and so it is of the time that output tokens take.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import exp
 from statistics import fmean
 
 from everlift.blockhash import BLOCK_SIZE
 from router.admission.batch_size import batch_of
 from router.admission.drain import Drain
+from router.admission.least import Least
 from router.admission.waiting import Waiting
 from router.admission.worker_view import WorkerView
 
 #: Predicted waits below this are not compared with what came of them: they are the ticks' noise.
 _SHORTEST_S = 0.1
-#: Of all requests, the part that waits for less than the least that is told.
-_QUANTILE = 0.05
 #: What a request's work usually is follows the last so many.
 _USUAL = 100
-#: A wait below the least lowers it by so much.
-_STEP = 0.1
-
-
-class Least:
-    """The part of its predicted wait that all but a twentieth of the requests have waited. By
-    stochastic approximation of a quantile (Robbins and Monro, 1951), of the logarithm."""
-
-    def __init__(self) -> None:
-        self.part = 0.8
-
-    def note(self, predicted_s: float, seen_s: float) -> None:
-        if predicted_s < _SHORTEST_S:
-            return
-        is_below = seen_s < self.part * predicted_s
-        self.part = min(1.0, self.part * exp(_STEP * (_QUANTILE - is_below)))
 
 
 class WaitPredictor:
@@ -54,6 +37,7 @@ class WaitPredictor:
         self._workers = workers
         self.drain = Drain()
         self.least = Least()
+        self.least_of_tpot = Least()
         #: work that leaves the queue in a second while anybody waits; 0: not known
         self.tokens_per_s = 0.0
         self._next: WorkerView | None = None
@@ -91,8 +75,9 @@ class WaitPredictor:
     def left(self, waiting: Waiting, ledger_now: float) -> None:
         """It left the queue for a worker."""
         self.drain.left(waiting.work_tokens)
-        if waiting.predicted_wait_s is not None:
-            self.least.note(waiting.predicted_wait_s, ledger_now - waiting.arrived)
+        predicted_s = waiting.predicted_wait_s
+        if predicted_s is not None and predicted_s >= _SHORTEST_S:
+            self.least.note((ledger_now - waiting.arrived) / predicted_s)
 
     def prefill_s(self, waiting: Waiting) -> float:
         """From its dispatch to its first token; 0 where nobody knows."""
@@ -106,6 +91,19 @@ class WaitPredictor:
     def least_wait_s(self, wait_s: float) -> float:
         """As long as that predicted wait is likely to be at least."""
         return self.least.part * wait_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Of who comes now, the time of each token after the first one; None: nobody knows."""
+        return None if self._next is None else self._next.tpot_s
+
+    @property
+    def least_tpot_s(self) -> float:
+        """As long as that is likely to be at least, should no prompt be computed beside it; 0 where
+        nobody knows."""
+        if self._next is None or self._next.tpot_s is None:
+            return 0.0
+        return self.least_of_tpot.part * min(self._next.tpot_s, self._next.decode_s)
 
 
 def _next_of(workers: list[WorkerView]) -> WorkerView | None:

@@ -6,6 +6,7 @@ from math import inf
 from typing import NamedTuple, Protocol, Self, TypeAlias
 
 from everlift.v1 import session_pb2
+from router.admission.wanted import Wanted
 
 #: By which the requests of a class are ordered: a number first. The smallest leaves first.
 Place: TypeAlias = tuple[float, *tuple[float | str, ...]]
@@ -81,11 +82,15 @@ class Waiting(NamedTuple):
     accepted: bool = False
     #: some worker has had it
     has_run: bool = False
+    #: that each of its outputs gets at the least, as far as anybody can tell
+    least_tokens: int = 1
     #: when it has waited for too long, ledger time
     expires: float = inf
-    #: seconds until it leaves the queue, and until its first token, as predicted when it came
+    #: seconds until it leaves the queue, until its first token, and for each one after that, as
+    #: predicted when it came
     predicted_wait_s: float | None = None
     predicted_ttft_s: float | None = None
+    predicted_tpot_s: float | None = None
 
     @property
     def due(self) -> float:
@@ -98,9 +103,8 @@ class Waiting(NamedTuple):
         return self.prefill_tokens + self.predicted_tokens
 
     @property
-    def patience_s(self) -> float:
-        """From its arrival until something of it is wanted; infinite: nothing is."""
-        return self.due - self.arrived
+    def wanted(self) -> Wanted:
+        return Wanted(self.ttft_deadline - self.arrived, self.deadline - self.arrived)
 
     @classmethod
     def told(cls, gateway: str, message: session_pb2.Waiting) -> Self:
@@ -124,4 +128,5 @@ class Waiting(NamedTuple):
             message.foreseen_wait_s,
             message.accepted,
             message.attempt > 0,
+            max(1, message.least_tokens),
         )

@@ -176,6 +176,12 @@ class WorkerView:
             return None
         return self.step_time.seconds(batch_of(self.load.num_running, self.pace.row))
 
+    @property
+    def decode_s(self) -> float:
+        """Of a step in which what runs there makes a token each, and nothing else is computed; 0:
+        not known."""
+        return self.step_time.seconds(self._decoding)
+
     def prefill_s(self, tokens: int) -> float | None:
         """Seconds until it has computed so many tokens of prompts; None: not known. Before anything
         is known of its kind, by the best steps of its own."""

@@ -78,6 +78,11 @@ class Reservation(Protocol):
         """From its arrival to its first token; None: not known."""
         ...
 
+    @property
+    def predicted_tpot_s(self) -> float | None:
+        """For each token after that, likewise."""
+        ...
+
     def begun(self) -> bool:
         """The ledger has let it begin. Whether who leads knows that."""
         ...
@@ -118,6 +123,10 @@ class Line(Protocol):
 
     def served(self, request_id: str, priority: int, tokens: int) -> None:
         """So much more of its output came."""
+        ...
+
+    def finished(self, tpot_ratio: float) -> None:
+        """A request did, and each of its tokens took so many times as long as was predicted."""
         ...
 
     def asserted(self, generation: str) -> None:
@@ -168,7 +177,13 @@ class Attempts:
         if entry.epoch != reservation.dispatch.epoch:
             return False
         leader_knows = reservation.begun()
-        self.dispatched(dispatched(entry, predicted_ttft_s=reservation.predicted_ttft_s))
+        self.dispatched(
+            dispatched(
+                entry,
+                predicted_ttft_s=reservation.predicted_ttft_s,
+                predicted_tpot_s=reservation.predicted_tpot_s,
+            )
+        )
         if not leader_knows and live.runs_under(entry.epoch):
             self._line.running(told.running(live, self._moves_left(live)))
         return True
@@ -345,6 +360,8 @@ class Attempts:
             self._running.remove(live.epoch)
             live.journal.left(FINISHED, now())
             live.phase = Phase.FINISHING
+            if (tpot_ratio := live.judge_tpot(now())) is not None:
+                self._line.finished(tpot_ratio)
             self._line.withdraw(live.request_id)
 
     def _stopped_short(self, live: LiveRequest, progress: session_pb2.Progress) -> None:

@@ -14,6 +14,7 @@ from everlift.request_id import bare, tenant_of
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.admission.tpot import seen_ratio
 from router.gateway.choice import Choice
 from router.gateway.explanation import explained, packed, summed
 from router.gateway.journal import FINISHED, Journal
@@ -93,6 +94,7 @@ class LiveRequest:
         self._queued_s = 0.0
         self._dispatched: float | None = None
         self._predicted_ttft_s: float | None = None
+        self._predicted_tpot_s: float | None = None
         self._first_token: float | None = None
         self._ended: float | None = None
         #: who read its first token read it elsewhere
@@ -239,6 +241,8 @@ class LiveRequest:
         self.migrations += bool(self.num_tokens)
         if dispatched.HasField("predicted_ttft_s"):
             self._predicted_ttft_s = dispatched.predicted_ttft_s
+        if dispatched.HasField("predicted_tpot_s"):
+            self._predicted_tpot_s = dispatched.predicted_tpot_s
         self.at_worker = {choice.index for choice in self.unfinished}
         for choice in self.unfinished:
             choice.begin(dispatched.epoch)
@@ -283,10 +287,21 @@ class LiveRequest:
             if self._dispatched is not None and not self._has_begun_elsewhere:
                 self._observer.first_token(self.age_s(now), now - self._dispatched)
                 if self._predicted_ttft_s is not None:
-                    self._observer.predicted(self._predicted_ttft_s, now - self._taken)
+                    self._observer.ttft_predicted(self._predicted_ttft_s, now - self._taken)
         if (before := self._readable_since.get(choice.index)) is not None:
             self._observer.next_tokens(now - before)
         self._readable_since[choice.index] = now
+
+    def judge_tpot(self, now: float) -> float | None:
+        """Its last token came. How many times as long each after the first one took as was
+        predicted; None where nobody can say."""
+        if self._first_token is None or self._has_begun_elsewhere:
+            return None
+        longest = max(len(choice.output) for choice in self.choices)
+        ratio = seen_ratio(self._predicted_tpot_s, now - self._first_token, longest)
+        if ratio is not None:
+            self._observer.tpot_predicted(ratio)
+        return ratio
 
     def complete(self, now: float) -> None:
         """The ledger has all that came: every choice is at its end."""

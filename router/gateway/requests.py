@@ -37,6 +37,7 @@ from router.access.limits import Limits
 from router.admission.entrance import Entrance
 from router.admission.foreseen_wait import ForeseenWait
 from router.admission.policy import Policy, Rules, key_of
+from router.admission.wanted import Wanted
 from router.clock import now
 from router.config import RouterConfig
 from router.gateway.adoption import Adoption
@@ -146,8 +147,11 @@ class Requests:
         async with self._custody.moving.hold(request.request_id):
             if (known := self._known(request.request_id)) is not None:
                 return _same(known, request)
-            self._check_room(request, timeout_s)
-            if (live := await self._open_new(request, timeout_s, journal)) is not None:
+            self._check_room(request)
+            prediction = self.predictor.predict(request, now() + self._ledger_ahead_s)
+            self._check_in_time(request, timeout_s, prediction)
+            live = await self._open_new(request, timeout_s, journal, prediction)
+            if live is not None:
                 return live
         try:
             return await self.attach(request.request_id)
@@ -155,12 +159,16 @@ class Requests:
             raise given_up() from None
 
     async def _open_new(
-        self, request: Request, timeout_s: float | None, journal: Journal
+        self,
+        request: Request,
+        timeout_s: float | None,
+        journal: Journal,
+        prediction: Prediction,
     ) -> LiveRequest | None:
         """None of one that the ledger has already."""
         is_charged = await self._charge(request)
         journal.charged(now())
-        prediction = self._foresee(request)
+        prediction = self._foresee(request, prediction)
         reservation, has_begun = self.attempts.reserve(request, timeout_s, prediction), False
         try:
             dispatch = None if reservation is None else reservation.dispatch
@@ -178,8 +186,8 @@ class Requests:
         self._patience.expire_in(live, timeout_s)
         return live
 
-    def _foresee(self, request: Request) -> Prediction:
-        prediction = self.predictor.predict(request, now() + self._ledger_ahead_s)
+    def _foresee(self, request: Request, prediction: Prediction) -> Prediction:
+        """Its wait, too."""
         work = prediction.total_tokens(request)
         return replace(prediction, foreseen_wait_s=self._wait.come(request.priority, work))
 
@@ -246,14 +254,22 @@ class Requests:
         with suppress(UnknownRequest, Elsewhere):
             await self._adoption.adopt(request_id)
 
-    def _check_room(self, request: Request, timeout_s: float | None) -> None:
+    def _check_room(self, request: Request) -> None:
         if self._custody.is_closing:
             raise RouterStopping("this router is stopping: send the request to another one")
         self._ledger_health.check_room()
-        wanted_s = (timeout_s, request.ttft_target_s)
-        patience_s = min((each for each in wanted_s if each is not None), default=inf)
-        self._entrance.admit(
-            request.request_id, request.priority, patience_s, self._line.queued, now()
+        self._entrance.admit(request.request_id, request.priority, self._line.queued, now())
+
+    def _check_in_time(
+        self, request: Request, timeout_s: float | None, prediction: Prediction
+    ) -> None:
+        target_s = request.ttft_target_s
+        wanted = Wanted(
+            inf if target_s is None else target_s, inf if timeout_s is None else timeout_s
+        )
+        least_tokens = prediction.least_tokens(request)
+        self._entrance.check_in_time(
+            request.request_id, request.priority, wanted, least_tokens, now()
         )
 
     async def attach(self, request_id: str) -> LiveRequest:
@@ -442,7 +458,9 @@ class Requests:
 
     def _error_of(self, refusal: session_pb2.Refusal) -> EverliftError:
         retry_after_s = refusal.retry_after_s if refusal.HasField("retry_after_s") else None
-        return self._entrance.refuse(refusal.request_id, refusal.slug, retry_after_s, now())
+        return self._entrance.refuse(
+            refusal.request_id, refusal.slug, retry_after_s, now(), refusal.least_tokens
+        )
 
     async def _discard(self, live: LiveRequest, refusal: EverliftError) -> None:
         async with self._custody.moving.hold(live.request_id):

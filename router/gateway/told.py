@@ -71,6 +71,7 @@ def waiting(live: LiveRequest, moves_left: int, is_suspect: bool) -> session_pb2
         predicted_rank=live.predicted_rank,
         predicted_work_rank=live.predicted_work_rank,
         foreseen_wait_s=live.foreseen_wait_s,
+        least_tokens=live.prediction.least_tokens(request),
     )
 
 
@@ -98,6 +99,7 @@ def arriving(
         predicted_rank=prediction.rank,
         predicted_work_rank=prediction.work_rank,
         foreseen_wait_s=prediction.foreseen_wait_s,
+        least_tokens=prediction.least_tokens(request),
     )
 
 

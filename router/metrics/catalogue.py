@@ -111,6 +111,15 @@ _REQUESTS = (
         ("priority",),
         _ERROR_RATIO,
     ),
+    Metric(
+        "everlift_tpot_prediction_error_ratio",
+        "histogram",
+        "ratio",
+        "By how much a request's time per output token, as predicted when it came, was off, as a "
+        "part of what it was; of those that finished with 16 tokens or more.",
+        ("priority",),
+        _ERROR_RATIO,
+    ),
     _of_class(
         "everlift_inter_token_latency_seconds",
         "Between two moments at which more of a choice could be read.",

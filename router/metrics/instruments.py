@@ -102,6 +102,7 @@ class _Class:
         self._instruments = instruments
         self._first_token = of("time_to_first_token_seconds")
         self._ttft_error = of("ttft_prediction_error_ratio")
+        self._tpot_error = of("tpot_prediction_error_ratio")
         self._inter_token = of("inter_token_latency_seconds")
         self._latency = of("request_latency_seconds")
         self._queue_wait = of("queue_wait_seconds")
@@ -121,9 +122,13 @@ class _Class:
         self._first_token.observe(since_call_s)
         self._prefill.observe(since_dispatch_s)
 
-    def predicted(self, ttft_s: float, seen_s: float) -> None:
+    def ttft_predicted(self, ttft_s: float, seen_s: float) -> None:
         if seen_s > 0:
             self._ttft_error.observe(abs(ttft_s / seen_s - 1))
+
+    def tpot_predicted(self, ratio: float) -> None:
+        if ratio > 0:
+            self._tpot_error.observe(abs(1 / ratio - 1))
 
     def next_tokens(self, interval_s: float) -> None:
         self._inter_token.observe(interval_s)

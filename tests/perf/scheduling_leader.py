@@ -85,6 +85,7 @@ def _told(placed: Placed, queued: int) -> bytes:
         attempt=1,
         overtaken=placed.overtaken,
         predicted_ttft_s=placed.waiting.predicted_ttft_s,
+        predicted_tpot_s=placed.waiting.predicted_tpot_s,
         stay=placed.stay,
     )
     return pb.LeaderMessage(dispatched=[dispatched], queued=queued).SerializeToString()

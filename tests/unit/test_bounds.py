@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from everlift.step_time import StepSize
 from everlift.v1 import session_pb2 as pb
+from router.admission.bounds import Refusal
 from router.admission.policy import Rules
 from router.admission.worker_view import Load
 from tests.admission_support import CONFIG, Cluster, paced
@@ -23,6 +25,25 @@ def cluster(**settings: object) -> Cluster:
     made.add_worker("w", FULL, pace)
     made.tenure.look(0.0)
     return made
+
+
+def learned(**settings: object) -> Cluster:
+    """The same, its steps known: they take 25 ms, whatever they compute."""
+    made = cluster(**settings)
+    worker = made.placement.workers["w"]
+    worker.pace = paced(tokens_per_s=1000.0, rows_per_s=100.0)
+    worker.pace.full_rate = 100.0
+    for size in range(1, 20):
+        worker.step_time.observe(StepSize(size, size, size, size), 0.025)
+    worker.step_time.refit()
+    made.tenure.look(0.0)
+    return made
+
+
+def refusal(cluster: Cluster, **fields: object) -> Refusal:
+    told = pb.Waiting(**{"request_id": "late", "prompt_tokens": 100, "choices": 1} | fields)
+    (refused,) = cluster.tenure.hear("g", pb.GatewayMessage(enqueue=[told]), 0.0).refused
+    return refused
 
 
 def come(cluster: Cluster, name: str, **fields: object) -> dict[str, str]:
@@ -92,12 +113,48 @@ def test_whose_first_token_would_come_too_late_is_refused_where_that_is_wanted()
     assert expired(patient, 1000.0) == {}
 
 
+def test_whose_output_would_end_too_late_is_refused_where_that_is_wanted() -> None:
+    """Four seconds of wait at the least, 30 ms for its prompt, and a hundred steps of 20 ms."""
+    strict, patient = learned(refuse_late=True), learned()
+    for some in (strict, patient):
+        come(some, "a", predicted_tokens=400)
+    assert come(strict, "b", deadline=6.0, least_tokens=101) == {"b": "deadline_unmeetable"}
+    assert come(strict, "c", deadline=6.2, least_tokens=101) == {}
+    assert come(strict, "d", deadline=6.0) == {}, "it may end with its first token"
+    assert come(patient, "b", deadline=6.0, least_tokens=101) == {}
+    assert expired(strict, 4.13) == {}
+    assert expired(strict, 4.15) == {"c": "queue_timeout"}
+    assert expired(strict, 5.93) == {}
+    assert expired(strict, 5.95) == {"d": "queue_timeout"}
+
+
+def test_it_is_told_of_how_long_an_output_the_end_would_be_late() -> None:
+    strict = learned(refuse_late=True)
+    come(strict, "a", predicted_tokens=400)
+    told = [refusal(strict, deadline=it, least_tokens=101) for it in (4.0, 6.0)]
+    assert [it.least_tokens for it in told] == [0, 101], "of the first not even a token would come"
+    assert told[1].retry_after_s == pytest.approx(0.03, abs=0.01)
+
+
+def test_where_nobody_waits_an_output_is_refused_that_takes_too_long_by_itself() -> None:
+    idle = learned(refuse_late=True)
+    assert refusal(idle, deadline=1.9, least_tokens=101).retry_after_s == 0.0
+    assert come(idle, "b", deadline=2.1, least_tokens=101) == {}
+    assert come(idle, "c", prompt_tokens=50_000, priority=1, deadline=2.1) == {}, "it may be known"
+    assert expired(idle, 0.0) == {}
+
+
+def test_what_came_of_predictions_is_learned_from() -> None:
+    some = learned()
+    before = some.tenure.outlook(1).least_tpot_s
+    some.hear(pb.GatewayMessage(tpot_ratios=[0.4] * 100))
+    assert some.tenure.outlook(1).least_tpot_s == pytest.approx(before / 2, rel=0.1)
+
+
 def test_it_is_told_when_the_queue_will_be_short_enough() -> None:
     strict = cluster(refuse_late=True)
     come(strict, "a", predicted_tokens=400)
-    told = pb.Waiting(request_id="b", prompt_tokens=100, choices=1, ttft_deadline=1.0)
-    (refusal,) = strict.tenure.hear("g", pb.GatewayMessage(enqueue=[told]), 0.0).refused
-    assert refusal.retry_after_s == pytest.approx(3.1, abs=0.01)
+    assert refusal(strict, ttft_deadline=1.0).retry_after_s == pytest.approx(3.1, abs=0.01)
 
 
 def test_of_a_higher_class_only_what_goes_before_it_counts() -> None:

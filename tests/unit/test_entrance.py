@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import inf
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,11 @@ from everlift.v1.session_pb2 import ClassWait, Outlook
 from router.admission.appointments import Appointments
 from router.admission.entrance import Entrance
 from router.admission.retrying import Retrying
+from router.admission.wanted import Wanted
 from router.config import RouterConfig
+
+#: Whenever it comes.
+AT_ANY_TIME = Wanted()
 
 
 def entrance(outlook: Outlook | None = None, **settings: object) -> Entrance:
@@ -28,13 +31,15 @@ def admit(
     entrance: Entrance,
     name: str = "r",
     priority: int = 0,
-    patience_s: float = inf,
+    wanted: Wanted = AT_ANY_TIME,
+    least_tokens: int = 1,
     queued: int = 0,
     now: float = 0.0,
 ) -> EverliftError | None:
     """Why it may not come in."""
     try:
-        entrance.admit(name, priority, patience_s, queued, now)
+        entrance.admit(name, priority, queued, now)
+        entrance.check_in_time(name, priority, wanted, least_tokens, now)
     except EverliftError as error:
         return error
     return None
@@ -55,19 +60,39 @@ def test_a_higher_class_is_let_in_to_take_the_place_of_a_lower_one() -> None:
     assert isinstance(admit(entrance(), priority=9, queued=10), QueueFull), "all have run"
 
 
-def test_who_would_wait_for_too_long_is_refused_at_once_where_that_is_wanted() -> None:
+@pytest.mark.parametrize("field", Wanted._fields)
+def test_who_would_wait_for_too_long_is_refused_at_once_where_that_is_wanted(field: str) -> None:
+    def wanted(seconds: float) -> Wanted:
+        return Wanted(**{field: seconds})
+
     waits = [ClassWait(priority=5, wait_s=1.0), ClassWait(priority=0, wait_s=4.0)]
     door = entrance(Outlook(waits=waits, rooms_per_s=100.0), refuse_late=True)
-    assert admit(door, priority=5, patience_s=1.5) is None
-    assert admit(door, priority=7, patience_s=0.1) is None, "nobody goes before it"
-    error = admit(door, priority=3, patience_s=0.4)
-    assert isinstance(error, DeadlineUnmeetable)
+    assert admit(door, priority=5, wanted=wanted(1.5)) is None
+    assert admit(door, priority=7, wanted=wanted(0.1)) is None, "nobody goes before it"
+    error = admit(door, priority=3, wanted=wanted(0.4))
+    assert isinstance(error, DeadlineUnmeetable) and "first token would come too late" in str(error)
     assert error.retry_after_s == pytest.approx(0.6)
-    assert admit(door, "other", priority=-1, patience_s=5.0) is None
+    assert admit(door, "other", priority=-1, wanted=wanted(5.0)) is None
     patient = entrance(Outlook(waits=waits))
-    assert admit(patient, patience_s=0.4) is None
+    assert admit(patient, wanted=wanted(0.4)) is None
     patient.rules = door.rules
-    assert isinstance(admit(patient, patience_s=0.4), DeadlineUnmeetable), "by other rules"
+    assert isinstance(admit(patient, wanted=wanted(0.4)), DeadlineUnmeetable), "by other rules"
+
+
+def test_whose_output_would_end_too_late_is_refused_and_told_how_long_it_is_at_the_least() -> None:
+    outlook = Outlook(
+        waits=[ClassWait(priority=5, wait_s=1.0)], rooms_per_s=100.0, least_tpot_s=0.02
+    )
+    door = entrance(outlook, refuse_late=True)
+    soon = Wanted(first_token_s=1.5, end_s=3.0)
+    assert admit(door, priority=5, wanted=soon, least_tokens=101) is None
+    error = admit(door, priority=5, wanted=soon, least_tokens=111)
+    assert isinstance(error, DeadlineUnmeetable) and "111 tokens at the least" in str(error)
+    assert error.retry_after_s == pytest.approx(0.2), "the queue is shorter then"
+    error = admit(door, "b", priority=6, wanted=soon, least_tokens=152)
+    assert isinstance(error, DeadlineUnmeetable), "although nobody goes before it"
+    assert error.retry_after_s == pytest.approx(0.02), "which no shorter queue helps"
+    assert admit(entrance(outlook), priority=5, wanted=soon, least_tokens=999) is None
 
 
 def test_the_leader_s_refusals_are_told_a_time_as_well() -> None:
@@ -75,6 +100,8 @@ def test_the_leader_s_refusals_are_told_a_time_as_well() -> None:
     error = door.refuse("a", "shed", None, now=0.0)
     assert isinstance(error, Shed) and error.retry_after_s == 0.5
     assert door.refuse("b", "deadline_unmeetable", 7.0, now=0.0).retry_after_s == 7.0
+    too_long = door.refuse("c", "deadline_unmeetable", 0.0, now=0.0, least_tokens=20)
+    assert "20 tokens at the least" in str(too_long)
 
 
 def test_who_comes_too_soon_may_do_so_twice_and_is_let_in_at_its_time() -> None:

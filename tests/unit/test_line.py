@@ -212,6 +212,25 @@ async def test_the_first_dispatch_does_not_wait_for_all_that_is_told(leader: Lea
         await gateway.line.close()
 
 
+async def test_how_long_tokens_took_is_told_once_with_what_comes_next(
+    leader: Leader, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    receive = leader.receive
+
+    def heard(name: str, message: pb.GatewayMessage) -> None:
+        told.extend(message.tpot_ratios)
+        receive(name, message)
+
+    monkeypatch.setattr(leader, "receive", heard)
+    await until(lambda: tenure(leader) == (3, 1))
+    for ratio, name in ((0.5, "g-0"), (2.0, "g-1")):
+        gateway.line.finished(ratio)
+        gateway.line.withdraw(name)
+        await until(lambda: told[-1:] == [ratio])  # noqa: B023
+    assert told == [0.5, 2.0]
+
+
 async def test_what_tenants_were_served_is_told_once_to_whoever_leads(
     leader: Leader, gateway: Gateway
 ) -> None:

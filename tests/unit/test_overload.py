@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
+from math import inf
 from statistics import fmean, median
 
 import pytest
@@ -67,11 +69,7 @@ def test_a_batch_is_no_larger_than_its_tokens_may_take() -> None:
 
 def tpot_s(load: Iterable[Asked]) -> float:
     """Mean of the requests that ended."""
-    return fmean(
-        (it.ended - it.first_token) / (it.output_tokens - 1)
-        for it in load
-        if it.ended and it.first_token and it.arrived > _BEGIN_S
-    )
+    return fmean(it.tpot_s for it in load if it.ended and it.first_token and it.arrived > _BEGIN_S)
 
 
 def test_who_comes_again_when_it_is_told_finds_room() -> None:
@@ -100,6 +98,48 @@ def test_who_comes_again_when_it_is_told_finds_room() -> None:
 
 def _first(asked: Asked) -> tuple[float, Exception]:
     return asked.refusals[0]
+
+
+@cache
+def with_deadlines(load: float, *, is_length_known: bool) -> list[Asked]:
+    """Who wants all tokens within three seconds, and the first one by then."""
+    asked = [
+        replace(
+            it,
+            ttft_target_s=inf,
+            deadline_s=3.0,
+            least_tokens=it.output_tokens if is_length_known else 1,
+        )
+        for it in chats(load * CAPACITY, _END_S)
+    ]
+    cluster = VirtualCluster(RouterConfig(refuse_late=True), num_workers=1)
+    return [it for it in cluster.play(asked, _END_S + 3) if it.arrived > _BEGIN_S]
+
+
+def test_hardly_anybody_is_served_whose_whole_output_cannot_come_in_time() -> None:
+    unknown = with_deadlines(1.3, is_length_known=False)
+    known = with_deadlines(1.3, is_length_known=True)
+    assert sum(it.is_cut_off for it in unknown) > 0.25 * len(unknown)
+    assert sum(it.is_cut_off for it in known) < 0.07 * len(known)
+    ended = [sum(it.ended is not None for it in load) for load in (unknown, known)]
+    assert ended[1] > 1.2 * ended[0]
+
+
+def test_of_outputs_that_can_come_in_time_hardly_any_is_refused() -> None:
+    load = with_deadlines(0.8, is_length_known=True)
+    refused = [it for it in load if it.refusals]
+    assert 0 < len(refused) < 0.1 * len(load)
+    by_length = sorted(it.output_tokens for it in load)
+    assert min(it.output_tokens for it in refused) > by_length[-2 * len(refused)]
+    unknown = with_deadlines(0.8, is_length_known=False)
+    served = [sum(it.ended is not None for it in each) for each in (unknown, load)]
+    assert served[1] >= served[0]
+
+
+def test_tokens_take_as_long_as_is_predicted() -> None:
+    load = [it for it in played(1.2) if it.ended and it.output_tokens > 16]
+    errors = [abs((it.predicted_tpot_s or 0.0) / it.tpot_s - 1) for it in load]
+    assert len(errors) > 300 and median(errors) < 0.1
 
 
 @pytest.mark.parametrize("order", ["deadline", "shortest"])

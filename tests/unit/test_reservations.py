@@ -74,6 +74,7 @@ async def test_what_has_a_worker_begins_there_and_is_never_queued(gateway: Gatew
         predicted_tokens=8,
         predicted_total=10,
         predicted_work_rank=0.5,
+        least_tokens=8,
     )
 
 

@@ -155,6 +155,23 @@ def test_the_orders_of_the_product_are_its_own() -> None:
     assert means["fifo"].overtaken.mean == 0 < means["shortest"].overtaken.mean
 
 
+def test_outputs_that_would_end_too_late_are_refused_as_by_the_product() -> None:
+    """Of which a worker computes a hundred tokens a second, and half have a hundred."""
+    load = [
+        replace(it, deadline_s=0.6, output_tokens=(10, 100)[index % 2])
+        for index, it in enumerate(arrivals(200, 10.0))
+    ]
+    router = RouterConfig(refuse_late=True)
+    blind, seeing = (
+        simulate(load, scenario(router=router, foresight_sigma=sigma)).summary()
+        for sigma in (None, 0.0)
+    )
+    assert blind.refused.keys() == {"deadline_exceeded"}
+    assert seeing.refused["deadline_unmeetable"] > 80
+    assert seeing.refused.get("deadline_exceeded", 0) < 0.2 * blind.refused["deadline_exceeded"]
+    assert seeing.finished >= blind.finished
+
+
 @pytest.mark.parametrize("order", ["shortest", "ranked", "hrrn"])
 def test_what_came_while_a_model_was_not_trusted_leaves_by_arrival(order: Order) -> None:
     load = [replace(it, foreseen_tokens=it.output_tokens) for it in arrivals(60, 90.0)]

@@ -8,8 +8,9 @@ import pytest
 
 from everlift.step_fit import FittedStepTime
 from everlift.step_time import Roofline, StepSize
+from router.admission.least import Least
 from router.admission.pace import Pace, Work
-from router.admission.wait_predictor import Least, WaitPredictor
+from router.admission.wait_predictor import WaitPredictor
 from router.admission.worker_view import Capacity, Load, WorkerView
 from tests.admission_support import waiting
 
@@ -93,12 +94,33 @@ def test_a_prompt_takes_its_steps_and_half_of_the_one_that_runs() -> None:
 def test_the_least_is_what_all_but_a_few_wait() -> None:
     least, dice = Least(), random.Random(5)
     for _ in range(5000):
-        least.note(10.0, 10.0 * dice.uniform(0.2, 1.2))
+        least.note(dice.uniform(0.2, 1.2))
     assert least.part == pytest.approx(0.25, abs=0.08)
 
 
-def test_of_waits_that_hardly_are_any_nothing_is_learned() -> None:
-    least = Least()
-    for _ in range(100):
-        least.note(0.05, 0.0)
-    assert least.part == Least().part
+@pytest.mark.parametrize(("predicted_s", "is_learned"), [(0.05, False), (0.1, True)])
+def test_of_waits_that_hardly_are_any_nothing_is_learned(
+    predicted_s: float, is_learned: bool
+) -> None:
+    forecast = forecast_of(worker())
+    forecast.left(waiting("r", predicted_wait_s=predicted_s), ledger_now=0.0)
+    assert (forecast.least.part < Least().part) is is_learned
+
+
+def test_a_token_takes_a_step_of_what_runs_and_at_the_least_one_without_prompts() -> None:
+    """Two decode; of the rows of late each computed four tokens."""
+    decoding = Load(1, num_running=2, committed_tokens=500)
+    forecast = forecast_of(worker(decoding))
+    usual = ROOFLINE.seconds(StepSize(2, 2 * 4, 2 * 200, 2 * 800))
+    decode = ROOFLINE.seconds(StepSize(2, 2, 500, 500))
+    assert forecast.tpot_s == pytest.approx(usual, rel=0.02)
+    assert forecast.least_tpot_s == pytest.approx(0.8 * decode, rel=0.02)
+    for _ in range(200):
+        forecast.least_of_tpot.note(0.5)
+    assert forecast.least_tpot_s == pytest.approx(0.5 * decode, rel=0.1)
+
+
+def test_where_nothing_is_known_of_steps_a_token_takes_no_time_at_the_least() -> None:
+    unknown = forecast_of(worker(fit=FittedStepTime()))
+    for forecast in (forecast_of(), unknown):
+        assert (forecast.tpot_s, forecast.least_tpot_s) == (None, 0.0)

@@ -1095,6 +1095,7 @@ class Waiting(google.protobuf.message.Message):
     PREDICTED_RANK_FIELD_NUMBER: builtins.int
     PREDICTED_WORK_RANK_FIELD_NUMBER: builtins.int
     FORESEEN_WAIT_S_FIELD_NUMBER: builtins.int
+    LEAST_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     arrived: builtins.float
     """ledger time in seconds; the key under which it queues, kept over requeues"""
@@ -1129,6 +1130,8 @@ class Waiting(google.protobuf.message.Message):
     """the same of its prompt and all its outputs together"""
     foreseen_wait_s: builtins.float
     """by what waited when it came"""
+    least_tokens: builtins.int
+    """that each output gets at the least, as far as its gateway can tell"""
     def __init__(
         self,
         *,
@@ -1150,8 +1153,9 @@ class Waiting(google.protobuf.message.Message):
         predicted_rank: builtins.float = ...,
         predicted_work_rank: builtins.float = ...,
         foreseen_wait_s: builtins.float = ...,
+        least_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "foreseen_wait_s", b"foreseen_wait_s", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "arrived", b"arrived", "attempt", b"attempt", "avoid", b"avoid", "choices", b"choices", "deadline", b"deadline", "foreseen_wait_s", b"foreseen_wait_s", "least_tokens", b"least_tokens", "max_tokens", b"max_tokens", "moves_left", b"moves_left", "predicted_rank", b"predicted_rank", "predicted_tokens", b"predicted_tokens", "predicted_total", b"predicted_total", "predicted_work_rank", b"predicted_work_rank", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "suspect", b"suspect", "ttft_deadline", b"ttft_deadline"]) -> None: ...
 
 Global___Waiting: typing_extensions.TypeAlias = Waiting
 
@@ -1230,6 +1234,7 @@ class GatewayMessage(google.protobuf.message.Message):
     ORDER_FIELD_NUMBER: builtins.int
     SERVED_FIELD_NUMBER: builtins.int
     STARTS_FIELD_NUMBER: builtins.int
+    TPOT_RATIOS_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     """on the first message"""
     is_complete: builtins.bool
@@ -1256,6 +1261,10 @@ class GatewayMessage(google.protobuf.message.Message):
     def starts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerStart]:
         """that this gateway heard of"""
 
+    @property
+    def tpot_ratios(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Of requests that finished since this was said last, how many times as long each token took as was predicted."""
+
     def __init__(
         self,
         *,
@@ -1268,8 +1277,9 @@ class GatewayMessage(google.protobuf.message.Message):
         order: builtins.str = ...,
         served: collections.abc.Iterable[Global___ServedTokens] | None = ...,
         starts: collections.abc.Iterable[Global___WorkerStart] | None = ...,
+        tpot_ratios: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "served", b"served", "starts", b"starts", "withdraw", b"withdraw"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["enqueue", b"enqueue", "generation", b"generation", "is_complete", b"is_complete", "order", b"order", "router_id", b"router_id", "running", b"running", "served", b"served", "starts", b"starts", "tpot_ratios", b"tpot_ratios", "withdraw", b"withdraw"]) -> None: ...
 
 Global___GatewayMessage: typing_extensions.TypeAlias = GatewayMessage
 
@@ -1308,6 +1318,7 @@ class Dispatched(google.protobuf.message.Message):
     OVERTAKEN_FIELD_NUMBER: builtins.int
     PREDICTED_TTFT_S_FIELD_NUMBER: builtins.int
     STAY_FIELD_NUMBER: builtins.int
+    PREDICTED_TPOT_S_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     worker_id: builtins.str
     epoch: builtins.int
@@ -1318,6 +1329,8 @@ class Dispatched(google.protobuf.message.Message):
     """by requests that came later and left the queue before it"""
     predicted_ttft_s: builtins.float
     """when it came; unset: not known, or it has run before"""
+    predicted_tpot_s: builtins.float
+    """of each token after the first one, likewise"""
     @property
     def stay(self) -> Global___Stay:
         """in the queue; unset: it did not come there"""
@@ -1333,9 +1346,13 @@ class Dispatched(google.protobuf.message.Message):
         overtaken: builtins.int = ...,
         predicted_ttft_s: builtins.float | None = ...,
         stay: Global___Stay | None = ...,
+        predicted_tpot_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "predicted_ttft_s", b"predicted_ttft_s", "stay", b"stay"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s", "attempt", b"attempt", "epoch", b"epoch", "moves", b"moves", "overtaken", b"overtaken", "predicted_ttft_s", b"predicted_ttft_s", "request_id", b"request_id", "stay", b"stay", "worker_id", b"worker_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_predicted_tpot_s", b"_predicted_tpot_s", "_predicted_ttft_s", b"_predicted_ttft_s", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "stay", b"stay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_predicted_tpot_s", b"_predicted_tpot_s", "_predicted_ttft_s", b"_predicted_ttft_s", "attempt", b"attempt", "epoch", b"epoch", "moves", b"moves", "overtaken", b"overtaken", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "request_id", b"request_id", "stay", b"stay", "worker_id", b"worker_id"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_predicted_tpot_s", b"_predicted_tpot_s"]) -> typing.Literal["predicted_tpot_s"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_predicted_ttft_s", b"_predicted_ttft_s"]) -> typing.Literal["predicted_ttft_s"] | None: ...
 
 Global___Dispatched: typing_extensions.TypeAlias = Dispatched
@@ -1418,20 +1435,24 @@ class Refusal(google.protobuf.message.Message):
     SLUG_FIELD_NUMBER: builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    LEAST_TOKENS_FIELD_NUMBER: builtins.int
     slug: builtins.str
     """of an error"""
     retry_after_s: builtins.float
     """not before, and when the queue has room"""
     request_id: builtins.str
+    least_tokens: builtins.int
+    """Its first token would come in time, and the end of an output of so many tokens would not; 0: it is not that."""
     def __init__(
         self,
         *,
         slug: builtins.str = ...,
         retry_after_s: builtins.float | None = ...,
         request_id: builtins.str = ...,
+        least_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "slug", b"slug"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "least_tokens", b"least_tokens", "request_id", b"request_id", "retry_after_s", b"retry_after_s", "slug", b"slug"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_retry_after_s", b"_retry_after_s"]) -> typing.Literal["retry_after_s"] | None: ...
 
 Global___Refusal: typing_extensions.TypeAlias = Refusal
@@ -1446,6 +1467,7 @@ class Outlook(google.protobuf.message.Message):
     LOWEST_FIELD_NUMBER: builtins.int
     WAITS_FIELD_NUMBER: builtins.int
     TOKENS_PER_S_FIELD_NUMBER: builtins.int
+    LEAST_TPOT_S_FIELD_NUMBER: builtins.int
     rooms_per_s: builtins.float
     """Requests that leave it in a second, of which this gateway may count on so many; 0: not known."""
     lowest: builtins.int
@@ -1454,6 +1476,8 @@ class Outlook(google.protobuf.message.Message):
     """
     tokens_per_s: builtins.float
     """of work, that leave it in a second; 0: not known"""
+    least_tpot_s: builtins.float
+    """of each token of an output after the first one, at the least; 0: not known"""
     @property
     def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
         """For classes from the highest one down, how long a request of it waits at the least. One in between waits as
@@ -1467,9 +1491,10 @@ class Outlook(google.protobuf.message.Message):
         lowest: builtins.int | None = ...,
         waits: collections.abc.Iterable[Global___ClassWait] | None = ...,
         tokens_per_s: builtins.float = ...,
+        least_tpot_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_lowest", b"_lowest", "lowest", b"lowest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lowest", b"_lowest", "lowest", b"lowest", "rooms_per_s", b"rooms_per_s", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_lowest", b"_lowest", "least_tpot_s", b"least_tpot_s", "lowest", b"lowest", "rooms_per_s", b"rooms_per_s", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_lowest", b"_lowest"]) -> typing.Literal["lowest"] | None: ...
 
 Global___Outlook: typing_extensions.TypeAlias = Outlook

@@ -1,0 +1,51 @@
+"""Whether what is wanted of a request can come by then."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission.wanted import Late, Wanted
+
+SECONDS = st.floats(0, 100)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "late"),
+    [
+        (Wanted(), None),
+        (Wanted(first_token_s=5.0), None),
+        (Wanted(first_token_s=4.5), Late(False, 0.5)),
+        (Wanted(end_s=4.5), Late(False, 2.5)),
+        (Wanted(end_s=7.0), None),
+        (Wanted(end_s=6.5), Late(True, 0.5)),
+        (Wanted(first_token_s=4.5, end_s=6.5), Late(False, 0.5)),
+        (Wanted(first_token_s=0.5), Late(False, 4.0)),
+    ],
+)
+def test_after_four_seconds_of_wait_one_of_prefill_and_two_of_output(
+    wanted: Wanted, late: Late | None
+) -> None:
+    assert wanted.late(4.0, 1.0, 2.0) == late
+
+
+def test_who_need_not_wait_is_late_by_its_output_alone() -> None:
+    assert Wanted(first_token_s=0.5, end_s=2.0).late(0.0, 9.0, 2.0) is None
+    assert Wanted(first_token_s=0.5, end_s=1.5).late(0.0, 9.0, 2.0) == Late(True, 0.0)
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS | st.just(inf), SECONDS | st.just(inf))
+def test_who_comes_again_when_it_is_told_is_late_by_what_is_its_own_alone(
+    wait_s: float, prefill_s: float, output_s: float, first_token_s: float, end_s: float
+) -> None:
+    """It has waited for so much less then."""
+    wanted = Wanted(first_token_s, end_s)
+    late = wanted.late(wait_s, prefill_s, output_s)
+    assert late is None or 0 <= late.shorter_s <= wait_s
+    if late is not None and late.shorter_s < wait_s:
+        again_s = wait_s - late.shorter_s
+        slack = Wanted(first_token_s + 1e-6, end_s + 1e-6)
+        assert slack.late(again_s, prefill_s, output_s) is None
