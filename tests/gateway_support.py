@@ -18,6 +18,7 @@ from router.config import RouterConfig
 from router.gateway.attempts import Reservation
 from router.gateway.live import LiveRequest
 from router.gateway.model import ServedModel
+from router.gateway.observer import NOBODY, Observer
 from router.gateway.quotas import unlimited
 from router.gateway.requests import Requests
 from router.ledger.entry import Dispatch, State
@@ -111,6 +112,7 @@ class Gateway:
         name: str = "gateway",
         config: RouterConfig = CONFIG,
         limits_of: Callable[[str], Limits] = unlimited,
+        observer: Observer = NOBODY,
     ) -> None:
         self.ledger = ledger
         self.name = name
@@ -124,6 +126,7 @@ class Gateway:
             self.model,
             self.workers,
             self.line,
+            observer=observer,
             limits_of=limits_of,
         )
         self.epochs = iter(range(100, 1000))

@@ -1,4 +1,4 @@
-"""Requests, a gateway's entrance, a leader and engines in virtual time: the product's decisions and
+"""Requests, gateways' entrances, a leader and engines in virtual time: the product's decisions and
 schedulers, steps that take what a roofline says, and neither messages nor a ledger."""
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
+from zlib import crc32
 
 from everlift.errors import EverliftError
 from everlift.step_time import Roofline, StepSize
 from everlift.v1 import session_pb2 as pb
 from router.admission.bounds import Refusal
 from router.admission.entrance import Entrance
+from router.admission.returns import Return
 from router.admission.tpot import seen_ratio
 from router.admission.wanted import Wanted
 from router.admission.worker_view import Capacity, Load
@@ -164,17 +166,24 @@ class VirtualEngine(Bench):
 
 
 class VirtualCluster:
-    """``comes_back``: who is refused tries again when it is told to."""
+    """``comes_back``: who is refused tries again when it is told to, at the same one of the
+    ``num_gateways``. ``returns`` are what the gateways note of that."""
 
     def __init__(
-        self, config: RouterConfig, num_workers: int = 2, *, comes_back: bool = False
+        self,
+        config: RouterConfig,
+        num_workers: int = 2,
+        *,
+        num_gateways: int = 1,
+        comes_back: bool = False,
     ) -> None:
         self.clock = Clock()
         self._comes_back = comes_back
         self._leader = Cluster(config)
         self._leader.connect()
         self.tenure = self._leader.tenure
-        self.entrance = Entrance(config)
+        self.returns: list[Return] = []
+        self._entrances = [Entrance(config, self.returns.append) for _ in range(num_gateways)]
         self._lengths = OutputLengths()
         self._epochs = count(1)
         self._asked: dict[str, Asked] = {}
@@ -203,7 +212,9 @@ class VirtualCluster:
         self._leader.placement.expire(now)
         self.tenure.look(now)
         self.tenure.forget(now)
-        self.entrance.hear(self.tenure.outlook(1))
+        outlook = self.tenure.outlook(len(self._entrances))
+        for entrance in self._entrances:
+            entrance.hear(outlook, self.tenure.queued, now)
         self._place()
         self.clock.at(now + _TICK_S, self._tick)
 
@@ -212,8 +223,9 @@ class VirtualCluster:
         self._asked[asked.name] = asked
         wanted = Wanted(asked.ttft_target_s, asked.deadline_s)
         try:
-            self.entrance.admit(asked.name, asked.priority, self.tenure.queued, now)
-            self.entrance.check_in_time(asked.name, asked.priority, wanted, asked.least_tokens, now)
+            entrance = self._entrance(asked.name)
+            entrance.admit(asked.name, asked.priority, self.tenure.queued, now)
+            entrance.check_in_time(asked.name, asked.priority, wanted, asked.least_tokens, now)
         except EverliftError as error:
             self._refused(asked, error)
             return
@@ -247,14 +259,18 @@ class VirtualCluster:
                 self._engines[self._workers[epoch]].abort(epoch)
 
     def _refuse(self, refusal: Refusal) -> None:
-        error = self.entrance.refuse(
-            refusal.waiting.request_id,
+        name = refusal.waiting.request_id
+        error = self._entrance(name).refuse(
+            name,
             refusal.slug,
             refusal.retry_after_s,
             self.clock.now,
             refusal.least_tokens,
         )
-        self._refused(self._asked[refusal.waiting.request_id], error)
+        self._refused(self._asked[name], error)
+
+    def _entrance(self, name: str) -> Entrance:
+        return self._entrances[crc32(name.encode()) % len(self._entrances)]
 
     def _refused(self, asked: Asked, error: EverliftError) -> None:
         asked.refusals.append((self.clock.now, error))

@@ -4,6 +4,8 @@ those that are refused, here or there, should come again. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from everlift.errors import (
     DeadlineUnmeetable,
     EverliftError,
@@ -16,7 +18,9 @@ from everlift.errors import (
 from everlift.v1 import session_pb2
 from router.admission.appointments import Appointments
 from router.admission.policy import Rules
-from router.admission.retrying import Retrying
+from router.admission.retrying import Retrying, Told
+from router.admission.returns import Return, Returns
+from router.admission.rooms import Rooms
 from router.admission.wanted import Wanted
 from router.config import RouterConfig
 
@@ -32,24 +36,32 @@ _OUTPUT_TOO_LONG = (
 
 
 class Entrance:
-    """``now`` is the router's clock in seconds."""
+    """``note`` is called with who comes again at its time. ``now`` is the router's clock in
+    seconds."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, note: Callable[[Return], None]) -> None:
         self.rules = Rules.of(config)
         #: the leader's last word
         self.outlook = session_pb2.Outlook()
         self._appointments = Appointments()
         self._retrying = Retrying(config.retry_rate, config.retry_burst)
+        self._rooms = Rooms()
+        self._returns = Returns(self._rooms, note)
 
-    def hear(self, outlook: session_pb2.Outlook) -> None:
-        """The leader's word."""
+    def hear(self, outlook: session_pb2.Outlook, queued: int, now: float) -> None:
+        """The leader's word; so many wait."""
         self.outlook = outlook
+        self._rooms.hear(outlook, queued, now)
+        self._returns.look(now)
         self._appointments.rooms_per_s = outlook.rooms_per_s
 
     def admit(self, request_id: str, priority: int, queued: int, now: float) -> None:
         """``queued`` wait. Raises RetriedTooSoon, QueueFull."""
+        told = self._retrying.told(request_id)
         if early_s := self._retrying.too_soon_s(request_id, now):
             raise RetriedTooSoon("it was refused, and comes again too soon", retry_after_s=early_s)
+        if told is not None:
+            self._returns.come(request_id, told, now)
         if queued >= self.rules.max_queued and not self._takes_place(priority):
             raise self.refuse(request_id, QueueFull.slug, None, now)
 
@@ -87,7 +99,9 @@ class Entrance:
         before that time where one is given. ``least_tokens`` as a Refusal's."""
         room_s = self._appointments.next_s(self._retrying.part, now)
         retry_after_s = max(room_s, retry_after_s or 0.0)
-        self._retrying.refused(request_id, retry_after_s, now)
+        rooms = self._rooms.foreseen(retry_after_s, now)
+        self._returns.refused(request_id)
+        self._retrying.refused(request_id, Told(slug, now, now + retry_after_s, rooms))
         too_long = _OUTPUT_TOO_LONG.format(least_tokens) if least_tokens else ""
         error = from_slug(slug, too_long or _CAUSES.get(slug, ""))
         error.retry_after_s = retry_after_s

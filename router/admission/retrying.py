@@ -7,16 +7,29 @@ that who keeps asking gets no room before those that wait for their time.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from everlift.request_id import tenant_of
 
 #: Refusals and tenants that are remembered; of more the oldest are forgotten.
 _MOST_REFUSALS, _MOST_TENANTS = 1 << 16, 1 << 12
 #: So much before its time is in time: clocks and timers are not exact.
-_SLACK_S = 0.05
+SLACK_S = 0.05
 #: Who has not come so long after its time does not come any more.
-_GIVEN_UP_S = 5.0
+GIVEN_UP_S = 5.0
 #: The part that comes again is of the last so many.
 _MEMORY = 100
+
+
+class Told(NamedTuple):
+    """Who was refused, why and when; when it may come again, and how many rooms are to have come
+    free by then. Seconds."""
+
+    slug: str
+    at: float
+    due: float
+    #: as they are numbered; None where nobody knows how fast they come
+    rooms: float | None = None
 
 
 class Retrying:
@@ -25,31 +38,35 @@ class Retrying:
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
-        #: by request id, from when on it may come again
-        self._due: dict[str, float] = {}
+        #: by request id
+        self._told: dict[str, Told] = {}
         #: by tenant, tokens as of a moment
         self._buckets: dict[str, tuple[float, float]] = {}
         #: of those that were refused, the part that came again
         self.part = 1.0
 
-    def refused(self, request_id: str, retry_after_s: float, now: float) -> None:
-        self._due.pop(request_id, None)
-        self._due[request_id] = now + retry_after_s
-        while (oldest := next(iter(self._due))) != request_id and (
-            self._due[oldest] + _GIVEN_UP_S < now or len(self._due) > _MOST_REFUSALS
+    def told(self, request_id: str) -> Told | None:
+        """When it was refused last; None: it was not, or has come again since."""
+        return self._told.get(request_id)
+
+    def refused(self, request_id: str, told: Told) -> None:
+        self._told.pop(request_id, None)
+        self._told[request_id] = told
+        while (oldest := next(iter(self._told))) != request_id and (
+            self._told[oldest].due + GIVEN_UP_S < told.at or len(self._told) > _MOST_REFUSALS
         ):
-            del self._due[oldest]
+            del self._told[oldest]
             self._note(0.0)
 
     def too_soon_s(self, request_id: str, now: float) -> float:
         """Seconds by which it comes too soon; 0 where it may come in."""
-        due = self._due.get(request_id)
-        if due is None:
+        told = self._told.get(request_id)
+        if told is None:
             return 0.0
-        early_s = due - now
-        if early_s > _SLACK_S and not self._take(tenant_of(request_id), now):
+        early_s = told.due - now
+        if early_s > SLACK_S and not self._take(tenant_of(request_id), now):
             return early_s
-        del self._due[request_id]
+        del self._told[request_id]
         self._note(1.0)
         return 0.0
 

@@ -54,7 +54,8 @@ class Stays:
         self._looked = 0.0
         #: by obstacle, when it was looked last
         self._seconds: Sequence[float] = [0.0] * len(Obstacle)
-        self._num_left = 0
+        #: for a worker
+        self.num_left = 0
         #: by class
         self._num_come: dict[int, int] = {}
         self._left: dict[int, Overtaking] = {}
@@ -96,7 +97,7 @@ class Stays:
         number = self._num_come.setdefault(waiting.priority, 0)
         arrival = (
             now,
-            self._num_left,
+            self.num_left,
             num_waiting,
             *self._held_s(now),
             number,
@@ -107,7 +108,7 @@ class Stays:
 
     def leave(self, arrival: Arrival, waiting: Waiting) -> None:
         """For a worker. Who was told before keeps an older place, and overtakes nobody."""
-        self._num_left += 1
+        self.num_left += 1
         self._left_last.append(waiting.request_id)
         if not waiting.accepted:
             left = self._left.get(waiting.priority)
@@ -160,7 +161,7 @@ class Stays:
         return max(0.0, now - since - (sum(self._held_s(now)) - held_s))
 
     def _queue_stay(self, arrival: Arrival, waiting: Waiting, in_turns: bool) -> pb.QueueStay:
-        num_left = self._num_left - arrival[1]
+        num_left = self.num_left - arrival[1]
         later = self._left_later(arrival)
         same = later.pop(waiting.priority, 0)
         higher = sum(count for priority, count in later.items() if priority > waiting.priority)

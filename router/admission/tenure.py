@@ -247,6 +247,8 @@ class Tenure:
             rooms_per_s=self._waits.rooms_per_s / max(1, num_gateways),
             tokens_per_s=self._waits.tokens_per_s,
             least_tpot_s=self._waits.least_tpot_s,
+            left=self._queue.stays.num_left,
+            gateways=num_gateways,
             lowest=self._queue.backlog.lowest,
             waits=waits,
         )

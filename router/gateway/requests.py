@@ -86,7 +86,7 @@ class Requests:
         self._ledger = ledger
         self._model = model
         self._line = line
-        self._entrance = Entrance(config)
+        self._entrance = Entrance(config, observer.came_again)
         self._wait = ForeseenWait()
         self._ledger_health = LedgerHealth(memory_limit)
         #: ledger time less that of our clock
@@ -443,7 +443,7 @@ class Requests:
         return self._entrance.outlook
 
     def foresee(self, outlook: session_pb2.Outlook) -> None:
-        self._entrance.hear(outlook)
+        self._entrance.hear(outlook, self._line.queued, now())
         self._wait.hear(outlook)
 
     def refused(self, refusal: session_pb2.Refusal) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from everlift.errors import BY_SLUG
+from everlift.errors import BY_SLUG, DeadlineUnmeetable, QueueFull, QueueTimeout, Shed
 from everlift.messages import FinishReason
 
 Kind = Literal["counter", "gauge", "histogram"]
@@ -18,6 +18,10 @@ Kind = Literal["counter", "gauge", "histogram"]
 OK = "ok"
 OUTCOMES = (OK, *sorted(BY_SLUG))
 FINISH_REASONS = tuple(reason.name.lower() for reason in FinishReason)
+#: Slugs of who is refused and told when to come again.
+REFUSALS = tuple(it.slug for it in (QueueFull, Shed, QueueTimeout, DeadlineUnmeetable))
+#: What who does so finds: room, or none.
+FOUND = {True: "room", False: "none"}
 #: Parts of an engine step.
 STEP_PARTS = ("schedule", "model", "sample", "commit")
 #: What may come of a simulation of what would have been.
@@ -38,6 +42,7 @@ _INTER_TOKEN_S = (
     *(0.15, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
 _ERROR_RATIO = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0, 10.0)
+_ERROR_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0)
 _LEDGER_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 3.0)
 _TOKENS = (
     *(1.0, 10.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2000.0, 4000.0, 8000.0),
@@ -84,6 +89,17 @@ _REQUESTS = (
         "Requests that ended at this router or were refused, by outcome: ok or the error's slug. "
         "Those that moved or router_stopping ended go on at another router.",
         ("outcome",),
+    ),
+    Metric(
+        "everlift_retry_after_error_seconds",
+        "histogram",
+        "seconds",
+        "Of requests that were refused with this slug and came again under their names when they "
+        "were told to, or up to 5 s later: by how much that moment was off from when as many had "
+        "left the queue as were to by then. By what they found: room, or none, where they were "
+        "refused again.",
+        ("slug", "found"),
+        _ERROR_S,
     ),
     Metric(
         "everlift_choices_finished_total",

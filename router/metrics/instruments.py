@@ -9,12 +9,15 @@ from prometheus_client.samples import Sample
 
 from everlift.errors import EverliftError
 from everlift.messages import FinishReason
+from router.admission.returns import Return
 from router.metrics.catalogue import (
     CATALOGUE,
     FINISH_REASONS,
+    FOUND,
     LEDGER_OPERATIONS,
     OK,
     OUTCOMES,
+    REFUSALS,
     WHAT_IF_ANSWERS,
 )
 
@@ -44,6 +47,10 @@ class Instruments:
         failures = self._counter("everlift_ledger_failures_total")
         what_ifs = self._histogram("everlift_what_if_seconds")
         self._what_ifs = {answer: what_ifs.labels(answer) for answer in WHAT_IF_ANSWERS}
+        errors = self._histogram("everlift_retry_after_error_seconds")
+        self._returns = {
+            (slug, found): errors.labels(slug, FOUND[found]) for slug in REFUSALS for found in FOUND
+        }
         self.ledger_calls = {
             name: (calls.labels(name), failures.labels(name)) for name in LEDGER_OPERATIONS
         }
@@ -81,6 +88,11 @@ class Instruments:
     def ended(self, outcome: str) -> None:
         """The slug of an error that is in no list counts as an internal one."""
         self._outcomes.get(outcome, self._outcomes[EverliftError.slug]).inc()
+
+    def came_again(self, returned: Return) -> None:
+        """One whose refusal is in no list is not known by this version."""
+        if (errors := self._returns.get((returned.slug, returned.found_room))) is not None:
+            errors.observe(returned.off_s)
 
     def what_if(self, answer: str, seconds: float) -> None:
         self._what_ifs[answer].observe(seconds)

@@ -14,8 +14,10 @@ from everlift.client import AsyncClient
 from everlift.errors import EverliftError, PromptTooLong, QueueFull
 from router.metrics.catalogue import (
     CATALOGUE,
+    FOUND,
     LEDGER_OPERATIONS,
     OUTCOMES,
+    REFUSALS,
     STEP_PARTS,
     WHAT_IF_ANSWERS,
     Metric,
@@ -33,6 +35,8 @@ WITHOUT = {
 }
 LABEL_VALUES = {
     "outcome": set(OUTCOMES),
+    "slug": set(REFUSALS),
+    "found": set(FOUND.values()),
     "answer": set(WHAT_IF_ANSWERS),
     "operation": set(LEDGER_OPERATIONS),
     "part": set(STEP_PARTS),

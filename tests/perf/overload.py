@@ -7,6 +7,11 @@ engines of 64 slots. Capacity is what they serve with always enough to do. Goodp
 second with a first token within 1 s and 50 ms a token after it, as a part of capacity; the first 10
 s do not count. ``error`` is the median by which predicted times to first token were off, as a part
 of them.
+
+Beside that all that are refused come again when they are told to: at 1.3 times the load, and of a
+burst of 200 for each worker on top of capacity, behind which nobody comes. With
+``retry_after_error_p50`` that moment was off at the median, as a part of the time that they were
+told, and ``found_room`` is the part of them that was not refused again.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "refuse_late": {"refuse_late": True, "tpot_target": TPOT_S},
 }
 BEGIN_S = 10.0
+#: For each worker, requests that may wait where those that are refused come again, and of a burst.
+QUEUED, BURST = 50, 200
 
 
 def played(rate: float, seconds: float, workers: int, settings: dict[str, Any]) -> list[Asked]:
@@ -56,6 +63,29 @@ def measured(load: list[Asked], seconds: float, per_s: float) -> dict[str, Any]:
     }
 
 
+def returning(load: list[Asked], seconds: float, workers: int) -> dict[str, Any]:
+    """What those found that were refused, all of whom came again."""
+    config = RouterConfig(max_queued=QUEUED * workers)
+    cluster = VirtualCluster(config, workers, comes_back=True)
+    cluster.play(load, seconds)
+    returns = cluster.returns
+    return {
+        "returns": len(returns),
+        "retry_after_error_p50": statistics.median(it.off_s / it.told_s for it in returns),
+        "off_s": statistics.fmean(it.off_s for it in returns),
+        "told_s": statistics.fmean(it.told_s for it in returns),
+        "found_room": statistics.fmean(it.found_room for it in returns),
+    }
+
+
+def with_burst(rate: float, seconds: float, workers: int) -> list[Asked]:
+    """Behind requests that come at this rate."""
+    burst = chats(2000.0, 1.0 * workers, seed=3)[: BURST * workers]
+    for asked in burst:
+        asked.name, asked.arrived = f"burst-{asked.name}", seconds + asked.arrived
+    return [*chats(rate, seconds), *burst]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=40.0)
@@ -72,14 +102,27 @@ def main() -> None:
         }
         for name, settings in BOUNDS.items()
     }
+    seconds, workers = args.seconds / 2, args.workers
+    again = {
+        "1.3": returning(chats(1.3 * per_s, seconds), seconds, workers),
+        "burst": returning(with_burst(per_s, seconds, workers), args.seconds, workers),
+    }
     report.write(
         args.out,
         packages=(),
         settings={"seconds": args.seconds, "workers": args.workers, "capacity_per_s": per_s},
-        raw=raw,
+        raw={**raw, "again": again},
         ratios={
-            f"goodput_1_3_vs_1_0 ({name})": raw[name][1.3]["goodput"] / raw[name][1.0]["goodput"]
-            for name in BOUNDS
+            **{
+                f"goodput_1_3_vs_1_0 ({name})": raw[name][1.3]["goodput"]
+                / raw[name][1.0]["goodput"]
+                for name in BOUNDS
+            },
+            **{
+                f"{name} ({load})": found[name]
+                for load, found in again.items()
+                for name in ("retry_after_error_p50", "found_room")
+            },
         },
     )
 

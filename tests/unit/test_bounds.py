@@ -172,7 +172,7 @@ def test_where_nobody_knows_how_long_it_takes_nobody_is_too_late() -> None:
 
 def test_gateways_are_told_what_those_that_come_have_to_expect() -> None:
     some = cluster()
-    assert some.tenure.outlook(2) == pb.Outlook(tokens_per_s=100.0)
+    assert some.tenure.outlook(2) == pb.Outlook(tokens_per_s=100.0, gateways=2)
     come(some, "a", priority=1, predicted_tokens=100)
     come(some, "b", priority=-1, predicted_tokens=100)
     some.tenure.look(0.2)

@@ -12,7 +12,8 @@ from everlift.errors import DeadlineUnmeetable, EverliftError, QueueFull, Retrie
 from everlift.v1.session_pb2 import ClassWait, Outlook
 from router.admission.appointments import Appointments
 from router.admission.entrance import Entrance
-from router.admission.retrying import Retrying
+from router.admission.retrying import Retrying, Told
+from router.admission.returns import Return
 from router.admission.wanted import Wanted
 from router.config import RouterConfig
 
@@ -20,10 +21,12 @@ from router.config import RouterConfig
 AT_ANY_TIME = Wanted()
 
 
-def entrance(outlook: Outlook | None = None, **settings: object) -> Entrance:
+def entrance(
+    outlook: Outlook | None = None, returns: list[Return] | None = None, **settings: object
+) -> Entrance:
     config = RouterConfig(**{"max_queued": 10, "retry_burst": 2, **settings})
-    made = Entrance(config)
-    made.hear(outlook or Outlook(rooms_per_s=2.0))
+    made = Entrance(config, ([] if returns is None else returns).append)
+    made.hear(outlook or Outlook(rooms_per_s=2.0), 10, 0.0)
     return made
 
 
@@ -119,7 +122,7 @@ def test_who_comes_too_soon_may_do_so_twice_and_is_let_in_at_its_time() -> None:
 def test_tokens_come_back_with_time_and_each_tenant_has_its_own() -> None:
     retrying = Retrying(rate=1.0, burst=1.0)
     for name in ("a/1", "a/2", "a/3", "b/1"):
-        retrying.refused(name, 100.0, now=0.0)
+        retrying.refused(name, Told("queue_full", 0.0, 100.0))
     assert retrying.too_soon_s("a/1", now=0.0) == 0.0
     assert retrying.too_soon_s("a/2", now=0.5) == pytest.approx(99.5)
     assert retrying.too_soon_s("b/1", now=0.5) == 0.0
@@ -139,10 +142,39 @@ def test_refusals_are_remembered_for_a_while_only(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("router.admission.retrying._MOST_REFUSALS", 10)
     retrying = Retrying(rate=0.0, burst=0.0)
     for number in range(100):
-        retrying.refused(f"t{number}/r", 50.0, now=0.0)
+        retrying.refused(f"t{number}/r", Told("queue_full", 0.0, 50.0))
         retrying.too_soon_s(f"t{number}/r", now=0.0)
     assert retrying.too_soon_s("t89/r", now=0.0) == 0.0
     assert retrying.too_soon_s("t90/r", now=0.0) == 50.0
+
+
+def test_it_is_noted_who_finds_room_at_its_time_and_by_how_much_that_was_off() -> None:
+    returns: list[Return] = []
+    door = entrance(returns=returns)
+    for name in ("a", "b", "c", "early", "late"):
+        assert isinstance(admit(door, name, queued=10), QueueFull)
+    door.hear(Outlook(rooms_per_s=2.0, left=1, gateways=1), 10, 0.2)
+    assert admit(door, "early", now=0.3) is None, "with one of its tenant's tokens"
+    assert admit(door, "a", queued=9, now=0.5) is None
+    assert isinstance(admit(door, "b", queued=10, now=1.0), QueueFull)
+    assert admit(door, "c", queued=9, now=1.5) is None
+    door.refuse("c", "queue_full", None, now=1.6)
+    door.hear(Outlook(rooms_per_s=2.0, left=4, gateways=1), 10, 2.0)
+    assert admit(door, "late", now=8.0) is None
+    assert returns == [
+        Return("queue_full", True, 0.5, pytest.approx(0.3)),
+        Return("queue_full", False, 1.0, pytest.approx(0.2)),
+        Return("queue_full", False, 1.5, pytest.approx(0.1)),
+    ]
+
+
+def test_what_comes_when_nobody_knew_how_fast_rooms_come_is_not_noted() -> None:
+    returns: list[Return] = []
+    door = entrance(Outlook(), returns)
+    assert isinstance(admit(door, queued=10), QueueFull)
+    assert admit(door, now=1.0) is None
+    door.hear(Outlook(), 0, 9.0)
+    assert returns == []
 
 
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=50), st.floats(0.5, 100.0))

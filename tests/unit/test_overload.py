@@ -94,6 +94,8 @@ def test_who_comes_again_when_it_is_told_finds_room() -> None:
     assert fmean(errors) < 0.15 * fmean(room - 10.0 for room in left[: len(told)])
     assert sum(len(it.refusals) == 1 for it in refused) >= 0.75 * len(refused)
     assert all(it.ended for it in burst)
+    noted = fmean(it.off_s for it in cluster.returns)
+    assert noted == pytest.approx(fmean(errors), abs=0.1), "gateways see nearly as much"
 
 
 def _first(asked: Asked) -> tuple[float, Exception]:
@@ -140,6 +142,31 @@ def test_tokens_take_as_long_as_is_predicted() -> None:
     load = [it for it in played(1.2) if it.ended and it.output_tokens > 16]
     errors = [abs((it.predicted_tpot_s or 0.0) / it.tpot_s - 1) for it in load]
     assert len(errors) > 300 and median(errors) < 0.1
+
+
+@pytest.mark.parametrize(
+    "slug, load, num_burst, priority, settings",
+    [
+        ("queue_full", 1.1, 200, 0, {"max_queued": 50}),
+        ("shed", 1.6, 30, 1, {"max_queued": 50}),
+        ("deadline_unmeetable", 1.1, 200, 0, {"refuse_late": True, "tpot_target": TPOT_S}),
+    ],
+)
+def test_of_several_gateways_each_tells_moments_that_hold(
+    slug: str, load: float, num_burst: int, priority: int, settings: dict[str, object]
+) -> None:
+    """To a burst on top of what workers are full with, behind which nobody comes."""
+    config = RouterConfig(**settings)
+    cluster = VirtualCluster(config, num_workers=1, num_gateways=3, comes_back=True)
+    burst = chats(2000.0, 1.0, seed=3)[:num_burst]
+    for asked in burst:
+        asked.name, asked.arrived = f"burst-{asked.name}", 10.0 + asked.arrived
+        asked.priority = priority
+    cluster.play([*chats(load * CAPACITY, 10.0), *burst], 30.0)
+    returns = [it for it in cluster.returns if it.slug == slug]
+    assert len(returns) >= 20
+    assert fmean(it.found_room for it in returns) > 0.75
+    assert fmean(it.off_s for it in returns) < 0.2 * fmean(it.told_s for it in returns)
 
 
 @pytest.mark.parametrize("order", ["deadline", "shortest"])

@@ -45,6 +45,7 @@ from router.gateway.live import LiveRequest, Phase
 from router.ledger.base import Membership, Opened
 from router.ledger.entry import Append, Appended, Entry, State
 from router.ledger.memory import MemoryLedger
+from router.metrics.instruments import Instruments
 from tests.gateway_support import CONFIG, TERM, Gateway, texts, until
 
 
@@ -429,6 +430,29 @@ async def test_who_comes_again_too_soon_is_refused_before_anything_is_looked_at(
         await gateway.submit()
     assert 30.0 < (refused.value.retry_after_s or 0.0) <= 100.0
     assert await gateway.submit(request_id="other")
+    await gateway.requests.stop(0.0)
+
+
+async def test_who_comes_again_at_its_time_is_counted_by_what_it_finds(
+    ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, instruments = [0.0], Instruments()
+    monkeypatch.setattr("router.gateway.requests.now", lambda: clock[0])
+    gateway = Gateway(ledger, observer=instruments)
+    gateway.line.queued = CONFIG.max_queued
+    gateway.requests.foresee(session_pb2.Outlook(rooms_per_s=0.5))
+    with pytest.raises(QueueFull):
+        await gateway.submit()
+    clock[0], gateway.line.queued = 2.0, 0
+    await gateway.submit()
+    clock[0] = 5.0
+    gateway.requests.foresee(session_pb2.Outlook(rooms_per_s=0.5, left=1, gateways=1))
+    noted = [
+        (it.labels["slug"], it.labels["found"], it.value)
+        for it in instruments.samples("everlift_retry_after_error_seconds")
+        if it.name.endswith("_sum") and it.value
+    ]
+    assert noted == [("queue_full", "room", 3.0)]
     await gateway.requests.stop(0.0)
 
 
