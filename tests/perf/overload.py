@@ -9,7 +9,7 @@ s do not count. ``error`` is the median by which predicted times to first token 
 of them.
 
 Beside that all that are refused come again when they are told to: at 1.3 times the load, and of a
-burst of 200 for each worker on top of capacity, behind which nobody comes. With
+burst of 200 for each worker on top of 0.9 and 1.0 times, behind which nobody comes. With
 ``retry_after_error_p50`` that moment was off at the median, as a part of the time that they were
 told, and ``found_room`` is the part of them that was not refused again.
 """
@@ -105,7 +105,12 @@ def main() -> None:
     seconds, workers = args.seconds / 2, args.workers
     again = {
         "1.3": returning(chats(1.3 * per_s, seconds), seconds, workers),
-        "burst": returning(with_burst(per_s, seconds, workers), args.seconds, workers),
+        **{
+            f"burst on {load}": returning(
+                with_burst(load * per_s, seconds, workers), args.seconds, workers
+            )
+            for load in (0.9, 1.0)
+        },
     }
     report.write(
         args.out,
