@@ -12,6 +12,7 @@ from math import inf
 from zlib import crc32
 
 from everlift.errors import EverliftError
+from everlift.request_id import unnamed
 from everlift.step_time import Roofline, StepSize
 from everlift.v1 import session_pb2 as pb
 from router.admission.bounds import Refusal
@@ -167,7 +168,8 @@ class VirtualEngine(Bench):
 
 class VirtualCluster:
     """``comes_back``: who is refused tries again when it is told to, at the same one of the
-    ``num_gateways``. ``returns`` are what the gateways note of that."""
+    ``num_gateways``; without names (not ``has_names``) as another one there. ``returns`` are what
+    the gateways note of that."""
 
     def __init__(
         self,
@@ -176,9 +178,11 @@ class VirtualCluster:
         *,
         num_gateways: int = 1,
         comes_back: bool = False,
+        has_names: bool = True,
     ) -> None:
         self.clock = Clock()
-        self._comes_back = comes_back
+        self._comes_back, self._has_names = comes_back, has_names
+        self._unnamed = count()
         self._leader = Cluster(config)
         self._leader.connect()
         self.tenure = self._leader.tenure
@@ -220,6 +224,8 @@ class VirtualCluster:
 
     def come(self, asked: Asked) -> None:
         now = self.clock.now
+        if not self._has_names:
+            asked.name = unnamed(str(next(self._unnamed)))
         self._asked[asked.name] = asked
         wanted = Wanted(asked.ttft_target_s, asked.deadline_s)
         try:

@@ -14,6 +14,8 @@ from everlift.errors import InvalidRequest
 _BARE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _BETWEEN = "/"
+#: What names begin with that clients did not give.
+_UNNAMED = "unnamed-"
 
 
 def check_request_id(request_id: str) -> str:
@@ -28,6 +30,16 @@ def check_request_id(request_id: str) -> str:
 def is_request_id(request_id: str) -> bool:
     """A client may use it."""
     return _BARE.fullmatch(request_id) is not None
+
+
+def unnamed(nonce: str) -> str:
+    """The name of a request whose client gave it none."""
+    return _UNNAMED + nonce
+
+
+def is_named(request_id: str) -> bool:
+    """Its client gave it this name."""
+    return not bare(request_id).startswith(_UNNAMED)
 
 
 def check_tenant(tenant: str) -> str:

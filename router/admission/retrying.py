@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from everlift.request_id import tenant_of
+from everlift.request_id import is_named, tenant_of
 
 #: Refusals and tenants that are remembered; of more the oldest are forgotten.
 _MOST_REFUSALS, _MOST_TENANTS = 1 << 16, 1 << 12
@@ -42,7 +42,7 @@ class Retrying:
         self._told: dict[str, Told] = {}
         #: by tenant, tokens as of a moment
         self._buckets: dict[str, tuple[float, float]] = {}
-        #: of those that were refused, the part that came again
+        #: of those with names that were refused, the part that came again
         self.part = 1.0
 
     def told(self, request_id: str) -> Told | None:
@@ -56,7 +56,7 @@ class Retrying:
             self._told[oldest].due + GIVEN_UP_S < told.at or len(self._told) > _MOST_REFUSALS
         ):
             del self._told[oldest]
-            self._note(0.0)
+            self._note(oldest, 0.0)
 
     def too_soon_s(self, request_id: str, now: float) -> float:
         """Seconds by which it comes too soon; 0 where it may come in."""
@@ -67,7 +67,7 @@ class Retrying:
         if early_s > SLACK_S and not self._take(tenant_of(request_id), now):
             return early_s
         del self._told[request_id]
-        self._note(1.0)
+        self._note(request_id, 1.0)
         return 0.0
 
     def _take(self, tenant: str, now: float) -> bool:
@@ -79,5 +79,7 @@ class Retrying:
             del self._buckets[next(iter(self._buckets))]
         return has_one
 
-    def _note(self, came: float) -> None:
-        self.part += (came - self.part) / _MEMORY
+    def _note(self, request_id: str, came: float) -> None:
+        """Of who has no name nobody knows: it comes again as somebody else."""
+        if is_named(request_id):
+            self.part += (came - self.part) / _MEMORY

@@ -31,6 +31,7 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import Request
+from everlift.request_id import unnamed
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.access.limits import Limits
@@ -530,7 +531,7 @@ def given_up() -> Moved:
 
 
 def new_request_id() -> str:
-    return secrets.token_hex(16)
+    return unnamed(secrets.token_hex(12))
 
 
 def _same(live: LiveRequest, request: Request) -> LiveRequest:

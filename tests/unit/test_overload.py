@@ -169,6 +169,17 @@ def test_of_several_gateways_each_tells_moments_that_hold(
     assert fmean(it.off_s for it in returns) < 0.2 * fmean(it.told_s for it in returns)
 
 
+def test_who_has_no_name_is_not_taken_for_who_does_not_come_again() -> None:
+    """Or moments of those that are told were all too early."""
+    cluster = VirtualCluster(
+        RouterConfig(max_queued=50), num_workers=1, comes_back=True, has_names=False
+    )
+    load = cluster.play(chats(1.3 * CAPACITY, _END_S), 40.0)
+    tries = [len(it.refusals) for it in load if it.refusals]
+    assert len(tries) > 300 and fmean(tries) < 2.5
+    assert all(it.ended for it in load)
+
+
 @pytest.mark.parametrize("order", ["deadline", "shortest"])
 def test_so_it_is_in_other_orders(order: str) -> None:
     load = played(1.3, order=order, refuse_late=True, tpot_target=TPOT_S)
