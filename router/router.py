@@ -400,6 +400,8 @@ class Router:
 
     def worker_frame(self, worker_id: str, frame: session_pb2.WorkerFrame) -> None:
         self._leader.worker_frame(worker_id, frame)
+        for account in frame.accounts:
+            self._requests.attempts.account(account)
 
     def worker_progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
         self._requests.attempts.progress(worker_id, progress)

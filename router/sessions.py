@@ -73,6 +73,8 @@ class WorkerLink:
         self.info = info
         self.state = session_pb2.WorkerState()
         self.running: list[inference_pb2.RunningSequence] = []
+        #: of the state, by itself: whoever keeps it keeps no frame
+        self.decoding = session_pb2.Account()
         self.is_up = False
         #: times that it was taken for lost and spoke again
         self.false_alarms = 0
@@ -173,6 +175,8 @@ class WorkerLink:
     async def _heard(self, frame: session_pb2.WorkerFrame) -> None:
         if frame.HasField("state"):
             self.state = frame.state
+            self.decoding = session_pb2.Account()
+            self.decoding.CopyFrom(frame.state.decoding)
             if frame.state.running or not frame.state.num_running:
                 self.running = list(frame.state.running)
         self._listener.worker_frame(self.info.worker_id, frame)
@@ -263,6 +267,10 @@ class Sessions:
         link = self._links.get(worker_id)
         if link is not None and link.is_up:
             link.abort(epoch, choices)
+
+    def speaker(self, worker_id: str) -> WorkerLink | None:
+        """Who hears this worker."""
+        return self._links.get(worker_id)
 
     def drain(self, worker_id: str) -> int:
         """Tells a worker to hand everything back; returns how many sequences it has now. Raises

@@ -14,6 +14,7 @@ from everlift.messages import Submission
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.access.limits import Limits
+from router.clock import now
 from router.config import RouterConfig
 from router.gateway.attempts import Reservation
 from router.gateway.live import LiveRequest
@@ -35,6 +36,7 @@ class RecordedWorkers:
         self.aborted: list[tuple[int, tuple[int, ...]]] = []
         self.reachable = True
         self.is_any_up = True
+        self.decoding = session_pb2.Account()
 
     def start(self, worker_id: str, starts: Sequence[session_pb2.Start]) -> bool:
         if self.reachable:
@@ -43,6 +45,13 @@ class RecordedWorkers:
 
     def abort(self, worker_id: str, epoch: int, choices: Sequence[int] = ()) -> None:
         self.aborted.append((epoch, tuple(choices)))
+
+    def speaker(self, worker_id: str) -> RecordedWorkers | None:
+        return self if self.reachable else None
+
+    @property
+    def last_heard(self) -> float:
+        return now()
 
 
 class RecordedReservation:

@@ -60,8 +60,11 @@ class Account(NamedTuple):
     def seconds(self) -> float:
         return sum(self.parts[: Part.STEPS])
 
-    def to_proto(self) -> session_pb2.Account:
+    def to_proto(self, epoch: int = 0, choice: int = 0) -> session_pb2.Account:
+        """Of the sequence of this name."""
         return session_pb2.Account(
+            epoch=epoch,
+            choice=choice,
             waiting_s=self.waiting_s,
             prefill_s=self.prefill_s,
             stalled_s=self.stalled_s,
@@ -74,3 +77,7 @@ class Account(NamedTuple):
             steps=int(self.steps),
             most_neighbours=int(self.most_neighbours),
         )
+
+
+#: Of a worker that has done nothing yet.
+NO_ACCOUNT = Account(0.0)

@@ -19,6 +19,8 @@ other one that is computed. Who comes into the batch by its plan has waited so l
 
 What passes for all in the batch alike goes on clocks, and into columns by slot only how a sequence
 differs from them. So a step is a few operations on columns, and to come or to go is one on a slot.
+The clocks are told with every frame: who has an account of a sequence knows without another one,
+but for how it differs from the others, where its time went while it decoded on.
 """
 
 from __future__ import annotations
@@ -34,15 +36,12 @@ from worker.plan import Flags, Ints, Rows
 from worker.sequence import NO_SLOT, Sequence
 from worker.step_costs import Costs, Floats, StepCosts
 
-#: Every slot has its turn to be told of in so long: with a step's length within a second.
-_ROUND_S = 0.9
+#: Every slot has its turn to be told of in so long.
+_ROUND_S = 5.0
 
 
 class Told(NamedTuple):
-    """``account`` of a sequence, the next of whose output tokens is the one at ``offset``."""
-
     key: SequenceKey
-    offset: int
     account: Account
 
 
@@ -61,14 +60,17 @@ class Accounts:
         #: a row that begins before these known tokens is a chunk of a prompt
         self._prompt_ends = np.zeros(num_slots, np.int64)
         self._computed_before = np.zeros(num_slots, np.int64)
+        #: on average of those that decoded in a step, what they would have taken alone
+        self._decode_s = 0.0
         self._costs = StepCosts()
         #: when the last step was over, or the one in progress began
         self._now = 0.0
         #: of the step in progress
         self._rows: Rows | None = None
         self._left: set[int] = set()
-        #: who has left the batch since anything was told
+        #: since anything was told: who has left the batch, and the slots whose prompts are computed
         self._gone: list[Sequence] = []
+        self._computed: set[int] = set()
         #: of whose turn it is to be told of
         self._next_slot = 0
         self._round_since = 0.0
@@ -110,26 +112,35 @@ class Accounts:
         self._left.clear()
 
     def tell(self) -> list[Told]:
-        """As of the end of the last step: of those that lost their blocks, and of those whose turn
-        it is; of those that ended, as of then."""
+        """As of the end of the last step: of those that lost their blocks, of those whose prompts
+        are computed by it, and of those whose turn it is; of those that ended, as of then."""
         gone, self._gone = self._gone, []
-        return [*(self._last_of(sequence) for sequence in gone), *self._turns(self._now)]
+        slots = self._computed.union(self._turns(self._now))
+        self._computed.clear()
+        read = self._read(slots, self._now)
+        return [*map(self._last_of, gone), *(Told(it.key, account) for _, it, account in read)]
 
     def _last_of(self, sequence: Sequence) -> Told:
         """Of one that is gone."""
         if sequence.is_preempted or sequence.account is None:
             return self.so_far(sequence, self._now)
-        return self.so_far(sequence, sequence.account.until)
+        return Told(sequence.key, sequence.account)
 
     def so_far(self, sequence: Sequence, now: float) -> Told:
         """Between two steps."""
         if sequence.slot == NO_SLOT:
-            account = _outside(sequence, now)
-        else:
-            ((_, _, account),) = self._read([sequence.slot], now)
-        return Told(sequence.key, sequence.num_drawn, account)
+            return Told(sequence.key, _outside(sequence, now))
+        ((_, _, account),) = self._read([sequence.slot], now)
+        return Told(sequence.key, account)
 
-    def _turns(self, now: float) -> list[Told]:
+    @property
+    def decoding(self) -> Account:
+        """Of a sequence that would have decoded in every step, as others did on average."""
+        account = Account(self._now, *self._clocks)
+        co_tenancy_s = account.co_tenancy_s - self._decode_s
+        return account._replace(decode_s=self._decode_s, co_tenancy_s=co_tenancy_s)
+
+    def _turns(self, now: float) -> list[int]:
         """Slots have their turns one after the other, evenly over the time."""
         num_slots = len(self._there)
         due = int((now - self._round_since) / _ROUND_S * num_slots)
@@ -139,10 +150,7 @@ class Accounts:
             self._round_since += due * _ROUND_S / num_slots
         slots = [(self._next_slot + i) % num_slots for i in range(due)]
         self._next_slot = (self._next_slot + due) % num_slots
-        return [
-            Told(sequence.key, sequence.num_drawn, account)
-            for _, sequence, account in self._read(slots, now)
-        ]
+        return slots
 
     # by slot
 
@@ -155,7 +163,9 @@ class Accounts:
         before, known = sequence.num_computed_before, sequence.num_known
         self._computed_before[slot] = before
         # Of one that goes on, all that is known but the last token, which is next in its output.
-        self._prompt_ends[slot] = max(sequence.num_prompt, known - 1, before)
+        self._prompt_ends[slot] = end = max(sequence.num_prompt, known - 1, before)
+        if sequence.num_computed >= end:
+            self._computed.add(slot)
 
     def _leave(self, slots: Iterable[int]) -> list[Sequence]:
         """Whoever has them leaves them now, with an account."""
@@ -163,6 +173,7 @@ class Accounts:
         for slot, sequence, account in read:
             sequence.account = account
             self._there[slot], self._is_there[slot] = None, False
+            self._computed.discard(slot)
         self._num_there -= len(read)
         return [sequence for _, sequence, _ in read]
 
@@ -183,7 +194,7 @@ class Accounts:
         """It is over."""
         seconds, costs = now - self._now, self._costs.of(rows)
         is_prompt: Flags = rows.starts < self._prompt_ends[rows.slots]
-        has_prompts = bool(is_prompt.any())
+        has_prompts = bool(np.count_nonzero(is_prompt))
         prompts_s = seconds * costs.part(is_prompt) if has_prompts else 0.0
         decodes_s = seconds - prompts_s
         self._clocks[Part.STALLED] += prompts_s
@@ -192,10 +203,11 @@ class Accounts:
         if has_prompts:
             self._charge_prompts(rows, costs, is_prompt, prompts_s)
         decoding = ~is_prompt if has_prompts else slice(None)
-        alone_s = decodes_s * costs.alone(decoding)
-        self._move(Part.CO_TENANCY, Part.DECODE, rows.slots[decoding], alone_s)
+        each, mean = costs.alone(decoding)
+        self._decode_s += decodes_s * mean
+        self._move(Part.CO_TENANCY, Part.DECODE, rows.slots[decoding], decodes_s * each)
         # Who ended by the step before may have a row still.
-        if self._is_there[rows.slots].sum() < self._num_there:
+        if np.count_nonzero(self._is_there[rows.slots]) < self._num_there:
             self._pass_over(rows.slots, decodes_s, prompts_s)
         neighbours = self._columns[Part.MOST_NEIGHBOURS]
         neighbours[rows.slots] = np.maximum(neighbours[rows.slots], len(rows) - 1)
@@ -210,6 +222,7 @@ class Accounts:
         again_s = own_s * computed_before / counts
         self._move(Part.STALLED, Part.RECOMPUTE, slots, again_s)
         self._move(Part.STALLED, Part.PREFILL, slots, own_s - again_s)
+        self._computed.update(slots[starts + counts >= self._prompt_ends[slots]].tolist())
 
     def _pass_over(self, slots: Ints, decodes_s: float, prompts_s: float) -> None:
         """Whoever is there in none of ``slots``, which are those of the step."""

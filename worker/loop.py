@@ -16,6 +16,7 @@ from typing import Protocol
 
 from everlift.engine_policy import EnginePolicy, policy_named
 from everlift.v1 import chaos_pb2, session_pb2
+from worker.account import NO_ACCOUNT, Account
 from worker.accounts import Accounts, Told
 from worker.engine import Engine
 from worker.fault import Slowness, strike
@@ -46,7 +47,7 @@ class Report:
     """One turn of the loop. ``started`` are counted in ``load`` from now on. ``occupants`` is None
     where it was told a short while ago. ``busy_s`` was spent in steps since the engine started,
     ``step_times`` in their parts. ``accounts`` are of some of the sequences, among them all that
-    ended."""
+    ended, and ``decoding`` of one that would have decoded all the time."""
 
     started: tuple[SequenceKey, ...]
     outcomes: tuple[Outcome, ...]
@@ -55,6 +56,7 @@ class Report:
     busy_s: float = 0.0
     step_times: StepTimes = NO_TIME
     accounts: tuple[Told, ...] = ()
+    decoding: Account = NO_ACCOUNT
 
 
 class LeadingLoop:
@@ -174,7 +176,7 @@ class LeadingLoop:
         started = tuple(sequence.key for sequence in orders.starts)
         load, times = self._engine.load(), self._engine.step_times()
         told = tuple(outcomes), load, occupants, self._busy_s, times, tuple(accounts)
-        self._report(Report(started, *told))
+        self._report(Report(started, *told, self._accounts.decoding))
 
 
 def follow(

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from everlift.v1 import inference_pb2, session_pb2
+from worker.account import Account
 from worker.accounts import Told
 from worker.load import Occupant
 from worker.outcome import NO_NEWS, News, Outcome, SequenceKey
@@ -28,6 +29,7 @@ class Outbox:
         self._progress: dict[SequenceKey, session_pb2.Progress] = {}
         self._accepted: deque[int] = deque(maxlen=_MAX_ACCEPTED)
         self._occupants: tuple[Occupant, ...] = ()
+        self._accounts: dict[SequenceKey, Account] = {}
 
     def __bool__(self) -> bool:
         return bool(self._progress or self._accepted)
@@ -59,13 +61,8 @@ class Outbox:
         self.notify()
 
     def account(self, told: Told) -> None:
-        """For the next frame, whenever it goes; after the outcomes of the same step."""
-        epoch, choice = key = told.key
-        if (progress := self._progress.get(key)) is None:
-            self._progress[key] = progress = self._frame.progress.add(
-                epoch=epoch, choice=choice, offset=told.offset
-            )
-        progress.account.CopyFrom(told.account.to_proto())
+        """For the next frame, whenever it goes."""
+        self._accounts[told.key] = told.account
 
     def accept(self, epoch: int) -> None:
         self._accepted.append(epoch)
@@ -77,6 +74,7 @@ class Outbox:
 
     def drop(self, key: SequenceKey) -> None:
         """Nothing more is to be said of an aborted sequence."""
+        self._accounts.pop(key, None)
         if (progress := self._progress.pop(key, None)) is not None:
             self._frame.progress.remove(progress)
 
@@ -91,10 +89,15 @@ class Outbox:
         frame, self._frame = self._frame, session_pb2.WorkerFrame()
         frame.state.CopyFrom(state)
         frame.accepted_epochs.extend(self._accepted)
+        frame.accounts.extend(self._take_accounts())
         self._progress.clear()
         self._accepted.clear()
         self._occupants = ()
         return frame
+
+    def _take_accounts(self) -> list[session_pb2.Account]:
+        told, self._accounts = self._accounts, {}
+        return [account.to_proto(*key) for key, account in told.items()]
 
 
 def _merge_logprobs(progress: session_pb2.Progress, outcome: Outcome) -> None:

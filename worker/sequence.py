@@ -227,11 +227,6 @@ class Sequence:
         """Whether its last token is UNKNOWN."""
         return self.tokens[-1] == UNKNOWN
 
-    @property
-    def num_drawn(self) -> int:
-        """Output tokens but for one that is UNKNOWN."""
-        return self.num_output - self.is_drawing
-
     # what is told of it
 
     def admitted(self, now: float) -> None:

@@ -13,6 +13,7 @@ from everlift.engine_policy import DEFAULT, EnginePolicy, policy_named
 from everlift.errors import EverliftError, InvalidRequest
 from everlift.sampling import Grammar
 from everlift.v1 import chaos_pb2, session_pb2
+from worker.account import NO_ACCOUNT
 from worker.limits import Limits
 from worker.load import Load
 from worker.loop import Report
@@ -83,6 +84,7 @@ class Sessions:
         self._load = load
         self._busy_s = 0.0
         self._step_times = NO_TIME
+        self._decoding = NO_ACCOUNT
         #: of rank 0's GPU, from 0 to 1; None where nobody can tell
         self.gpu_utilization: float | None = None
         self._engine = engine
@@ -259,7 +261,7 @@ class Sessions:
     def deliver(self, report: Report) -> None:
         """Puts a turn's outcomes where their routers will find them."""
         self._load, self._busy_s = report.load, report.busy_s
-        self._step_times = report.step_times
+        self._step_times, self._decoding = report.step_times, report.decoding
         for key in report.started:
             self._pending.discard(key)
         # While who ends now is known still.
@@ -323,4 +325,5 @@ class Sessions:
             step_times=self._step_times.to_proto(),
             gpu_utilization=self.gpu_utilization,
             engine_policy=self._policy,
+            decoding=self._decoding.to_proto(),
         )

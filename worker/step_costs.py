@@ -35,16 +35,20 @@ class Costs(NamedTuple):
     rows: Floats
     is_known: bool
 
-    def alone(self, chosen: Flags | slice) -> Floats | float:
-        """Of the time that the rows ``chosen`` take together, the part that each would take alone:
-        all of it where nobody knows."""
+    def alone(self, chosen: Flags | slice) -> tuple[Floats | float, float]:
+        """Of the time that the rows ``chosen`` take together, the part that each would take alone,
+        and the mean of these: all of it where nobody knows."""
         costs = self.rows[chosen]
-        return (self.step + costs) / (self.step + costs.sum()) if self.is_known else 1.0
+        if not self.is_known or not len(costs):
+            return 1.0, 1.0
+        sum_ = float(costs.sum())
+        together = self.step + sum_
+        return (self.step + costs) / together, (self.step + sum_ / len(costs)) / together
 
     def part(self, chosen: Flags) -> float:
         """Of the time that all rows take, what the rows ``chosen`` make it longer: all of it where
         there are no others."""
-        if chosen.all():
+        if np.count_nonzero(chosen) == len(chosen):
             return 1.0
         return float(self.rows[chosen].sum() / (self.step + self.rows.sum()))
 

@@ -13,7 +13,7 @@ from everlift.v1 import inference_pb2 as pb
 
 #: Of the whole. What took less is one row.
 _LEAST_PART = 1e-3
-#: Likewise. Every token is unread until its client has its turn.
+#: Likewise. The last tokens are unread until their client has its turn.
 _MUCH_UNREAD = 0.05
 
 

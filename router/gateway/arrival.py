@@ -23,13 +23,17 @@ def take(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> b
     return True
 
 
-def note(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> None:
-    """What the worker says of the choice's KV blocks, and of what it has computed."""
+def note(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> bool:
+    """What the worker has computed of the choice, and what became of its KV blocks: answers whether
+    anything did."""
+    choice.num_computed = max(choice.num_computed, progress.num_computed)
+    if not (progress.residence or progress.preemptions or progress.recomputed_tokens):
+        return False
     live.preemptions += progress.preemptions
     live.recomputed_tokens += progress.recomputed_tokens
-    choice.num_computed = max(choice.num_computed, progress.num_computed)
     if progress.residence:
         choice.is_preempted = progress.residence == session_pb2.RESIDENCE_PREEMPTED
+    return True
 
 
 def _take_scored(

@@ -27,6 +27,7 @@ from router.gateway import told
 from router.gateway.agreement import Agreement
 from router.gateway.arrival import note, take
 from router.gateway.at_workers import AtWorkers
+from router.gateway.attempt import SILENT, Speaker
 from router.gateway.choice import Choice
 from router.gateway.custody import Custody
 from router.gateway.journal import FINISHED
@@ -63,6 +64,10 @@ class Workers(Protocol):
 
     def abort(self, worker_id: str, epoch: int, choices: Sequence[int] = ()) -> None:
         """Of no choices: of all."""
+        ...
+
+    def speaker(self, worker_id: str) -> Speaker | None:
+        """None when there is no stream to this worker."""
         ...
 
 
@@ -212,7 +217,8 @@ class Attempts:
             return
         self._custody.counters.migrated += bool(live.num_tokens)
         neighbours = self._running.neighbours(live.request_id, message.worker_id)
-        live.begin(message, now(), neighbours)
+        worker = self._workers.speaker(message.worker_id) or SILENT
+        live.begin(message, neighbours, worker, now())
         self._running.add(live)
         log.info(
             "dispatched",
@@ -301,6 +307,12 @@ class Attempts:
 
     # workers speak
 
+    def account(self, account: session_pb2.Account) -> None:
+        """Where the time of a choice went. The progress of the same frame follows."""
+        live = self._running.get(account.epoch)
+        if live is not None and account.choice in live.at_worker:
+            live.journal.account(account)
+
     def progress(self, worker_id: str, progress: session_pb2.Progress) -> None:
         live = self._running.get(progress.epoch)
         if live is None or progress.choice not in live.at_worker:
@@ -317,26 +329,27 @@ class Attempts:
         stop = progress.stop
         finish = FinishReason.STOP if choice.output.stopped else _FINISHED_BY.get(stop)
         choice.finish_reason = finish
-        if finish or len(choice.output) > offset:
-            self.keeping.put(live, choice, offset)
         if finish and not stop:
             self._workers.abort(worker_id, live.epoch, (choice.index,))
         if finish or stop == session_pb2.STOP_CAUSE_RETURNED:
             self._left(live, choice)
         elif stop:
             self._stopped_short(live, progress)
+        if finish or len(choice.output) > offset:
+            self.keeping.put(live, choice, offset)
 
     def _note(
         self, live: LiveRequest, choice: Choice, progress: session_pb2.Progress, num_new: int
     ) -> None:
         """What became of its KV blocks, beside so many new tokens."""
-        note(live, choice, progress)
         if num_new:
             self._line.served(live.request_id, live.priority, num_new)
-        live.journal.progress(progress, num_new, now())
-        self._custody.counters.preempted += progress.preemptions
-        self._custody.counters.recomputed_tokens += progress.recomputed_tokens
-        if progress.residence:
+        has_news = note(live, choice, progress)
+        if has_news or live.journal.awaits_token:
+            live.journal.progress(progress)
+        if has_news:
+            self._custody.counters.preempted += progress.preemptions
+            self._custody.counters.recomputed_tokens += progress.recomputed_tokens
             self._tell_residence(live)
 
     def _tell_residence(self, live: LiveRequest) -> None:

@@ -25,6 +25,8 @@ class Choice:
         self.index = index
         self.output = output
         self.stored = self.readable = self.taken = len(output)
+        #: its client had not taken all when more came, or somebody asked, and has not since
+        self.is_late = False
         #: how it ended; its last tokens may still be on their way into the ledger
         self.finish_reason = finish_reason
         #: its end is in the ledger
@@ -62,6 +64,7 @@ class Choice:
     def _make_readable(self, count: int) -> bool:
         if count <= self.readable:
             return False
+        self.is_late = self.taken < self.readable
         self.readable = count
         return True
 

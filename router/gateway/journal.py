@@ -11,18 +11,21 @@
 Each moment is taken once, so that the spans between them add up to the whole whatever happens. What
 the leader and the worker tell divides the span that it came in; what is left of that was the way
 there and back. Times are the router's clock in seconds.
+
+Nothing is noted of a token but of each attempt's first one: how many there are is seen in the
+outputs, and until when its worker was heard it knows itself.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from copy import copy
 from typing import NamedTuple
 
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.gateway.attempt import Attempt
+from router.gateway.attempt import Attempt, Speaker
 from router.gateway.shares import Share, at_worker, in_queue
 from router.gateway.unread import Unread
 from router.ledger.entry import MAX_EVENTS
@@ -57,6 +60,10 @@ class Journal:
         self.unread = Unread()
         #: times that one that came to the queue later left it first
         self.overtaken = 0
+        #: of the request, by choice
+        self.outputs: Sequence[Sized] = ()
+        #: a worker has it, whose first token of it has not come
+        self.awaits_token = False
         #: as the gateway before told them
         self.earlier_attempts: tuple[pb.ExplainedAttempt, ...] = ()
         #: of those before, of which only sums were told
@@ -107,8 +114,11 @@ class Journal:
     @property
     def heard(self) -> float:
         """When something was heard of it last."""
-        heard = self._attempts[-1].heard if self._attempts else None
-        return self._until if heard is None else max(self._until, heard)
+        if not self._is_at_worker:
+            return self._until
+        attempt = self._attempts[-1]
+        attempt.look()
+        return self._until if attempt.heard is None else max(self._until, attempt.heard)
 
     @property
     def spans(self) -> list[Span]:
@@ -129,9 +139,13 @@ class Journal:
     def until(self, now: float, *, is_read: bool = False) -> Journal:
         """As it would be if all that goes on had ended at this moment. After its end that is its
         delivery, as long as it ``is_read`` by a client."""
+        is_current = not is_read if not self.is_open else now <= self._until
+        if is_current and not self._is_at_worker:
+            return self
         journal = copy(self)
         journal._spans = [*self._spans]
         if journal._is_at_worker:
+            journal._attempts[-1].look()
             journal._leave(now, is_lost=False)
         if journal.is_open:
             journal._lap(journal._open, now)
@@ -177,6 +191,7 @@ class Journal:
         message: session_pb2.Dispatched,
         known_tokens: int,
         neighbours: tuple[str, ...],
+        worker: Speaker,
         now: float,
     ) -> None:
         stay = message.stay if message.HasField("stay") else None
@@ -184,30 +199,38 @@ class Journal:
         self.overtaken += message.overtaken
         self._divide(pb.SPAN_KIND_LINE, () if stay is None else in_queue(stay), now)
         queue = None if stay is None else _copied(stay.queue)
-        self._attempts.append(
-            Attempt(message.attempt, now, message.worker_id, known_tokens, neighbours, queue)
-        )
-        self._open = pb.SPAN_KIND_UNTOLD
+        known = known_tokens, neighbours, queue, worker, self.outputs, sum(map(len, self.outputs))
+        self._attempts.append(Attempt(message.attempt, now, message.worker_id, *known))
+        self._open, self.awaits_token = pb.SPAN_KIND_UNTOLD, True
         self._num_dispatched += 1
         if self._num_dispatched > MAX_TOLD:
             self._forget_up_to(self._attempts[-MAX_TOLD - 1].number)
 
-    def progress(self, message: session_pb2.Progress, num_new: int, now: float) -> None:
-        """With it came so many tokens that the request did not have."""
-        if self._attempts:
-            self._attempts[-1].progress(message, num_new, now)
-        if num_new and self._first_token is None:
-            self._first_token = now
+    def account(self, account: session_pb2.Account) -> None:
+        if self._is_at_worker:
+            self._attempts[-1].tell(account)
+
+    def progress(self, message: session_pb2.Progress) -> None:
+        """It has news of the KV blocks, or its first token is awaited."""
+        if not self._is_at_worker:
+            return
+        attempt = self._attempts[-1]
+        attempt.progress(message)
+        self.awaits_token = attempt.first_token is None
+        if self._first_token is None:
+            self._first_token = attempt.first_token
 
     def left(self, end: str, now: float, *, is_lost: bool = False) -> None:
         """No worker has it any more."""
         if not self._is_at_worker:
             return
         attempt, is_finished = self._attempts[-1], end == FINISHED
+        attempt.look()
         if is_finished and attempt.heard is not None:
             now = attempt.heard
         self._leave(now, is_lost=is_lost)
-        attempt.end = end
+        attempt.close(end)
+        self.awaits_token = False
         self._open = pb.SPAN_KIND_STORING if is_finished else pb.SPAN_KIND_REQUEUE
 
     def queued_again(self, now: float) -> None:
@@ -260,6 +283,8 @@ class Journal:
         attempt = self._attempts[-1]
         if attempt.account is not None and attempt.accounted is not None:
             self._divide(pb.SPAN_KIND_ON_THE_WAY, at_worker(attempt.account), attempt.accounted)
+            if attempt.heard is not None and attempt.since.steps:
+                self._divide(attempt.unaccounted, attempt.shares, attempt.heard)
         elif attempt.waited_s is not None and attempt.heard is not None:
             first = attempt.heard if attempt.first_token is None else attempt.first_token
             self._lap(pb.SPAN_KIND_WORKER_WAIT, min(self._until + attempt.waited_s, first))
@@ -282,7 +307,8 @@ class Journal:
         scale = min(1.0, whole / told) if told > 0.0 else 0.0
         self._lap(rest, until - scale * told)
         for kind, seconds in shares:
-            self._lap(kind, min(self._until + scale * seconds, until))
+            if seconds > 0.0:
+                self._lap(kind, min(self._until + scale * seconds, until))
         self._until = max(self._until, until)
 
     def _lap(self, kind: pb.SpanKind.ValueType, until: float, attempt: int | None = None) -> None:

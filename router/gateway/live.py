@@ -15,6 +15,7 @@ from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.tpot import seen_ratio
+from router.gateway.attempt import Speaker
 from router.gateway.choice import Choice
 from router.gateway.explanation import explained, packed, summed
 from router.gateway.journal import FINISHED, Journal
@@ -103,6 +104,7 @@ class LiveRequest:
         self._readable_since: dict[int, float] = {}
         self._observer: ClassObserver = NOBODY
         self.journal = journal or Journal(now)
+        self.journal.outputs = outputs
         #: it ended here, and the ledger does not know what became of it since
         self.has_untold_end = False
 
@@ -222,7 +224,11 @@ class LiveRequest:
         self._observer = observer
 
     def begin(
-        self, dispatched: session_pb2.Dispatched, now: float, neighbours: tuple[str, ...] = ()
+        self,
+        dispatched: session_pb2.Dispatched,
+        neighbours: tuple[str, ...],
+        worker: Speaker,
+        now: float,
     ) -> None:
         """A worker gets what is unfinished of it, under a fresh epoch."""
         self.phase = Phase.RUNNING
@@ -247,7 +253,7 @@ class LiveRequest:
         for choice in self.unfinished:
             choice.begin(dispatched.epoch)
         self._queued_s += now - self._waiting_since
-        self.journal.dispatched(dispatched, self.known_tokens, neighbours, now)
+        self.journal.dispatched(dispatched, self.known_tokens, neighbours, worker, now)
         if self._dispatched is None:
             self._dispatched = now
             self._observer.dispatched(self._queued_s)
@@ -279,7 +285,8 @@ class LiveRequest:
         self.wake()
 
     def _more_to_read(self, choice: Choice, now: float) -> None:
-        self.journal.unread.look(choice, now)
+        if choice.is_late:
+            self._late(choice, now)
         if self._first_token is None:
             self._first_token = now
             if not self._has_begun_elsewhere:
@@ -315,6 +322,7 @@ class LiveRequest:
         if self.is_over:
             return
         self.phase, self.error, self._ended = Phase.OVER, error, now
+        self._look_at_unread(now)
         self.journal.ended(FINISHED if error is None else error.slug, now)
         self.end_grace()
         self.end_worker_wait()
@@ -363,10 +371,19 @@ class LiveRequest:
         for wake in self._watchers:
             wake()
 
-    def take(self, choice: Choice, count: int, now: float) -> None:
-        """A client has the first ``count`` tokens of the choice."""
-        choice.take(count)
-        self.journal.unread.look(choice, now)
+    def caught_up(self, choice: Choice, now: float) -> None:
+        """A client has taken all of the choice that it was late with."""
+        choice.is_late = False
+        self.journal.unread.end(choice.index, now)
+
+    def _look_at_unread(self, now: float) -> None:
+        for choice in self.choices:
+            if choice.taken < choice.readable:
+                self._late(choice, now)
+
+    def _late(self, choice: Choice, now: float) -> None:
+        choice.is_late = True
+        self.journal.unread.begin(choice.index, self._readable_since.get(choice.index, now))
 
     async def all_stored(self) -> None:
         """Waits until the ledger has all that came so far, or the request is over."""
@@ -425,6 +442,7 @@ class LiveRequest:
 
     def explanation(self, now: float) -> pb.Explanation:
         """Where its time went, until this moment."""
+        self._look_at_unread(now)
         return explained(
             self.journal.until(now, is_read=self.has_readers),
             self.as_entry(),
@@ -460,8 +478,13 @@ class LiveRequest:
             logprobs=tuple(output.logprobs[offset:]),
             prompt_logprobs=self._prompt_logprobs(choice, offset) if self.has_logprobs else (),
             tally=self.tally if choice.finish_reason else None,
-            explanation=b"" if self.unfinished else self.packed_explanation(self.journal.heard),
+            explanation=self._last_explanation if choice.finish_reason else b"",
         )
+
+    @property
+    def _last_explanation(self) -> bytes:
+        """Once all choices are at their ends."""
+        return b"" if self.unfinished else self.packed_explanation(self.journal.heard)
 
     def held(self) -> Stored:
         """All that is known of it here, for a ledger that lost some of it."""

@@ -71,7 +71,9 @@ class Reading:
     def _read(self, choice: Choice) -> pb.GenerateResponse:
         piece = self._live.piece(choice, self._offsets[choice.index])
         self._offsets[choice.index] += len(piece.token_ids)
-        self._live.take(choice, self._offsets[choice.index], now())
+        choice.take(self._offsets[choice.index])
+        if choice.is_late and choice.taken >= choice.readable:
+            self._live.caught_up(choice, now())
         if piece.finish_reason:
             self._end(choice, piece)
         return piece

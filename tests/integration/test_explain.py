@@ -175,6 +175,7 @@ async def test_a_lost_worker_and_no_worker_are_parts_of_the_time(parts: Cluster)
     first, second = explanation.attempts
     assert "was lost" in first.end and second.end == "finished"
     assert second.known_tokens == len(PROMPT) + first.new_tokens
+    assert first.steps == first.new_tokens == 10, "of all but the first it had told nothing"
     assert second.recomputed_tokens == second.known_tokens - 1
 
 

@@ -25,6 +25,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -151,6 +152,8 @@ class Bench:
         started = tuple(sequence.key for sequence in self._started)
         self._started = []
         news = Report(started, tuple(outcomes), load, None, accounts=tuple(told))
+        if self.accounts is not None:
+            news = replace(news, decoding=self.accounts.decoding)
         self._sessions.deliver(news)
         self._sessions.cut(self.session).SerializeToString()
         delivered = time.perf_counter()

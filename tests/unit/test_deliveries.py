@@ -15,7 +15,7 @@ from everlift.v1 import session_pb2
 from router.clock import now
 from router.gateway.deliveries import Deliveries
 from router.gateway.explanation import kept
-from router.gateway.journal import FINISHED, Journal
+from router.gateway.journal import FINISHED
 from router.gateway.live import LiveRequest
 from router.gateway.model import ServedModel
 from router.gateway.revival import begun
@@ -23,6 +23,7 @@ from router.ledger.base import Membership
 from router.ledger.entry import Entry, Event, Explained, State, Stored, StoredChoice
 from router.ledger.memory import MemoryLedger
 from tests.gateway_support import Gateway, started_gateway, until
+from tests.journal_support import WatchedJournal
 from tests.ledgers import make_request
 
 EOS = session_pb2.STOP_CAUSE_EOS
@@ -53,10 +54,10 @@ class Recording(MemoryLedger):
 
 def finished(worker_s: float) -> LiveRequest:
     """Its last token has come, after so many seconds."""
-    journal = Journal(CAME)
+    journal = WatchedJournal(CAME)
     journal.accepted(CAME)
-    journal.dispatched(session_pb2.Dispatched(worker_id="w", attempt=1), 1, (), CAME)
-    journal.progress(session_pb2.Progress(waited_s=0.0), 1, CAME + worker_s)
+    journal.dispatch(CAME)
+    journal.says(CAME + worker_s, 1, waited_s=0.0)
     return begun(make_request(), OVER, TOKENIZER, journal)
 
 

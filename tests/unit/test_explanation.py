@@ -10,11 +10,13 @@ from everlift.explanation import LABELS, as_json, server_timing
 from everlift.messages import FinishReason
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.gateway.attempt import SILENT
 from router.gateway.explanation import MAX_BYTES, explained, kept, packed, resumed
 from router.gateway.journal import FINISHED, Journal
 from router.ledger.entry import Entry, Event, State, Stored, StoredChoice
 from router.prediction.length_distribution import LengthDistribution
 from router.prediction.predictor import Prediction
+from tests.journal_support import WatchedJournal
 from tests.ledgers import make_request
 
 CAME = 5000.0
@@ -29,7 +31,7 @@ def entry(state: State = State.RUNNING, attempts: int = 1) -> Entry:
 
 
 def journal(attempts: int = 1, names: int = 0) -> Journal:
-    made = Journal(CAME)
+    made = WatchedJournal(CAME)
     made.rendered(CAME + 0.5)
     made.accepted(CAME + 1)
     now = CAME + 1
@@ -39,9 +41,9 @@ def journal(attempts: int = 1, names: int = 0) -> Journal:
         message = session_pb2.Dispatched(
             worker_id="w" * 32, attempt=attempt, overtaken=2, stay=stay
         )
-        made.dispatched(message, 10, ("a/" + "n" * 120,) * names, now := now + 1)
+        made.dispatched(message, 10, ("a/" + "n" * 120,) * names, made.worker, now := now + 1)
         account = session_pb2.Account(waiting_s=0.25, prefill_s=0.25, decode_s=0.25)
-        made.progress(session_pb2.Progress(account=account), 2, now := now + 1)
+        made.says(now := now + 1, 2, account)
         made.left("moved", now)
         made.queued_again(now := now + 1)
     return made
@@ -114,7 +116,7 @@ def test_an_heir_goes_on_with_what_its_gateway_told() -> None:
     data = packed(told(first, CAME + 6))
     heir = resumed(stored(data, entry(), LEDGER + CAME + 16), now=77.0)
     message = session_pb2.Dispatched(worker_id="x", attempt=3, overtaken=1)
-    heir.dispatched(message, 10, (), 80.0)
+    heir.dispatched(message, 10, (), SILENT, 80.0)
     heir.left(FINISHED, 81.0)
     explanation = told(heir, 81.0)
     assert explanation.total_s == pytest.approx(20.0) == pytest.approx(seconds(explanation))
@@ -131,7 +133,8 @@ def test_what_was_dropped_before_an_heir_stays_dropped() -> None:
     explanation = told(heir, 102.0, attempts=12)
     assert explanation.dropped_attempts + len(explanation.attempts) == 12
     for attempt in range(13, 13 + 9):
-        heir.dispatched(session_pb2.Dispatched(worker_id="x", attempt=attempt), 10, (), 103.0)
+        message = session_pb2.Dispatched(worker_id="x", attempt=attempt)
+        heir.dispatched(message, 10, (), SILENT, 103.0)
         heir.left("moved", 104.0)
         heir.queued_again(105.0)
     explanation = told(heir, 110.0, attempts=21)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway.journal import FINISHED, MAX_TOLD, Journal
+from tests.journal_support import WatchedJournal
 
 CAME = 1000.0
 
@@ -25,23 +26,12 @@ def kinds(journal: Journal) -> dict[str, float]:
     return seconds
 
 
-def accepted() -> Journal:
-    journal = Journal(CAME)
+def accepted() -> WatchedJournal:
+    journal = WatchedJournal(CAME)
     journal.tokenised(CAME + 1)
     journal.charged(CAME + 3)
     journal.accepted(CAME + 6)
     return journal
-
-
-def dispatch(
-    journal: Journal, now: float, attempt: int = 1, stay: session_pb2.Stay | None = None
-) -> None:
-    message = session_pb2.Dispatched(worker_id="w", attempt=attempt, stay=stay)
-    journal.dispatched(message, 10, (), now)
-
-
-def progress(**fields: object) -> session_pb2.Progress:
-    return session_pb2.Progress(epoch=1, **fields)  # type: ignore[arg-type]
 
 
 def test_a_request_that_nothing_happens_to() -> None:
@@ -55,10 +45,10 @@ def test_a_request_that_nothing_happens_to() -> None:
         dispatch_s=0.5,
         queue=pb.QueueStay(earlier=2, higher=1, ordered=1),
     )
-    dispatch(journal, CAME + 18, stay=stay)
-    journal.progress(progress(waited_s=1.0, cached_tokens=8), 1, CAME + 20)
+    journal.dispatch(CAME + 18, stay=stay)
+    journal.says(CAME + 20, 1, waited_s=1.0, cached_tokens=8)
     account = session_pb2.Account(waiting_s=1.0, prefill_s=2.0, stalled_s=0.5, decode_s=3.0)
-    journal.progress(progress(account=account), 3, CAME + 25)
+    journal.says(CAME + 25, 3, account=account)
     journal.readable(CAME + 21)
     journal.left(FINISHED, CAME + 25)
     journal.ended(FINISHED, CAME + 26)
@@ -112,7 +102,7 @@ def test_what_a_chats_template_takes_is_told_apart_from_the_door() -> None:
 def test_each_rule_by_which_others_left_first_has_its_share() -> None:
     journal = accepted()
     queue = pb.QueueStay(earlier=2, higher=1, turns=3, ordered=1, lower=1)
-    dispatch(journal, CAME + 14, stay=session_pb2.Stay(seconds=8.0, queue=queue))
+    journal.dispatch(CAME + 14, stay=session_pb2.Stay(seconds=8.0, queue=queue))
     assert list(kinds(journal).items())[3:] == [
         ("behind_earlier", 2.0),
         ("behind_class", 1.0),
@@ -124,8 +114,8 @@ def test_each_rule_by_which_others_left_first_has_its_share() -> None:
 
 def test_a_worker_that_tells_too_much_is_scaled_to_what_there_was() -> None:
     journal = accepted()
-    dispatch(journal, CAME + 6)
-    journal.progress(progress(account=session_pb2.Account(prefill_s=3, decode_s=1)), 1, CAME + 8)
+    journal.dispatch(CAME + 6)
+    journal.says(CAME + 8, 1, account=session_pb2.Account(prefill_s=3, decode_s=1))
     journal.left(FINISHED, CAME + 8)
     assert kinds(journal)["prefill"] == 1.5 and kinds(journal)["decode"] == 0.5
     assert journal.total_s == pytest.approx(sum(kinds(journal).values()))
@@ -133,13 +123,13 @@ def test_a_worker_that_tells_too_much_is_scaled_to_what_there_was() -> None:
 
 def test_of_a_first_token_the_ledger_has_what_came_after_the_gateway_had_it() -> None:
     journal = accepted()
-    dispatch(journal, CAME + 6)
-    journal.progress(progress(waited_s=0.5), 0, CAME + 7)
-    journal.progress(progress(), 1, CAME + 8)
+    journal.dispatch(CAME + 6)
+    journal.says(CAME + 7, 0, waited_s=0.5)
+    journal.says(CAME + 8, 1)
     journal.left("worker w was lost", CAME + 9, is_lost=True)
     journal.queued_again(CAME + 10)
-    dispatch(journal, CAME + 11, attempt=2)
-    journal.progress(progress(), 1, CAME + 12)
+    journal.dispatch(CAME + 11, attempt=2)
+    journal.says(CAME + 12, 1)
     journal.readable(CAME + 13)
     journal.readable(CAME + 14)
     assert (journal.ttft_s, journal.ledger_s) == (13.0, 5.0)
@@ -147,22 +137,22 @@ def test_of_a_first_token_the_ledger_has_what_came_after_the_gateway_had_it() ->
 
 def test_a_lost_worker_is_told_from_what_it_said_last() -> None:
     journal = accepted()
-    dispatch(journal, CAME + 6)
-    journal.progress(progress(account=session_pb2.Account(prefill_s=1.0)), 1, CAME + 8)
-    journal.progress(progress(), 1, CAME + 9)
+    journal.dispatch(CAME + 6)
+    journal.says(CAME + 8, 1, account=session_pb2.Account(prefill_s=1.0))
+    journal.says(CAME + 9, 1)
     journal.left("worker w was lost", CAME + 12, is_lost=True)
     journal.queued_again(CAME + 13)
     seen = kinds(journal)
     parts = ("on_the_way", "prefill", "decode", "detection", "requeue")
     assert [seen[name] for name in parts] == [1.0, 1.0, 1.0, 3.0, 1.0]
     assert [attempt.end for attempt in journal] == ["worker w was lost"]
-    dispatch(journal, CAME + 20, attempt=2)
+    journal.dispatch(CAME + 20, attempt=2)
     assert journal.spans[-1] == (pb.SPAN_KIND_LINE, 7.0, 2)
 
 
 def test_a_worker_that_told_nothing_has_all_of_its_time() -> None:
     journal = accepted()
-    dispatch(journal, CAME + 6)
+    journal.dispatch(CAME + 6)
     journal.left("worker w was lost", CAME + 12, is_lost=True)
     assert kinds(journal)["untold"] == 6.0
 
@@ -170,20 +160,69 @@ def test_a_worker_that_told_nothing_has_all_of_its_time() -> None:
 def test_without_an_account_there_is_a_wait_a_prefill_and_a_decode() -> None:
     """As where a stop string ends an output before its worker has told of it."""
     journal = accepted()
-    dispatch(journal, CAME + 6)
-    journal.progress(progress(waited_s=0.5), 1, CAME + 8)
-    journal.progress(progress(), 4, CAME + 11)
+    journal.dispatch(CAME + 6)
+    journal.says(CAME + 8, 1, waited_s=0.5)
+    journal.says(CAME + 11, 4)
     journal.left(FINISHED, CAME + 11)
     at_worker = list(kinds(journal).items())[3:]
     assert at_worker == [("worker_wait", 0.5), ("prefill", 1.5), ("decode", 3.0)]
 
 
+def test_since_its_account_its_time_went_as_that_of_all_that_decode_there() -> None:
+    journal = accepted()
+    journal.dispatch(CAME + 6)
+    account = session_pb2.Account(prefill_s=1.0, decode_s=1.0, steps=2)
+    before = session_pb2.Account(decode_s=50.0, co_tenancy_s=40.0, stalled_s=30.0, steps=100)
+    journal.says(CAME + 8, 1, account, before)
+    after = session_pb2.Account(
+        decode_s=51.0, co_tenancy_s=40.5, stalled_s=32.0, between_steps_s=0.25, steps=103
+    )
+    journal.says(CAME + 12, 3, decoding=after)
+    (attempt,) = journal.until(CAME + 12)
+    assert (attempt.new_tokens, attempt.steps) == (4, 5)
+    journal.left("worker w was lost", CAME + 15, is_lost=True)
+    assert list(kinds(journal).items())[3:] == [
+        ("prefill", 1.0),
+        ("decode", 1.0 + 0.25 + 1.0),
+        ("stalled", 2.0),
+        ("co_tenancy", 0.5),
+        ("between_steps", 0.25),
+        ("detection", 3.0),
+    ]
+
+
+@pytest.mark.parametrize("residence", ["PREEMPTED", "RESUMED"])
+def test_what_has_no_blocks_or_no_token_has_no_part_in_what_others_decode(residence: str) -> None:
+    news = {"residence": session_pb2.Residence.Value(f"RESIDENCE_{residence}")}
+    is_preempted = residence == "PREEMPTED"
+    journal = accepted()
+    journal.dispatch(CAME + 6)
+    account, none = session_pb2.Account(prefill_s=1.0), session_pb2.Account()
+    journal.says(CAME + 7, int(is_preempted), account, none, **news)
+    journal.says(CAME + 9, 0, decoding=session_pb2.Account(decode_s=2.0, steps=9))
+    journal.left("moved", CAME + 9)
+    kind = "preempted" if is_preempted else "untold"
+    assert list(kinds(journal).items())[3:] == [("prefill", 1.0), (kind, 2.0)]
+
+
+def test_a_worker_that_was_heard_after_its_last_token_is_missed_from_then_on() -> None:
+    journal = accepted()
+    journal.dispatch(CAME + 6)
+    journal.says(CAME + 7, 1, session_pb2.Account(prefill_s=1.0))
+    journal.worker.last_heard = CAME + 9
+    journal.left("worker w was lost", CAME + 10, is_lost=True)
+    journal.worker.last_heard = CAME + 20
+    journal.queued_again(CAME + 21)
+    seen = list(kinds(journal).items())[3:]
+    assert seen == [("prefill", 1.0), ("decode", 2.0), ("detection", 1.0), ("requeue", 11.0)]
+
+
 def test_what_is_preempted_stays_so_until_something_else_is_told() -> None:
     journal = accepted()
-    dispatch(journal, CAME + 6)
+    journal.dispatch(CAME + 6)
     account = session_pb2.Account(decode_s=1.0)
     preempted = session_pb2.RESIDENCE_PREEMPTED
-    journal.progress(progress(account=account, residence=preempted), 1, CAME + 7)
+    journal.says(CAME + 7, 1, account=account, residence=preempted)
     assert kinds(journal.until(CAME + 9))["preempted"] == 2.0
     journal.left("moved", CAME + 10)
     assert kinds(journal)["preempted"] == 3.0
@@ -191,15 +230,15 @@ def test_what_is_preempted_stays_so_until_something_else_is_told() -> None:
 
 def test_a_worker_that_has_not_begun_lets_it_wait() -> None:
     journal = accepted()
-    dispatch(journal, CAME + 6)
+    journal.dispatch(CAME + 6)
     assert kinds(journal.until(CAME + 8))["worker_wait"] == 2.0
 
 
 def test_what_goes_on_is_told_up_to_now_and_goes_on_as_if_nobody_had_asked() -> None:
     journal = accepted()
     assert kinds(journal.until(CAME + 8))["queued"] == 2.0
-    dispatch(journal, CAME + 9)
-    journal.progress(progress(waited_s=0.5), 1, CAME + 10)
+    journal.dispatch(CAME + 9)
+    journal.says(CAME + 10, 1, waited_s=0.5)
     told = journal.until(CAME + 12)
     assert told.total_s == 12.0
     assert kinds(told)["decode"] == 2.0
@@ -230,11 +269,9 @@ def test_of_many_attempts_the_last_ones_are_told_and_the_others_summed() -> None
     journal = accepted()
     now = CAME + 6.0
     for attempt in range(1, 101):
-        dispatch(journal, now := now + 1, attempt)
+        journal.dispatch(now := now + 1, attempt)
         for _ in range(50):
-            journal.progress(
-                progress(residence=session_pb2.RESIDENCE_PREEMPTED), 1, now := now + 0.01
-            )
+            journal.says(now := now + 0.01, 1, residence=session_pb2.RESIDENCE_PREEMPTED)
         journal.left("moved", now)
         journal.queued_again(now := now + 1)
     assert [attempt.number for attempt in journal.told] == list(range(101 - MAX_TOLD, 101))
@@ -252,20 +289,28 @@ def test_a_later_reader_does_not_lengthen_what_was_read_at_once() -> None:
     assert journal.total_s == 7.0
 
 
-STEPS: list[Callable[[Journal, float], None]] = [
+def decoding(now: float) -> session_pb2.Account:
+    """More than has passed."""
+    return session_pb2.Account(decode_s=now, co_tenancy_s=0.5 * now, steps=int(9 * now))
+
+
+STEPS: list[Callable[[WatchedJournal, float], None]] = [
     lambda journal, now: journal.read(now),
     lambda journal, now: journal.rendered(now),
     lambda journal, now: journal.tokenised(now),
     lambda journal, now: journal.charged(now),
     lambda journal, now: journal.accepted(now),
-    lambda journal, now: dispatch(journal, now, len(list(journal)) + 1),
-    lambda journal, now: dispatch(
-        journal, now, len(list(journal)) + 1, session_pb2.Stay(seconds=3.0, first_s=1.0)
+    lambda journal, now: journal.dispatch(now, len(list(journal)) + 1),
+    lambda journal, now: journal.dispatch(
+        now, len(list(journal)) + 1, session_pb2.Stay(seconds=3.0, first_s=1.0)
     ),
-    lambda journal, now: journal.progress(progress(waited_s=0.25), 1, now),
-    lambda journal, now: journal.progress(
-        progress(account=session_pb2.Account(waiting_s=1.0, decode_s=2.0)), 2, now
+    lambda journal, now: journal.says(now, 1, waited_s=0.25),
+    lambda journal, now: journal.says(
+        now, 2, session_pb2.Account(waiting_s=1.0, decode_s=2.0), decoding(now)
     ),
+    lambda journal, now: journal.says(now, 1, decoding=decoding(now)),
+    lambda journal, now: journal.says(now, 1, residence=session_pb2.RESIDENCE_PREEMPTED),
+    lambda journal, now: journal.says(now, 1, residence=session_pb2.RESIDENCE_RESUMED),
     lambda journal, now: journal.readable(now),
     lambda journal, now: journal.left(FINISHED, now),
     lambda journal, now: journal.left("lost", now, is_lost=True),
@@ -281,9 +326,9 @@ STEPS: list[Callable[[Journal, float], None]] = [
     st.floats(0.0, 5.0),
 )
 def test_whatever_comes_to_pass_adds_up(
-    steps: list[tuple[Callable[[Journal, float], None], float]], more: float
+    steps: list[tuple[Callable[[WatchedJournal, float], None], float]], more: float
 ) -> None:
-    journal, now = Journal(CAME), CAME
+    journal, now = WatchedJournal(CAME), CAME
     totals = [0.0]
     for step, seconds in steps:
         now += seconds

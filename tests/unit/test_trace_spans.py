@@ -14,6 +14,7 @@ from router.gateway.journal import Journal
 from router.gateway.model import ServedModel
 from router.ledger.entry import Entry, Event, State, Tally
 from router.traces.spans import Span, refusal_span, request_spans
+from tests.journal_support import WatchedJournal
 
 TRACE = TraceContext("a" * 32, "b" * 16, True, "c" * 16)
 #: The gateway's clock when the ledger's is at 0.
@@ -47,25 +48,18 @@ def spans(events: Sequence[Event], journal: Journal, entry: Entry) -> list[Span]
     return request_spans(request(), entry, events, journal, lambda: f"{next(numbers):016x}")
 
 
-def dispatch(journal: Journal, number: int, now: float) -> None:
-    journal.dispatched(session_pb2.Dispatched(attempt=number, worker_id="w"), 6, (), now)
-
-
 def told(spans: list[Span]) -> list[tuple[str, float, float]]:
     return [(span.name.removeprefix("everlift."), span.start, span.end) for span in spans]
 
 
-def progress(**fields: object) -> session_pb2.Progress:
-    return session_pb2.Progress(epoch=1, **fields)  # type: ignore[arg-type]
-
-
 def test_a_request_that_nothing_happens_to() -> None:
-    journal = Journal(CLOCK + 99.5)
+    journal = WatchedJournal(CLOCK + 99.5)
     journal.accepted(CLOCK + 100)
-    dispatch(journal, 1, CLOCK + 102)
-    journal.progress(progress(waited_s=0.25, cached_tokens=16), 1, CLOCK + 103)
-    journal.progress(progress(), 3, CLOCK + 104)
+    journal.dispatch(CLOCK + 102, 1)
+    journal.says(CLOCK + 103, 1, waited_s=0.25, cached_tokens=16)
+    journal.says(CLOCK + 104, 3)
     journal.readable(CLOCK + 103.5)
+    journal.left("finished", CLOCK + 104.5)
     events = moves((100, "open", "g"), (102, "dispatch", "w"), (105, "finish"))
     made = spans(events, journal, entry())
     assert told(made) == [
@@ -118,8 +112,8 @@ def test_attributes_say_what_was_asked_and_what_became_of_it() -> None:
 
 
 def test_each_attempt_is_there_and_says_how_it_ended() -> None:
-    journal = Journal(CLOCK)
-    dispatch(journal, 3, CLOCK + 9)
+    journal = WatchedJournal(CLOCK)
+    journal.dispatch(CLOCK + 9, 3)
     events = moves(
         (0, "open"),
         (1, "dispatch", "w1"),
@@ -145,8 +139,8 @@ def test_each_attempt_is_there_and_says_how_it_ended() -> None:
 
 
 def test_what_the_ledger_no_longer_has_of_it_is_left_out() -> None:
-    journal = Journal(CLOCK)
-    dispatch(journal, 70, CLOCK + 8)
+    journal = WatchedJournal(CLOCK)
+    journal.dispatch(CLOCK + 8, 70)
     events = moves((7, "release", ""), (8, "dispatch", "w"), (9, "finish"))
     made = spans(events, journal, entry(attempts=70))
     assert [s.attributes["everlift.attempt"] for s in made if s.name == "everlift.attempt"] == [70]
@@ -154,13 +148,12 @@ def test_what_the_ledger_no_longer_has_of_it_is_left_out() -> None:
 
 
 def test_times_without_blocks_lie_within_the_attempt() -> None:
-    journal = Journal(CLOCK)
-    dispatch(journal, 1, CLOCK)
-    preempted = progress(residence=session_pb2.RESIDENCE_PREEMPTED)
-    journal.progress(progress(waited_s=0.0), 1, CLOCK + 1)
-    journal.progress(preempted, 0, CLOCK + 2)
-    journal.progress(progress(residence=session_pb2.RESIDENCE_RESUMED), 0, CLOCK + 3)
-    journal.progress(preempted, 0, CLOCK + 4)
+    journal = WatchedJournal(CLOCK)
+    journal.dispatch(CLOCK, 1)
+    journal.says(CLOCK + 1, 1, waited_s=0.0)
+    journal.says(CLOCK + 2, residence=session_pb2.RESIDENCE_PREEMPTED)
+    journal.says(CLOCK + 3, residence=session_pb2.RESIDENCE_RESUMED)
+    journal.says(CLOCK + 4, residence=session_pb2.RESIDENCE_PREEMPTED)
     events = moves((0, "open"), (0, "dispatch", "w"), (4.5, "end", "expired"))
     made = spans(events, journal, entry())
     pauses = [(s.start, s.end) for s in made if s.name == "everlift.engine.preempted"]
@@ -168,17 +161,18 @@ def test_times_without_blocks_lie_within_the_attempt() -> None:
 
 
 def test_a_gateway_that_saw_the_end_late_does_not_stretch_the_attempt() -> None:
-    journal = Journal(CLOCK)
-    dispatch(journal, 1, CLOCK)
-    journal.progress(progress(waited_s=9.0), 1, CLOCK + 9)
+    journal = WatchedJournal(CLOCK)
+    journal.dispatch(CLOCK, 1)
+    journal.says(CLOCK + 9, 1, waited_s=9.0)
+    journal.left("finished", CLOCK + 9)
     made = spans(moves((0, "open"), (1, "dispatch", "w"), (2, "finish")), journal, entry())
     assert all(1 <= span.start <= span.end <= 2 for span in made if "engine" in span.name)
 
 
 def test_an_attempt_without_a_token_has_no_decode() -> None:
-    journal = Journal(CLOCK)
-    dispatch(journal, 1, CLOCK)
-    journal.progress(progress(waited_s=0.5), 0, CLOCK + 1)
+    journal = WatchedJournal(CLOCK)
+    journal.dispatch(CLOCK, 1)
+    journal.says(CLOCK + 1, waited_s=0.5)
     events = moves((0, "open"), (0, "dispatch", "w"), (2, "release", "worker w was lost"))
     names = [span.name for span in spans(events, journal, entry())]
     assert "everlift.engine.prefill" in names and "everlift.engine.decode" not in names
@@ -193,9 +187,9 @@ def test_a_refusal_is_a_trace_of_one_span() -> None:
 
 def test_a_span_has_these_attributes_and_no_others() -> None:
     """Errors may quote what a client sent."""
-    journal = Journal(CLOCK)
-    dispatch(journal, 1, CLOCK)
-    journal.progress(progress(waited_s=0.0, token_ids=[1], error="marker"), 1, CLOCK + 1)
+    journal = WatchedJournal(CLOCK)
+    journal.dispatch(CLOCK, 1)
+    journal.says(CLOCK + 1, 1, waited_s=0.0, token_ids=[1], error="marker")
     events = moves((0, "open"), (0, "dispatch", "w"), (1, "release", "marker"), (2, "end", "slug"))
     failed = entry(state=State.FAILED, error_slug="slug", error_message="marker")
     made = spans(events, journal, failed)

@@ -14,37 +14,76 @@ from everlift.v1 import session_pb2
 from router.gateway.choice import Choice
 from router.gateway.explanation import kept, resumed
 from router.gateway.journal import Journal
+from router.gateway.live import LiveRequest
 from router.gateway.model import ServedModel
 from router.gateway.output import Output
-from router.gateway.unread import Unread
 from router.ledger.entry import Entry, State, Stored, StoredChoice
 from tests.gateway_support import started_gateway, until
 from tests.ledgers import make_request
 
+CAME = 100.0
+ENTRY = Entry("r", State.QUEUED, "g", CAME, (0, 0, 0), finish_reasons=(None, None, None))
 TOKENIZER = ServedModel.load("fake").tokenizer
 MOVES = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.booleans(), st.floats(0, 3)))
 
 
-def choices(count: int) -> list[Choice]:
-    outputs = (Output.of(make_request(), TOKENIZER) for _ in range(count))
-    return [Choice("r", index, output, None) for index, output in enumerate(outputs)]
+class Reader:
+    """What a gateway and a client do with the choices of a request. Each moment is another one."""
+
+    def __init__(self) -> None:
+        request = make_request(n=3)
+        outputs = [Output.of(request, TOKENIZER) for _ in range(3)]
+        self.live = LiveRequest(request, ENTRY, outputs, CAME)
+        self.now = CAME
+
+    def make(self, choice: Choice, count: int) -> None:
+        choice.output.extend([65] * count)
+        self.live.mark_stored(choice, len(choice.output), self.now)
+
+    def read(self, choice: Choice, count: int) -> None:
+        choice.take(min(choice.readable, choice.taken + count))
+        if choice.is_late and choice.taken >= choice.readable:
+            self.live.caught_up(choice, self.now)
+
+    @property
+    def told_s(self) -> float:
+        return self.live.explanation(self.now).unread_s
 
 
 @given(MOVES)
-def test_it_is_the_time_in_which_any_choice_had_unread_tokens(
+def test_it_is_the_time_in_which_any_choice_had_unread_tokens_where_somebody_looks(
     moves: list[tuple[int, int, bool, float]],
 ) -> None:
     """Each move makes more of a choice readable, or has its client read, after some time."""
-    unread, each, now, told_s = Unread(5.0), choices(3), 100.0, 5.0
+    reader, whole_s = Reader(), 0.0
+    choices = reader.live.choices
     for index, count, is_read, seconds in moves:
-        told_s += seconds * any(it.taken < it.readable for it in each)
-        now += seconds
+        whole_s += seconds * any(it.taken < it.readable for it in choices)
+        reader.now += seconds
+        assert reader.told_s == pytest.approx(whole_s)
+        (reader.read if is_read else reader.make)(choices[index], count)
+
+
+@given(MOVES)
+def test_of_what_is_read_before_more_comes_nothing_is_counted_and_of_all_else_everything(
+    moves: list[tuple[int, int, bool, float]],
+) -> None:
+    reader = Reader()
+    (choice, *_), since, whole_s = reader.live.choices, 0.0, 0.0
+    is_late = False
+    for _, count, is_read, seconds in moves:
+        reader.now += seconds
         if is_read:
-            each[index].take(min(each[index].readable, count))
+            reader.read(choice, count)
         else:
-            each[index].readable += count
-        unread.look(each[index], now)
-        assert unread.until(now) == pytest.approx(told_s)
+            is_late |= choice.taken < choice.readable and count > 0
+            since = since if choice.taken < choice.readable else reader.now
+            reader.make(choice, count)
+        if choice.taken == choice.readable and is_late:
+            is_late, whole_s = False, whole_s + reader.now - since
+    reader.live.journal.ended("", reader.now)
+    going_on_s = reader.now - since if is_late else 0.0
+    assert reader.live.journal.unread_s == pytest.approx(whole_s + going_on_s)
 
 
 async def test_it_is_told_while_a_request_runs_and_while_its_client_reads_on() -> None:

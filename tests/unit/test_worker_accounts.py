@@ -102,7 +102,7 @@ def test_who_is_alone_waits_prefills_and_decodes() -> None:
         "decode": 34.0,
         "between_steps": 250.0,
     }
-    assert (end.offset, end.account.steps, end.account.most_neighbours) == (3, 3, 0)
+    assert (end.account.steps, end.account.most_neighbours) == (3, 0)
     assert end.account.until == worker.now
 
 
@@ -231,18 +231,61 @@ def test_a_drain_tells_what_came_of_all_whether_they_began_or_not() -> None:
     assert accounts == {1: {"prefill": 26.0, "between_steps": 750.0}, 2: {"waiting": 500.0}}
 
 
-def test_who_is_in_the_batch_is_told_of_once_a_second_and_not_more_often() -> None:
-    worker = Worker()
+def test_who_is_in_the_batch_is_told_of_every_five_seconds_and_not_more_often() -> None:
+    worker = Worker(replace(LIMITS, num_blocks=256))
     these = [worker.sequence(epoch, 5) for epoch in range(1, 6)]
     worker.turn(*these)
     times: dict[SequenceKey, list[float]] = {it.key: [worker.now] for it in these}
-    while worker.now < 105.0:
+    while worker.now < 118.0:
         for it in worker.turn().accounts:
             assert it.account.until == worker.now
             times[it.key].append(worker.now)
     for series in times.values():
         gaps = [b - a for a, b in pairwise(series)]
-        assert max(gaps) <= 1.0 and min(gaps[1:]) > 0.8
+        assert max(gaps) <= 5.1 and min(gaps[1:]) > 4.9
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_whose_prompt_is_computed_is_told_of_then(ahead: bool) -> None:
+    worker = Worker(ahead=ahead)
+    worker.turn(worker.sequence(9, 5))
+    worker.turns(2)
+    reports = [worker.turn(worker.sequence(1, 100), worker.sequence(2, 20))]
+    reports += [worker.turn() for _ in range(4)]
+    assert [[*told(it)] for it in reports[ahead:]][:3] == [[], [1, 2], []]
+
+
+def test_what_goes_on_with_its_output_all_found_is_told_of_after_its_first_step() -> None:
+    worker = Worker()
+    before = worker.sequence(1, 64, max_tokens=40)
+    worker.turn(before)
+    while worker.engine.has_work:
+        worker.turn()
+    prompt, output = before.tokens[:64], before.tokens[64:97]
+    moved = sequence(LIMITS, 2, prompt, output=output, max_tokens=40, num_computed=96)
+    moved.came = worker.now
+    assert milliseconds(told(worker.turn(moved))[2].account) == {"decode": 17.0}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_came_of_all_that_decode_is_told_with_every_step(ahead: bool) -> None:
+    worker = Worker(ahead=ahead)
+    worker.learn()
+    these = [worker.sequence(epoch, 8) for epoch in range(1, 5)]
+    worker.turn(*these)
+    worker.turn()
+    accounts = [worker.account(it) for it in these]
+    before = worker.reports[-1].decoding
+    worker.turns(3)
+    worker.turn(worker.sequence(5, 32))
+    worker.turns(2)
+    worker.sleep(0.25)
+    worker.turn()
+    passed = between(before, worker.reports[-1].decoding)
+    assert passed.seconds == pytest.approx(passed.until)
+    of_these = [between(then, worker.account(it)) for it, then in zip(these, accounts, strict=True)]
+    for parts in of_these:
+        assert parts[:9] == pytest.approx(passed[:9], rel=0.01)
 
 
 def test_a_slot_has_nothing_of_who_left_it() -> None:
@@ -302,7 +345,7 @@ def test_a_step_launched_ahead_is_paid_for_when_it_is_computed() -> None:
     worker.turn()
     end = told(worker.turn())[1]
     assert milliseconds(end.account) == {"waiting": 500.0, "prefill": 36.0, "decode": 34.0}
-    assert (end.offset, end.account.steps, end.account.most_neighbours) == (3, 3, 0)
+    assert (end.account.steps, end.account.most_neighbours) == (3, 0)
     assert end.account.until == worker.now
 
 

@@ -69,26 +69,18 @@ def test_where_a_sequence_stands_merges_too() -> None:
     ]
 
 
-def test_the_last_account_of_a_frame_goes_with_the_tokens_and_is_no_reason_for_one() -> None:
+def test_the_last_account_goes_with_the_next_frame_and_is_no_reason_for_one() -> None:
     calls: list[int] = []
     this = Outbox(lambda: calls.append(1))
-    this.account(Told(A, 5, Account(2.0, prefill_s=1.5, decode_s=0.5, steps=2.0)))
-    assert not calls
-    this.push(Outcome(A, 5, (10,), Stop.EOS))
-    this.account(Told(A, 6, Account(3.0, prefill_s=1.5, decode_s=1.5, steps=3.0)))
-    this.account(Told(B, 7, Account(3.0, waiting_s=3.0)))
-    assert list(cut(this).progress) == [
-        session_pb2.Progress(
-            epoch=1,
-            offset=5,
-            token_ids=[10],
-            stop=session_pb2.STOP_CAUSE_EOS,
-            account=session_pb2.Account(prefill_s=1.5, decode_s=1.5, steps=3),
-        ),
-        session_pb2.Progress(
-            epoch=1, choice=1, offset=7, account=session_pb2.Account(waiting_s=3.0)
-        ),
+    this.account(Told(A, Account(2.0, prefill_s=1.5, decode_s=0.5, steps=2.0)))
+    this.account(Told(A, Account(3.0, prefill_s=1.5, decode_s=1.5, steps=3.0)))
+    this.account(Told(B, Account(3.0, waiting_s=3.0)))
+    assert not calls and not this
+    assert list(cut(this).accounts) == [
+        session_pb2.Account(epoch=1, prefill_s=1.5, decode_s=1.5, steps=3),
+        session_pb2.Account(epoch=1, choice=1, waiting_s=3.0),
     ]
+    assert not cut(this).accounts
 
 
 def test_every_frame_has_the_state() -> None:
@@ -99,9 +91,12 @@ def test_what_was_dropped_is_not_told() -> None:
     this = outbox()
     this.push(Outcome(A, 0, (1,)))
     this.push(Outcome(B, 0, (2,)))
+    this.account(Told(A, Account(2.0)))
+    this.account(Told(B, Account(2.0)))
     this.drop(A)
     this.drop(SequenceKey(9, 0))
-    assert [p.choice for p in cut(this).progress] == [1]
+    frame = cut(this)
+    assert [it.choice for it in frame.progress] == [it.choice for it in frame.accounts] == [1]
 
 
 def test_acknowledgements_go_once_and_the_oldest_are_forgotten() -> None:

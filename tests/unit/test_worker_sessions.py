@@ -137,15 +137,22 @@ def test_an_account_goes_where_its_sequence_came_from_with_its_end_too() -> None
     a, b = desk.join("a"), desk.join("b")
     desk.send(a, start(1, prompt(3)), start(2, prompt(3)))
     accounts = tuple(
-        Told(SequenceKey(epoch, 0), 1, Account(9.0, decode_s=float(epoch))) for epoch in (1, 2, 3)
+        Told(SequenceKey(epoch, 0), Account(9.0, decode_s=float(epoch))) for epoch in (1, 2, 3)
     )
     ended = report(Outcome(SequenceKey(1, 0), 0, (7,), Stop.EOS))
     desk.sessions.deliver(replace(ended, accounts=accounts))
-    progress = {p.epoch: (p.offset, p.account.decode_s) for p in desk.sessions.cut(a).progress}
-    assert progress == {1: (0, 1.0), 2: (1, 2.0)}
-    assert not desk.sessions.cut(b).progress
+    assert {it.epoch: it.decode_s for it in desk.sessions.cut(a).accounts} == {1: 1.0, 2: 2.0}
+    assert not desk.sessions.cut(b).accounts
     desk.sessions.deliver(replace(report(), accounts=accounts))
-    assert {p.epoch for p in desk.sessions.cut(a).progress} == {2}, "the other is over"
+    assert {it.epoch for it in desk.sessions.cut(a).accounts} == {2}, "the other is over"
+
+
+def test_every_router_is_told_what_came_of_those_that_decode() -> None:
+    desk = Desk()
+    a, b = desk.join("a"), desk.join("b")
+    desk.sessions.deliver(replace(report(), decoding=Account(9.0, decode_s=3.0, steps=20.0)))
+    told = session_pb2.Account(decode_s=3.0, steps=20)
+    assert [desk.sessions.cut(each).state.decoding for each in (a, b)] == [told, told]
 
 
 def test_a_start_counts_from_its_acknowledgement_on_and_once() -> None:

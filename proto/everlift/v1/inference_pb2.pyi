@@ -1050,8 +1050,9 @@ class Explanation(google.protobuf.message.Message):
     dropped_attempts: builtins.int
     """the first ones, of which only their time is told"""
     unread_s: builtins.float
-    """Seconds of these in which there were tokens that no client had taken, also while no client was there. Nothing waits
-    for a client, so that they lie beside the spans; those after its end are its delivery.
+    """Seconds of these in which there were tokens that no client had taken, also while no client was there; what was taken
+    before more came counts as read at once. Nothing waits for a client, so that they lie beside the spans; those after
+    its end are its delivery.
     """
     unread_tokens: builtins.int
     """now, of all choices; 0 where no router has it in its hands any more"""

@@ -555,6 +555,7 @@ class WorkerState(google.protobuf.message.Message):
     KV_TOKENS_FIELD_NUMBER: builtins.int
     NUM_PAIRS_FIELD_NUMBER: builtins.int
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
+    DECODING_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
     """monotonic within an incarnation"""
     num_running: builtins.int
@@ -595,6 +596,12 @@ class WorkerState(google.protobuf.message.Message):
     def counters(self) -> everlift.v1.inference_pb2.EngineCounters: ...
     @property
     def step_times(self) -> Global___StepTimes: ...
+    @property
+    def decoding(self) -> Global___Account:
+        """Of a sequence that would have come when the worker started, and decoded in each of its steps, as those that did
+        have on average. What came of it between two frames came of all that decoded meanwhile.
+        """
+
     def __init__(
         self,
         *,
@@ -620,9 +627,10 @@ class WorkerState(google.protobuf.message.Message):
         kv_tokens: builtins.int = ...,
         num_pairs: builtins.int = ...,
         engine_policy: builtins.str = ...,
+        decoding: Global___Account | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "counters", b"counters", "gpu_utilization", b"gpu_utilization", "step_times", b"step_times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "draining", b"draining", "engine_policy", b"engine_policy", "gpu_utilization", b"gpu_utilization", "kv_tokens", b"kv_tokens", "num_pairs", b"num_pairs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "counters", b"counters", "decoding", b"decoding", "gpu_utilization", b"gpu_utilization", "step_times", b"step_times"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_gpu_utilization", b"_gpu_utilization", "blocks_cached", b"blocks_cached", "blocks_total", b"blocks_total", "blocks_used", b"blocks_used", "busy_s", b"busy_s", "committed_tokens", b"committed_tokens", "computed_tokens", b"computed_tokens", "counters", b"counters", "decoding", b"decoding", "draining", b"draining", "engine_policy", b"engine_policy", "gpu_utilization", b"gpu_utilization", "kv_tokens", b"kv_tokens", "num_pairs", b"num_pairs", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "released_blocks", b"released_blocks", "running", b"running", "sequence_number", b"sequence_number", "step", b"step", "step_times", b"step_times"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_gpu_utilization", b"_gpu_utilization"]) -> typing.Literal["gpu_utilization"] | None: ...
 
 Global___WorkerState: typing_extensions.TypeAlias = WorkerState
@@ -661,6 +669,7 @@ class WorkerFrame(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     ACCEPTED_EPOCHS_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
+    ACCOUNTS_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___WorkerInfo: ...
     @property
@@ -671,6 +680,13 @@ class WorkerFrame(google.protobuf.message.Message):
 
     @property
     def progress(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Progress]: ...
+    @property
+    def accounts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Account]:
+        """Where the time of some sequences went so far: of each when its prompt is computed, when it is preempted, with its
+        last progress, and every few seconds while it is in the batch. Of one of which nothing was told yet nothing is
+        known but that it came.
+        """
+
     def __init__(
         self,
         *,
@@ -678,9 +694,10 @@ class WorkerFrame(google.protobuf.message.Message):
         state: Global___WorkerState | None = ...,
         accepted_epochs: collections.abc.Iterable[builtins.int] | None = ...,
         progress: collections.abc.Iterable[Global___Progress] | None = ...,
+        accounts: collections.abc.Iterable[Global___Account] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["hello", b"hello", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_epochs", b"accepted_epochs", "hello", b"hello", "progress", b"progress", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_epochs", b"accepted_epochs", "accounts", b"accounts", "hello", b"hello", "progress", b"progress", "state", b"state"]) -> None: ...
 
 Global___WorkerFrame: typing_extensions.TypeAlias = WorkerFrame
 
@@ -704,7 +721,6 @@ class Progress(google.protobuf.message.Message):
     NUM_COMPUTED_FIELD_NUMBER: builtins.int
     WAITED_S_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
-    ACCOUNT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     choice: builtins.int
     offset: builtins.int
@@ -737,13 +753,6 @@ class Progress(google.protobuf.message.Message):
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[everlift.v1.inference_pb2.TokenLogprobs]:
         """if asked for; from the prompt's second token on"""
 
-    @property
-    def account(self) -> Global___Account:
-        """Where its time here went so far: with its last progress, when it is preempted, and at least once a second while
-        it is in the batch. While nothing more is told it stays as it was: in the batch, or without KV blocks. One of which
-        nothing was told waits for its first step.
-        """
-
     def __init__(
         self,
         *,
@@ -763,10 +772,9 @@ class Progress(google.protobuf.message.Message):
         num_computed: builtins.int = ...,
         waited_s: builtins.float | None = ...,
         cached_tokens: builtins.int = ...,
-        account: Global___Account | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "account", b"account", "waited_s", b"waited_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "account", b"account", "cached_tokens", b"cached_tokens", "choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "num_computed", b"num_computed", "offset", b"offset", "preemptions", b"preemptions", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "recomputed_tokens", b"recomputed_tokens", "residence", b"residence", "stop", b"stop", "token_ids", b"token_ids", "waited_s", b"waited_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "waited_s", b"waited_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "cached_tokens", b"cached_tokens", "choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "num_computed", b"num_computed", "offset", b"offset", "preemptions", b"preemptions", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "recomputed_tokens", b"recomputed_tokens", "residence", b"residence", "stop", b"stop", "token_ids", b"token_ids", "waited_s", b"waited_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_waited_s", b"_waited_s"]) -> typing.Literal["waited_s"] | None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
@@ -790,6 +798,8 @@ class Account(google.protobuf.message.Message):
     BETWEEN_STEPS_S_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
     MOST_NEIGHBOURS_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
     waiting_s: builtins.float
     """for its first step"""
     prefill_s: builtins.float
@@ -812,6 +822,9 @@ class Account(google.protobuf.message.Message):
     """that computed something of it"""
     most_neighbours: builtins.int
     """in one of these"""
+    epoch: builtins.int
+    """with choice the name of the sequence on this session"""
+    choice: builtins.int
     def __init__(
         self,
         *,
@@ -826,8 +839,10 @@ class Account(google.protobuf.message.Message):
         between_steps_s: builtins.float = ...,
         steps: builtins.int = ...,
         most_neighbours: builtins.int = ...,
+        epoch: builtins.int = ...,
+        choice: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["between_steps_s", b"between_steps_s", "co_tenancy_s", b"co_tenancy_s", "decode_s", b"decode_s", "most_neighbours", b"most_neighbours", "passed_over_s", b"passed_over_s", "preempted_s", b"preempted_s", "prefill_s", b"prefill_s", "recompute_s", b"recompute_s", "stalled_s", b"stalled_s", "steps", b"steps", "waiting_s", b"waiting_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["between_steps_s", b"between_steps_s", "choice", b"choice", "co_tenancy_s", b"co_tenancy_s", "decode_s", b"decode_s", "epoch", b"epoch", "most_neighbours", b"most_neighbours", "passed_over_s", b"passed_over_s", "preempted_s", b"preempted_s", "prefill_s", b"prefill_s", "recompute_s", b"recompute_s", "stalled_s", b"stalled_s", "steps", b"steps", "waiting_s", b"waiting_s"]) -> None: ...
 
 Global___Account: typing_extensions.TypeAlias = Account
 

@@ -4,7 +4,7 @@ import { count, el, row, seconds, short, table } from "./dom.js";
 
 // Of the whole; what took less is one row.
 const LEAST_PART = 1e-3;
-// Likewise. Every token is unread until its client has its turn.
+// Likewise. The last tokens are unread until their client has its turn.
 const MUCH_UNREAD = 0.05;
 
 const BEFORE = {

@@ -1,0 +1,44 @@
+"""A journal for tests, with its request's output and its worker beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from everlift.v1 import session_pb2
+from router.gateway.journal import Journal
+
+
+@dataclass
+class HeardWorker:
+    last_heard: float = 0.0
+    decoding: session_pb2.Account = field(default_factory=session_pb2.Account)
+
+
+class WatchedJournal(Journal):
+    def __init__(self, came: float) -> None:
+        super().__init__(came)
+        self.worker = HeardWorker()
+        self.output: list[int] = []
+        self.outputs = (self.output,)
+
+    def dispatch(self, now: float, attempt: int = 1, stay: session_pb2.Stay | None = None) -> None:
+        message = session_pb2.Dispatched(worker_id="w", attempt=attempt, stay=stay)
+        self.dispatched(message, 10, (), self.worker, now)
+
+    def says(
+        self,
+        now: float,
+        num_new: int = 0,
+        account: session_pb2.Account | None = None,
+        decoding: session_pb2.Account | None = None,
+        **news: object,
+    ) -> None:
+        """The worker's next frame, in which so many tokens of the request are new."""
+        self.worker.last_heard = now
+        if decoding is not None:
+            self.worker.decoding = decoding
+        if account is not None:
+            self.account(account)
+        self.output += [0] * num_new
+        if self.awaits_token or news:
+            self.progress(session_pb2.Progress(epoch=1, **news))  # type: ignore[arg-type]
