@@ -207,6 +207,8 @@ class Engine:
         """``plan`` was not executed, and nothing was planned on top of it."""
         if isinstance(error, MemoryError) and isinstance(error, self._survivable):
             log.warning("out of memory", step=plan.step, tokens=plan.num_tokens)
+            if self.accounts is not None:
+                self.accounts.in_vain()
             return self._scheduler.shed(plan, EngineFailed("out of memory"))
         return self._scheduler.fail(plan, self._survived(plan, error))
 

@@ -152,12 +152,12 @@ class Rows:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
-    @property
+    @cached_property
     def kv_tokens(self) -> int:
         """Whose keys and values the rows read, those that they write counted in."""
         return int(self.starts.sum()) + self.num_tokens
 
-    @property
+    @cached_property
     def num_pairs(self) -> int:
         """Of a token and one that it attends to, itself counted in: the i-th of a row's tokens,
         from 1, attends to ``start + i`` of them."""

@@ -17,40 +17,61 @@ from numpy.typing import NDArray
 
 from everlift.step_fit import FittedStepTime
 from everlift.step_time import StepSize
-from worker.plan import Flags, Rows
+from worker.plan import Rows
 
 Floats = NDArray[np.floating[Any]]
 
-#: Of steps that compute prompts, and of those that do not, one is learned from so often.
+#: Of steps that compute prompts, and of those that do not, one is learned from so often, and what
+#: was learned is used: at first, and so much more seldom after so many steps.
 _OBSERVE_S = 0.05
 _REFIT_S = 1.0
+_AT_FIRST = 64
+_MORE_SELDOM = 10.0
 #: What a token costs where the model has it free: so that there is always something to share by.
 _LEAST_S = 1e-12
 
 
 class Costs(NamedTuple):
-    """``rows`` [n] are seconds, or tokens where ``is_known`` is False."""
+    """Seconds, or tokens where ``is_known`` is False: ``step``, and each of what rows have."""
 
     step: float
-    rows: Floats
+    each: StepSize
     is_known: bool
 
-    def alone(self, chosen: Flags | slice) -> tuple[Floats | float, float]:
-        """Of the time that the rows ``chosen`` take together, the part that each would take alone,
-        and the mean of these: all of it where nobody knows."""
-        costs = self.rows[chosen]
-        if not self.is_known or not len(costs):
-            return 1.0, 1.0
-        sum_ = float(costs.sum())
-        together = self.step + sum_
-        return (self.step + costs) / together, (self.step + sum_ / len(costs)) / together
+    def row(self, start: int, count: int) -> float:
+        """Of ``count`` tokens, the first of them at position ``start``."""
+        pairs = count * start + count * (count + 1) / 2
+        each = self.each
+        tokens = count * each.num_tokens + (start + count) * each.kv_tokens
+        return each.num_rows + tokens + pairs * each.num_pairs
 
-    def part(self, chosen: Flags) -> float:
-        """Of the time that all rows take, what the rows ``chosen`` make it longer: all of it where
-        there are no others."""
-        if np.count_nonzero(chosen) == len(chosen):
-            return 1.0
-        return float(self.rows[chosen].sum() / (self.step + self.rows.sum()))
+    def rows(self, rows: Rows) -> float:
+        """All of them together."""
+        each = self.each
+        tokens = rows.num_tokens * each.num_tokens + rows.kv_tokens * each.kv_tokens
+        return len(rows) * each.num_rows + tokens + rows.num_pairs * each.num_pairs
+
+    def by_row(self, rows: Rows) -> Floats:
+        """[n]"""
+        each, counts = self.each, rows.counts
+        pairs = counts * rows.starts + counts * (counts + 1) / 2
+        tokens = counts * each.num_tokens + (rows.starts + counts) * each.kv_tokens
+        return each.num_rows + tokens + pairs * each.num_pairs
+
+    def alone(self, cost: float, together: float) -> float:
+        """Of the time that rows take together, the part that one would take alone: all of it where
+        nobody knows."""
+        return (self.step + cost) / (self.step + together) if self.is_known else 1.0
+
+    @property
+    def first(self) -> float:
+        """Of the step and a row of one token, without what it reads."""
+        return self.step + self.each.num_rows + self.each.num_tokens
+
+    @property
+    def position(self) -> float:
+        """Of each token that a row of one token reads."""
+        return self.each.kv_tokens + self.each.num_pairs
 
 
 class StepCosts:
@@ -61,33 +82,24 @@ class StepCosts:
         #: when a step with prompts, and one without, was learned from
         self._observed = {True: -inf, False: -inf}
         self._refitted = -inf
-        self._step_s = 0.0
-        self._each = StepSize(0.0, 1.0, 0.0, 0.0)
-
-    def of(self, rows: Rows) -> Costs:
-        each = self._each
-        if len(rows) == rows.num_tokens:
-            by_row = (rows.starts + 1) * (each.kv_tokens + each.num_pairs)
-            by_row = by_row + (each.num_rows + each.num_tokens)
-        else:
-            counts, reads = rows.counts, rows.starts + rows.counts
-            pairs = counts * rows.starts + counts * (counts + 1) / 2
-            by_row = each.num_rows + counts * each.num_tokens
-            by_row = by_row + reads * each.kv_tokens + pairs * each.num_pairs
-        return Costs(self._step_s, by_row, self._fit.is_known)
+        self._num_observed = 0
+        self.now = Costs(0.0, StepSize(0.0, 1.0, 0.0, 0.0), is_known=False)
 
     def observe(self, rows: Rows, seconds: float, has_prompts: bool, now: float) -> None:
         """The step took ``seconds`` and is over."""
-        if seconds > 0 and now - self._observed[has_prompts] >= _OBSERVE_S:
+        pace = 1.0 if self._num_observed < _AT_FIRST else _MORE_SELDOM
+        if seconds > 0 and now - self._observed[has_prompts] >= pace * _OBSERVE_S:
             self._observed[has_prompts] = now
+            self._num_observed += 1
             size = StepSize(len(rows), rows.num_tokens, rows.kv_tokens, rows.num_pairs)
             self._fit.observe(size, seconds)
-        if now - self._refitted >= _REFIT_S:
+        if now - self._refitted >= pace * _REFIT_S:
             self._refitted = now
             self._refit()
 
     def _refit(self) -> None:
         self._fit.refit()
         if self._fit.is_known:
-            self._step_s, each = self._fit.coefficients
-            self._each = each._replace(num_tokens=max(_LEAST_S, each.num_tokens))
+            step_s, each = self._fit.coefficients
+            each = each._replace(num_tokens=max(_LEAST_S, each.num_tokens))
+            self.now = Costs(step_s, each, is_known=True)

@@ -1,0 +1,75 @@
+"""What decodes would have taken alone follows from sums over steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.decodes import Decodes
+
+#: Who is noted at which position, or dropped, or sits out, or is found at another position; then a
+#: step that takes so long and so much longer a position.
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["none", "note", "drop", "sit out", "place", "anew"]),
+        st.integers(0, 2),
+        st.integers(0, 100),
+        st.integers(1, 5),
+        st.integers(0, 3),
+    ),
+    max_size=30,
+)
+
+
+def test_who_decodes_is_a_position_further_in_each_step() -> None:
+    decodes = Decodes(2)
+    decodes.note(1, 10)
+    decodes.add(1.0, 0.5)
+    assert decodes.seconds(1) == 1.0 + 0.5 * 11
+    assert decodes.seconds(0) == 0.0
+    decodes.note(0, 40)
+    assert decodes.positions == 40 + 11
+    decodes.add(1.0, 0.25)
+    assert decodes.seconds(1) == 6.5 + 1.0 + 0.25 * 12
+    assert decodes.seconds(0) == 1.0 + 0.25 * 41
+
+
+@given(STEPS)
+def test_it_is_as_if_every_row_was_looked_at(steps: list[tuple[str, int, int, int, int]]) -> None:
+    decodes = Decodes(3)
+    positions: dict[int, int] = {}
+    seconds = [0.0] * 3
+    taken = [0.0] * 3
+    for what, slot, position, base, slope in steps:
+        everybody = np.array(sorted(positions), np.int64)
+        only, absent = np.array([slot]), what == "sit out" and slot in positions
+        if what == "note" and slot not in positions:
+            decodes.note(slot, position)
+            positions[slot] = position
+        if what == "drop" and slot in positions:
+            taken[slot] += decodes.seconds(slot)
+            decodes.drop(slot)
+            del positions[slot]
+        if what == "anew":
+            for each, passed in zip(everybody, decodes.take(everybody), strict=True):
+                taken[each] += passed
+            decodes.begin_anew()
+        if what == "place" and slot in positions:
+            taken[slot] += decodes.take(only)[0]
+            decodes.place(only, np.array([position]))
+            positions[slot] = position
+        if absent:
+            taken[slot] += decodes.take(only)[0]
+        decodes.add(base, slope)
+        if absent:
+            decodes.sit_out(only)
+        for each in positions:
+            if not (absent and each == slot):
+                seconds[each] += base + slope * (positions[each] + 1)
+                positions[each] += 1
+        assert decodes.positions == sum(positions.values())
+        assert decodes.positions_of(np.array([*positions], np.int64)) == decodes.positions
+        told = [before + decodes.seconds(each) for each, before in enumerate(taken)]
+        assert told == pytest.approx(seconds)
