@@ -107,11 +107,17 @@ def attempts(explanation: pb.Explanation) -> Table:
 
 
 def neighbours(explanation: pb.Explanation) -> Iterator[str]:
-    """Who of its own tenant was at the worker already."""
+    """Who of its own tenant was at the worker already, came there, or was at another one."""
     for attempt in explanation.attempts:
-        if attempt.neighbours:
-            names = ", ".join(map(escape, attempt.neighbours))
-            yield f"at its worker before attempt {attempt.number}, of your own: {names}"
+        number = attempt.number
+        others = {
+            f"at other workers, without room for attempt {number}": attempt.occupants,
+            f"at its worker before attempt {number}": attempt.neighbours,
+            f"came to its worker during attempt {number}": attempt.newcomers,
+        }
+        for where, names in others.items():
+            if names:
+                yield f"{where}, of your own: {', '.join(map(escape, names))}"
 
 
 def stays(explanation: pb.Explanation) -> Iterator[str]:

@@ -61,6 +61,9 @@ class Attempt:
     known_tokens: int = 0
     #: of its own tenant, at the same worker when it came there
     neighbours: tuple[str, ...] = ()
+    #: of its own tenant too, at other workers then, if there was no room; and who came since
+    occupants: tuple[str, ...] = ()
+    newcomers: tuple[str, ...] = ()
     queue: pb.QueueStay | None = None
     #: None when it has left
     worker: Speaker | None = None

@@ -216,9 +216,10 @@ class Attempts:
             self._custody.spawn(self._decline(message))
             return
         self._custody.counters.migrated += bool(live.num_tokens)
-        neighbours = self._running.neighbours(live.request_id, message.worker_id)
+        beside = live.request_id, message.worker_id
+        neighbours, occupants = self._running.neighbours(*beside), self._running.occupants(*beside)
         worker = self._workers.speaker(message.worker_id) or SILENT
-        live.begin(message, neighbours, worker, now())
+        live.begin(message, neighbours, worker, now(), occupants)
         self._running.add(live)
         log.info(
             "dispatched",
@@ -370,8 +371,7 @@ class Attempts:
         if live.unfinished:
             self._custody.spawn_for(live, self._return(live))
         else:
-            self._running.remove(live.epoch)
-            live.journal.left(FINISHED, now())
+            self._take_from_worker(live, FINISHED)
             live.phase = Phase.FINISHING
             if (tpot_ratio := live.judge_tpot(now())) is not None:
                 self._line.finished(tpot_ratio)
@@ -393,6 +393,18 @@ class Attempts:
         """The worker lives, but this request is lost there."""
         self._workers.abort(live.worker_id, live.epoch)
         self._custody.spawn_for(live, self._return(live, loss=cause))
+
+    def _take_from_worker(self, live: LiveRequest, end: str, *, is_lost: bool = False) -> bool:
+        """False where none has it."""
+        self.look_around(live)
+        if self._running.remove(live.epoch) is None:
+            return False
+        live.journal.left(end, now(), is_lost=is_lost)
+        return True
+
+    def look_around(self, live: LiveRequest) -> None:
+        """Its journal hears who came to its worker since it did."""
+        live.journal.joined(self._running.newcomers(live))
 
     def worker_up(self) -> None:
         self._worker_wait.worker_up(self._custody)
@@ -416,9 +428,8 @@ class Attempts:
     ) -> None:
         """Back into the queue, with its tokens: lost, or given back."""
         epoch = live.epoch
-        if self._running.remove(epoch) is None:
+        if not self._take_from_worker(live, loss or end, is_lost=loss is not None):
             return
-        live.journal.left(loss or end, now(), is_lost=loss is not None)
         await asyncio.sleep(delay_s)
         await self.keeping.put_all(live)
         if live.runs_under(epoch):
@@ -507,6 +518,5 @@ class Attempts:
     def drop(self, live: LiveRequest, end: str = "given up") -> None:
         """No worker shall have it any more, nor the queue."""
         self._line.withdraw(live.request_id)
-        if self._running.remove(live.epoch) is not None:
-            live.journal.left(end, now())
+        if self._take_from_worker(live, end):
             self._workers.abort(live.worker_id, live.epoch)

@@ -89,6 +89,8 @@ def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
         steps=attempt.steps,
         most_neighbours=account.most_neighbours if account is not None else 0,
         neighbours=attempt.neighbours,
+        newcomers=attempt.newcomers,
+        occupants=attempt.occupants,
         queue=attempt.queue,
     )
 
@@ -97,8 +99,9 @@ def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
 
 
 def packed(explanation: pb.Explanation) -> bytes:
-    """In MAX_BYTES: of the first attempts the names of other requests are left out, and if that is
-    not enough all but their time. What is true for a moment alone is not kept."""
+    """In MAX_BYTES: of the first attempts the names of other requests are left out, who came later
+    before those that were there, and if that is not enough all but their time. What is true for a
+    moment alone is not kept."""
     explanation.ClearField("unread_tokens")
     for shorter in _shorter(explanation):
         if shorter.ByteSize() <= MAX_BYTES:
@@ -109,6 +112,9 @@ def packed(explanation: pb.Explanation) -> bytes:
 def _shorter(explanation: pb.Explanation) -> Iterator[pb.Explanation]:
     """Itself first, then less and less of it."""
     yield explanation
+    for attempt in explanation.attempts:
+        del attempt.newcomers[:], attempt.occupants[:]
+        yield explanation
     for attempt in explanation.attempts:
         del attempt.neighbours[:], attempt.queue.before[:]
         yield explanation

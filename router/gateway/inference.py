@@ -330,7 +330,8 @@ def _named(caller: Caller, explanation: pb.Explanation) -> pb.Explanation:
     """With its caller's names for requests: others' than its tenant's are not in it."""
     explanation.request_id = caller.name(explanation.request_id)
     for attempt in explanation.attempts:
-        attempt.neighbours[:] = map(caller.name, attempt.neighbours)
+        for names in (attempt.neighbours, attempt.newcomers, attempt.occupants):
+            names[:] = map(caller.name, names)
         if attempt.HasField("queue"):
             attempt.queue.before[:] = map(caller.name, attempt.queue.before)
     return explanation

@@ -35,6 +35,8 @@ MAX_TOLD = 8
 #: How an attempt ended that brought the request's last token.
 FINISHED = "finished"
 
+#: Who waits for room no longer than that waits for nobody: it is what the queue itself takes.
+_NOTHING_S = 1e-3
 #: What comes last, in this order.
 _BEHIND = (pb.SPAN_KIND_STORING, pb.SPAN_KIND_DELIVERY)
 
@@ -193,18 +195,37 @@ class Journal:
         neighbours: tuple[str, ...],
         worker: Speaker,
         now: float,
+        occupants: tuple[str, ...] = (),
     ) -> None:
+        """``occupants`` count where it waited for room."""
         stay = message.stay if message.HasField("stay") else None
+        shares = {} if stay is None else dict(in_queue(stay))
         self._number = self._last_attempt = message.attempt
         self.overtaken += message.overtaken
-        self._divide(pb.SPAN_KIND_LINE, () if stay is None else in_queue(stay), now)
-        queue = None if stay is None else _copied(stay.queue)
-        known = known_tokens, neighbours, queue, worker, self.outputs, sum(map(len, self.outputs))
-        self._attempts.append(Attempt(message.attempt, now, message.worker_id, *known))
+        self._divide(pb.SPAN_KIND_LINE, [*shares.items()], now)
+        self._attempts.append(
+            Attempt(
+                message.attempt,
+                now,
+                message.worker_id,
+                known_tokens,
+                neighbours,
+                occupants if shares.get(pb.SPAN_KIND_NO_CREDIT, 0.0) > _NOTHING_S else (),
+                queue=None if stay is None else _copied(stay.queue),
+                worker=worker,
+                outputs=self.outputs,
+                tokens_before=sum(map(len, self.outputs)),
+            )
+        )
         self._open, self.awaits_token = pb.SPAN_KIND_UNTOLD, True
         self._num_dispatched += 1
         if self._num_dispatched > MAX_TOLD:
             self._forget_up_to(self._attempts[-MAX_TOLD - 1].number)
+
+    def joined(self, newcomers: tuple[str, ...]) -> None:
+        """Others came to its worker since it did: these."""
+        if self._is_at_worker:
+            self._attempts[-1].newcomers = newcomers
 
     def account(self, account: session_pb2.Account) -> None:
         if self._is_at_worker:

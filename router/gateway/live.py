@@ -229,6 +229,7 @@ class LiveRequest:
         neighbours: tuple[str, ...],
         worker: Speaker,
         now: float,
+        occupants: tuple[str, ...] = (),
     ) -> None:
         """A worker gets what is unfinished of it, under a fresh epoch."""
         self.phase = Phase.RUNNING
@@ -253,7 +254,7 @@ class LiveRequest:
         for choice in self.unfinished:
             choice.begin(dispatched.epoch)
         self._queued_s += now - self._waiting_since
-        self.journal.dispatched(dispatched, self.known_tokens, neighbours, worker, now)
+        self.journal.dispatched(dispatched, self.known_tokens, neighbours, worker, now, occupants)
         if self._dispatched is None:
             self._dispatched = now
             self._observer.dispatched(self._queued_s)

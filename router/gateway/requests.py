@@ -368,6 +368,7 @@ class Requests:
         """Where its time went, by who has it, had it a moment ago, or has a client that reads on;
         else by the ledger. Raises UnknownRequest, Elsewhere, LedgerUnavailable."""
         if (live := self._known(request_id)) is not None:
+            self.attempts.look_around(live)
             return live.explanation(now())
         entry = await self._ledger.get(request_id)
         if (read := self._deliveries.going_on(entry)) is not None:

@@ -180,7 +180,9 @@ async def test_the_page_is_accessible_dark_and_light_wide_and_narrow(
         async with opened(chromium, url) as page:
             await page.fill("#request-id", "story-3")
             await page.press("#request-id", "Enter")
-            await expect(page.locator("#request-answer")).to_contain_text("running")
+            answer = page.locator("#request-answer")
+            await expect(answer).to_contain_text("running")
+            await expect(answer).to_contain_text("came to its worker during attempt 1: story-")
             await page.click("#seats-details summary")
             await expect(page.locator("#seats tr")).to_have_count(12)
             await expect(page.locator("#percentiles tr")).to_have_count(5)

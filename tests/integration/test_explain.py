@@ -118,6 +118,36 @@ async def test_who_waits_is_told_behind_whom_and_by_which_rule() -> None:
     assert sum(spent.values()) == pytest.approx(explanation.total_s)
 
 
+async def test_who_waits_for_room_is_told_who_has_it() -> None:
+    worker, config = replace(WORKER, max_num_seqs=1), replace(ROUTER, local_depth=1)
+    async with cluster(1, 2, config, worker) as parts, AsyncClient(parts.address) as client:
+        first, other = parts.hold()
+        names = [f"r{number}" for number in range(5)]
+        leader, work = parts.routers[0]._leader, {}
+
+        def num_known() -> int:
+            return leader.queued + first.num_requests + other.num_requests
+
+        for number, name in enumerate(names, 1):
+            going = receive(client, PROMPT, 8, request_id=name)
+            work[name] = asyncio.create_task(going)
+            await until(lambda number=number: num_known() == number)
+        first.release()
+        await work["r4"]
+        explanations = {name: await client.explain(name) for name in names}
+        other.release()
+        await asyncio.gather(*work.values())
+    last = explanations.pop("r4")
+    assert seconds(last)[pb.SPAN_KIND_NO_CREDIT] > 0
+    [attempt] = last.attempts
+    at_other = {
+        name
+        for name, told in explanations.items()
+        if told.attempts[0].worker_id != attempt.worker_id
+    }
+    assert set(attempt.occupants) == at_other and at_other
+
+
 async def test_who_ends_in_the_queue_is_told_what_it_waited_for() -> None:
     worker = replace(WORKER, max_num_seqs=1)
     config = replace(ROUTER, local_depth=1)
@@ -190,12 +220,16 @@ async def test_what_decodes_is_stalled_by_anothers_prompt() -> None:
         await until(lambda: link.state.step >= 10)
         other = asyncio.create_task(receive(client, [5] * 2000, 4, request_id="prompt"))
         await until(lambda: held.num_requests == 2)
+        running = await client.explain("decodes")
         held.release()
         wall_s, _ = await asyncio.gather(work, other)
         decodes, prompt = [await client.explain(name) for name in ("decodes", "prompt")]
     check_sum(decodes, wall_s)
     assert seconds(decodes)[pb.SPAN_KIND_STALLED] > 0
     assert decodes.attempts[0].most_neighbours == 1
+    for told in (running, decodes):
+        assert (told.attempts[0].neighbours, told.attempts[0].newcomers) == ([], ["prompt"])
+    assert (prompt.attempts[0].neighbours, prompt.attempts[0].newcomers) == (["decodes"], [])
     assert seconds(prompt)[pb.SPAN_KIND_PREFILL] > 0
     assert pb.SPAN_KIND_STALLED not in seconds(prompt)
 
@@ -204,7 +238,7 @@ async def test_who_waits_for_another_tenants_turn_is_told_so(tmp_path: Path) -> 
     keyring = Keyring(tmp_path / "keys.yaml")
     keys = [await keyring.key("many"), await keyring.key("few")]
     worker = replace(WORKER, max_num_seqs=1)
-    config = replace(ROUTER, local_depth=1, access="file", access_file=str(keyring.path))
+    config = replace(ROUTER, local_depth=2, access="file", access_file=str(keyring.path))
     async with AsyncExitStack() as stack:
         parts = await stack.enter_async_context(cluster(1, 1, config, worker))
         clients = [AsyncClient(parts.address, api_key=key) for key in keys]
@@ -217,12 +251,15 @@ async def test_who_waits_for_another_tenants_turn_is_told_so(tmp_path: Path) -> 
             await until(lambda number=number: leader.queued + held.num_requests > number)
         held.release()
         await asyncio.gather(*work)
-        last, other = await many.explain("r3"), await few.explain("r4")
+        first, last = [await many.explain(name) for name in ("r0", "r3")]
+        other = await few.explain("r4")
     spent, stay = seconds(last), last.attempts[0].queue
     assert spent[pb.SPAN_KIND_BEHIND_TURN] > 0 and spent[pb.SPAN_KIND_BEHIND_EARLIER] > 0
     assert (stay.turns, stay.ordered) == (1, 0)
     # The other tenant is counted, and never named.
     assert set(stay.before) <= {"r0", "r1", "r2"}
+    assert {"r1"} <= {*first.attempts[0].newcomers} <= {"r1", "r2", "r3"}
+    assert {*last.attempts[0].neighbours} <= {"r1", "r2"} and not other.attempts[0].neighbours
     assert pb.SPAN_KIND_BEHIND_TURN not in seconds(other)
 
 

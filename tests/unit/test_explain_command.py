@@ -37,8 +37,15 @@ EXPLANATION = pb.Explanation(
             cached_tokens=64,
             end="worker [w1] was lost",
             queue=pb.QueueStay(found=7, higher=3, before=["other"], order="fifo"),
+            occupants=["o"],
         ),
-        pb.ExplainedAttempt(number=2, worker_id="w2" * 8, neighbours=["x", "y"], end="finished"),
+        pb.ExplainedAttempt(
+            number=2,
+            worker_id="w2" * 8,
+            neighbours=["x", "y"],
+            newcomers=["z"],
+            end="finished",
+        ),
     ],
     prompt_tokens=100,
     output_tokens=20,
@@ -101,7 +108,9 @@ async def test_people_read_a_table_with_its_sum() -> None:
     assert ["0.002", "0.1", "what", "took", "less", "than", "0.1%", "each"] in lines
     assert ["2.000", "100.0", "together"] in lines
     assert "worker [w1] was lost" in result.stdout
+    assert "at other workers, without room for attempt 1, of your own: o" in result.stdout
     assert "at its worker before attempt 2, of your own: x, y" in result.stdout
+    assert "came to its worker during attempt 2, of your own: z" in result.stdout
     assert (
         "queue before attempt 1 (fifo): 7 waited when it came; before it left "
         "3 later ones of higher classes; the last of your own: other" in result.stdout

@@ -41,7 +41,9 @@ def journal(attempts: int = 1, names: int = 0) -> Journal:
         message = session_pb2.Dispatched(
             worker_id="w" * 32, attempt=attempt, overtaken=2, stay=stay
         )
-        made.dispatched(message, 10, ("a/" + "n" * 120,) * names, made.worker, now := now + 1)
+        others = ("a/" + "n" * 120,) * names
+        made.dispatched(message, 10, others, made.worker, now := now + 1, others)
+        made.joined(others)
         account = session_pb2.Account(waiting_s=0.25, prefill_s=0.25, decode_s=0.25)
         made.says(now := now + 1, 2, account)
         made.left("moved", now)
@@ -79,8 +81,9 @@ def test_what_the_ledger_keeps_has_its_bound_and_adds_up(attempts: int, names: i
     read = pb.Explanation.FromString(data)
     assert seconds(read) == pytest.approx(read.total_s) == pytest.approx(1000.0)
     assert read.dropped_attempts + len(read.attempts) == attempts
-    # Names go before attempts do.
+    # Names go before attempts do, and those of who came later first.
     assert read.attempts and (read.dropped_attempts == 0) == (attempts <= 8)
+    assert len(read.attempts[-1].neighbours) == names
 
 
 def test_first_attempts_give_way_where_not_even_their_times_fit() -> None:

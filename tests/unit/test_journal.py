@@ -255,6 +255,27 @@ def test_what_ends_in_the_queue_was_there_for_what_the_leader_says() -> None:
     assert seen == [("line", 1.0), ("no_worker", 1.0), ("behind_earlier", 3.0), ("storing", 2.0)]
 
 
+def test_only_where_it_waited_for_room_others_workers_are_of_interest() -> None:
+    for first_s, told in ((0.0, ()), (0.001, ()), (2.0, ("a",))):
+        journal = accepted()
+        queue = pb.QueueStay(earlier=1)
+        stay = session_pb2.Stay(seconds=4.0, first_s=first_s, queue=queue)
+        message = session_pb2.Dispatched(worker_id="w", attempt=1, stay=stay)
+        journal.dispatched(message, 10, (), journal.worker, CAME + 11, occupants=("a",))
+        (attempt,) = journal
+        assert attempt.occupants == told
+
+
+def test_who_comes_when_it_has_left_is_none_of_its_newcomers() -> None:
+    journal = accepted()
+    journal.dispatch(CAME + 6)
+    journal.joined(("a",))
+    journal.joined(("b", "a"))
+    journal.left("moved", CAME + 7)
+    journal.joined(("c",))
+    assert [attempt.newcomers for attempt in journal] == [("b", "a")]
+
+
 def test_an_heir_begins_with_what_was_told_before_it() -> None:
     journal = Journal(CAME)
     earlier = accepted()

@@ -1168,6 +1168,8 @@ class ExplainedAttempt(google.protobuf.message.Message):
     MOST_NEIGHBOURS_FIELD_NUMBER: builtins.int
     NEIGHBOURS_FIELD_NUMBER: builtins.int
     QUEUE_FIELD_NUMBER: builtins.int
+    NEWCOMERS_FIELD_NUMBER: builtins.int
+    OCCUPANTS_FIELD_NUMBER: builtins.int
     number: builtins.int
     """from 1"""
     worker_id: builtins.str
@@ -1192,6 +1194,14 @@ class ExplainedAttempt(google.protobuf.message.Message):
     def queue(self) -> Global___QueueStay:
         """before it"""
 
+    @property
+    def newcomers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Those that came to the worker while it was there, the last one first; the bounds are those of neighbours."""
+
+    @property
+    def occupants(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Where it was the next one and no worker had room: those that other workers had when it left the queue."""
+
     def __init__(
         self,
         *,
@@ -1207,9 +1217,11 @@ class ExplainedAttempt(google.protobuf.message.Message):
         most_neighbours: builtins.int = ...,
         neighbours: collections.abc.Iterable[builtins.str] | None = ...,
         queue: Global___QueueStay | None = ...,
+        newcomers: collections.abc.Iterable[builtins.str] | None = ...,
+        occupants: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["queue", b"queue"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "end", b"end", "known_tokens", b"known_tokens", "most_neighbours", b"most_neighbours", "neighbours", b"neighbours", "new_tokens", b"new_tokens", "number", b"number", "preemptions", b"preemptions", "queue", b"queue", "recomputed_tokens", b"recomputed_tokens", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "end", b"end", "known_tokens", b"known_tokens", "most_neighbours", b"most_neighbours", "neighbours", b"neighbours", "new_tokens", b"new_tokens", "newcomers", b"newcomers", "number", b"number", "occupants", b"occupants", "preemptions", b"preemptions", "queue", b"queue", "recomputed_tokens", b"recomputed_tokens", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
 
 Global___ExplainedAttempt: typing_extensions.TypeAlias = ExplainedAttempt
 

@@ -23,7 +23,7 @@ export function explained(explanation, labels, onPick) {
     ...reading(explanation),
     table(`Where its ${seconds(total)} went`, ["what for", "time", "part", "when"], rows(spans, total, labels)),
     ...(attempts.length ? [table("Its attempts", COLUMNS, attempts.map((it) => attempt(it, onPick)))] : []),
-    ...attempts.flatMap((it) => stay(it, onPick)),
+    ...attempts.flatMap((it) => [...others(it, onPick), ...stay(it, onPick)]),
   ];
 }
 
@@ -80,6 +80,15 @@ function attempt(it, onPick) {
     String(it.number), short(it.worker_id), count(it.known_tokens), count(it.cached_tokens), count(it.new_tokens),
     count(it.preemptions), count(it.recomputed_tokens), beside, it.end.replaceAll("_", " ") || "goes on",
   );
+}
+
+// Requests of its own tenant, beside those that its worker had when it came there.
+function others({ number, newcomers, occupants }, onPick) {
+  const where = {
+    [`Your own at other workers, which had no room for attempt ${number}:`]: occupants,
+    [`Your own that came to its worker during attempt ${number}:`]: newcomers,
+  };
+  return Object.entries(where).filter(([, it]) => it.length).map(([text, it]) => el("p", {}, text, ...names(it, onPick)));
 }
 
 // Its stay in the queue, where others left that first.

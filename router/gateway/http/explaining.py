@@ -43,6 +43,8 @@ class AttemptBody(TypedDict):
     steps: int
     most_neighbours: int
     neighbours: list[str]
+    newcomers: list[str]
+    occupants: list[str]
     queue: NotRequired[QueueStayBody]
 
 
