@@ -1,5 +1,5 @@
-"""A stopwatch where a router's clients come in: from when a call is heard of to the last part of
-its answer."""
+"""A stopwatch where a router's clients come in: from when a call is heard of until the last part of
+its answer is there to be written."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Rim:
         app_of, write = Api.app, Writer.write
 
         def timed_write(writer: Writer, data: bytes) -> None:
-            write(writer, data)
             self._told(writer.cycle.scope["headers"])
+            write(writer, data)
 
         patch.setattr(Api, "app", lambda api, *args: self._timed(app_of(api, *args)))
         patch.setattr(Writer, "write", timed_write)
@@ -65,8 +65,8 @@ class Rim:
             run(call, handler)
 
         def timed_put(call: Call, answer: Any) -> None:
-            put(call, answer)
             self._told(call.invocation_metadata())
+            put(call, answer)
 
         patch.setattr(Call, "run", timed_run)
         patch.setattr(Call, "_put", timed_put)

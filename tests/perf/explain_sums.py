@@ -2,9 +2,11 @@
 process.
 
 Two fake workers with few slots, of which one is killed in the middle; requests of several lengths,
-classes and numbers of choices, some ended by a stop string. Each is timed by who asks for it in the
-router's own process, from the call to the last piece, and its spans are summed: as the router tells
-them, and as the ledger does, which is told with the next beats of what came after a request's end.
+classes and numbers of choices, some ended by a stop string. Each is timed in the router's own
+process, every other one by who asks for it there, from the call to the last piece, and the others,
+which come over HTTP and are streamed, where the router hears of them and writes to them (rim.py).
+The spans are summed: as the router tells them, and as the ledger does, which is told with the next
+beats of what came after a request's end.
 
 worst_sum_error        the largest difference, as a part of the request's time
 worst_kept_sum_error   the same of the ledger's
@@ -16,23 +18,28 @@ Beside these stands how much CPU time a router spends a token on what explanatio
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from everlift.v1 import inference_pb2 as pb
 from router.clock import now
+from router.gateway.at_workers import AtWorkers
 from router.gateway.caller import ANYONE
 from router.gateway.explanation import kept
+from router.gateway.headers import IDEMPOTENCY_KEY
 from router.gateway.journal import Journal
 from router.gateway.live import LiveRequest
 from router.gateway.unread import Unread
-from router.router import Router
+from tests.fronts import COMPLETIONS
+from tests.http_client import JSON, ask
 from tests.in_process import ROUTER, WORKER, Cluster, cluster
 from tests.perf.explain_account import Measured, Meter
+from tests.rim import Rim
 from worker.config import FakeModel
 
 _WORKER = replace(WORKER, max_num_seqs=8, fake=FakeModel(step_time=0.004))
@@ -44,10 +51,14 @@ _BEATS = 4
 _RECORDING = {
     Journal: (
         "__init__",
+        "read",
+        "rendered",
         "tokenised",
         "charged",
         "accepted",
         "dispatched",
+        "joined",
+        "account",
         "progress",
         "left",
         "queued_again",
@@ -55,8 +66,9 @@ _RECORDING = {
         "ended",
         "delivered",
     ),
-    Unread: ("__init__", "look"),
-    LiveRequest: ("packed_explanation",),
+    Unread: ("__init__", "begin", "end"),
+    LiveRequest: ("_look_at_unread", "packed_explanation"),
+    AtWorkers: ("neighbours", "occupants", "newcomers"),
 }
 
 
@@ -85,8 +97,8 @@ class _Sums:
 
 def measure() -> Measured:
     meter = Meter()
-    with _metered(meter):
-        sums = asyncio.run(_measured(_REQUESTS))
+    with _metered(meter), pytest.MonkeyPatch.context() as patch:
+        sums = asyncio.run(_measured(_REQUESTS, Rim(patch)))
     return Measured(
         settings={"requests": _REQUESTS, "requests_per_s": _RATE},
         raw={
@@ -114,13 +126,14 @@ def _metered(meter: Meter) -> Iterator[None]:
         yield
 
 
-async def _measured(num_requests: int) -> list[_Sums]:
+async def _measured(num_requests: int, rim: Rim) -> list[_Sums]:
     dice = Random(0)
     async with cluster(1, 2, replace(ROUTER, max_queued=num_requests), _WORKER) as parts:
         messages = [_message(number, dice) for number in range(num_requests)]
         asked = []
         for number, message in enumerate(messages):
-            asked.append(asyncio.create_task(_asked(parts, message)))
+            wall = _over_http(parts, rim, message) if number % 2 else _in_process(parts, message)
+            asked.append(asyncio.create_task(_asked(parts, message, wall)))
             await asyncio.sleep(dice.expovariate(_RATE))
             if number == num_requests // 2:
                 await parts.kill_worker(parts.workers[0])
@@ -143,10 +156,11 @@ def _message(number: int, dice: Random) -> pb.GenerateRequest:
     )
 
 
-async def _asked(parts: Cluster, message: pb.GenerateRequest) -> tuple[float, float, int]:
+async def _asked(
+    parts: Cluster, message: pb.GenerateRequest, wall: Coroutine[Any, Any, float]
+) -> tuple[float, float, int]:
     """By a stopwatch, and as its router tells it, which has so many tokens of it."""
-    router = parts.routers[0]
-    wall_s = await _timed(router, message)
+    wall_s, router = await wall, parts.routers[0]
     told = await router._inference.explain(ANYONE, pb.ExplainRequest(request_id=message.request_id))
     return wall_s, _sum(told), told.output_tokens
 
@@ -156,9 +170,23 @@ async def _kept_s(parts: Cluster, request_id: str) -> float:
     return _sum(kept(stored, await parts.ledger.events(request_id)))
 
 
-async def _timed(router: Router, message: pb.GenerateRequest) -> float:
+async def _over_http(parts: Cluster, rim: Rim, message: pb.GenerateRequest) -> float:
+    body = {
+        "prompt": [*message.tokens.ids],
+        "max_tokens": message.max_tokens,
+        "n": message.n,
+        "priority": message.priority,
+        "stop": [*message.stop],
+        "stream": True,
+    }
+    headers = {**JSON, IDEMPOTENCY_KEY: message.request_id}
+    assert (await ask(parts.routers[0].http_address, COMPLETIONS, body, headers)).status == 200
+    return rim.seconds[message.request_id]
+
+
+async def _in_process(parts: Cluster, message: pb.GenerateRequest) -> float:
     began = now()
-    opened = await router._inference.generate(ANYONE, message, {}, Journal(began))
+    opened = await parts.routers[0]._inference.generate(ANYONE, message, {}, Journal(began))
     async with aclosing(opened.pieces) as pieces:  # type: ignore[type-var]
         async for _ in pieces:
             pass
