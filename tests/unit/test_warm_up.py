@@ -20,8 +20,6 @@ from worker.plan import Ints
 from worker.upload import Parcel
 from worker.warm_up import warm_up_plans
 
-BUDGET = 600
-
 
 def forms(counts: Ints, group: int, kv_heads: int) -> set[tuple[int, int, int]]:
     """Of the tiles of rows with ``counts`` tokens on an H100."""
@@ -32,16 +30,32 @@ def forms(counts: Ints, group: int, kv_heads: int) -> set[tuple[int, int, int]]:
     return {(each.tokens, each.block_rows, each.splits) for each in tiles}
 
 
-@given(st.data(), st.integers(1, 300), st.sampled_from([1, 4, 7, 16, 32]), st.integers(1, 8))
+def known_forms(max_num_seqs: int, budget: int, group: int, kv_heads: int) -> set[tuple[int, ...]]:
+    plans = warm_up_plans(max_num_seqs, budget, 4096)
+    return set().union(*(forms(plan.rows.counts, group, kv_heads) for plan in plans))
+
+
+@given(
+    st.data(),
+    st.integers(1, 300),
+    st.integers(1, 600),
+    st.sampled_from([1, 3, 4, 5, 7, 16, 32]),
+    st.integers(1, 8),
+)
 def test_no_step_has_a_form_of_attention_that_was_not_computed(
-    data: st.DataObject, max_num_seqs: int, group: int, kv_heads: int
+    data: st.DataObject, max_num_seqs: int, budget: int, group: int, kv_heads: int
 ) -> None:
-    warm = [plan.rows.counts for plan in warm_up_plans(max_num_seqs, BUDGET, 4096)]
-    known = set().union(*(forms(counts, group, kv_heads) for counts in warm))
+    known = known_forms(max_num_seqs, budget, group, kv_heads)
     most = data.draw(st.sampled_from([1, 2, 3, 16, 40]))
     counts = np.array(data.draw(st.lists(st.integers(1, most), min_size=1, max_size=max_num_seqs)))
-    counts = counts[counts.cumsum() <= BUDGET]
+    counts[0] = min(counts[0], budget)
+    counts = counts[counts.cumsum() <= budget]
     assert forms(counts, group, kv_heads) <= known
+
+
+def test_rows_of_unequal_length_have_numbers_of_tiles_that_equal_ones_have_not() -> None:
+    assert forms(np.array([1, 3]), group=7, kv_heads=6) <= known_forms(2, 600, 7, 6)
+    assert forms(np.array([3] * 30 + [1] * 10), 7, 4) <= known_forms(40, 100, 7, 4)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "budget", "longest"), [(1, 1, 2), (5, 5, 9), (3, 99, 64)])
