@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from everlift.errors import EverliftError, QueueFull
+from everlift.errors import QueueFull
 from router.chat import frames
 from router.chat.formats import ToolFormat, tool_format
 from router.chat.launch import Launch
@@ -131,7 +131,7 @@ class ChatTemplate:
 
     async def _run(self, process: RendererProcess) -> None:
         # A chat tries it again, and hears of it.
-        with suppress(EverliftError):
+        with suppress(Exception):
             await process.start()
         while True:
             chat = await self._waiting.get()

@@ -196,6 +196,9 @@ class _Here:
     def __init__(self, process: RendererProcess) -> None:
         self._process = process
 
+    async def start(self) -> None:
+        pass
+
     async def render(self, request: bytes) -> str:
         answer = _answer(_unframed(request), self._process._launch)
         return self._process._text(_unframed(answer))
