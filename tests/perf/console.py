@@ -3,8 +3,11 @@
     python tests/perf/console.py [--seconds 10] [--out build/bench/console.json]
 
 A made-up cluster: each worker has 256 slots, all taken, of which one in twenty changes hands before
-every frame; 10 requests wait for each worker. One page looks at the slots of 8 of the workers. By
-number of workers, CPU time and bytes:
+every frame. 10 requests wait for each worker, of 4 classes and 50 tenants, in a leader's own queue,
+of which as many leave and come before every frame. One page looks at the slots of 8 of the workers.
+By number of workers, CPU time and bytes:
+
+    load_ms      what the leader tells of its queue and the workers (median)
 
     look_ms      sections made of the cluster, once a frame for all pages (median)
     encode_ms    the same as JSON
@@ -23,14 +26,18 @@ import asyncio
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from starlette.routing import Route, Router
 
+from everlift.request_id import qualified
 from everlift.transport import GRPC
 from everlift.v1 import session_pb2
+from router.admission.load import cluster_load
+from router.config import RouterConfig
 from router.console.actions import Actions
 from router.console.console import Console
 from router.console.feed import FRAME_S
@@ -44,6 +51,7 @@ from router.gateway.http.encoding import encode
 from router.gateway.http.endpoint import Endpoint
 from router.gateway.http.server import HttpServer
 from router.ledger.base import LoadReport
+from tests.admission_support import Cluster
 from tests.browser import browser
 from tests.console_support import FakeCluster, link
 from tests.perf import report
@@ -51,6 +59,8 @@ from tests.perf import report
 NUM_WORKERS = (10, 100, 1000)
 SLOTS = 256
 WAITING = 10
+CLASSES = 4
+TENANTS = 50
 _FRAMES = 40
 #: In the page: times between two drawn frames, in milliseconds.
 _WATCH = """ms => new Promise(resolve => {
@@ -61,10 +71,44 @@ _WATCH = """ms => new Promise(resolve => {
 })"""
 
 
+class Queue:
+    """A leader's, in which so many wait at all times."""
+
+    def __init__(self, waiting: int) -> None:
+        config = RouterConfig(max_queued=waiting, fair_share=True)
+        self._leader = Cluster(config, weight_of=lambda tenant: 1.0)
+        self._leader.connect()
+        self._rng = random.Random(2)
+        self._came = 0
+        self._waiting: deque[str] = deque()
+        self._come(waiting)
+
+    def _come(self, number: int) -> None:
+        for _ in range(number):
+            self._came += 1
+            name = qualified(f"tenant-{self._rng.randrange(TENANTS)}", f"request-{self._came}")
+            priority = self._rng.randrange(CLASSES)
+            self._leader.enqueue(name, priority=priority, arrived=float(self._came))
+            self._waiting.append(name)
+
+    def pass_on(self, number: int) -> None:
+        gone = [self._waiting.popleft() for _ in range(min(number, len(self._waiting)))]
+        self._leader.hear(session_pb2.GatewayMessage(withdraw=gone))
+        self._come(len(gone))
+
+    def load(self) -> session_pb2.ClusterLoad:
+        workers = self._leader.placement.workers.values()
+        return cluster_load(1, self._leader.tenure, workers, float(self._came))
+
+    def outlook(self) -> session_pb2.Outlook:
+        return self._leader.tenure.outlook(1)
+
+
 class BusyCluster:
     def __init__(self, num_workers: int) -> None:
         self._rng = random.Random(1)
         self._names = 0
+        self._queue = Queue(WAITING * num_workers)
         self.cluster = FakeCluster(
             [link(f"{number:016x}", SLOTS, 4096) for number in range(num_workers)],
             queued=WAITING * num_workers,
@@ -87,13 +131,12 @@ class BusyCluster:
                 for sequence in self._rng.sample(each.running, SLOTS // 20):
                     sequence.request_id = self._name()
                     sequence.prefilling = not sequence.prefilling
+        self._queue.pass_on(num_busy * SLOTS // 20)
+        self.cluster.outlook = self._queue.outlook()
         self.cluster.observe("ttft", *(self._rng.randint(1, 9) for _ in range(3)))
 
     def load(self) -> LoadReport:
-        queued = self.cluster.queued
-        queues = [session_pb2.ClassQueue(priority=0, queued=queued)]
-        load = session_pb2.ClusterLoad(queued=queued, queued_tokens=99, class_queues=queues)
-        return LoadReport(load, 0.1)
+        return LoadReport(self._queue.load(), 0.1)
 
 
 def of_router(num_workers: int) -> dict[str, float]:
@@ -101,12 +144,14 @@ def of_router(num_workers: int) -> dict[str, float]:
     snapshot = busy.cluster.snapshot()
     lanes = [each.info.worker_id for each in busy.cluster.links[:MOST_LANES]]
     viewer = Viewer(snapshot, ANYONE, Lanes(lanes))
-    snapshot.load = busy.load()
-    took: dict[str, list[float]] = {"look_ms": [], "encode_ms": [], "frame_ms": []}
+    took: dict[str, list[float]] = {
+        name: [] for name in ("load_ms", "look_ms", "encode_ms", "frame_ms")
+    }
     sizes: list[int] = []
     for number in range(_FRAMES):
         busy.pass_on(MOST_LANES)
         now = number * FRAME_S
+        snapshot.load = timed(took["load_ms"], busy.load)
         sections = timed(took["look_ms"], lambda now=now: snapshot.look(now))
         texts = timed(
             took["encode_ms"], lambda it=sections: {name: encode(v) for name, v in it.items()}
