@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.child import Child
+from cluster.errors import ClusterFailed
+from cluster.kept_ports import KeptPorts
 from cluster.launch import Launch, RankLaunch, RouterLaunch
 from cluster.starter import Starter
 
@@ -68,26 +70,28 @@ class Replica(ABC):
 
 
 class RouterReplica(Replica):
-    """Takes its ports at the first start and keeps them."""
+    """Takes its ports at the first start and keeps them until it is stopped."""
 
     def __init__(self, launch: RouterLaunch, starter: Starter, log_dir: Path) -> None:
         super().__init__(launch.name, starter, log_dir)
         self._launch = launch
+        self._ports = KeptPorts()
         self.address = self.internal_address = self.http_address = self.metrics_address = ""
 
     async def _start(self) -> None:
+        try:
+            router = self._ports.of(self._launch.router)
+        except OSError as error:
+            raise ClusterFailed(f"{self.name}: no port could be had: {error}") from error
+        self._launch = replace(self._launch, router=router)
         report = await (await self._spawn(self._launch)).report()
         self.address, self.internal_address = report["address"], report["internal_address"]
         self.http_address = report["http_address"]
         self.metrics_address = report["metrics_address"]
-        router = replace(
-            self._launch.router,
-            port=_port(self.address),
-            internal_port=_port(self.internal_address),
-            http_port=_port(self.http_address),
-            metrics_port=_port(self.metrics_address),
-        )
-        self._launch = replace(self._launch, router=router)
+
+    async def stop(self) -> None:
+        await super().stop()
+        self._ports.close()
 
     @property
     def _bound_s(self) -> float:
@@ -121,8 +125,3 @@ class WorkerReplica(Replica):
     @property
     def _bound_s(self) -> float:
         return self._launch.worker.drain_timeout
-
-
-def _port(address: str) -> int:
-    """0 of none."""
-    return int(address.rpartition(":")[2] or 0)

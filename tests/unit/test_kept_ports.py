@@ -1,0 +1,52 @@
+"""Who listens on a kept port may go and come back, and nobody else gets it meanwhile."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.kept_ports import KeptPorts
+from router.config import RouterConfig
+
+
+@pytest.fixture
+def ports() -> Iterator[KeptPorts]:
+    ports = KeptPorts()
+    yield ports
+    ports.close()
+
+
+def any_port(host: str = "127.0.0.1", port: int = 0) -> RouterConfig:
+    return RouterConfig(
+        host=host, internal_host=host, http_host="", metrics_host=host, port=port, http_port=0
+    )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "::"])
+def test_a_listener_comes_back_again_and_again(ports: KeptPorts, host: str) -> None:
+    router = ports.of(any_port(host))
+    assert len({router.port, router.internal_port, router.metrics_port, 0}) == 4
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for _ in range(3):
+        with socket.create_server((host, router.port), family=family) as server:
+            client = socket.create_connection(server.getsockname()[:2])
+            accepted, _ = server.accept()
+            client.close()
+            accepted.close()
+
+
+def test_what_is_given_is_left_and_who_listens_nowhere_has_none(ports: KeptPorts) -> None:
+    router = ports.of(any_port(port=1234))
+    assert (router.port, router.http_port) == (1234, 0)
+    assert router.internal_port > 0
+
+
+def test_nobody_else_gets_one_until_they_are_closed(ports: KeptPorts) -> None:
+    port = ports.of(any_port()).port
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    ports.close()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
