@@ -108,7 +108,7 @@ def live(options: argparse.Namespace) -> Part:
     rounds: dict[str, list[Figures]] = {}
     for number in range(options.rounds):
         saturated: float | None = None
-        for case in scheduling_live.cases(dict(options.set)):
+        for case in scheduling_live.cases(dict(options.set), options.cases):
             found = asyncio.run(scheduling_live.turn(case, plan, number, saturated))
             saturated = found["saturation_tokens_per_s"]
             print(case.name, {name: round(value, 3) for name, value in found.items()}, flush=True)
@@ -214,6 +214,9 @@ def main() -> None:
     parser.add_argument("--queue-rounds", type=int, default=9)
     parser.add_argument("--faithful-rounds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1, help="of the live ones")
+    parser.add_argument(
+        "--cases", nargs="+", choices=scheduling_live.CASES, default=scheduling_live.CASES
+    )
     parser.add_argument("--load", type=float, default=1.15, help="of saturation")
     parser.add_argument("--duration", type=float, default=300.0, help="seconds of each load")
     parser.add_argument("--model", type=Path, help="the 125M checkpoint, if none is named")

@@ -51,13 +51,18 @@ class Case:
     priority: int = 0
 
 
-def cases(settings: Mapping[str, Any]) -> tuple[Case, ...]:
+#: Orders of the queue, and one of them with a higher class.
+CASES = ("fifo", "shortest", "ranked", "hrrn", "classes")
+
+
+def cases(settings: Mapping[str, Any], names: Sequence[str] = CASES) -> tuple[Case, ...]:
     """``settings`` that they have in common."""
-    orders = (
-        Case(order, {**settings, "router.order": order})
-        for order in ("fifo", "shortest", "ranked", "hrrn")
+    return tuple(
+        Case(name, settings, _HIGH)
+        if name == "classes"
+        else Case(name, {**settings, "router.order": name})
+        for name in names
     )
-    return (*orders, Case("classes", settings, _HIGH))
 
 
 @dataclass(frozen=True, slots=True)
