@@ -33,6 +33,7 @@ def requests() -> list[Request]:
     return [Request([rng.randrange(3, 32000) for _ in range(n)], out) for n, out in sizes]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", SETTINGS)
 def test_each_request_gets_tokens_of_its_own_from_transformers(
     way: str, requests: list[Request]
@@ -47,6 +48,7 @@ def test_each_request_gets_tokens_of_its_own_from_transformers(
     assert not judge(model, requests, {way: wrong})[way].is_right
 
 
+@pytest.mark.long
 def test_everlift_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
     sizes = ("--models", "tiny", "--systems", "everlift", "--rounds", "1", "--requests", "4")

@@ -109,6 +109,7 @@ async def test_an_answer_that_is_not_whole_is_none(said: bytes) -> None:
             await client.send([Ask((1,), 2, 0.0)])
 
 
+@pytest.mark.long
 def test_everlift_is_measured_in_small(tmp_path: Path) -> None:
     workload = tmp_path / "workload.json"
     request = {"id": 0, "prompt": [1, 2, 3], "max_tokens": 4}

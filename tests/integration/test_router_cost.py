@@ -21,6 +21,7 @@ from tests.perf.clients import Incomplete, connected
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_streams_and_requests_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "router.json"
     sizes = ("--many", "8", "--few", "2", "--seconds", "0.2", "--rounds", "1")
