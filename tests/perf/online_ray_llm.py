@@ -1,6 +1,6 @@
 """Ray Serve LLM on vLLM's CPU build, until SIGINT; run by the peer's own interpreter.
 
-    python online_ray_llm.py --model DIRECTORY --port 8000 --max-model-len 1024
+    python online_ray_llm.py --model DIRECTORY --port 8000 --max-model-len 1024 --dtype bfloat16
 
 Ray's and vLLM's environment variables say in which mode.
 """
@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--dtype", required=True)
     parser.add_argument("--preload", default="", help="libraries, of replicas alone")
     options = parser.parse_args()
     environment = {
@@ -46,7 +47,7 @@ def main() -> None:
         # A bundle with nothing but a core is how it knows that there is no GPU.
         placement_group_config={"bundles": [{"CPU": 1}]},
         engine_kwargs={
-            "dtype": "bfloat16",
+            "dtype": options.dtype,
             "max_model_len": options.max_model_len,
             "enable_prefix_caching": False,
             "distributed_executor_backend": "mp",

@@ -7,8 +7,9 @@
     ray_llm        Ray Serve LLM on that vLLM with its defaults
     ray_llm_best   the same with direct streaming, HAProxy and RAY_SERVE_THROUGHPUT_OPTIMIZED
 
-Peers have environments of their own. All have 2 GiB of KV cache, bfloat16, at most 1,024 tokens a
-sequence, and no caches of prefixes but Everlift's, which the load leaves without a hit.
+Peers have environments of their own. All have 2 GiB of KV cache, the dtype that a worker chooses on
+this machine, at most 1,024 tokens a sequence, and no caches of prefixes but Everlift's, which the
+load leaves without a hit.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from tests.free_port import free_port
 from tests.perf.online_load import Client
 from tests.perf.online_parts import PartsOf, Process, below
 from tests.perf.peer import KV_CACHE_GIB, RAY_LLM, VLLM, vllm_environment
+from worker.device import choose_dtype
 
 ROOT = Path(__file__).parents[2]
 #: What differs from the worker's defaults: as the peers have it.
 WORKER: Mapping[str, Any] = {
     "kv_cache_mib": KV_CACHE_GIB * 1024,
     "max_model_len": 1024,
-    "dtype": "bfloat16",
+    "dtype": str(choose_dtype("auto", torch.device("cpu"))).removeprefix("torch."),
 }
 #: The first start of a peer compiles.
 _START_S = 900.0
@@ -186,7 +190,8 @@ def ray_llm(name: str, mode: Mapping[str, str]) -> Server:
         return [
             *(str(RAY_LLM / "bin/python"), str(Path(__file__).with_name("online_ray_llm.py"))),
             *("--model", str(place.model), "--port", str(place.port)),
-            *("--max-model-len", str(WORKER["max_model_len"]), "--preload", preload),
+            *("--max-model-len", str(WORKER["max_model_len"]), "--dtype", WORKER["dtype"]),
+            *("--preload", preload),
         ]
 
     return Server(name, command, _vllm_part, variables)
