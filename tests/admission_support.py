@@ -10,13 +10,31 @@ from everlift.v1 import session_pb2 as pb
 from router.admission.fair_share import FairShare
 from router.admission.pace import Pace, Work
 from router.admission.placement import Placement
-from router.admission.policy import Rules
+from router.admission.policy import (
+    EarliestDeadline,
+    Fifo,
+    HighestResponseRatio,
+    NeverLonger,
+    Policy,
+    PredictedRank,
+    Rules,
+    ShortestWork,
+)
 from router.admission.running import Running
 from router.admission.tenure import Placed, Tenure
 from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Load
 from router.config import RouterConfig
 
+#: One of each.
+POLICIES: tuple[Policy, ...] = (
+    Fifo(),
+    EarliestDeadline(5.0),
+    ShortestWork(1.5),
+    PredictedRank(2.0),
+    HighestResponseRatio(),
+    NeverLonger(ShortestWork(1.5), 4.0),
+)
 CONFIG = RouterConfig(
     local_depth=2,
     max_pending_prefill=100_000,

@@ -51,6 +51,21 @@ def starts(jobs: Sequence[Job], stop_token_ids: Sequence[int]) -> list[session_p
     ]
 
 
+def served_ahead(
+    runner: TorchRunner, config: WorkerConfig, jobs: Sequence[Job], stop_token_ids: Sequence[int]
+) -> list[list[int]]:
+    """Output tokens of ``jobs``, all there from the start, by steps that are launched ahead."""
+    limits = Limits.of(config, runner)
+    engine = Engine(runner, limits, launch=runner.launch)
+    for message in starts(jobs, stop_token_ids):
+        engine.add(EngineSequence.from_start(message, limits))
+    return outputs(run(engine), jobs)
+
+
+def outputs(collected: Collected, jobs: Sequence[Job]) -> list[list[int]]:
+    return [collected.tokens[SequenceKey(epoch, 0)] for epoch in range(1, len(jobs) + 1)]
+
+
 class RecordingRunner:
     """A Runner that keeps the plans it was given."""
 
@@ -110,8 +125,7 @@ class TorchEngine:
 
     def serve(self, jobs: Sequence[Job]) -> list[list[int]]:
         """Output tokens of ``jobs``, all there from the start."""
-        tokens = self.collect(jobs).tokens
-        return [tokens[SequenceKey(epoch, 0)] for epoch in range(1, len(jobs) + 1)]
+        return outputs(self.collect(jobs), jobs)
 
     def collect(self, jobs: Sequence[Job]) -> Collected:
         """All that is said of ``jobs``, whose epochs count from 1."""

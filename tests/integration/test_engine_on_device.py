@@ -19,23 +19,18 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.integration.test_parallel import on_ranks
 from tests.llama_support import SIZES, load_llama, save_llama
-from tests.torch_engine import Job, greedy_jobs, starts
-from tests.worker_support import run
+from tests.torch_engine import Job, greedy_jobs, served_ahead
 from worker import collectives
 from worker.attention.gpu import GpuAttention
 from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.decode_graphs import DecodeGraphs, Work
 from worker.device import choose_device
-from worker.engine import Engine
 from worker.last_tokens import LastTokens
-from worker.limits import Limits
 from worker.model.decoder import Decoder
-from worker.outcome import SequenceKey
 from worker.parallel import Group
 from worker.plan import Admission, Plan, Row, Rows
 from worker.runner import TorchRunner, TorchStep
-from worker.sequence import Sequence as EngineSequence
 from worker.token_mask import CompiledGrammar, TokenMask
 from worker.upload import Parcel
 
@@ -98,12 +93,8 @@ def built(directory: Path, dtype: str, num_blocks: int) -> TorchRunner:
 
 
 def serve(runner: TorchRunner, directory: Path, jobs: Sequence[Job]) -> list[list[int]]:
-    limits = Limits.of(config(directory, "float32", runner.num_blocks), runner)
-    engine = Engine(runner, limits, launch=runner.launch)
-    for message in starts(jobs, [SIZES["eos_token_id"]]):
-        engine.add(EngineSequence.from_start(message, limits))
-    tokens = run(engine).tokens
-    return [tokens[SequenceKey(epoch, 0)] for epoch in range(1, len(jobs) + 1)]
+    same = config(directory, "float32", runner.num_blocks)
+    return served_ahead(runner, same, jobs, [SIZES["eos_token_id"]])
 
 
 # what a block holds

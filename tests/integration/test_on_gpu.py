@@ -16,17 +16,12 @@ from torch import Tensor
 
 from everlift.sampling import SamplingParams
 from tests.llama_support import SIZES, load_llama, save_llama
-from tests.torch_engine import Job, TorchEngine, greedy_jobs, starts
-from tests.worker_support import run
+from tests.torch_engine import Job, TorchEngine, greedy_jobs, served_ahead
 from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.engine import Engine
-from worker.limits import Limits
-from worker.outcome import SequenceKey
 from worker.parallel import Group
 from worker.plan import Row, Rows
 from worker.runner import TorchRunner
-from worker.sequence import Sequence as EngineSequence
 from worker.upload import Parcel
 
 DEVICE = "cuda"
@@ -74,12 +69,8 @@ def config(directory: Path, dtype: str, num_blocks: int) -> WorkerConfig:
 
 
 def serve(runner: TorchRunner, directory: Path, jobs: Sequence[Job]) -> list[list[int]]:
-    limits = Limits.of(config(directory, "float32", runner.num_blocks), runner)
-    engine = Engine(runner, limits, launch=runner.launch)
-    for message in starts(jobs, [SIZES["eos_token_id"]]):
-        engine.add(EngineSequence.from_start(message, limits))
-    tokens = run(engine).tokens
-    return [tokens[SequenceKey(epoch, 0)] for epoch in range(1, len(jobs) + 1)]
+    same = config(directory, "float32", runner.num_blocks)
+    return served_ahead(runner, same, jobs, [SIZES["eos_token_id"]])
 
 
 @pytest.mark.parametrize("num_blocks", [PLENTY, FEW])

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from router.admission.policy import (
     EarliestDeadline,
-    Fifo,
     HighestResponseRatio,
     NeverLonger,
     Policy,
@@ -24,15 +23,7 @@ from router.admission.policy import (
 )
 from router.admission.queue import AdmissionQueue
 from router.admission.waiting import Waiting
-
-POLICIES: tuple[Policy, ...] = (
-    Fifo(),
-    EarliestDeadline(5.0),
-    ShortestWork(1.5),
-    PredictedRank(2.0),
-    HighestResponseRatio(),
-    NeverLonger(ShortestWork(1.5), 4.0),
-)
+from tests.admission_support import POLICIES
 
 LONGEST, CLASSES = 60, (-1, 0, 1)
 

@@ -25,15 +25,7 @@ from router.admission.policy import (
 from router.admission.queue import AdmissionQueue
 from router.admission.waiting import Waiting
 from router.config import Order, RouterConfig
-
-POLICIES: tuple[Policy, ...] = (
-    Fifo(),
-    EarliestDeadline(5.0),
-    ShortestWork(1.5),
-    PredictedRank(2.0),
-    HighestResponseRatio(),
-    NeverLonger(ShortestWork(1.5), 7.0),
-)
+from tests.admission_support import POLICIES
 
 #: Seconds until it comes after the one before it, tokens, seconds until it is due, class.
 ARRIVALS = st.lists(
