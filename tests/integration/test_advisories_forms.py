@@ -169,7 +169,7 @@ async def test_a_template_that_never_ends_holds_up_no_stream(tmp_path: Path) -> 
     directory = shutil.copytree(DEMO_MODEL, tmp_path / "model")
     template = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}a"
     (directory / "chat_template.jinja").write_text(template)
-    async with demo_fronts(directory, template_timeout=1.0) as fronts:
+    async with demo_fronts(directory, template_timeout=3.0) as fronts:
         assert await fronts.chat(max_tokens=1) is None
         looping = asyncio.create_task(fronts.over_http(CHAT, {"messages": [said("loop")]}))
         async with beside_a_good_stream(fronts.grpc):

@@ -166,11 +166,11 @@ async def test_a_template_without_end_costs_its_own_chat_and_nobody_elses(
 ) -> None:
     # However busy the machine is, it is the CPU time that ends a chat here.
     monkeypatch.setattr(renderers, "_PATIENCE", 60)
-    async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=1.0)) as template:
+    async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=3.0)) as template:
         assert await template.render(HELLO, None) == "hello is fine"
         before = supervisor(template).pid
         for act in ("loop", "number"):
-            with pytest.raises(TemplateTimeout, match="more than 1 s"):
+            with pytest.raises(TemplateTimeout, match="more than 3 s"):
                 await template.render(saying(act), None)
             assert await template.render(saying(act.upper()), None) == f"{act.upper()} is fine"
         # The kernel did it: what has transformers loaded is still there.
@@ -197,7 +197,7 @@ async def test_a_template_that_cannot_even_be_compiled_refuses_every_chat(
 
 
 async def test_the_event_loop_goes_on_while_templates_loop(tmp_path: Path) -> None:
-    config = RouterConfig(template_timeout=0.5)
+    config = RouterConfig(template_timeout=3.0)
     async with serving(tmp_path, HOSTILE, config) as template:
         await template.render(HELLO, None)
         turns = 0
@@ -244,15 +244,17 @@ async def test_a_renderer_that_was_killed_is_started_again(tmp_path: Path) -> No
         assert await template.render(HELLO, None) == "hello is fine"
 
 
-async def test_a_renderer_that_uses_no_time_and_says_nothing_is_ended(tmp_path: Path) -> None:
-    config = RouterConfig(template_timeout=0.5)
-    async with serving(tmp_path, HOSTILE, config) as template:
+async def test_a_renderer_that_uses_no_time_and_says_nothing_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, HOSTILE, RouterConfig(template_timeout=30.0)) as template:
         await template.render(HELLO, None)
         process = supervisor(template)
         for child in children(process.pid):
             os.kill(child, signal.SIGSTOP)
 
-        with pytest.raises(TemplateTimeout):
+        with monkeypatch.context() as patch, pytest.raises(TemplateTimeout):
+            patch.setattr(renderers, "_PATIENCE", 0.01)
             await template.render(HELLO, None)
         assert process.returncode is not None
         assert await template.render(HELLO, None) == "hello is fine"
@@ -289,7 +291,7 @@ async def test_chats_take_turns_and_too_many_are_refused(
 
 
 async def test_a_client_that_goes_leaves_the_renderer_to_others(tmp_path: Path) -> None:
-    config = RouterConfig(template_timeout=0.5)
+    config = RouterConfig(template_timeout=3.0)
     async with serving(tmp_path, HOSTILE, config) as template:
         await template.render(HELLO, None)
         gone = asyncio.create_task(template.render(saying("loop"), None))
@@ -339,7 +341,7 @@ from tests.chat_support import chat_template
 from tests.integration.test_chat_templates import HELLO, HOSTILE, saying
 
 async def main():
-    template = chat_template(Path(sys.argv[1]), HOSTILE, RouterConfig(template_timeout=0.5))
+    template = chat_template(Path(sys.argv[1]), HOSTILE, RouterConfig(template_timeout=3.0))
     await template.render(HELLO, None)
     asyncio.create_task(template.render(saying("loop"), None))
     await asyncio.sleep(0.1)
