@@ -15,12 +15,15 @@ found by giving them 1.5 times what an estimate says.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import starmap, takewhile
 from math import inf
-from typing import Any
+from multiprocessing import get_context
+from typing import Any, TypeVar
 
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.hardware.gpu import GPUS
@@ -93,9 +96,13 @@ class Run:
     change: Callable[[int, Arrival], Arrival] | None = None
     weights: Mapping[str, float] | None = None
 
+    @property
+    def rate(self) -> float:
+        """Requests that come in a second."""
+        return self.load * sum(_rate(self.workload, it) for it in self.workers)
+
     def forecast(self) -> Forecast:
-        rate = self.load * sum(_rate(self.workload, it) for it in self.workers)
-        arrivals = self.workload.at_rate(rate).arrivals(_SEED)
+        arrivals = self.workload.at_rate(self.rate).arrivals(_SEED)
         if self.change is not None:
             arrivals = starmap(self.change, enumerate(arrivals))
         until = _WARM_UP_S + self.duration_s
@@ -116,6 +123,17 @@ class Run:
         return (forecast or self.forecast()).summary(
             SLO, lambda record: record.arrival.at >= _WARM_UP_S and of(record.index)
         )
+
+
+Figured = TypeVar("Figured")
+
+
+def each(figured: Callable[[Run], Figured], runs: Mapping[str, Run]) -> dict[str, Figured]:
+    """By name, of runs that are played beside each other: as many as there are cores."""
+    # What workers can do is found once: the players are copies of this process.
+    print(*(f"{name}: {run.rate:.4g}/s" for name, run in runs.items()), sep=", ", flush=True)
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork")) as players:
+        return dict(zip(runs, players.map(figured, runs.values()), strict=True))
 
 
 _rates: dict[tuple[str, WorkerSpec], float] = {}
@@ -152,12 +170,14 @@ def binding(runs: Mapping[str, Run]) -> dict[str, Figures]:
     """p99 TTFT in ms, by run and binding."""
     found: dict[str, Figures] = {}
     for name, run in runs.items():
-        found[name] = {
-            how: 1e3 * replace(run, early=early).summary().ttft_s.p99
-            for how, early in BINDINGS.items()
-        }
+        bound = {how: replace(run, early=early) for how, early in BINDINGS.items()}
+        found[name] = each(_p99_ttft_ms, bound)
         print(name, found[name], flush=True)
     return found
+
+
+def _p99_ttft_ms(run: Run) -> float:
+    return 1e3 * run.summary().ttft_s.p99
 
 
 def binding_runs() -> dict[str, Run]:
@@ -196,14 +216,16 @@ def orders() -> dict[str, dict[str, Figures]]:
     higher class, is due sooner, or is a tenant's of its own, where the order looks at that."""
     found: dict[str, dict[str, Figures]] = {}
     for load in LOADS:
-        of_load = found[f"{load:g}"] = {"fifo": _latencies(_chats(load))}
-        of_load["classes"] = _latencies(replace(_chats(load), change=_in_classes))
-        of_load["turns"] = _latencies(replace(_chats(load), change=_of_tenants, weights={}))
-        of_load["deadline"] = _latencies(replace(_chats(load, "deadline"), change=_due))
+        runs = {
+            "fifo": _chats(load),
+            "classes": replace(_chats(load), change=_in_classes),
+            "turns": replace(_chats(load), change=_of_tenants, weights={}),
+            "deadline": replace(_chats(load, "deadline"), change=_due),
+        }
         for order in PREDICTED:
             for how, sigma in TAUS.items():
-                run = replace(_chats(load, order), foresight_sigma=sigma)
-                of_load[f"{order} {how}"] = _latencies(run)
+                runs[f"{order} {how}"] = replace(_chats(load, order), foresight_sigma=sigma)
+        found[f"{load:g}"] = each(_latencies, runs)
     return found
 
 
@@ -238,10 +260,10 @@ def patience() -> dict[str, dict[str, Figures]]:
     for workload, slots in ((CHATS, 64), (CONVERSATIONS, 256)):
         run = Run(workload, 2 * (spec(max_num_seqs=slots),), 1.15, 120.0, fluid=True)
         run = replace(run, foresight_sigma=TAUS["tau 0.6"])
-        of_workload = found[workload.name] = {"fifo": _latencies(run)}
-        for times in PATIENCES:
-            router = replace(run.router, order="shortest", patience=times)
-            of_workload[f"{times:g}"] = _latencies(replace(run, router=router))
+        shortest = replace(run.router, order="shortest")
+        patient = {f"{it:g}": replace(shortest, patience=it) for it in PATIENCES}
+        runs = {name: replace(run, router=router) for name, router in patient.items()}
+        found[workload.name] = each(_latencies, {"fifo": run, **runs})
     return found
 
 
@@ -271,12 +293,17 @@ def overload() -> dict[str, Figures]:
     capacity = sum(_rate(targeted, it) for it in workers)
     found: dict[str, Figures] = {}
     for name, router in routers.items():
-        found[name] = {}
-        for load in (0.8, 1.0, 1.1, 1.3, 1.6):
-            run = Run(targeted, workers, load, 60.0, router, fluid=True)
-            summary = run.summary()
-            found[name][f"{load:g}"] = summary.good_share * load
+        runs = {
+            f"{load:g}": Run(targeted, workers, load, 60.0, router, fluid=True)
+            for load in (0.8, 1.0, 1.1, 1.3, 1.6)
+        }
+        good = each(_good_share, runs)
+        found[name] = {load: good[load] * run.load for load, run in runs.items()}
     return found | {"capacity": {"requests_per_s": capacity}}
+
+
+def _good_share(run: Run) -> float:
+    return run.summary().good_share
 
 
 # fluid workers, and speed
@@ -292,7 +319,9 @@ def fluid() -> dict[str, dict[str, Figures]]:
     kind of run that other parts do with fluid ones."""
     found = {}
     for name, run in fluid_runs().items():
-        exact, rough = (_summed(replace(run, fluid=it).summary()) for it in (False, True))
+        exact, rough = each(
+            _summed, {"exact": replace(run, fluid=False), "fluid": replace(run, fluid=True)}
+        ).values()
         errors = {figure: rough[figure] / exact[figure] - 1 for figure in exact}
         found[name] = {"exact": exact, "fluid": rough, "error": errors}
         print("fluid,", name, errors, flush=True)
@@ -313,7 +342,8 @@ def fluid_runs() -> dict[str, Run]:
     }
 
 
-def _summed(summary: Summary) -> Figures:
+def _summed(run: Run) -> Figures:
+    summary = run.summary()
     ttft, latency = summary.ttft_s, summary.latency_s
     return {
         "ttft_p50_s": ttft.p50,
