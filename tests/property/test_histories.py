@@ -20,9 +20,9 @@ from cluster.sim.client import Manners
 from cluster.sim.history import Event, History, Kind, Played, play
 
 _BATCH = 25
-_BATCHES = 40
+_BATCHES = 20
 #: Batches in one test.
-_AT_ONCE = 10
+_AT_ONCE = 5
 
 #: Shorter and longer than what may be silent for how long.
 _DURATIONS = st.sampled_from([0.05, 0.3, 0.8, 1.2, 2.5])
