@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from tests.worker_support import Collected, run, start
@@ -94,8 +92,8 @@ class RecordingRunner:
 
 class TorchEngine:
     """One engine over ``directory`` in fp32, under a token budget that cuts most prompts.
-    ``settings`` are more of WorkerConfig's. ``ahead``, its steps are launched before the ones
-    before them are committed, as on a GPU."""
+    ``device`` and ``settings`` are WorkerConfig's. With ``ahead`` its steps are launched before the
+    ones before them are committed, as on a GPU."""
 
     def __init__(
         self,
@@ -103,11 +101,12 @@ class TorchEngine:
         num_blocks: int,
         group: Group | None = None,
         ahead: bool = False,
+        device: str = "cpu",
         **settings: Any,
     ) -> None:
         config = WorkerConfig(
             model=str(directory),
-            device="cpu",
+            device=device,
             dtype="float32",
             num_threads=1,
             num_blocks=num_blocks,
@@ -116,10 +115,11 @@ class TorchEngine:
             **settings,
         )
         self._eos = end_token_ids(directory)
-        self._runner = RecordingRunner(build_runner(config, group or Group.single()))
+        runner = build_runner(config, group or Group.single())
+        if ahead and runner._last_tokens is None:
+            runner._last_tokens = LastTokens(config.max_num_seqs, runner.device)
+        self._runner = RecordingRunner(runner)
         self._limits = Limits.of(config, self._runner)
-        if ahead:
-            self._runner._runner._last_tokens = LastTokens(config.max_num_seqs, torch.device("cpu"))
         launch = self._runner.launch if ahead else None
         self._engine = Engine(self._runner, self._limits, launch=launch)
 

@@ -170,7 +170,9 @@ class Batch:
             self._pool.forget(block)
 
     def forget_all(self) -> None:
-        """Nobody finds anything any more that was computed so far."""
+        """Nobody finds anything any more that was computed so far, here or in the host's
+        memory."""
+        self._store.forget_all()
         for block in range(self._limits.num_blocks):
             self._pool.forget(block)
 
@@ -212,13 +214,17 @@ class Batch:
         """Saves and loads of the step that is being planned."""
         return self._store.planned()
 
-    def executed(self) -> None:
-        """The step was."""
+    def copied(self) -> None:
+        """What is computed from here on finds these copies made."""
         self._store.done()
+
+    def not_copied(self) -> None:
+        """They were not made, or who knows how far."""
+        self._store.failed()
 
     def failed(self, plan: Plan) -> None:
         """The step was not executed, or who knows how far."""
-        self._store.failed()
+        self.not_copied()
         for copy in plan.loads:
             self._pool.forget(copy.block)
         for row in plan.rows:

@@ -146,9 +146,11 @@ class Engine:
             try:
                 launched = launch(plan)
             except Exception as error:
+                self._scheduler.not_launched()
                 landed = self._land()
                 self._begin_account(now)
                 return [*landed, *self._failed(flight.left(), error)]
+            self._scheduler.launched()
             self._stopwatch.end(Part.MODEL)
             follows, outcomes = self._in_flight is not None, self._scheduler.notices()
             outcomes += self._land()

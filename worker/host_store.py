@@ -19,11 +19,12 @@ from worker.plan import BlockCopy
 
 class HostStore:
     """``num_places`` places with ids from 0; with none nothing is kept. Every operation is O(1) a
-    block.
+    block, but for ``forget_all``.
 
     What it plans for a step it believes when the step is ``done``; after one that ``failed`` it
     has forgotten what the step was to save. Until then no place that the step copies from or to is
-    given to another hash: all saves are made before all loads.
+    given to another hash: all saves are made before all loads. A step is done as soon as the device
+    has it, which makes the copies of the next one after these.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -63,6 +64,12 @@ class HostStore:
         if (place := self._kept.pop(block_hash, None)) is not None:
             self._free.append(place)
 
+    def forget_all(self) -> None:
+        """Between steps: nothing that is kept is what it names. O(places)."""
+        assert not self._pinned, "a step is not over"
+        self._free += self._kept.values()
+        self._kept.clear()
+
     # one step
 
     def evicted(self, block: int, block_hash: bytes) -> None:
@@ -94,7 +101,7 @@ class HostStore:
         return tuple(copy for _, copy in self._saves), tuple(self._loads)
 
     def done(self) -> None:
-        """The step was executed."""
+        """The step was executed, or launched."""
         self._kept.update(self._pinned)
         self._drop_first(reversed(self._pinned))
         self._pinned.clear()

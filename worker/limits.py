@@ -52,8 +52,8 @@ class Limits:
     @property
     def plans_ahead(self) -> bool:
         """Whether a step can be planned before what the one before it drew is known. Drafts follow
-        from what was drawn, and places in the host's memory are settled step by step."""
-        return not self.speculation.num_draft_tokens and not self.num_host_blocks
+        from what was drawn."""
+        return not self.speculation.num_draft_tokens
 
     @classmethod
     def of(cls, config: WorkerConfig, runner: Device) -> Self:

@@ -284,7 +284,7 @@ class Launched(Protocol):
 
     def sample(self) -> None:
         """Lets it draw, now that what was drawn in the step before is known. Raises as
-        Runner.execute."""
+        Runner.execute; its copies to and from the host are made all the same."""
         ...
 
     def results(self) -> list[RowResult]:
@@ -334,7 +334,7 @@ class Runner(Protocol):
     @property
     def launch(self) -> Launch | None:
         """How a step is begun before what the one before it draws is known; None where that saves
-        no time. Steps with drafts, or copies to and from the host, are executed."""
+        no time. Steps with drafts are executed."""
         ...
 
     def execute(self, plan: Plan) -> list[RowResult]:

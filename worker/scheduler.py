@@ -158,6 +158,15 @@ class Scheduler:
         """Of the plan that was just made."""
         return Flight(plan, self._batch)
 
+    def launched(self) -> None:
+        """The device has the plan that was just made, behind those before it."""
+        self._batch.copied()
+
+    def not_launched(self) -> None:
+        """It has not, or who knows how far. ``fail`` or ``shed`` follows, when the step before has
+        landed."""
+        self._batch.not_copied()
+
     def must_land(self) -> bool:
         """Whether the next plan would preempt somebody. While a step is in flight nobody is: what
         comes back has to know its tokens."""
@@ -185,7 +194,7 @@ class Scheduler:
             self._batch.register(sequence, start, start + 1)
 
     def _executed(self, plan: Plan) -> None:
-        self._batch.executed()
+        self._batch.copied()
         self._budget.recover()
         self._computed_tokens += plan.num_tokens
         self._kv_tokens += plan.rows.kv_tokens

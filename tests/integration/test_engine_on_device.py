@@ -18,8 +18,8 @@ from torch import Tensor
 from everlift.blockhash import BLOCK_SIZE
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.integration.test_parallel import on_ranks
-from tests.llama_support import SIZES, load_llama, save_llama
-from tests.torch_engine import Job, greedy_jobs, served_ahead
+from tests.llama_support import SIZES, generate, load_llama, save_llama
+from tests.torch_engine import Job, TorchEngine, greedy_jobs, served_ahead
 from worker import collectives
 from worker.attention.gpu import GpuAttention
 from worker.build import build_runner
@@ -31,6 +31,7 @@ from worker.model.decoder import Decoder
 from worker.parallel import Group
 from worker.plan import Admission, Plan, Row, Rows
 from worker.runner import TorchRunner, TorchStep
+from worker.swap import SwapCost
 from worker.token_mask import CompiledGrammar, TokenMask
 from worker.upload import Parcel
 
@@ -122,6 +123,23 @@ def poison_what_is_begun(runner: TorchRunner) -> None:
         return launch(plan)
 
     runner._launch = poisoning  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_blocks_come_back_from_the_host_as_they_were(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
+) -> None:
+    monkeypatch.setattr(SwapCost, "pays", property(lambda _: True))
+    jobs = random_jobs((80, 66, 94, 62, 40, 97, 70), 90)
+    engine = TorchEngine(
+        directory, FEW - 6, ahead=is_ahead, device=DEVICE.type, preemption="swap", swap_mib=1
+    )
+    outputs = engine.serve(jobs)
+    assert engine.counters.blocks_swapped_out > 2
+    assert engine.counters.blocks_swapped_in > 2
+    model = load_llama(directory)
+    for job, output in zip(jobs, outputs, strict=True):
+        generate(model, job.prompt, job.max_tokens).near_ties(output)
 
 
 # ranks

@@ -61,8 +61,9 @@ class Ask(NamedTuple):
 class AskedRunner(FakeRunner):
     """Of one rank."""
 
-    def __init__(self, bounds: Limits) -> None:
-        super().__init__(bounds.num_blocks, replace(MODEL, runs_ahead=True), bounds.num_host_blocks)
+    def __init__(self, bounds: Limits, ahead: bool) -> None:
+        model = replace(MODEL, runs_ahead=ahead)
+        super().__init__(bounds.num_blocks, model, bounds.num_host_blocks)
         self.asked: list[Ask] = []
 
     def ask(self, what: str, step: int) -> None:
@@ -98,10 +99,10 @@ class AskedStep:
 class Telling(AskedRunner):
     """Rank 0's. ``fault`` is that of an event, for the next step, which has it on all ranks."""
 
-    def __init__(self, bounds: Limits, dice: Random) -> None:
-        super().__init__(bounds)
+    def __init__(self, bounds: Limits, dice: Random, ahead: bool) -> None:
+        super().__init__(bounds, ahead)
         self._dice = dice
-        self._kinds = ["forward", "results"] if bounds.plans_ahead else ["execute"]
+        self._kinds = ["forward", "results"] if ahead else ["execute"]
         self.fault: int | None = None
         #: by step
         self.word: dict[int, list[RowResult]] = {}
@@ -136,8 +137,8 @@ class Telling(AskedRunner):
 class Hearing(AskedRunner):
     """Another rank's, which has no grammars and takes rank 0's word."""
 
-    def __init__(self, bounds: Limits, rank_0: Telling) -> None:
-        super().__init__(bounds)
+    def __init__(self, bounds: Limits, rank_0: Telling, ahead: bool) -> None:
+        super().__init__(bounds, ahead)
         self._rank_0 = rank_0
 
     def ask(self, what: str, step: int) -> None:
@@ -152,9 +153,7 @@ class Hearing(AskedRunner):
 
 
 def engine_of(runner: AskedRunner, bounds: Limits) -> Engine:
-    return Engine(
-        runner, bounds, EngineFailed, launch=runner.launch if bounds.plans_ahead else None
-    )
+    return Engine(runner, bounds, EngineFailed, launch=runner.launch)
 
 
 class Log:
@@ -170,9 +169,9 @@ class Log:
 class Rank0:
     """Its loop under a list of events."""
 
-    def __init__(self, bounds: Limits, dice: Random) -> None:
+    def __init__(self, bounds: Limits, dice: Random, ahead: bool) -> None:
         self.bounds, self.dice = bounds, dice
-        self.runner = Telling(bounds, dice)
+        self.runner = Telling(bounds, dice, ahead)
         self.engine = engine_of(self.runner, bounds)
         self.log, self.collected = Log(), Collected()
         times = count(step=0.25)
@@ -229,8 +228,8 @@ def test_every_rank_does_what_rank_0_does_in_the_same_order(
     bounds: Limits, crowd: Event, events: list[Event], ahead: bool, drains: bool, dice: Random
 ) -> None:
     if ahead:
-        bounds = replace(bounds, num_host_blocks=0, speculation=Speculation())
-    this = Rank0(bounds, dice)
+        bounds = replace(bounds, speculation=Speculation())
+    this = Rank0(bounds, dice, ahead)
     for event in (crowd, *events):
         this.happen(event)
     if drains:
@@ -238,7 +237,7 @@ def test_every_rank_does_what_rank_0_does_in_the_same_order(
     this.finish()
     this.check_tokens()
 
-    other = Hearing(bounds, this.runner)
+    other = Hearing(bounds, this.runner, ahead)
     engine = engine_of(other, bounds)
     follow(engine, this.log.entries)
     engine.check_integrity()
@@ -250,10 +249,10 @@ def test_every_rank_does_what_rank_0_does_in_the_same_order(
 
 def test_a_rank_that_heard_another_token_ends_as_soon_as_that_has_landed() -> None:
     bounds = limits()
-    this = Rank0(bounds, Random(1))
+    this = Rank0(bounds, Random(1), ahead=True)
     this.happen(Event([[Job(prompt(5), 0, 9, SamplingParams(temperature=0.0), 0, b"", 0)]]))
     this.finish()
-    other = Hearing(bounds, this.runner)
+    other = Hearing(bounds, this.runner, ahead=True)
     this.runner.word[3] = [RowResult((1,))]
     with pytest.raises(RanksDisagree, match="step 4"):
         follow(engine_of(other, bounds), this.log.entries)

@@ -269,7 +269,7 @@ def test_the_parts_add_up_to_the_time_since_a_sequence_came(
 def test_the_same_where_steps_are_launched_ahead(
     bounds: Limits, crowd: Event, events: list[Event], drains: bool, dice: Random
 ) -> None:
-    bounds = replace(bounds, num_host_blocks=0, speculation=Speculation())
+    bounds = replace(bounds, speculation=Speculation())
     check_all(Run(bounds, dice, ahead=True), [crowd, *events], drains)
 
 

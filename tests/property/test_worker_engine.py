@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -18,7 +18,7 @@ from worker.engine import Engine
 from worker.fake_runner import FakeRunner, expected_logprobs, expected_tokens
 from worker.limits import Limits
 from worker.outcome import Abort, SequenceKey, Stop
-from worker.plan import Launched, Plan, RowResult
+from worker.plan import NO_ROWS, Launched, Plan, RowResult
 from worker.sequence import Sequence
 
 #: Its text repeats itself enough for drafts to be right now and then.
@@ -183,14 +183,20 @@ class Faulty(FakeRunner):
         if fails and plan.step % 2:
             self._spoil(plan)
             raise RuntimeError
-        return Step(super()._launch(plan), fails, fault)
+        return Step(super()._launch(plan), lambda: self._spoil_copies(plan), fails, fault)
+
+    def _spoil_copies(self, plan: Plan) -> None:
+        self._spoil(replace(plan, rows=NO_ROWS))
 
 
 class Step:
-    """A step that was launched, perhaps with a fault."""
+    """A step that was launched, perhaps with a fault: then what it copied is wrong, too."""
 
-    def __init__(self, launched: Launched, fails: bool, fault: int | None) -> None:
+    def __init__(
+        self, launched: Launched, spoil: Callable[[], None], fails: bool, fault: int | None
+    ) -> None:
         self.launched = launched
+        self.spoil = spoil
         self.fails = fails
         self.fault = fault
 
@@ -199,6 +205,7 @@ class Step:
 
     def results(self) -> list[RowResult]:
         if self.fails:
+            self.spoil()
             raise RuntimeError
         results = self.launched.results()
         if self.fault is not None and self.fault >= 0:
@@ -282,7 +289,7 @@ def test_every_sequence_gets_exactly_its_tokens(
 def test_the_same_where_steps_are_launched_ahead(
     bounds: Limits, crowd: Event, events: list[Event]
 ) -> None:
-    bounds = replace(bounds, num_host_blocks=0, speculation=Speculation())
+    bounds = replace(bounds, speculation=Speculation())
     check_all(Run(bounds, ahead=True), [crowd, *events])
 
 

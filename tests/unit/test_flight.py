@@ -3,7 +3,9 @@ of whoever goes meanwhile."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -15,35 +17,49 @@ from worker.limits import Limits
 from worker.loop import LeadingLoop, Report
 from worker.orders import Inbox, Orders
 from worker.outcome import Abort, SequenceKey, Stop
-from worker.plan import UNKNOWN, Launched, Plan, RowResult
+from worker.plan import NO_ROWS, UNKNOWN, Launched, Plan, RowResult
 
 KEY = SequenceKey(1, 0)
 
 
 class Telling(FakeRunner):
-    """Notes what it is asked for, by step."""
+    """Notes what it is asked for, by step. The first of which ``breaks`` says so fails, and leaves
+    rubbish."""
 
     def __init__(self, bounds: Limits, model: FakeModel | None = None) -> None:
-        super().__init__(bounds.num_blocks, replace(model or FakeModel(), runs_ahead=True))
+        model = replace(model or FakeModel(), runs_ahead=True)
+        super().__init__(bounds.num_blocks, model, bounds.num_host_blocks)
         self.asked: list[tuple[str, int]] = []
         self.plans: list[Plan] = []
+        self.breaks: Callable[[str, Plan], bool] = lambda what, plan: False
+        #: the step that failed
+        self.broken = 0
+
+    def ask(self, what: str, plan: Plan) -> None:
+        """Raises MemoryError where it breaks as it is launched, RuntimeError later on."""
+        self.asked.append((what, plan.step))
+        if not self.broken and self.breaks(what, plan):
+            self.broken = plan.step
+            is_launch = what == "forward"
+            self._spoil(plan if is_launch else replace(plan, rows=NO_ROWS))
+            raise MemoryError if is_launch else RuntimeError
 
     def _launch(self, plan: Plan) -> Launched:
-        self.asked.append(("forward", plan.step))
         self.plans.append(plan)
-        return TellingStep(super()._launch(plan), self.asked, plan.step)
+        self.ask("forward", plan)
+        return TellingStep(self, plan, super()._launch(plan))
 
 
 class TellingStep:
-    def __init__(self, launched: Launched, asked: list[tuple[str, int]], step: int) -> None:
-        self._launched, self._asked, self._step = launched, asked, step
+    def __init__(self, runner: Telling, plan: Plan, launched: Launched) -> None:
+        self._runner, self._plan, self._launched = runner, plan, launched
 
     def sample(self) -> None:
-        self._asked.append(("sample", self._step))
+        self._runner.ask("sample", self._plan)
         self._launched.sample()
 
     def results(self) -> list[RowResult]:
-        self._asked.append(("results", self._step))
+        self._runner.ask("results", self._plan)
         return self._launched.results()
 
 
@@ -141,7 +157,69 @@ def test_a_drain_gives_back_what_was_drawn_by_then() -> None:
     assert collected.tokens[KEY] == expected_tokens(prompt(3, 1), 5)
 
 
-@pytest.mark.parametrize("bounds", [limits(num_host_blocks=3), limits(speculation=Speculation(2))])
-def test_drafts_and_swap_are_not_planned_ahead(bounds: Limits) -> None:
+#: By epoch, of a prompt and of its output.
+LENGTHS = {epoch: (24 + 7 * epoch, 40 + 9 * epoch) for epoch in range(1, 7)}
+
+
+class Swapping(Ahead):
+    """Has too few blocks for six requests, and room on the host for all that it takes from them."""
+
+    def __init__(self) -> None:
+        bounds = limits(num_blocks=7, max_num_seqs=4, watermark_blocks=0, num_host_blocks=20)
+        super().__init__(bounds)
+        for epoch, (length, max_tokens) in LENGTHS.items():
+            self.add(epoch, length, max_tokens=max_tokens)
+
+    def check(self, collected: Collected) -> None:
+        """Whoever did not fail got all of its tokens, and nobody another one."""
+        for epoch, (length, max_tokens) in LENGTHS.items():
+            key = SequenceKey(epoch, 0)
+            expected = expected_tokens(prompt(length, epoch), max_tokens)
+            told = collected.tokens.get(key, [])
+            assert told == expected[: len(told)]
+            assert len(told) == max_tokens or collected.stops[key] is Stop.FAILED
+
+    def in_flight(self, copies: str) -> list[int]:
+        """Steps that made ``copies`` while the one before them was in flight."""
+        asked = pairwise(self.runner.asked)
+        behind = {step for (_, step), after in asked if after == ("results", step - 1)}
+        return [p.step for p in self.runner.plans if getattr(p, copies) and p.step in behind]
+
+
+def test_blocks_go_to_the_host_and_come_back_while_a_step_is_in_flight() -> None:
+    this = Swapping()
+    this.check(run(this.engine))
+    assert this.in_flight("saves") and this.in_flight("loads")
+
+
+@pytest.mark.parametrize("copies", ["saves", "loads"])
+def test_who_comes_back_after_a_launch_that_failed_gets_its_own_blocks(copies: str) -> None:
+    this = Swapping()
+    this.runner.breaks = lambda what, plan: (
+        what == "forward" and bool(getattr(plan, copies)) and this.engine.is_in_flight
+    )
+    collected = run(this.engine)
+    this.check(collected)
+    assert this.runner.broken in this.in_flight(copies)
+    assert set(collected.stops.values()) == {Stop.LENGTH}
+
+
+def test_after_a_launched_step_that_failed_nothing_comes_back_from_before_it() -> None:
+    this = Swapping()
+    this.runner.breaks = lambda what, plan: (
+        what == "results" and this.engine.load().counters.blocks_swapped_out > 0
+    )
+    collected = run(this.engine)
+    this.check(collected)
+    assert {*collected.stops.values()} == {Stop.FAILED, Stop.LENGTH}
+    saved: set[int] = set()
+    for plan in this.runner.plans:
+        if plan.step > this.runner.broken + 1:
+            saved.update(copy.place for copy in plan.saves)
+            assert saved.issuperset(copy.place for copy in plan.loads)
+    assert saved
+
+
+def test_drafts_are_not_planned_ahead() -> None:
     with pytest.raises(AssertionError, match="planned ahead"):
-        Ahead(bounds)
+        Ahead(limits(speculation=Speculation(2)))

@@ -147,6 +147,17 @@ def test_a_failed_step_has_saved_nothing() -> None:
     assert B in this, "the place is free again"
 
 
+def test_all_is_forgotten_but_who_wants_what() -> None:
+    this = kept(2, A, B)
+    this.forget_all()
+    assert A not in this and B not in this
+    this.check_integrity([A, B])
+    for block, block_hash in enumerate((A, B)):
+        this.evicted(block, block_hash)
+    this.done()
+    assert A in this and B in this
+
+
 @pytest.mark.parametrize("damage", ["a step is not over", "a place", "who wants"])
 def test_damaged_books_are_noticed(damage: str) -> None:
     this = kept(2, A)

@@ -170,7 +170,8 @@ class SamplingFails(FakeRunner):
         return FakeStep(lambda: self._fall_short(plan), lambda: None)
 
     def _fall_short(self, plan: Plan) -> list[RowResult]:
-        self._spoil(plan)
+        # Its copies were made when it was launched.
+        self._spoil(replace(plan, saves=()))
         raise MemoryError
 
 
