@@ -23,7 +23,7 @@ def shaped(scores: Tensor, this: Admission, allowed: Allowed | None = None) -> T
     ids, output = torch.tensor([this.tokens]), this.tokens[this.num_prompt :]
     sampling, out = this.sampling, scores.clone().unsqueeze(0)
     if sampling.logit_bias:
-        bias = [[[token], value] for token, value in sampling.logit_bias]
+        bias = {(token,): value for token, value in sampling.logit_bias}
         out = SequenceBiasLogitsProcessor(bias)(ids, out)
     if allowed is not None:
         possible = torch.isin(torch.arange(len(scores)), torch.tensor([*allowed(output)]))

@@ -134,7 +134,7 @@ class Bench:
         steps, in which it does nothing; ``busy_s`` what it does in a step. To be watched takes the
         host time, so it idles a little more than it would."""
         epochs = self._decoding(batch)
-        with torch.profiler.profile(activities=[_WATCHED]) as profile:
+        with torch.profiler.profile(activities=[_WATCHED], acc_events=True) as profile:
             self._timed_steps(PROFILED_STEPS)
         self._abort(epochs)
         spans = sorted(
