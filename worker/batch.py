@@ -218,13 +218,9 @@ class Batch:
         """What is computed from here on finds these copies made."""
         self._store.done()
 
-    def not_copied(self) -> None:
-        """They were not made, or who knows how far."""
-        self._store.failed()
-
     def failed(self, plan: Plan) -> None:
         """The step was not executed, or who knows how far."""
-        self.not_copied()
+        self._store.failed()
         for copy in plan.loads:
             self._pool.forget(copy.block)
         for row in plan.rows:

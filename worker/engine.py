@@ -146,7 +146,6 @@ class Engine:
             try:
                 launched = launch(plan)
             except Exception as error:
-                self._scheduler.not_launched()
                 landed = self._land()
                 self._begin_account(now)
                 return [*landed, *self._failed(flight.left(), error)]

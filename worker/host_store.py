@@ -65,8 +65,9 @@ class HostStore:
             self._free.append(place)
 
     def forget_all(self) -> None:
-        """Between steps: nothing that is kept is what it names. O(places)."""
-        assert not self._pinned, "a step is not over"
+        """Nothing that is kept is what it names, and the step that is planned, if one is, comes to
+        nothing. O(places)."""
+        self.failed()
         self._free += self._kept.values()
         self._kept.clear()
 

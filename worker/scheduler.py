@@ -148,6 +148,10 @@ class Scheduler:
 
     def commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
         """Takes over what ``plan`` computed."""
+        self._batch.copied()
+        return self._commit(plan, results)
+
+    def _commit(self, plan: Plan, results: Iterable[RowResult]) -> list[Outcome]:
         self._executed(plan)
         outcomes = self._commit_rows(plan.rows, results)
         return [*self.notices(), *outcomes]
@@ -162,11 +166,6 @@ class Scheduler:
         """The device has the plan that was just made, behind those before it."""
         self._batch.copied()
 
-    def not_launched(self) -> None:
-        """It has not, or who knows how far. ``fail`` or ``shed`` follows, when the step before has
-        landed."""
-        self._batch.not_copied()
-
     def must_land(self) -> bool:
         """Whether the next plan would preempt somebody. While a step is in flight nobody is: what
         comes back has to know its tokens."""
@@ -177,7 +176,7 @@ class Scheduler:
         left = flight.of_those_left(results)
         plan = flight.land()
         self._register_filled(plan.rows)
-        return self.commit(plan, left)
+        return self._commit(plan, left)
 
     def crash(self, flight: Flight, error: EverliftError) -> list[Outcome]:
         """As ``fail``, of what is left of a flight that is not in the air. Nobody can tell any more
@@ -194,7 +193,6 @@ class Scheduler:
             self._batch.register(sequence, start, start + 1)
 
     def _executed(self, plan: Plan) -> None:
-        self._batch.copied()
         self._budget.recover()
         self._computed_tokens += plan.num_tokens
         self._kv_tokens += plan.rows.kv_tokens
@@ -229,6 +227,7 @@ class Scheduler:
     def commit_drawn(self, plan: Plan, token: int) -> list[Outcome]:
         """As ``commit``, where every row that samples draws ``token``, no stop token. Nothing is
         told of those that go on by it and have no news."""
+        self._batch.copied()
         self._executed(plan)
         columns, rows = self._batch.columns, plan.rows
         usual = columns.draws_one(rows)

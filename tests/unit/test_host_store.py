@@ -158,6 +158,18 @@ def test_all_is_forgotten_but_who_wants_what() -> None:
     assert A in this and B in this
 
 
+def test_a_step_that_is_planned_when_all_is_forgotten_comes_to_nothing() -> None:
+    this = kept(3, A)
+    this.want([B])
+    this.evicted(5, B)
+    this.pin(A)
+    this.load(A, 6)
+    this.forget_all()
+    assert A not in this and B not in this
+    this.failed()
+    this.check_integrity([A, B])
+
+
 @pytest.mark.parametrize("damage", ["a step is not over", "a place", "who wants"])
 def test_damaged_books_are_noticed(damage: str) -> None:
     this = kept(2, A)
