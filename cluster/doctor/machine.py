@@ -24,6 +24,9 @@ from worker.config import FAKE
 
 _OLDEST_PYTHON = (3, 11)
 _DISTRIBUTION = "everlift"
+#: The only one that Everlift does without, as plain processes on one machine.
+_RAY = "ray"
+_CHOSEN = "make install, unless they were chosen"
 _MIB = 1 << 20
 #: Streams of clients and workers take a descriptor each.
 _FEW_DESCRIPTORS = 4096
@@ -56,27 +59,39 @@ def _python() -> Finding:
 
 
 def _packages() -> Finding:
-    wanted = map(Requirement, importlib.metadata.requires(_DISTRIBUTION) or ())
-    wrong = [cause for each in wanted if _is_needed(each) and (cause := _wrong(each))]
-    if wrong:
-        return broken("packages", "; ".join(wrong), "make install")
-    return fine("packages", "as Everlift needs them")
+    try:
+        listed = importlib.metadata.requires(_DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        says = "Everlift runs from a checkout that is not installed: nothing says what it needs"
+        return doubtful("packages", says, "make install")
+    needed = [each for each in map(Requirement, listed) if _is_needed(each)]
+    missing = {each.name for each in needed if _version(each) is None}
+    if missing - {_RAY}:
+        return broken("packages", f"there is no {', '.join(sorted(missing))}", "make install")
+    if missing:
+        return doubtful("packages", f"there is no {_RAY}", "make install, or start with --no-ray")
+    if other := [says for each in needed if (says := _other_version(each))]:
+        return doubtful("packages", f"not those of the tests: {'; '.join(other)}", _CHOSEN)
+    return fine("packages", "those of Everlift's tests")
 
 
 def _is_needed(requirement: Requirement) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
-def _wrong(requirement: Requirement) -> str:
+def _version(requirement: Requirement) -> str | None:
+    """A build for another device has a local part, which is left out: 2.13.0+cpu."""
     try:
-        version = importlib.metadata.version(requirement.name)
+        return importlib.metadata.version(requirement.name).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
-        return f"{requirement.name} is missing"
-    # A build for another device has a local part: 2.13.0+cpu.
-    public = version.partition("+")[0]
-    if not requirement.specifier.contains(public, prereleases=True):
-        return f"{requirement.name} is {version}, not {requirement.specifier}"
-    return ""
+        return None
+
+
+def _other_version(requirement: Requirement) -> str:
+    version = _version(requirement) or ""
+    if requirement.specifier.contains(version, prereleases=True):
+        return ""
+    return f"{requirement.name} is {version}, not {requirement.specifier}"
 
 
 def _device(config: Config) -> Iterator[Finding]:

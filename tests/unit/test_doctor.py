@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 import socket
@@ -141,6 +142,50 @@ def test_what_is_not_right_says_how_to_mend_it(config: Config, tmp_path: Path) -
     assert levels["device"] is levels["model"] is Level.ERROR
     assert levels["threads"] is levels["memory"] is Level.WARNING
     assert all(each.mend for each in findings if each.level is not Level.OK)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "level", "says"),
+    [
+        (["numpy", "ray[serve]"], Level.OK, "those of Everlift's tests"),
+        (["numpy==1.0", "torch"], Level.WARNING, "numpy is "),
+        (["ray-of-light", "numpy==1.0"], Level.ERROR, "there is no ray-of-light"),
+        (["no-such-thing; extra == 'dev'"], Level.OK, "those"),
+    ],
+)
+def test_packages_that_are_missing_break_it_and_other_versions_are_said(
+    wanted: list[str],
+    level: Level,
+    says: str,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.metadata.requires", lambda distribution: wanted)
+    finding = of(list(machine.examine(config)), "packages")
+    assert finding.level is level and says in finding.says
+
+
+def test_without_ray_there_are_plain_processes(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = importlib.metadata.version
+
+    def installed(name: str) -> str:
+        if name == "ray":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr("importlib.metadata.version", installed)
+    finding = of(list(machine.examine(config)), "packages")
+    assert finding.level is Level.WARNING and "--no-ray" in finding.mend
+
+
+def test_a_checkout_that_is_not_installed_is_said(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_DISTRIBUTION", "not-installed")
+    finding = of(list(machine.examine(config)), "packages")
+    assert finding.level is Level.WARNING and "not installed" in finding.says
 
 
 @pytest.mark.parametrize(
