@@ -18,12 +18,13 @@ from worker.model.rope import Angle
 #: Queries of a narrow tile, the least that tensor cores take, and of a wide one.
 NARROW, WIDE = 16, 64
 #: Positions that a program looks at in one go, of narrow tiles and of wide ones, if their keys take
-#: no more bytes than this: a multiprocessor of an Ada has 99 KiB for all that a program keeps.
+#: no more bytes than this: a multiprocessor of an Ada has 99 KiB for all that a program keeps. Half
+#: as many in single precision, whose products are made without tensor cores, in registers.
 _NARROW_KEYS, _WIDE_KEYS, _KEY_BYTES = 32, 64, 16 << 10
 _LEAST_KEYS = 16
-#: Of a key of 128 features in half precision. Of larger ones less is fetched ahead, and more warps
-#: have the registers for what is made of them.
-_COMMON_BYTES = 256
+#: Of a key of 128 features in half precision, and of 256 in single. Of larger ones less is fetched
+#: ahead, and more warps have the registers for what is made of them.
+_COMMON_BYTES, _LARGE_BYTES = 256, 1024
 #: Of a token, that one program turns or places.
 _HEADS = 8
 
@@ -172,11 +173,15 @@ def _program(tiles: TileSet, dim: int, item_bytes: int) -> dict[str, int]:
     """At how many keys of ``dim`` features one of attend_tiles looks in one go, with how many
     warps, and how many turns ahead of its use something is begun."""
     is_wide, key_bytes = tiles.block_rows > NARROW, dim * item_bytes
+    is_single = item_bytes == 4
+    most_bytes = _KEY_BYTES // 2 if is_single else _KEY_BYTES
     most = _WIDE_KEYS if is_wide else _NARROW_KEYS
-    num_keys = max(_LEAST_KEYS, min(most, _KEY_BYTES // key_bytes))
-    if is_wide and (key_bytes > _COMMON_BYTES or item_bytes == 4):
-        stages = 1 if num_keys == _LEAST_KEYS else 2
-        return {"BLOCK_KEYS": num_keys, "num_warps": 8, "num_stages": stages}
+    num_keys = max(_LEAST_KEYS, min(most, most_bytes // key_bytes))
+    if is_wide and key_bytes >= _LARGE_BYTES:
+        num_warps = 16 if is_single else 8
+        return {"BLOCK_KEYS": num_keys, "num_warps": num_warps, "num_stages": 1}
+    if is_wide and (key_bytes > _COMMON_BYTES or is_single):
+        return {"BLOCK_KEYS": num_keys, "num_warps": 8, "num_stages": 2}
     return {"BLOCK_KEYS": num_keys, "num_warps": 4, "num_stages": 3}
 
 
