@@ -17,7 +17,8 @@ from itertools import compress
 import numpy as np
 
 from worker.batch import Batch
-from worker.plan import Flags, Plan, RowResult
+from worker.plan import Flags, Plan, Row, RowResult
+from worker.sequence import Sequence
 
 
 class Flight:
@@ -42,6 +43,15 @@ class Flight:
 
     def of_those_left(self, results: Several[RowResult]) -> list[RowResult]:
         return [*compress(results, self._here.tolist())]
+
+    def failed_of_those_gone(self, results: Several[RowResult]) -> list[tuple[Sequence, Row]]:
+        """Of those who are not here any more, the rows that failed."""
+        every = zip(self._sequences, self._here.tolist(), results, strict=True)
+        return [
+            (sequence, self.plan.rows[i])
+            for i, (sequence, is_here, result) in enumerate(every)
+            if not is_here and result.error is not None
+        ]
 
     def take_off(self) -> None:
         rows = self.left().rows

@@ -3,12 +3,13 @@ of whoever goes meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from everlift.errors import EngineFailed
 from tests.worker_support import Collected, limits, prompt, run, sequence
 from worker.config import FakeModel, Speculation
 from worker.engine import Engine
@@ -32,6 +33,8 @@ class Telling(FakeRunner):
         self.asked: list[tuple[str, int]] = []
         self.plans: list[Plan] = []
         self.breaks: Callable[[str, Plan], bool] = lambda what, plan: False
+        #: steps whose rows all fail
+        self.fails: Collection[int] = ()
         #: the step that failed
         self.broken = 0
 
@@ -60,7 +63,10 @@ class TellingStep:
 
     def results(self) -> list[RowResult]:
         self._runner.ask("results", self._plan)
-        return self._launched.results()
+        results = self._launched.results()
+        if self._plan.step in self._runner.fails:
+            return [RowResult(error=EngineFailed("no numbers"))] * len(results)
+        return results
 
 
 class Ahead:
@@ -129,6 +135,34 @@ def test_blocks_that_decoding_fills_are_found_by_others() -> None:
     before = this.engine.load().counters.prefix_hit_tokens
     run(this.engine)
     assert this.engine.load().counters.prefix_hit_tokens - before == 96
+
+
+def test_of_who_left_before_its_row_failed_nothing_is_found() -> None:
+    this = Ahead()
+    this.runner.fails = [2]
+    this.add(1, 70, max_tokens=20)
+    for _ in range(2):
+        this.engine.step()
+    this.engine.abort(Abort(1))
+    this.engine.step()
+    this.engine.add(sequence(this.bounds, 2, prompt(70, 1), max_tokens=2))
+    run(this.engine)
+    assert not this.engine.load().counters.prefix_hit_tokens
+
+
+def test_what_others_computed_meanwhile_in_its_blocks_is_found_still() -> None:
+    this = Ahead(limits(num_blocks=3, max_num_seqs=1, watermark_blocks=0))
+    this.runner.fails = [2]
+    this.add(1, 70, max_tokens=20)
+    for _ in range(2):
+        this.engine.step()
+    this.engine.abort(Abort(1))
+    this.add(2, 70, max_tokens=2)
+    run(this.engine)
+    assert not this.engine.load().counters.prefix_hit_tokens
+    this.engine.add(sequence(this.bounds, 3, prompt(70, 2), max_tokens=2))
+    run(this.engine)
+    assert this.engine.load().counters.prefix_hit_tokens == 64
 
 
 def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
