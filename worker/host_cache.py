@@ -98,9 +98,12 @@ class StreamedHostCache:
             compute.copy(staged, self._device[block])
         # Whoever read one of these places before is done by then, for computation waited for it.
         out.wait(compute.mark())
-        for staged, (_, place) in zip(self._staged, copies, strict=False):
-            out.copy(self._host[place], staged)
-        self._sent = out.mark()
+        try:
+            for staged, (_, place) in zip(self._staged, copies, strict=False):
+                out.copy(self._host[place], staged)
+        finally:
+            # Of a step that fails the next one still follows on what was begun.
+            self._sent = out.mark()
         self._saved.update((place, self._sent) for _, place in copies)
 
     def load(self, copies: Sequence[BlockCopy]) -> None:
@@ -111,6 +114,8 @@ class StreamedHostCache:
         into.wait(compute.mark())
         for mark in {self._saved[place] for _, place in copies}:
             into.wait(mark)
-        for block, place in copies:
-            into.copy(self._device[block], self._host[place])
-        compute.wait(into.mark())
+        try:
+            for block, place in copies:
+                into.copy(self._device[block], self._host[place])
+        finally:
+            compute.wait(into.mark())

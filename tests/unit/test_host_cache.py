@@ -3,9 +3,12 @@ those beside a device's computation, on streams that put off what they may."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Protocol
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -51,6 +54,19 @@ class Lazy:
         self.cache = cache
         self.host = StreamedHostCache(cache, PLACES, STAGED, self._device.streams)
         self.compute, self.finish = self._device.compute.run, self._device.finish
+
+    @contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """After the first block that comes back."""
+        into = self._device.streams.into
+        copy = into.copy
+
+        def copy_and_break_off(target: Tensor, source: Tensor) -> None:
+            copy(target, source)
+            raise RuntimeError("it broke off")
+
+        with patch.object(into, "copy", copy_and_break_off):
+            yield
 
 
 class OnGpu:
@@ -171,3 +187,15 @@ def test_no_wait_can_be_left_out(pair: tuple[str, str]) -> None:
         != history(Plain(counted_cache()), seed)
         for seed in SEEDS
     )
+
+
+def test_what_a_load_had_begun_when_it_broke_off_is_waited_for_all_the_same() -> None:
+    """Its block is another's by the next step."""
+    for seed in SEEDS:
+        this = Lazy(counted_cache(), seed)
+        this.host.save([BlockCopy(0, 0)])
+        with this.breaking_off(), pytest.raises(RuntimeError):
+            this.host.load([BlockCopy(2, 0), BlockCopy(3, 0)])
+        this.compute(partial(this.cache.tensor[2].fill_, 9.0))
+        this.finish()
+        assert (this.cache.tensor[2] == 9.0).all(), seed
