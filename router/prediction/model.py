@@ -21,6 +21,8 @@ VERSION = 1
 QUANTILES = (0.5, 0.9)
 #: A file of more bytes is not read.
 MAX_BYTES = 16 << 20
+#: Of a group: as many as a float counts exactly.
+_MOST_OUTPUTS = 1 << 53
 _COLUMNS = ("roots", "feature", "threshold", "left", "right", "value")
 
 
@@ -58,14 +60,15 @@ class Model:
 
     @classmethod
     def _parsed(cls, plain: Mapping[str, Any]) -> Self:
-        forest, served, report = plain["forest"], plain["served"], plain["report"]
-        if not isinstance(served, str) or not isinstance(report, dict):
-            raise TypeError("served must be a name, report an object")
+        served = plain["served"]
+        if not isinstance(served, str):
+            raise TypeError("served must be a name")
+        forest, report, known = (_object(plain, name) for name in ("forest", "report", "histories"))
         if len(forest["roots"]) != len(QUANTILES):
             raise ValueError("has not one sum for each quantile")
         columns = {name: forest[name] for name in _COLUMNS}
         grown = Forest(**columns, num_features=len(FEATURES))
-        histories = {str(group): _history(*its) for group, its in plain["histories"].items()}
+        histories = {str(group): _history(*its) for group, its in known.items()}
         return cls(served, grown, histories, _number(report["tau"]), report)
 
 
@@ -89,9 +92,16 @@ def text(
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
+def _object(plain: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = plain[name]
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be an object")
+    return value
+
+
 def _history(count: int, mean: float, variance: float) -> History:
-    if count < 0 or variance < 0:
-        raise ValueError("a history counts or varies below 0")
+    if not 0 <= count <= _MOST_OUTPUTS or variance < 0:
+        raise ValueError("a history counts or varies below 0, or counts too many")
     return History(int(count), _number(mean), _number(variance))
 
 

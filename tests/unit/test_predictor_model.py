@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.prediction.asked import GROUPS, STATIC, Asked
+from router.prediction.histories import Histories
 from router.prediction.model import Model
 from tests.prediction_support import learnt, mixed
 
@@ -38,6 +40,9 @@ def test_it_has_neither_prompts_nor_names() -> None:
         ({"histories": {"a": [1, 2]}}, "not whole"),
         ({"histories": {"a": [-1, 2, 3]}}, "below 0"),
         ({"histories": {"a": [1, "2", 3]}}, "not whole"),
+        ({"histories": {"a": [10**400, 2, 3]}}, "counts too many"),
+        ({"histories": []}, "not whole: TypeError: histories must be an object"),
+        ({"forest": []}, "not whole: TypeError: forest must be an object"),
     ],
 )
 def test_what_is_wrong_with_it_is_said(wrong: dict[str, Any], cause: str) -> None:
@@ -73,8 +78,38 @@ def test_trees_with_a_wrong_number_are_trees_or_refused(
     made = plain()
     values = made["forest"][column]
     values[place % len(values)] = wrong
+    predicts_or_is_refused(made)
+
+
+def predicts_or_is_refused(made: dict[str, Any]) -> None:
     try:
         model = Model.parse(json.dumps(made))
     except ValueError:
         return
-    assert len(model.forest.sums([0.0] * len(made["features"]))) == 2
+    groups = (*model.histories, *GROUPS)[: len(GROUPS)]
+    asked = Asked((0.0,) * len(STATIC), groups, max_tokens=1, choices=1, moment=0.0)
+    features = Histories(model.histories).features(asked)
+    assert len(model.forest.sums(features)) == 2
+
+
+_JSON = st.recursive(
+    _WRONG | st.booleans(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_whatever_stands_somewhere_in_it_it_predicts_or_is_refused(data: st.DataObject) -> None:
+    made = plain()
+    inside: Any = made
+    while True:
+        key = data.draw(st.sampled_from([*inside] if isinstance(inside, dict) else range(3)))
+        value = inside[key]
+        goes_on = isinstance(value, dict) or (isinstance(value, list) and len(value) >= 3)
+        if not goes_on or data.draw(st.booleans()):
+            break
+        inside = value
+    inside[key] = data.draw(_JSON)
+    predicts_or_is_refused(made)
