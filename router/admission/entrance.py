@@ -106,3 +106,7 @@ class Entrance:
         error = from_slug(slug, too_long or _CAUSES.get(slug, ""))
         error.retry_after_s = retry_after_s
         return error
+
+    def unsay(self, request_id: str) -> None:
+        """It is not refused after all."""
+        self._retrying.forget(request_id)

@@ -58,6 +58,10 @@ class Retrying:
             del self._told[oldest]
             self._note(oldest, 0.0)
 
+    def forget(self, request_id: str) -> None:
+        """It was not refused."""
+        self._told.pop(request_id, None)
+
     def too_soon_s(self, request_id: str, now: float) -> float:
         """Seconds by which it comes too soon; 0 where it may come in."""
         told = self._told.get(request_id)

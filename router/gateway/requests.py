@@ -21,9 +21,12 @@ from math import inf
 from everlift import logs
 from everlift.errors import (
     Cancelled,
+    DeadlineUnmeetable,
     EverliftError,
+    LedgerFull,
     LedgerUnavailable,
     Moved,
+    QueueFull,
     RateLimited,
     RequestConflict,
     RouterStopping,
@@ -31,7 +34,7 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import Request
-from everlift.request_id import unnamed
+from everlift.request_id import is_named, unnamed
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.access.limits import Limits
@@ -148,9 +151,7 @@ class Requests:
         async with self._custody.moving.hold(request.request_id):
             if (known := self._known(request.request_id)) is not None:
                 return _same(known, request)
-            self._check_room(request)
-            prediction = self.predictor.predict(request, now() + self._ledger_ahead_s)
-            self._check_in_time(request, timeout_s, prediction)
+            prediction = await self._admit(request, timeout_s)
             live = await self._open_new(request, timeout_s, journal, prediction)
             if live is not None:
                 return live
@@ -158,6 +159,23 @@ class Requests:
             return await self.attach(request.request_id)
         except UnknownRequest:
             raise given_up() from None
+
+    async def _admit(self, request: Request, timeout_s: float | None) -> Prediction:
+        """What is predicted of it. What the ledger has already was accepted once, and is not refused
+        for want of room or of time."""
+        try:
+            self._check_room(request)
+            prediction = self._predict(request)
+            self._check_in_time(request, timeout_s, prediction)
+        except (QueueFull, DeadlineUnmeetable, LedgerFull):
+            if not await self._is_known(request.request_id):
+                raise
+            self._entrance.unsay(request.request_id)
+            return self._predict(request)
+        return prediction
+
+    def _predict(self, request: Request) -> Prediction:
+        return self.predictor.predict(request, now() + self._ledger_ahead_s)
 
     async def _open_new(
         self,
@@ -224,6 +242,9 @@ class Requests:
             raise
 
     async def _is_known(self, request_id: str) -> bool:
+        """To the ledger. Raises LedgerUnavailable."""
+        if not is_named(request_id):
+            return False
         try:
             await self._ledger.get(request_id)
         except UnknownRequest:

@@ -397,6 +397,27 @@ async def test_a_full_queue_refuses_at_the_door_and_leaves_nothing_behind(
     assert again is not live
 
 
+async def test_what_was_accepted_once_is_not_refused_when_it_is_sent_again(
+    gateway: Gateway,
+) -> None:
+    """Here, long after its end, or to another gateway, though the queue is full."""
+    other = Gateway(gateway.ledger, "other")
+    other.line.queued = CONFIG.max_queued
+    other.requests.foresee(session_pb2.Outlook(rooms_per_s=0.01))
+    await gateway.submit()
+    with pytest.raises(Elsewhere):
+        await other.submit()
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "abc", session_pb2.STOP_CAUSE_EOS)
+    await until(lambda: gateway.requests.counters.completed == 1)
+    assert texts(await other.read(await other.submit())) == "abc"
+    with pytest.raises(RequestConflict):
+        await other.submit(text="ho")
+    with pytest.raises(QueueFull):
+        await other.submit(request_id="new")
+    await other.requests.stop(0.0)
+
+
 @pytest.mark.parametrize(
     "cause, error",
     [
