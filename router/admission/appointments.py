@@ -8,7 +8,7 @@ from __future__ import annotations
 
 #: Where nobody knows how fast the queue empties.
 _UNKNOWN_S = 1.0
-#: Nobody is told to wait for longer: what the queue does then cannot be foreseen.
+#: Appointments lie no further ahead: what the queue does then cannot be foreseen.
 _MOST_S = 60.0
 
 
@@ -21,7 +21,8 @@ class Appointments:
         self._last = 0.0
 
     def next_s(self, part: float, now: float) -> float:
-        """Seconds from now to come again after. Of those that are told, this ``part`` does."""
+        """Seconds from now to come again after, a room's time at the least, however long that is.
+        Of those that are told, this ``part`` does."""
         if not self.rooms_per_s:
             return _UNKNOWN_S
         self._last = max(self._last, now) + part / self.rooms_per_s

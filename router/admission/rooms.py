@@ -3,17 +3,22 @@
 The leader says five times a second how many requests have left its queue. What is between two of
 its words is on the line between them, and what comes behind the last one is as it foresees it. Of
 several gateways each counts on its part of the rooms.
+
+Some are told to come after seconds, some after an hour: of what was long ago fewer words are kept,
+one for each hundredth of the time since then.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from math import inf
 
 from everlift.v1 import session_pb2
 
-#: Words that are looked back to at least: for as long as anybody is told to wait, and a while.
-_KEPT = 350
+#: The part of the time since a word by which the next one is later at least, once they are thinned
+#: out, and the words after which they are.
+_APART, _THINNED_AFTER = 0.01, 350
 
 
 class Rooms:
@@ -29,6 +34,7 @@ class Rooms:
         self._empty: list[float] = []
         #: as the leader said last
         self._left: int | None = None
+        self._until_thinned = _THINNED_AFTER
 
     def hear(self, outlook: session_pb2.Outlook, queued: int, now: float) -> None:
         """The leader's word; so many wait."""
@@ -38,9 +44,16 @@ class Rooms:
         self._numbers.append(number + self._came(outlook.left) / max(1, outlook.gateways))
         if not queued:
             self._empty.append(now)
-        for kept in (self._moments, self._numbers, self._empty):
-            if len(kept) > 2 * _KEPT:
-                del kept[:_KEPT]
+        self._until_thinned -= 1
+        if not self._until_thinned:
+            self._until_thinned = _THINNED_AFTER
+            self._thin_out(now)
+
+    def _thin_out(self, now: float) -> None:
+        kept = [*_apart(self._moments, now)]
+        self._moments = [self._moments[i] for i in kept]
+        self._numbers = [self._numbers[i] for i in kept]
+        self._empty = [self._empty[i] for i in _apart(self._empty, now)]
 
     def _came(self, left: int) -> int:
         """Rooms of all gateways since the last word. A new leader counts from 0."""
@@ -72,3 +85,12 @@ class Rooms:
         rooms = self._numbers[after] - self._numbers[before]
         part = (self._numbers[after] - number) / rooms if rooms else 0.0
         return self._moments[after] - part * (self._moments[after] - self._moments[before])
+
+
+def _apart(moments: Sequence[float], now: float) -> Iterator[int]:
+    """Which of them to keep: the first, the last, and what is far enough from the one before."""
+    before = -inf
+    for i, moment in enumerate(moments):
+        if moment - before >= _APART * (now - moment) or i == len(moments) - 1:
+            yield i
+            before = moment

@@ -47,11 +47,17 @@ def test_a_new_leader_counts_from_0() -> None:
     assert rooms.moment(8.0, since=0.0, now=2.0) == 2.0
 
 
-def test_it_is_forgotten_what_nobody_is_told_of_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.admission.rooms._KEPT", 5)
-    rooms = Rooms()
-    for second in range(100):
-        hear(rooms, second, float(second), queued=0)
-    assert max(map(len, (rooms._moments, rooms._numbers, rooms._empty))) <= 10
-    assert rooms.moment(97.5, since=99.5, now=99.5) == 97.5
-    assert rooms.moment(98.0, since=98.0, now=99.5) == 98.0
+def test_what_was_long_ago_is_known_to_a_hundredth_of_the_time_since_then() -> None:
+    """So many words are kept of a day as of an hour and a few."""
+    rooms, lengths = Rooms(), list[int]()
+    for tick in range(5 * 86_400):
+        now = tick / 5
+        hear(rooms, tick, now, queued=tick % 5)
+        if now in (3_600.0, 86_000.0):
+            lengths.append(len(rooms._moments))
+    assert lengths[1] <= lengths[0] + 350 <= 1_500
+    assert len(rooms._moments) == len(rooms._numbers) and len(rooms._empty) <= len(rooms._moments)
+    for came in (86_399.0, 86_300.0, 85_500.0, 80_000.0, 40_000.0):
+        ago = now - came
+        assert rooms.moment(5 * came, since=now, now=now) == pytest.approx(came, abs=0.01 * ago)
+        assert abs(rooms.moment(1e9, since=came, now=now) - came) <= 0.02 * ago + 1.0
