@@ -243,7 +243,8 @@ class FluidWorker:
             if not self._is_here(head):
                 heappop(self._waiting)
                 continue
-            needed = blocks_of(head.known, 1)
+            # On the average it needs half a block more than it can have, who takes them all.
+            needed = min(blocks_of(head.known, 1), limits.num_blocks)
             watermark = limits.watermark_blocks if self._num_running else 0
             if used + needed + watermark > limits.num_blocks:
                 break

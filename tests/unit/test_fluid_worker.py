@@ -29,6 +29,18 @@ def test_a_lone_request_is_served_as_by_an_exact_one() -> None:
     assert fluid.finished == pytest.approx(exact.finished, rel=1e-4)
 
 
+@pytest.mark.parametrize("prompt", [990, 1008, 1010, 1016, 1023])
+def test_who_takes_all_blocks_alone_is_served(prompt: int) -> None:
+    load = [Arrival(0.1 * at, prompt, 50, 200) for at in range(3)]
+    fluid, exact = (
+        simulate(load, replace(scenario(spec(num_blocks=32)), fluid=it)).records
+        for it in (True, False)
+    )
+    for one, other in zip(fluid, exact, strict=True):
+        assert one.output_tokens == other.output_tokens
+        assert one.finished == pytest.approx(other.finished, rel=0.1)
+
+
 def test_a_chunked_prompt_takes_its_steps() -> None:
     (record,) = simulate([Arrival(1.0, 300, 1, 200)], replace(scenario(), fluid=True)).records
     # 128, 128 and 44 tokens, of which a hundred cost nothing beside the weights; and the links.
