@@ -68,6 +68,9 @@ class Gateway:
         #: by worker, the steps that are over, as far as is known here
         self._steps: dict[str, int] = {}
         self._served = ServedOutputs()
+        self._has_worker = False
+        #: how often there was no worker, and one came
+        self._outages = 0
         self.records: list[Record] = []
 
     @property
@@ -119,6 +122,8 @@ class Gateway:
         waiting = life.waiting(moves_left, self._is_suspect(life))
         for refusal in self._dispatcher.enqueue(waiting, self._timeline.now):
             self._refused(refusal)
+        if not self._has_worker:
+            self._wait_for_worker(life)
 
     def _refused(self, refusal: Refusal) -> None:
         life = self._lives[refusal.waiting.request_id]
@@ -253,7 +258,22 @@ class Gateway:
         else:
             self._enqueue(life)
 
-    def give_up(self) -> None:
-        """There has been no worker for too long."""
-        for life in [it for it in self._lives.values() if it.state is State.QUEUED]:
+    # no worker at all, as router.gateway.worker_wait has it
+
+    def worker_up(self) -> None:
+        if not self._has_worker:
+            self._has_worker = True
+            self._outages += 1
+
+    def last_worker_lost(self) -> None:
+        self._has_worker = False
+        for life in self._lives.values():
+            if life.state is State.QUEUED:
+                self._wait_for_worker(life)
+
+    def _wait_for_worker(self, life: Life) -> None:
+        self._timeline.after(self._config.worker_wait, self._no_worker_came, life, self._outages)
+
+    def _no_worker_came(self, life: Life, outage: int) -> None:
+        if outage == self._outages and life.state is State.QUEUED:
             self._end(life, State.FAILED, NoWorker())

@@ -53,7 +53,6 @@ class _Simulation:
         )
         self._loads: dict[str, Frame] = {}
         self._samples: list[Sample] = []
-        self._without_since = 0.0
         self._has_more = True
 
     def _parts(self) -> tuple[Dispatcher, _Scaler | None]:
@@ -101,12 +100,14 @@ class _Simulation:
 
     def worker_up(self, worker: Worker) -> None:
         self._dispatcher.worker_up(worker.worker_id, worker.capacity)
+        self._gateway.worker_up()
 
     def worker_lost(self, worker_id: str) -> None:
         self._loads.pop(worker_id, None)
         self._dispatcher.worker_lost(worker_id)
         self._gateway.worker_lost(worker_id)
-        self._without_since = self._timeline.now
+        if not len(self._fleet):
+            self._gateway.last_worker_lost()
         self._gateway.decide()
 
     def hear(self, frame: Frame) -> None:
@@ -125,8 +126,6 @@ class _Simulation:
         self._dispatcher.tick(now)
         if self._scaler is not None:
             self._scaler.look(now)
-        if not len(self._fleet) and now - self._without_since >= self._scenario.router.worker_wait:
-            self._gateway.give_up()
         self._gateway.decide()
         self._timeline.after(_TICK_S, self._tick)
 

@@ -161,8 +161,8 @@ class Requests:
             raise given_up() from None
 
     async def _admit(self, request: Request, timeout_s: float | None) -> Prediction:
-        """What is predicted of it. What the ledger has already was accepted once, and is not refused
-        for want of room or of time."""
+        """What is predicted of it. What the ledger has already was accepted once, and is refused
+        neither for want of room nor of time."""
         try:
             self._check_room(request)
             prediction = self._predict(request)

@@ -106,6 +106,26 @@ def test_without_a_worker_requests_wait_so_long() -> None:
     assert forecast.summary().refused == {"no_worker": 1}
 
 
+def test_each_waits_for_a_worker_from_when_it_comes_itself() -> None:
+    """Of those that come while there is none, too, however long that has been."""
+    events = (WorkerLoss(1.0, 0, 0.0), WorkerStart(12.0, spec()), WorkerLoss(13.0, 1, 0.0))
+    cluster = scenario(events=events, router=RouterConfig(worker_wait=3.0))
+    load = [Arrival(at, 100, 5, 200) for at in (0.9995, 8.9, 9.1, 20.0)]
+    records = simulate(load, cluster).records
+    assert [it.refused for it in records] == ["no_worker", "no_worker", "", "no_worker"]
+    assert 12.0 <= records[2].dispatched < 12.1
+
+
+def test_a_cluster_without_a_worker_starts_one_for_whoever_comes() -> None:
+    """Long after the last one went as well."""
+    autoscale = AutoscaleConfig(min_workers=0, max_workers=1, idle_delay=5.0)
+    router = RouterConfig(worker_wait=20.0)
+    cluster = replace(scenario(router=router), autoscale=autoscale, start_s=2.0)
+    records = simulate([Arrival(at, 100, 5, 200) for at in (0.0, 100.0)], cluster).records
+    assert all(it.is_finished for it in records)
+    assert 2.0 < records[1].dispatched - 100.0 < 20.0
+
+
 def test_a_full_queue_and_a_deadline_refuse() -> None:
     load = arrivals(40, 1000.0)
     router = RouterConfig(max_queued=5, local_depth=0)
