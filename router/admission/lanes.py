@@ -124,7 +124,7 @@ class RatioLane(Lane):
         if moment is None:
             return _ticket(self._earliest([item for _, item in firsts]) or unknown)
         ratios = (
-            ((item[0] - moment) / tokens, item)
+            (min(0.0, item[0] - moment) / tokens, item)
             for size, item in firsts
             if (tokens := 2 ** (size / 2))
         )

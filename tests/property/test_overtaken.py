@@ -63,7 +63,7 @@ ARRIVALS = st.lists(
     st.builds(
         Arrival,
         pause=st.floats(0, 2),
-        late=st.sampled_from([0.0, 0.0, 0.0, 0.9]),
+        late=st.sampled_from([0.0, 0.0, 0.0, 0.9, -0.3]),
         priority=st.sampled_from([-1, 0, 0, 0, 1]),
         tokens=st.integers(1, LONGEST),
         rank=st.floats(0, 0.999),

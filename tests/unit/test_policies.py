@@ -316,6 +316,13 @@ def test_whatever_comes_a_waiting_class_is_not_owed_more_than_a_request(
             assert all(each <= classes * 100 for each in owed.values())
 
 
+def test_while_the_clock_is_behind_all_arrivals_the_first_one_leaves_first() -> None:
+    """Nobody has waited yet, however long its output is."""
+    queue = queue_of(HighestResponseRatio(), waiting("a", 10.0, 10), waiting("b", 10.1, 1000))
+    first = queue.pop(9.9)
+    assert (first.request_id, queue.pop(9.9).request_id) == ("a", "b")
+
+
 def test_without_a_moment_nothing_but_class_and_key_counts() -> None:
     queue = AdmissionQueue(HighestResponseRatio(), 0.5)
     for number in range(4):
