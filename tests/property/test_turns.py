@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from math import inf
+from typing import TypeAlias
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,10 +27,13 @@ BOUND = OUTPUT * ROOM
 TENANTS, HEAVY = ("a", "b", "c"), "heavy"
 
 #: Of a tenant for some steps: in which part of them a request of it comes, and how many tokens its
-#: prompts and outputs have at most.
-HABIT = st.tuples(st.sampled_from([0.0, 0.1, 0.9]), st.integers(1, ROOM // 2))
+#: prompts and its outputs have at most, one by one: else who is fair by prompts is so by outputs.
+LENGTHS = st.integers(1, ROOM // 2)
+HABIT = st.tuples(st.sampled_from([0.0, 0.1, 0.9]), LENGTHS, LENGTHS)
 TIMES = st.lists(st.tuples(HABIT, HABIT, HABIT, HABIT), min_size=1, max_size=8)
 _STEPS = 12
+
+Habit: TypeAlias = tuple[float, int, int]
 
 
 @dataclass(frozen=True)
@@ -63,19 +67,20 @@ class Life:
         self.beside: list[float] = []
         self.others: list[float] = []
 
-    def live(self, times: list[tuple[tuple[float, int], ...]]) -> None:
+    def live(self, times: list[tuple[Habit, ...]]) -> None:
         for habits in times:
             for _ in range(_STEPS):
-                for tenant, (often, longest) in zip(self._served, habits, strict=True):
+                for tenant, (often, *longest) in zip(self._served, habits, strict=True):
                     if self._dice.random() < often:
-                        self._come(self._waiting(tenant, longest))
+                        self._come(self._waiting(tenant, *longest))
                 self._leave()
                 self._run()
         for name in self._here:
             self._judge(name)
 
-    def _waiting(self, tenant: str, longest: int) -> Waiting:
-        prompt, output = self._dice.randint(1, longest), self._dice.randint(1, longest)
+    def _waiting(self, tenant: str, longest_prompt: int, longest_output: int) -> Waiting:
+        prompt = self._dice.randint(1, longest_prompt)
+        output = self._dice.randint(1, longest_output)
         name, total = qualified(tenant, str(self._moment)), prompt + output
         return Waiting(name, "g", self._moment, prompt, output, predicted_total=total)
 
@@ -135,9 +140,20 @@ def _again(running: Running) -> Waiting:
     st.builds(random.Random, st.integers(0, 2**32)),
 )
 def test_while_a_request_waits_others_are_served_little_more_than_its_tenant(
-    times: list[tuple[tuple[float, int], ...]], policy: Policy, dice: random.Random
+    times: list[tuple[Habit, ...]], policy: Policy, dice: random.Random
 ) -> None:
     life = Life(policy, dice)
     life.live(times)
     assert max(life.beside, default=0.0) <= 2 * BOUND
     assert max(life.others, default=0.0) <= 3 * BOUND
+
+
+def test_nor_where_one_has_long_prompts_and_another_one_long_outputs() -> None:
+    """All the time: who counted prompts or outputs alone would serve one of them ever more."""
+    half, often = ROOM // 2, 0.9
+    habits: list[Habit] = [(often, 1, half), (often, half, 1), (often, 9, 9), (often, half, half)]
+    for seed in range(10):
+        life = Life(Fifo(), random.Random(seed))
+        life.live([tuple(habits)] * 25)
+        assert len(life.beside) > 100
+        assert max(life.beside) <= 2 * BOUND
