@@ -84,7 +84,13 @@ def plan(
     ledger = ledger_requests.asked_for(from_ledger, settings, limit)
     made_up = rate, None, duration, steady, seed
     asked = Requests(workload, trace, begin, end, speed, *made_up, ledger)
-    how = {"router": settings.router, "fluid": fluid, "foresight_sigma": foresight, "seed": seed}
+    how = {
+        "router": settings.router,
+        "fluid": fluid,
+        "foresight_sigma": foresight,
+        "seed": seed,
+        "weights": asked.weights,
+    }
     console = Console(highlight=False)
     plans: dict[str, Plan] = {}
     for name in kind or (machines.DEFAULT_KIND,):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -13,7 +14,7 @@ from cluster.errors import ForecastFailed
 from cluster.forecast import as_json, comparison
 from cluster.forecast.command import ledger_requests, machines
 from cluster.forecast.command.load import Requests
-from cluster.forecast.command.policies import routers
+from cluster.forecast.command.policies import alike, routers
 from cluster.forecast.command.progress import watched
 from cluster.forecast.scenario import Scenario
 from cluster.workloads import options
@@ -74,10 +75,13 @@ def replay(
     asked = Requests(trace=trace, begin_s=begin, end_s=end, speed=speed, ledger=ledger)
     answers = {_WAS: comparison.past(ledger.records)} if ledger else {}
     arrivals = list(asked.arrivals(specs))
+    scenario = Scenario(specs, fluid=fluid, foresight_sigma=foresight, weights=asked.weights)
     for name, router in policies.items():
-        scenario = Scenario(specs, router=router, fluid=fluid, foresight_sigma=foresight)
-        answers[name] = simulate(watched(arrivals, name), scenario)
-    Console(highlight=False).print(comparison.table(answers))
+        answers[name] = simulate(watched(arrivals, name), replace(scenario, router=router))
+    console = Console(highlight=False)
+    console.print(comparison.table(answers))
+    for names in alike(policies):
+        console.print(f"{' and '.join(names)} are the same policy, by what is set of router")
     if json_file is not None:
         as_json.write(comparison.as_json(answers), json_file)
 

@@ -121,6 +121,7 @@ def simulate(
             early=_early(early, early_age),
             events=faults.events(lose, drain, add, specs, start_time, settings.autoscale.is_on),
             seed=seed,
+            weights=asked.weights,
         )
     except ValueError as error:
         raise ForecastFailed(str(error)) from None

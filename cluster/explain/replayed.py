@@ -8,30 +8,37 @@ from dataclasses import replace
 from cluster.errors import ForecastFailed
 from cluster.explain.what_if import what_if
 from cluster.forecast.hardware import kind_file, learned
-from cluster.forecast.history import Reading, surroundings
+from cluster.forecast.history import surroundings, weights
 from cluster.forecast.record import Record
 from cluster.forecast.scenario import Scenario, WorkerSpec
 from cluster.forecast.simulate import simulate
 from everlift import settings
 from everlift.v1 import admin_pb2
 from router.gateway.what_if import Estimates, Question
+from router.ledger.base import Ledger
 from worker.config import WorkerConfig
 
 #: Of outputs. Beyond, workers are simulated in a few numbers each, in a tenth of the time.
 _MAX_EXACT_TOKENS = 100_000
 
 
-async def estimated(ledger: Reading, question: Question) -> Estimates:
-    """Raises ForecastFailed, UnknownRequest, LedgerUnavailable."""
+async def estimated(ledger: Ledger, question: Question) -> Estimates:
+    """Raises ForecastFailed, UnknownRequest, SettingsError, LedgerUnavailable."""
     specs = _specs(question.kinds)
     around = await surroundings(ledger, question.request_id)
     arrivals = around.arrivals
+    router, *_ = question.policies.values()
+    shares = await weights(ledger, router, {arrival.tenant for arrival in arrivals})
     is_fluid = sum(arrival.output_tokens for arrival in arrivals) > _MAX_EXACT_TOKENS
 
     def replay(policy: str, slowness: float) -> Sequence[Record]:
         workers = tuple(replace(spec, slowness=slowness) for spec in specs)
         scenario = Scenario(
-            workers, router=question.policies[policy], link_s=around.link_s, fluid=is_fluid
+            workers,
+            router=question.policies[policy],
+            link_s=around.link_s,
+            fluid=is_fluid,
+            weights=shares,
         )
         return simulate(arrivals, scenario).records
 

@@ -49,6 +49,7 @@ async def _answer(launch: Launch) -> Answer:
     from cluster.errors import ForecastFailed
     from cluster.explain.replayed import estimated
     from everlift.errors import EverliftError
+    from everlift.settings import SettingsError
     from router.gateway.what_if import NoEstimate
     from router.ledger.redis_ledger import connect
 
@@ -58,7 +59,7 @@ async def _answer(launch: Launch) -> Answer:
             return await estimated(ledger, launch.question)
         finally:
             await ledger.close()
-    except ForecastFailed as error:
+    except (ForecastFailed, SettingsError) as error:
         return NoEstimate(str(error))
     except MemoryError:
         return NoEstimate(f"to simulate it takes more than {_MAX_MEMORY_MIB} MiB")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,7 +12,9 @@ from cluster.forecast.past import Past
 from cluster.forecast.record import Record
 from cluster.forecast.surroundings import Surroundings
 from everlift.errors import UnknownRequest
-from router.ledger.base import MOST_LISTED, Page, Position
+from router.access.access import Access, store_of
+from router.config import RouterConfig
+from router.ledger.base import MOST_LISTED, Ledger, Page, Position
 from router.ledger.entry import Entry, Event, State, Stored
 
 #: Requests that are read at the same time.
@@ -61,6 +63,18 @@ def _shifted(record: Record, begin: float, index: int) -> Record:
         first_token=record.first_token - begin,
         finished=record.finished - begin,
     )
+
+
+async def weights(
+    ledger: Ledger, config: RouterConfig, tenants: Iterable[str]
+) -> Mapping[str, float]:
+    """Those of ``tenants`` that are not 1, by the cluster's access. Raises SettingsError,
+    LedgerUnavailable."""
+    if (store := store_of(config, ledger)) is None:
+        return {}
+    access = await Access.open(store)
+    found = {tenant: access.weight_of(tenant) for tenant in tenants}
+    return {tenant: weight for tenant, weight in found.items() if weight != 1}
 
 
 async def surroundings(ledger: Reading, request_id: str) -> Surroundings:

@@ -145,8 +145,9 @@ def figures(requests: Sequence[Request], answers: Sequence[Answer]) -> Figures:
 
 
 def ratios(found: Mapping[str, Figures]) -> Figures:
-    """By case, the medians over the turns."""
-    fifo = found["fifo"]
+    """By case, the medians over the turns. None where ``fifo`` did not run beside them."""
+    if (fifo := found.get("fifo")) is None:
+        return {}
     each = {}
     for short, case in (("sjf", "shortest"), ("ranked", "ranked"), ("hrrn", "hrrn")):
         for name, figure in (

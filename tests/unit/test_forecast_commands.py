@@ -141,6 +141,18 @@ def test_policies_may_be_called_as_papers_call_them() -> None:
     assert [router.fair_share for router in named.values()] == [False, False, True]
 
 
+def test_behind_an_order_stand_settings_of_routers_by_either_name() -> None:
+    named = routers(["shortest patience=3,shortest router.patience=3"], None, None)
+    assert [router.patience for router in named.values()] == [3.0, 3.0]
+
+
+async def test_policies_that_come_to_the_same_are_named(kind: str, trace: str) -> None:
+    where = ("--trace", trace, "--workers", f"{kind}=1")
+    said = await run("replay", "--policy", "fifo,hrrn,vtc", *where)
+    assert "fifo and vtc are the same policy" in said
+    assert "same" not in await run("replay", "--policy", "fifo fair_share=false,vtc", *where)
+
+
 async def test_a_replay_needs_its_requests_and_policies_that_are_there(trace: str) -> None:
     assert "--from-ledger or from a --trace" in await run("replay", status=1)
     assert "must be one of fifo" in await run(

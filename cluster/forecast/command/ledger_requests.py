@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated
 
@@ -36,27 +37,37 @@ Limit = Annotated[
 
 
 class LedgerRequests:
-    """Of the ledger that is configured the ``limit`` newest ones that finished."""
+    """Of the ledger that is configured the ``limit`` newest ones that finished. It is read when it
+    is first asked for anything. Raises ForecastFailed where there is none, SettingsError where the
+    tenants' limits cannot be read, and what connecting raises."""
 
     def __init__(self, config: Config, limit: int) -> None:
         self._config = config
         self._limit = limit
 
-    @cached_property
+    @property
     def records(self) -> list[Record]:
-        """Read when they are first asked for. Raises ForecastFailed where there is none, and what
-        connecting raises."""
+        return self._all[0]
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Of their tenants, 1 where there is none."""
+        return self._all[1]
+
+    @cached_property
+    def _all(self) -> tuple[list[Record], Mapping[str, float]]:
         return asyncio.run(self._read())
 
-    async def _read(self) -> list[Record]:
+    async def _read(self) -> tuple[list[Record], Mapping[str, float]]:
         # What it imports takes a while, and most forecasts are of other requests.
-        from cluster.forecast.history import finished_requests
+        from cluster.forecast.history import finished_requests, weights
 
         async with connected_ledger(self._config) as ledger:
             records = await finished_requests(ledger, self._limit)
-        if not records:
-            raise ForecastFailed("the ledger knows no request that finished")
-        return records
+            if not records:
+                raise ForecastFailed("the ledger knows no request that finished")
+            tenants = {record.arrival.tenant for record in records}
+            return records, await weights(ledger, self._config.router, tenants)
 
 
 def asked_for(from_ledger: bool, config: Config, limit: int) -> LedgerRequests | None:

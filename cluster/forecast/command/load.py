@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from math import inf
@@ -88,6 +88,11 @@ class Requests:
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
                 raise ForecastFailed(f"--{name.removesuffix('_s')} must be above 0, not {value:g}")
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Of their tenants, 1 where there is none. Raises as ``arrivals``."""
+        return {} if self.ledger is None else self.ledger.weights
 
     def arrivals(self, workers: Sequence[WorkerSpec]) -> Iterator[Arrival]:
         """One after the other, of which none is held but the ledger's. Raises ForecastFailed,

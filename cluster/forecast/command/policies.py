@@ -25,8 +25,21 @@ def routers(
 
 def _router(policy: str, file: Path | None, assignments: Sequence[str] | None) -> RouterConfig:
     name, *further = policy.split() or [policy]
-    order, *others = *_IN_PAPERS.get(name, (name,)), *further
+    order, *others = *_IN_PAPERS.get(name, (name,)), *map(_setting, further)
     if not all(setting.startswith("router.") for setting in others):
         raise ForecastFailed(f"--policy {policy}: behind an order stand settings of routers alone")
     settings = [*(assignments or ()), f"router.order={order}", *others]
     return machines.config_of(file, settings).router
+
+
+def _setting(text: str) -> str:
+    """As `everlift policy` calls it, without its section, it is a router's."""
+    return text if "." in text.partition("=")[0] else f"router.{text}"
+
+
+def alike(policies: Mapping[str, RouterConfig]) -> list[list[str]]:
+    """The names of those that come to the same settings."""
+    names: dict[RouterConfig, list[str]] = {}
+    for name, router in policies.items():
+        names.setdefault(router, []).append(name)
+    return [same for same in names.values() if len(same) > 1]

@@ -1,0 +1,59 @@
+"""What a forecast takes from a ledger beside the requests themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.config import Config, load
+from cluster.forecast.command import ledger_requests
+from cluster.forecast.command.load import Requests
+from cluster.forecast.record import Record
+from cluster.workloads.arrival import Arrival
+from router.access.document import Document
+from router.ledger.memory import MemoryLedger
+
+
+@pytest.fixture
+def ledger(monkeypatch: pytest.MonkeyPatch) -> MemoryLedger:
+    """Three tenants' requests finished there, and one of them has a weight."""
+    ledger = MemoryLedger(clock=lambda: 0.0)
+    document = Document().with_tenant("acme", {"weight": 3}).with_tenant("gone", {"weight": 9})
+    asyncio.run(ledger.put_access(document.to_records()))
+
+    @asynccontextmanager
+    async def connected_ledger(config: Config) -> AsyncIterator[MemoryLedger]:
+        yield ledger
+
+    async def finished_requests(ledger: MemoryLedger, limit: int) -> list[Record]:
+        tenants = ("acme", "other", "")
+        return [Record(i, Arrival(i, 9, 9, 9, tenant=it)) for i, it in enumerate(tenants)]
+
+    monkeypatch.setattr(ledger_requests, "connected_ledger", connected_ledger)
+    monkeypatch.setattr("cluster.forecast.history.finished_requests", finished_requests)
+    return ledger
+
+
+def requests_of(tmp_path: Path, *settings: str) -> Requests:
+    config = load(None, {}, [f"state_dir={tmp_path}", "model=fake", *settings])
+    return Requests(ledger=ledger_requests.asked_for(True, config, limit=10))
+
+
+@pytest.mark.usefixtures("ledger")
+def test_tenants_have_their_weights(tmp_path: Path) -> None:
+    asked = requests_of(tmp_path, "router.access=ledger")
+    assert asked.weights == {"acme": 3}
+    assert [arrival.tenant for arrival in asked.arrivals(())] == ["acme", "other", ""]
+
+
+@pytest.mark.usefixtures("ledger")
+def test_where_everybody_may_come_in_nobody_has_one(tmp_path: Path) -> None:
+    assert requests_of(tmp_path).weights == {}
+
+
+def test_nor_has_anybody_in_what_is_made_up() -> None:
+    assert Requests().weights == {}
