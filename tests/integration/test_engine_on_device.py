@@ -4,7 +4,6 @@ kernels in Triton's interpreter where they are meant. Not yet run on a GPU."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -19,6 +18,7 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.sampling import Grammar, GrammarKind, SamplingParams
 from tests.integration.test_parallel import on_ranks
 from tests.llama_support import SIZES, generate, load_llama, save_llama
+from tests.no_waits import no_waits
 from tests.torch_engine import Job, TorchEngine, greedy_jobs, served_ahead
 from worker import collectives
 from worker.attention.gpu import GpuAttention
@@ -39,6 +39,8 @@ DEVICE = choose_device("auto")
 ON_GPU = DEVICE.type == "cuda"
 #: The interpreter has no products of bf16.
 HALF = "bfloat16" if ON_GPU else "float16"
+#: By how much logits in it may differ, which has three bits less as bf16.
+NEAR = 0.02 if ON_GPU else 0.01
 DEMO_MODEL = Path(__file__).parents[2] / "cluster" / "demo_model"
 PLENTY, FEW = 200, 18
 pytestmark = pytest.mark.timeout(600)
@@ -215,7 +217,7 @@ def test_captured_decoding_in_half_precision_is_near_fp32(monkeypatch: pytest.Mo
         with torch.inference_mode():
             right = model(torch.tensor([prompt])).logits[0, -1]
         assert logits.isfinite().all()
-        assert (logits - right).norm() <= 0.01 * right.norm()
+        assert (logits - right).norm() <= NEAR * right.norm()
 
 
 @pytest.mark.long
@@ -279,15 +281,3 @@ def draw_with(runner: TorchRunner, grammar: CompiledGrammar) -> list[int]:
         step.sample()
         steps.append(step.results())
     return [result.tokens[0] for (result,) in steps]
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    if not ON_GPU:
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from everlift.sampling import SamplingParams
 from tests.llama_support import SIZES, load_llama, save_llama
+from tests.no_waits import no_waits
 from tests.torch_engine import Job, TorchEngine, greedy_jobs, served_ahead
 from worker.build import build_runner
 from worker.config import WorkerConfig
@@ -97,13 +98,10 @@ def test_what_nobody_has_written_changes_nothing(
 
 
 def test_no_step_waits_for_the_device(directory: Path, jobs: list[Job]) -> None:
-    """But for the tokens of the step before it, by an event, which torch does not count."""
+    """But for the tokens of the step before it, by an event."""
     runner = runner_on_gpu(directory, "float32", FEW)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         serve(runner, directory, [*jobs[:3], *(replace(job, sampling=DRAWN) for job in jobs[3:])])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_logits_in_bfloat16_are_near_those_in_float32() -> None:

@@ -14,8 +14,9 @@ it takes longest, 64 of the requests as one static batch.
 ``ratios``: decode_b* is the time that a step takes at least, by the ceilings of the same run
 (gpu_shapes.py), over what it took; prefill_mfu its products over those of the large one, for the
 longest prompt (and prefill_mfu_* for each); "bandwidth, *" what a kernel must read and write in the
-time it took, over the copy's; idle_share the largest of all batches; tok_s_vs_hf_*
-compare output tokens a second.
+time it took, over the copy's; idle_share the largest of all batches, while it is watched, and
+idle_share_unwatched by what the GPU did then of what a step takes else; tok_s_vs_hf_* compare
+output tokens a second.
 
 A part has only so long, and what was found is written after each: one that fails or hangs costs no
 other's figures. ``failed`` says why something is missing. Without a GPU all of it runs in small, on
@@ -109,8 +110,10 @@ def run(planned: Sequence[Part], until: float) -> Iterator[Found]:
                 text=True,
                 timeout=max(0.0, min(part.limit_s, until - began)),
             )
-        except subprocess.TimeoutExpired:
-            found.failed[part.name] = f"its {part.limit_s:.0f} s, or all time, were over"
+        except subprocess.TimeoutExpired as error:
+            # Bytes, whatever was asked for.
+            said = (error.stderr or b"").decode(errors="replace")[-2000:]
+            found.failed[part.name] = f"its {part.limit_s:.0f} s, or all time, were over\n{said}"
         else:
             if done.returncode:
                 found.failed[part.name] = done.stderr[-2000:]
@@ -126,6 +129,11 @@ def ratios(raw: Mapping[str, Any], shape: Shape, small: Shape) -> dict[str, floa
     if "idle" in raw:
         found["idle_share"] = max(batch["idle"] for batch in raw["idle"].values())
     if "engine" in raw:
+        if "idle" in raw:
+            found["idle_share_unwatched"] = max(
+                1 - raw["idle"][batch]["busy_s"] / step_s
+                for batch, step_s in raw["engine"]["decode_s"].items()
+            )
         for name in ("continuous", "static"):
             if (theirs := raw.get(f"transformers_{name}")) is not None:
                 found[f"tok_s_vs_hf_{name}"] = raw["engine"]["mix_tok_s"] / theirs["tok_s"]

@@ -37,6 +37,7 @@ from worker.attention.flash_infer import FlashInfer
 from worker.attention.prompt_choice import BackendClass, try_backend
 from worker.attention.reference import ReferenceAttention
 from worker.draw import DrawTable, choose_draw, draw
+from worker.kernels.trial import why_no_kernels
 from worker.kv_cache import KVCache
 from worker.largest import largest_by_torch
 from worker.limits import blocks_for
@@ -60,6 +61,7 @@ _MOST_COPIES = 64
 
 @torch.inference_mode()
 def kernels(shape: Shape) -> dict[str, Times]:
+    assert IS_SMALL or (cause := why_no_kernels(DEVICE)) == "", cause
     return dict(_measured(shape))
 
 
@@ -159,14 +161,18 @@ def turn_and_place(shape: Shape, tokens: int) -> Times:
     cache = _cache(shape, 1 + int(rows.tables.max()), layers)
     table = RotaryTable(Rope(dim=shape.head_dim, theta=500_000.0), PREFILLS[-1], DEVICE)
     angle = table.at(torch.from_numpy(rows.positions).to(DEVICE))
-    heads = _random(tokens, shape.heads + 2 * shape.kv_heads, shape.head_dim)
-    turned, value = heads.tensor_split([shape.heads + shape.kv_heads], dim=1)
+    heads = [
+        _random(tokens, shape.heads + 2 * shape.kv_heads, shape.head_dim).tensor_split(
+            [shape.heads + shape.kv_heads], dim=1
+        )
+        for _ in range(layers)
+    ]
 
     def turn(by: Pointwise, backend: AttentionBackend) -> float:
         step = backend.prepare(rows)
         works = [
             partial(by.rotate_and_write, turned, shape.heads, value, angle, layer, step)
-            for layer in range(layers)
+            for layer, (turned, value) in enumerate(heads)
         ]
         return replayed_s(_in_turn(works)) / layers
 
@@ -179,16 +185,17 @@ def turn_and_place(shape: Shape, tokens: int) -> Times:
 
 def draw_rows(shape: Shape, rows: int, sampling: SamplingParams) -> Times:
     """Torch's waits for the device, so that it is timed as the host sees it."""
-    logits, drawn = torch.randn(rows, shape.vocab, device=DEVICE), DrawTable()
+    drawn, size = DrawTable(), 4 * rows * shape.vocab
+    logits = [torch.randn(rows, shape.vocab, device=DEVICE) for _ in range(_copies(size))]
     for slot in range(rows):
         drawn.put(slot, sampling, 0)
     draws = drawn.draws(np.arange(rows), np.arange(rows))
     ours = choose_draw(DEVICE)(draws, Parcel(DEVICE))
     repeats = 2 if IS_SMALL else 5
     return {
-        "ours_s": replayed_s(partial(ours, logits)),
-        "torch_s": seconds(partial(draw, logits, draws, largest_by_torch), repeats),
-        "bytes": logits.nbytes,
+        "ours_s": replayed_s(_in_turn([partial(ours, it) for it in logits])) / len(logits),
+        "torch_s": seconds(partial(draw, logits[0], draws, largest_by_torch), repeats),
+        "bytes": size,
     }
 
 

@@ -35,6 +35,7 @@ from tests.perf.gpu_timing import (
 from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.engine import Engine
+from worker.kernels.trial import why_no_kernels
 from worker.limits import Limits, blocks_for
 from worker.outcome import Abort, Outcome
 from worker.parallel import Group
@@ -80,6 +81,7 @@ def engine(shape: Shape) -> dict[str, Any]:
             "decode_s": {str(batch): bench.decode(batch) for batch in BATCHES},
             "prefill_s": {str(n): bench.prefill(n) for n in PREFILLS},
             "mix_tok_s": bench.mix(),
+            "attention": bench.attention,
         }
 
 
@@ -110,6 +112,10 @@ class Bench:
             max_num_batched_tokens=BATCHED_TOKENS,
         )
         self._runner = build_runner(config, Group.single())
+        if not IS_SMALL:
+            # Else torch would be measured in their place.
+            assert (cause := why_no_kernels(DEVICE)) == "", cause
+            assert self._runner._graphs is not None, "decoding is not captured"
         self._limits = Limits.of(config, self._runner)
         self._engine = Engine(self._runner, self._limits, launch=self._runner.launch)
 
@@ -119,6 +125,11 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self._runner.close()
         self._directory.cleanup()
+
+    @property
+    def attention(self) -> str:
+        """What attends, to prompts too."""
+        return self._runner._attention.name
 
     def decode(self, batch: int) -> float:
         """Seconds of a step in which ``batch`` sequences decode."""
@@ -244,10 +255,16 @@ def transformers_continuous(shape: Shape) -> dict[str, Any]:
     from tests.perf.engine_transformers import Continuous
 
     requests, longest = mix(shape), max(each.max_tokens for each in mix(shape))
-    system = Continuous(random_transformer(shape), longest, ContinuousBatchingConfig())
-    tok_s = rate(system.generate, requests)
-    system.close()
-    return {"tok_s": tok_s}
+    model, config = random_transformer(shape), ContinuousBatchingConfig()
+    system = Continuous(model, longest, config)
+    try:
+        tok_s = rate(system.generate, requests)
+    finally:
+        # Its thread would keep the process, and what failed would not be told.
+        system.close()
+    # What it chose, by what is installed.
+    graphs = str(config.use_cuda_graph)
+    return {"tok_s": tok_s, "attention": model.config._attn_implementation, "graphs": graphs}
 
 
 def transformers_static(shape: Shape) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def test_ratios_are_shares_of_the_bound() -> None:
             "prefill_mfu_1000": 0.25,
             "prefill_mfu": 0.25,
             "idle_share": 0.1,
+            "idle_share_unwatched": 1 - 1.9 / (2 * bound),
             "tok_s_vs_hf_continuous": 3.0,
         }
     )

@@ -33,4 +33,5 @@ def _norm_works(device: torch.device) -> bool:
 
     x, ones = torch.ones(2, 16, device=device), torch.ones(2, 16, device=device)
     normed = KernelPointwise().norm(x, ones[0], 0.0, False, added=ones)
-    return bool((normed == 1).all()) and bool((x == 2).all())
+    # A GPU's square root and quotient may be off by their last bit.
+    return torch.allclose(normed, ones, rtol=1e-5) and bool((x == 2).all())
