@@ -48,21 +48,26 @@ class Target:
 
 def targets(text: str) -> tuple[Target, ...]:
     """Raises ForecastFailed."""
-    return tuple(_target(name.strip(), most) for name, _, most in _pairs(text))
+    return tuple(_target(name, most) for name, most in _pairs(text))
 
 
 def slo(text: str | None) -> Slo:
     """Of ``ttft=1s,tpot=50ms``, or one of them; None is no wish at all. Raises ForecastFailed."""
     if text is None:
         return Slo()
-    wishes = {name.strip(): _seconds(most) for name, _, most in _pairs(text)}
+    wishes = {name: _seconds(most) for name, most in _pairs(text)}
     if not wishes.keys() <= {"ttft", "tpot"}:
         raise ForecastFailed(f"{text}: must be ttft and tpot, as in ttft=1s,tpot=50ms")
     return Slo(**{f"{name}_s": most_s for name, most_s in wishes.items()})
 
 
-def _pairs(text: str) -> Iterator[tuple[str, str, str]]:
-    return (each.partition("=") for each in text.split(","))
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    seen = set[str]()
+    for name, _, most in (each.partition("=") for each in text.split(",")):
+        if (name := name.strip()) in seen:
+            raise ForecastFailed(f"{text}: {name} stands there twice")
+        seen.add(name)
+        yield name, most
 
 
 def _target(name: str, most: str) -> Target:

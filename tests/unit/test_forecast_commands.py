@@ -116,6 +116,8 @@ async def test_a_plan_says_that_no_number_is_enough(kind: str, trace: str) -> No
         (("plan", "--slo", "ttft_p99=1s", "--from-ledger", "--speed", "2"), "need --trace"),
         (("simulate", "--early", "p2c", "--set", "autoscale.max_workers=2"), "autoscale: "),
         (("plan", "--slo", "ttft=1s"), "must be ttft, tpot or latency"),
+        (("plan", "--slo", "ttft_p99=1s, ttft_p99=2s"), "ttft_p99 stands there twice"),
+        (("simulate", "--slo", "ttft=1s,ttft=2s"), "ttft stands there twice"),
     ],
 )
 async def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], said: str) -> None:

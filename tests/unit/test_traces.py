@@ -94,6 +94,7 @@ def test_a_window_that_cannot_be(tmp_path: Path, how: dict[str, float]) -> None:
     [
         ("396,109", "396.5,109", ":3: ContextTokens must be a whole number, not '396.5'"),
         ("396,109", "0,109", ":3: ContextTokens must be at least 1, not 0"),
+        ("396,109", "9,100000000000", ":3: GeneratedTokens must be at most 2147483647, not 1"),
         ("396,109", "396", ":3: GeneratedTokens is missing"),
         ("2023-11-16 18:17", "yesterday", ":4: TIMESTAMP must be a date and a time"),
         ("2023-11-16 18:17", "2023-11-16 18:14", ":4: comes 64.3"),

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from cluster.errors import WorkloadFailed
 
+#: As requests can say it.
+_MOST = (1 << 31) - 1
+
 
 class Row:
     """Its fields by their names, as they are asked for. All methods raise WorkloadFailed, with the
@@ -31,6 +34,8 @@ class Row:
             raise self.wrong(f"{name} must be a whole number, not {text!r}") from None
         if number < least:
             raise self.wrong(f"{name} must be at least {least}, not {number}")
+        if number > _MOST:
+            raise self.wrong(f"{name} must be at most {_MOST}, not {number}")
         return number
 
     def number(self, name: str) -> float:
