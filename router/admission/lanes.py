@@ -22,7 +22,8 @@ from router.admission.waiting import Ordered, Place
 #: By ticket; empty of those that wait no more.
 Places: TypeAlias = Callable[[int], Place | tuple[()]]
 
-#: Departures after which one rung is swept: of what a lane has, about a half are holes at most.
+#: Departures after which one rung is swept, or half as many as the one before had: of what a lane
+#: has, about a half are holes at most.
 _SWEPT_AFTER = RUNG // 2
 
 
@@ -67,8 +68,7 @@ class Line:
             return
         self._until_sweep -= 1
         if not self._until_sweep:
-            self._until_sweep = _SWEPT_AFTER
-            self._items.sweep(self._present)
+            self._until_sweep = max(_SWEPT_AFTER, self._items.sweep(self._present) // 2)
 
 
 class KeyLane(Lane):
