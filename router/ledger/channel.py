@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import hiredis
@@ -111,12 +112,14 @@ class _Wire:
         self._reading = self._loop.create_task(self._read())
 
     def ask(self, commands: Sequence[Sequence[Argument]]) -> asyncio.Future[list[Any]]:
+        # What cannot be packed raises before anybody waits for its answer: those that come next
+        # would be taken for it.
+        packed = [self._connection.pack_command(*arguments) for arguments in commands]
         question = _Question(len(commands), self._loop)
         self._questions.append(question)
         if not self._unsent:
             self._loop.call_soon(self._write)
-        for arguments in commands:
-            self._unsent += self._connection.pack_command(*arguments)
+        self._unsent += chain.from_iterable(packed)
         if self._watch is None:
             self._watch = self._loop.call_later(self._patience_s, self._look)
         return question.whole

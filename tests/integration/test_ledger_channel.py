@@ -61,6 +61,15 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         writer.write(b"$%d\r\n%s\r\n" % (len(words[-1]), words[-1]))
 
 
+async def test_what_cannot_be_written_takes_nobody_elses_answer(tmp_path: Path) -> None:
+    async with talking(echo, tmp_path) as (channel, _):
+        with pytest.raises(UnicodeEncodeError):
+            await channel.send([("ECHO", "well"), ("ECHO", "a lone \ud800")])
+        asked = [b"one", b"two", b"three"]
+        answers = await asyncio.gather(*(channel.send([("ECHO", it)]) for it in asked))
+        assert answers == [[it] for it in asked]
+
+
 async def test_what_a_turn_asks_leaves_in_one_write_and_each_has_its_own_answers(
     tmp_path: Path,
 ) -> None:
