@@ -10,15 +10,18 @@ from dataclasses import replace
 
 from everlift import logs
 from everlift.errors import LedgerUnavailable
+from router.gateway.live import LiveRequest
 from router.ledger.base import Ledger
 from router.ledger.entry import Append, Appended
 
 log = logs.get(__name__)
 
-#: What the ledger was told, and what it says to it.
-Answered = tuple[Append, Appended]
+#: Of which request, what the ledger was told, and what it says to it. By then another request may
+#: have the same id.
+Answered = tuple[LiveRequest, Append, Appended]
 
-_Key = tuple[str, int, int]
+#: A request, one of its choices, and an epoch.
+_Key = tuple[LiveRequest, int, int]
 _RETRY_S = 0.1
 #: Answers before others have their turn of the event loop.
 _AT_ONCE = 64
@@ -35,7 +38,7 @@ class Appender:
         self,
         ledger: Ledger,
         on_answers: Callable[[Sequence[Answered]], None],
-        on_away: Callable[[Append], None],
+        on_away: Callable[[LiveRequest, Append], None],
         gather_s: float = 0.0,
     ) -> None:
         self._ledger = ledger
@@ -46,9 +49,9 @@ class Appender:
         self._more = asyncio.Event()
         self._has_end = asyncio.Event()
 
-    def put(self, append: Append) -> None:
+    def put(self, live: LiveRequest, append: Append) -> None:
         """Appends of one epoch may overlap what still waits here, but leave no gap behind it."""
-        key = (append.request_id, append.choice, append.epoch)
+        key = (live, append.choice, append.epoch)
         earlier = self._pending.get(key)
         self._pending[key] = append if earlier is None else _joined(earlier, append)
         if append.finish_reason:
@@ -67,7 +70,8 @@ class Appender:
                 self._put_back(batch)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            answered = [*zip(batch.values(), answers, strict=True)]
+            told = zip(batch.items(), answers, strict=True)
+            answered = [(live, append, answer) for ((live, *_), append), answer in told]
             for first in range(0, len(answered), _AT_ONCE):
                 if first:
                     await asyncio.sleep(0)
@@ -87,18 +91,18 @@ class Appender:
         call = asyncio.ensure_future(self._ledger.append(list(batch.values())))
         try:
             while not (await asyncio.wait({call}, timeout=_LATE_S))[0]:
-                for append in (*batch.values(), *self._pending.values()):
-                    self._on_away(append)
+                for (live, *_), append in (*batch.items(), *self._pending.items()):
+                    self._on_away(live, append)
             return call.result()
         finally:
             call.cancel()
 
     def _put_back(self, batch: dict[_Key, Append]) -> None:
         later, self._pending = self._pending, batch
-        for append in later.values():
-            self.put(append)
-        for append in self._pending.values():
-            self._on_away(append)
+        for (live, *_), append in later.items():
+            self.put(live, append)
+        for (live, *_), append in self._pending.items():
+            self._on_away(live, append)
         self._more.set()
 
 

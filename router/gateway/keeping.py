@@ -54,7 +54,7 @@ class Keeping:
 
     def put(self, live: LiveRequest, choice: Choice, offset: int) -> None:
         """What the choice has from ``offset`` on."""
-        self._appender.put(live.append(choice, offset))
+        self._appender.put(live, live.append(choice, offset))
         if self._is_behind and self._may_run_ahead():
             live.run_ahead(choice, now())
 
@@ -62,7 +62,7 @@ class Keeping:
         """What the ledger does not have yet."""
         for choice in live.choices:
             if not choice.is_stored:
-                self._appender.put(live.append(choice, choice.stored))
+                self._appender.put(live, live.append(choice, choice.stored))
 
     async def put_all(self, live: LiveRequest) -> None:
         """Waits until the ledger has all that came, or the request is over."""
@@ -83,9 +83,13 @@ class Keeping:
 
     def _answered(self, answered: Sequence[Answered]) -> None:
         self._away_since, heard = None, now()
-        for append, answer in answered:
-            if (live := self._custody.get(append.request_id)) is not None:
+        for live, append, answer in answered:
+            if self._is_here(live):
                 self._take(live, append, answer, heard)
+
+    def _is_here(self, live: LiveRequest) -> bool:
+        """It was not forgotten meanwhile. Its id may be another request's by now."""
+        return self._custody.get(live.request_id) is live
 
     def _take(self, live: LiveRequest, append: Append, answer: Appended, heard: float) -> None:
         if answer is Appended.FINISHED:
@@ -115,11 +119,10 @@ class Keeping:
         self._custody.settle_as(live, _finished_entry(live))
         log.info("finished", **live.names, tokens=live.num_tokens)
 
-    def _away(self, append: Append) -> None:
+    def _away(self, live: LiveRequest, append: Append) -> None:
         if self._away_since is None:
             self._away_since = now()
-        live = self._custody.get(append.request_id)
-        if live is not None and self._may_run_ahead():
+        if self._is_here(live) and self._may_run_ahead():
             live.run_ahead(live.choices[append.choice], now())
 
     def _may_run_ahead(self) -> bool:

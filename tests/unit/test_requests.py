@@ -382,6 +382,32 @@ async def test_a_ledger_that_lost_its_last_second_is_told_again(
     assert await gateway.stored() == (State.FINISHED, b"abcdef")
 
 
+@pytest.mark.parametrize("before", [1, 2], ids=["as many choices", "fewer choices"])
+async def test_a_late_answer_is_not_taken_for_another_request_of_the_same_id(
+    gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    may_answer, append = asyncio.Event(), ledger.append
+
+    async def append_and_answer_late(appends: Sequence[Append]) -> list[Appended]:
+        answers = await append(appends)
+        await may_answer.wait()
+        return answers
+
+    monkeypatch.setattr(ledger, "append", append_and_answer_late)
+    await gateway.submit(n=before)
+    gateway.make(await gateway.dispatch(), 0, "abc", choice=before - 1)
+    await until(lambda: bool(ledger._records["r"].choices[before - 1].tokens))
+    await gateway.requests.cancel("r")
+    await gateway.requests.forget("r")
+    other = await gateway.submit()
+    may_answer.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert other.choices[0].stored == 0
+    gateway.make(await gateway.dispatch(), 0, "xy", session_pb2.STOP_CAUSE_EOS)
+    assert texts(await gateway.read(other)) == "xy"
+
+
 async def test_a_full_queue_refuses_at_the_door_and_leaves_nothing_behind(
     gateway: Gateway,
 ) -> None:
