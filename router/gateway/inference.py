@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everlift.errors import (
     EverliftError,
@@ -46,11 +46,13 @@ class Opened:
     """A request that is known, and its pieces from where they were asked for. ``request_id`` is
     its client's name for it.
 
-    Who has it closes ``pieces`` in the end: until then it counts as read."""
+    Who has it closes ``pieces`` in the end: until then it counts as read. ``is_new``: it came with
+    this call."""
 
     request_id: str
     trace: TraceContext | None
     pieces: AsyncIterator[pb.GenerateResponse]
+    is_new: bool = False
 
 
 class Inference:
@@ -149,7 +151,8 @@ class Inference:
                 attach = pb.AttachRequest(request_id=request_id, explain=message.explain)
                 pieces = self._known_elsewhere(elsewhere.address, attach)
                 return Opened(bare(request_id), None, pieces)
-        return self._opened(live, explains=message.explain)
+        opened = self._opened(live, explains=message.explain)
+        return replace(opened, is_new=live.journal is journal)
 
     async def attach(
         self, caller: Caller, message: pb.AttachRequest, *, is_relayed: bool = False

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from everlift.client import AsyncClient
-from everlift.errors import QueueFull, Unauthenticated
+from everlift.errors import QueueFull, Unauthenticated, UnknownRequest
 from router.gateway.caller import Caller, Scope
 from router.gateway.http import connection
 from router.gateway.http.event_id import BEGIN, EventId
@@ -348,6 +348,28 @@ async def test_a_full_queue_says_when_to_come_again(is_stream: bool) -> None:
         assert (answer.status, answer.error[0]) == (429, QueueFull.slug)
         assert answer.headers["retry-after"] == "1"
         assert answer.json["error"]["type"] == "rate_limit_error"
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("room", [0, 1], ids=["none let in", "one let in"])
+async def test_of_several_prompts_that_are_refused_no_name_is_taken(
+    is_stream: bool, room: int
+) -> None:
+    """By this gateway or by the leader: then all of them can come again."""
+    router = replace(ROUTER, max_queued=1 + room)
+    async with cluster(workers=0, router_config=router) as parts:
+        address = parts.routers[0].http_address
+        waiting = asyncio.create_task(ask(address, "/v1/completions", GREEDY))
+        await until(lambda: parts.routers[0]._line.queued)
+        body = {"prompt": [[1], [2], [3], [4]], "max_tokens": 3, "stream": is_stream}
+        headers = {**JSON, "idempotency-key": "mine"}
+        refused = await ask(address, "/v1/completions", body, headers)
+        assert (refused.status, refused.error[0]) == (429, QueueFull.slug)
+        for place in range(4):
+            with pytest.raises(UnknownRequest):
+                await parts.ledger.get(f"mine:{place}")
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
+from everlift.errors import DeadlineUnmeetable, EverliftError, QueueFull, QueueTimeout
+from everlift.request_id import is_named
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.caller import Caller
 from router.gateway.inference import Inference, Opened
@@ -16,6 +19,9 @@ from router.gateway.source import source_of
 #: A piece, and which of the requests it is of.
 Numbered = tuple[int, pb.GenerateResponse]
 _Opening = Coroutine[Any, Any, Opened]
+_Forget = Callable[[Sequence[Opened]], Awaitable[None]]
+#: By the leader, of who was let in here.
+_REFUSALS = (QueueFull, QueueTimeout, DeadlineUnmeetable)
 
 
 class Generation:
@@ -24,8 +30,11 @@ class Generation:
     What there is of it can be taken; ``on_more`` is told when there may be more. Those of which
     there is more have their turns, a piece each."""
 
-    def __init__(self, opened: Sequence[Opened]) -> None:
+    def __init__(self, opened: Sequence[Opened], forget: _Forget) -> None:
         self.trace = opened[0].trace
+        self._opened = opened
+        self._forget = forget
+        self._is_refused = False
         #: called in the event loop's thread, and must not block
         self.on_more: Callable[[], None] = _nobody
         self._sources = [source_of(each.pieces) for each in opened]
@@ -45,23 +54,22 @@ class Generation:
         journals: Sequence[Journal],
     ) -> Self:
         """Each of ``messages`` has its id, and a journal of what came before. Raises what
-        Inference.generate raises: then none of them goes on for this one's sake."""
-        return await cls._open(
-            [
-                inference.generate(caller, message, headers, journal)
-                for message, journal in zip(messages, journals, strict=True)
-            ]
-        )
+        Inference.generate raises: then none of them goes on for this one's sake, and those that
+        came with this call are forgotten, so that all can come again under their ids."""
+        openings = [
+            inference.generate(caller, message, headers, journal)
+            for message, journal in zip(messages, journals, strict=True)
+        ]
+        return await cls._open(openings, partial(_forget, inference, caller))
 
     @classmethod
     async def attach(cls, inference: Inference, caller: Caller, names: Sequence[str]) -> Self:
         """To known requests, from their first tokens on. Raises what Inference.attach raises."""
-        return await cls._open(
-            [inference.attach(caller, pb.AttachRequest(request_id=name)) for name in names]
-        )
+        openings = [inference.attach(caller, pb.AttachRequest(request_id=name)) for name in names]
+        return await cls._open(openings, partial(_forget, inference, caller))
 
     @classmethod
-    async def _open(cls, openings: Sequence[_Opening]) -> Self:
+    async def _open(cls, openings: Sequence[_Opening], forget: _Forget) -> Self:
         opened: list[Opened] = []
         waiting = list(openings)
         try:
@@ -69,18 +77,22 @@ class Generation:
                 opened.append(await waiting.pop(0))
                 # Only who has begun to read is missed when it goes.
                 await anext(opened[-1].pieces)
-        except BaseException:
+        except BaseException as error:
             for opening in waiting:
                 opening.close()
             for each in opened:
                 await source_of(each.pieces).aclose()
+            if isinstance(error, EverliftError):
+                await forget(opened)
             raise
-        return cls(opened)
+        return cls(opened, forget)
 
     async def aclose(self) -> None:
         for source in self._sources:
             source.on_more = _nobody
             await source.aclose()
+        if self._is_refused:
+            await self._forget(self._opened)
 
     @property
     def is_over(self) -> bool:
@@ -88,12 +100,17 @@ class Generation:
         return not self._num_left
 
     def take(self) -> Numbered | None:
-        """What can be read now, if there is anything. Raises what one of them fails with."""
+        """What can be read now, if there is anything. Raises what one of them fails with; where
+        that is a refusal, none of them was accepted."""
         while self._ready:
             index = next(iter(self._ready))
             del self._ready[index]
             source = self._sources[index]
-            piece = source.take()
+            try:
+                piece = source.take()
+            except _REFUSALS:
+                self._is_refused = True
+                raise
             if source.is_over:
                 self._num_left -= 1
             elif piece is not None:
@@ -118,6 +135,14 @@ class Generation:
         if not self._sources[index].is_over:
             self._ready[index] = None
             self.on_more()
+
+
+async def _forget(inference: Inference, caller: Caller, opened: Sequence[Opened]) -> None:
+    """Those that came with this call and may come again under the same names."""
+    for each in opened:
+        if each.is_new and is_named(each.request_id):
+            with suppress(EverliftError):
+                await inference.forget(caller, pb.ForgetRequest(request_id=each.request_id))
 
 
 def _nobody() -> None:
