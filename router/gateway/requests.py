@@ -114,6 +114,7 @@ class Requests:
         self._adoption = Adoption(self._custody, model, self.attempts, self._patience)
         self._reassertion = Reassertion(self._custody, self.attempts.agree)
         self.counters = self._custody.counters
+        self._openings: set[asyncio.Task[LiveRequest]] = set()
 
     def __len__(self) -> int:
         return len(self._custody)
@@ -134,9 +135,13 @@ class Requests:
         RouterStopping, LedgerUnavailable, Elsewhere.
         """
         opening = self._custody.spawn(self._open(request, timeout_s, journal or Journal(now())))
+        self._openings.add(opening)
+        opening.add_done_callback(self._openings.discard)
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
+            if opening.cancelled() and not _is_cancelled():
+                raise RouterStopping("this router stops: send the request to another one") from None
             # Its client is gone, but the ledger may have the request by now.
             self._custody.spawn(self._nobody_reads(opening))
             raise
@@ -333,6 +338,10 @@ class Requests:
     async def cancel(self, request_id: str) -> Entry:
         """Ends a request; a final one stays as it is. Raises UnknownRequest, Elsewhere."""
         error = Cancelled("cancelled by a client")
+        if request_id not in self._custody:
+            # Who is on its way in is here when it has come.
+            async with self._custody.moving.hold(request_id):
+                pass
         if (live := self._custody.get(request_id)) is not None:
             ending = self._custody.spawn(self._cancel_live(live, error))
             if (entry := await asyncio.shield(ending)) is not None:
@@ -527,7 +536,7 @@ class Requests:
         elsewhere."""
         self._custody.is_closing = True
         deadline = now() + drain_s
-        while len(self._custody) and now() < deadline:
+        while (self._openings or len(self._custody)) and now() < deadline:
             await asyncio.sleep(0.02)
         for live in self._custody:
             self.attempts.drop(live)
@@ -545,6 +554,12 @@ class Requests:
         deadline = now() + DEFAULTS.timeout
         while any(live.is_ahead for live in self._custody) and now() < deadline:
             await asyncio.sleep(0.02)
+
+
+def _is_cancelled() -> bool:
+    """Whoever runs this."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def given_up() -> Moved:

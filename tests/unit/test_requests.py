@@ -382,6 +382,67 @@ async def test_a_ledger_that_lost_its_last_second_is_told_again(
     assert await gateway.stored() == (State.FINISHED, b"abcdef")
 
 
+@pytest.fixture
+def slow_open(ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Requests are opened at once, and that is answered when it is set."""
+    may_answer, open_ = asyncio.Event(), ledger.open
+
+    async def open_and_answer_late(*args: Any) -> Opened:
+        opened = await open_(*args)
+        await may_answer.wait()
+        return opened
+
+    monkeypatch.setattr(ledger, "open", open_and_answer_late)
+    return may_answer
+
+
+@pytest.mark.parametrize("what", ["cancel", "forget"])
+async def test_what_is_just_coming_is_cancelled_and_forgotten_like_any_other(
+    gateway: Gateway, ledger: MemoryLedger, slow_open: asyncio.Event, what: str
+) -> None:
+    coming = asyncio.create_task(gateway.submit())
+    await until(lambda: "r" in ledger._records)
+    ending = asyncio.create_task(getattr(gateway.requests, what)("r"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    slow_open.set()
+    live = await coming
+    await ending
+    with pytest.raises(Cancelled):
+        await gateway.read(live)
+    assert len(gateway.requests) == 0
+    assert ("r" in ledger._records) is (what == "cancel")
+
+
+async def test_a_router_that_stops_waits_for_who_is_just_coming(
+    ledger: MemoryLedger, slow_open: asyncio.Event
+) -> None:
+    gateway = Gateway(ledger)
+    coming = asyncio.create_task(gateway.submit())
+    await until(lambda: "r" in ledger._records)
+    stopping = asyncio.create_task(gateway.requests.stop(60.0))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not stopping.done()
+    slow_open.set()
+    live = await coming
+    await gateway.requests.cancel("r")
+    await stopping
+    assert live.is_over
+
+
+@pytest.mark.usefixtures("slow_open")
+async def test_who_cannot_come_in_before_a_router_stops_is_sent_elsewhere(
+    ledger: MemoryLedger,
+) -> None:
+    gateway = Gateway(ledger)
+    coming = asyncio.create_task(gateway.submit())
+    await until(lambda: "r" in ledger._records)
+    await gateway.requests.stop(0.0)
+    with pytest.raises(RouterStopping):
+        await coming
+
+
 @pytest.mark.parametrize("before", [1, 2], ids=["as many choices", "fewer choices"])
 async def test_a_late_answer_is_not_taken_for_another_request_of_the_same_id(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch, before: int
