@@ -74,6 +74,9 @@ class Autoscaler:
     def decide(self, load: ClusterLoad | None, age_s: float, workers: int, now: float) -> Decision:
         """``workers`` are there, or on their way. ``load`` was said ``age_s`` ago, if ever."""
         if load is None or age_s > self._config.stale:
+            # Nobody knows what was enough meanwhile, nor whether there was anything to do.
+            self._needs.clear()
+            self._busy_at = None
             return self._keep(workers, "the load is not known")
         self._arrivals.note(load, now - age_s)
         self._capacity.note(load)

@@ -66,6 +66,25 @@ def test_a_steady_load_turns_it_round_once_in_ten_minutes_at_most(load: float, s
     assert load < fleet.target <= load / CONFIG.utilisation + 2
 
 
+def test_what_happened_while_the_load_was_not_known_takes_no_worker_away() -> None:
+    """The first look after that knows of a quiet moment, and of nothing before it."""
+    config = AutoscaleConfig(min_workers=0, max_workers=8, down_delay=120.0, idle_delay=300.0)
+    scaler = Autoscaler(config)
+    busy = ClusterLoad(term=1, workers=8, running=60, slots=64, blocks_total=8, worker_rate=100.0)
+    quiet = ClusterLoad(term=1, workers=8, running=2, slots=64, blocks_total=8, worker_rate=100.0)
+    idle = ClusterLoad(term=1, workers=8, slots=64, blocks_total=8, worker_rate=100.0)
+    for second in range(200):
+        assert scaler.decide(busy, 0.0, 8, float(second)).workers == 8
+    for second in range(200, 600):
+        assert scaler.decide(None, 0.0, 8, float(second)).workers == 8
+    for second in range(600, 719):
+        assert scaler.decide(quiet, 0.0, 8, float(second)).workers == 8
+    assert scaler.decide(quiet, 0.0, 8, 721.0).workers < 8
+    for second in range(722, 1200):
+        scaler.decide(busy, 60.0, 8, float(second))
+    assert scaler.decide(idle, 0.0, 8, 1200.0).workers == 8
+
+
 def test_workers_go_when_fewer_would_do_for_a_while() -> None:
     fleet = Fleet(CONFIG, workers=1).run(300, load=3.0)
     assert fleet.target >= 4
