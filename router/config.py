@@ -9,6 +9,22 @@ from typing import Literal, TypeAlias
 
 from everlift.tls import InternalTls, Tls, check_pair, make_absolute
 
+_PORTS = ("port", "http_port", "internal_port", "metrics_port")
+#: Where nobody could connect, or everybody could, if it were empty.
+_HOSTS = ("host", "internal_host")
+_ABOVE_0 = (
+    *("undated_due", "prompt_token_weight", "output_token_weight", "dispatch_ack"),
+    *("worker_silence", "worker_forget", "beat", "lease", "template_timeout"),
+)
+_AT_LEAST_0 = (
+    *("queue_ttl", "retry_rate", "retry_burst", "patience", "starvation", "local_depth"),
+    *("tpot_target", "max_moves", "move_reserve", "grace", "worker_wait", "unledgered"),
+    *("reassert", "what_if_timeout", "drain"),
+)
+_AT_LEAST_1 = (
+    *("max_queued", "max_pending_prefill", "max_losses", "slow_factor", "template_processes"),
+)
+
 #: Names of the admission queue's orders.
 Order: TypeAlias = Literal["fifo", "deadline", "shortest", "ranked", "hrrn"]
 
@@ -166,24 +182,14 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         self._check_tls()
+        self._check_places()
+        self._check_numbers()
         if self.beat * 2 > self.lease:
             raise ValueError(f"lease ({self.lease:g}) must be twice beat or more")
-        if self.max_queued < 1 or self.max_losses < 1:
-            raise ValueError("max_queued and max_losses must be at least 1")
-        if not 0 < self.undated_due < inf:
-            raise ValueError("undated_due must be above 0")
-        if not all(0 <= it < inf for it in (self.patience, self.starvation)):
-            raise ValueError("patience and starvation must be at least 0")
-        if not all(0 <= it < inf for it in (self.tpot_target, self.queue_ttl)):
-            raise ValueError("tpot_target and queue_ttl must be at least 0")
-        if self.retry_rate < 0 or self.retry_burst < 0:
-            raise ValueError("retry_rate and retry_burst must be at least 0")
         if not -1 <= self.predictor_min_tau <= 1:
             raise ValueError("predictor_min_tau must be from -1 to 1")
         if not 0 <= self.class_floor <= 0.5:
             raise ValueError("class_floor must be from 0 to 0.5")
-        if not 0 < self.prompt_token_weight < inf or not 0 < self.output_token_weight < inf:
-            raise ValueError("prompt_token_weight and output_token_weight must be above 0")
         if (self.access == "file") != bool(self.access_file):
             raise ValueError("access_file must be set with access: file, and then only")
         for name in ("access_file", "predictor"):
@@ -196,12 +202,24 @@ class RouterConfig:
             raise ValueError("max_body_bytes must be at least 1024")
         if not 0 <= self.trace_sample <= 1:
             raise ValueError("trace_sample must be from 0 to 1")
-        if self.template_timeout <= 0:
-            raise ValueError("template_timeout must be above 0")
-        if not 0 <= self.what_if_timeout < inf:
-            raise ValueError("what_if_timeout must be at least 0")
-        if self.template_processes < 1:
-            raise ValueError("template_processes must be at least 1")
+
+    def _check_places(self) -> None:
+        for name in _HOSTS:
+            if not getattr(self, name):
+                raise ValueError(f"{name} must be set: an empty one would be every address")
+        for name in _PORTS:
+            if not 0 <= getattr(self, name) < 1 << 16:
+                raise ValueError(f"{name} must be from 0 to 65535, not {getattr(self, name)}")
+
+    def _check_numbers(self) -> None:
+        """Neither is infinity one, nor what is no number at all."""
+        for name in _ABOVE_0:
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")
+        for least, names in ((0, _AT_LEAST_0), (1, _AT_LEAST_1)):
+            for name in names:
+                if not least <= (value := getattr(self, name)) < inf:
+                    raise ValueError(f"{name} must be at least {least}, not {value:g}")
 
     def _check_tls(self) -> None:
         check_pair(self.tls_cert, self.tls_key, "tls_")
