@@ -8,6 +8,7 @@ this process ─┬─ valkey-server    unless the ledger has a url
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import shutil
@@ -34,6 +35,7 @@ log = logs.get(__name__)
 LOCAL = "local"
 APPLICATION = "everlift"
 _OBJECT_STORE_BYTES = 100 << 20
+_POLL_S = 0.1
 
 
 class RayCluster:
@@ -65,15 +67,28 @@ class RayCluster:
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(proxy_location="Disabled")
-        try:
-            serve.run(self.application(self.config), name=APPLICATION, route_prefix=None)
-        except RuntimeError as error:
-            raise ClusterFailed(f"{error} (logs: {log_dir(self.config)})") from error
+        await self._run(self.application(self.config))
         router = serve.get_deployment_handle("router", APPLICATION)
         found = await router.describe.remote()
         self.addresses = [found["address"]]
         self.http_addresses = [found["http_address"]]
         self.metrics_addresses = [found["metrics_address"]]
+
+    async def _run(self, application: Application) -> None:
+        """Returns when it runs. Serve's own wait would let nobody hear a signal meanwhile, and
+        where a worker cannot be placed it has no end."""
+        from ray import serve
+
+        target = serve.RunTarget(application, name=APPLICATION, route_prefix=None)
+        serve.run_many(
+            [target],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+        while (found := serve.status().applications[APPLICATION]).status != "RUNNING":
+            if found.status == "DEPLOY_FAILED":
+                raise ClusterFailed(f"{found.message} (logs: {log_dir(self.config)})")
+            await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> None:
         try:
