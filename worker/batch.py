@@ -183,15 +183,13 @@ class Batch:
             if index >= sequence.num_hits or not self._pool.is_shared(block):
                 self._pool.distrust(block)
 
-    def distrust_gone(self, sequence: Sequence, row: Row) -> None:
-        """The same of one that was removed before the failure of its ``row`` was known. Its blocks
-        may hold what others computed by now."""
-        for index, block in enumerate(row.block_table[: row.known_end // BLOCK_SIZE]):
+    def distrust_gone(self, sequence: Sequence, num_computed: int) -> None:
+        """The same of one that was removed before the failure of its row was known: its blocks may
+        be others' by now, and its slot as well."""
+        for index in range(num_computed // BLOCK_SIZE):
             block_hash = sequence.block_hash(index)
-            if self._pool.hash_of(block) != block_hash:
-                self._store.forget(block_hash)
-            elif index >= sequence.num_hits or not self._pool.is_used(block_hash):
-                self._pool.distrust(block)
+            if index >= sequence.num_hits or not self._pool.is_used(block_hash):
+                self._pool.distrust_content(block_hash)
 
     # many steps that decode alike
 

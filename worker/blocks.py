@@ -144,6 +144,12 @@ class BlockPool:
             self._store.forget(block_hash)
             self.forget(block)
 
+    def distrust_content(self, block_hash: bytes) -> None:
+        """The same of whatever block or copy holds what is named so, if any does."""
+        self._store.forget(block_hash)
+        if (block := self._by_hash.get(block_hash)) is not None:
+            self.forget(block)
+
     def free(self, blocks: Sequence[int]) -> None:
         """One user less of each of a sequence's blocks, given in the order of its tokens."""
         # The tail goes first: a prefix is of use without what follows it, not the other way round.

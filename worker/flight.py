@@ -17,7 +17,7 @@ from itertools import compress
 import numpy as np
 
 from worker.batch import Batch
-from worker.plan import Flags, Plan, Row, RowResult
+from worker.plan import Flags, Plan, RowResult
 from worker.sequence import Sequence
 
 
@@ -44,12 +44,14 @@ class Flight:
     def of_those_left(self, results: Several[RowResult]) -> list[RowResult]:
         return [*compress(results, self._here.tolist())]
 
-    def failed_of_those_gone(self, results: Several[RowResult]) -> list[tuple[Sequence, Row]]:
-        """Of those who are not here any more, the rows that failed."""
-        every = zip(self._sequences, self._here.tolist(), results, strict=True)
+    def failed_of_those_gone(self, results: Several[RowResult]) -> list[tuple[Sequence, int]]:
+        """Those who are not here any more whose rows failed, and of how many tokens keys and values
+        had been computed with that."""
+        rows = self.plan.rows
+        columns = (self._sequences, self._here.tolist(), rows.known_ends.tolist(), results)
         return [
-            (sequence, self.plan.rows[i])
-            for i, (sequence, is_here, result) in enumerate(every)
+            (sequence, end)
+            for sequence, is_here, end, result in zip(*columns, strict=True)
             if not is_here and result.error is not None
         ]
 

@@ -173,8 +173,8 @@ class Scheduler:
 
     def land(self, flight: Flight, results: Several[RowResult]) -> list[Outcome]:
         """Commits what is left of it."""
-        for sequence, row in flight.failed_of_those_gone(results):
-            self._batch.distrust_gone(sequence, row)
+        for sequence, num_computed in flight.failed_of_those_gone(results):
+            self._batch.distrust_gone(sequence, num_computed)
         left = flight.of_those_left(results)
         plan = flight.land()
         self._register_filled(plan.rows)

@@ -150,6 +150,20 @@ def test_of_who_left_before_its_row_failed_nothing_is_found() -> None:
     assert not this.engine.load().counters.prefix_hit_tokens
 
 
+def test_nor_where_another_one_has_its_slot_by_then() -> None:
+    this = Ahead(limits(num_blocks=16, max_num_seqs=1, watermark_blocks=0))
+    this.runner.fails = [2]
+    this.add(1, 70, max_tokens=20)
+    for _ in range(2):
+        this.engine.step()
+    this.engine.abort(Abort(1))
+    this.add(2, 70, max_tokens=2)
+    run(this.engine)
+    this.engine.add(sequence(this.bounds, 3, prompt(70, 1), max_tokens=2))
+    run(this.engine)
+    assert not this.engine.load().counters.prefix_hit_tokens
+
+
 def test_what_others_computed_meanwhile_in_its_blocks_is_found_still() -> None:
     this = Ahead(limits(num_blocks=3, max_num_seqs=1, watermark_blocks=0))
     this.runner.fails = [2]
