@@ -11,6 +11,7 @@ from cluster.own_ledger import OwnLedger, url_file, write_url
 from cluster.ray_cluster import log_dir
 from cluster.serving import on_signal
 from everlift import logs
+from everlift.address import bare
 from everlift.settings import SettingsError
 from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerSetupError
 
@@ -18,6 +19,7 @@ from router.ledger.config import EMBEDDED, URL_VARIABLE, LedgerSetupError
 def parse(listen: str) -> tuple[str, int]:
     """Of HOST:PORT. Raises SettingsError."""
     host, _, port = listen.rpartition(":")
+    host = bare(host)
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise SettingsError(f"--listen: must be HOST:PORT, not {listen!r}")
     return host, int(port)

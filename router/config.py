@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from everlift.address import bare
 from everlift.tls import InternalTls, Tls, check_pair, make_absolute
 
 _PORTS = ("port", "http_port", "internal_port", "metrics_port")
@@ -204,6 +205,8 @@ class RouterConfig:
             raise ValueError("trace_sample must be from 0 to 1")
 
     def _check_places(self) -> None:
+        for name in (*_HOSTS, "http_host", "metrics_host"):
+            object.__setattr__(self, name, bare(getattr(self, name)))
         for name in _HOSTS:
             if not getattr(self, name):
                 raise ValueError(f"{name} must be set: an empty one would be every address")

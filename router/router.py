@@ -11,6 +11,7 @@ from typing import Any, Self
 from starlette.types import ASGIApp
 
 from everlift import logs, model_files
+from everlift.address import joined
 from everlift.certificates import server_context
 from everlift.channels import SERVER_OPTIONS
 from everlift.errors import LedgerUnavailable
@@ -159,11 +160,11 @@ class Router:
         config = self.config
         context = server_context(config.tls, ["http/1.1"]) if config.tls else None
         await self._http.bind(config.http_host, config.http_port, context)
-        port = self._listen_to_clients(f"{config.host}:{config.port}")
-        self.address = f"{config.host}:{port}"
+        port = self._listen_to_clients(joined(config.host, config.port))
+        self.address = joined(config.host, port)
         host = config.internal_host
-        port = self._transport.listen(self._internal, f"{host}:{config.internal_port}")
-        self.internal_address = f"{host}:{port}"
+        port = self._transport.listen(self._internal, joined(host, config.internal_port))
+        self.internal_address = joined(host, port)
 
     def _listen_to_clients(self, address: str) -> int:
         if not isinstance(self._public, Server):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
+from everlift.address import bare
 from everlift.engine_policy import EnginePolicy
 from everlift.model_name import name_for_clients
 from everlift.tls import InternalTls
@@ -203,6 +204,7 @@ class WorkerConfig:
     fake: FakeModel = field(default_factory=FakeModel)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "host", bare(self.host))
         if self.host in _WILDCARDS:
             raise ValueError(f"host must be an address that routers can dial, not {self.host!r}")
         if not 0 <= self.port < 1 << 16:

@@ -17,6 +17,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from everlift import logs
+from everlift.address import joined
 from everlift.transport import Transport, internal
 from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
 from worker.config import WorkerConfig
@@ -64,8 +65,7 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
         self.address = self._bind(config.host, config.port)
 
     def _bind(self, host: str, port: int) -> str:
-        place = f"[{host}]" if ":" in host else host
-        return f"{place}:{self._transport.listen(self._server, f'{place}:{port}')}"
+        return joined(host, self._transport.listen(self._server, joined(host, port)))
 
     @property
     def is_alone(self) -> bool:

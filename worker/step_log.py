@@ -43,7 +43,8 @@ class StepLogListener:
     def __init__(self, host: str, fingerprint: str) -> None:
         self._fingerprint = fingerprint
         self._token = secrets.token_hex(16)
-        self._server = socket.create_server((host, 0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = socket.create_server((host, 0), family=family)
         self.address = f"{host}:{self._server.getsockname()[1]}/{self._token}"
 
     def accept(self, ranks: int, timeout_s: float) -> StepLogWriter:

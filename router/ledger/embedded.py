@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from everlift import logs
+from everlift.address import joined
 from router.ledger.config import DEFAULTS, LedgerConfig, LedgerSetupError
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ class EmbeddedLedger:
 
     def _url(self, password: str, socket: Path) -> str:
         host, port = self._listen
-        return f"redis://{_USER}:{password}@{host}:{port}" if port else _url(password, socket)
+        place = joined(host, port)
+        return f"redis://{_USER}:{password}@{place}" if port else _url(password, socket)
 
     def stop(self) -> None:
         """Ends the server, its data written. Without one it does nothing."""

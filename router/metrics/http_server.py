@@ -19,6 +19,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from everlift import logs
+from everlift.address import joined
 
 log = logs.get(__name__)
 
@@ -51,7 +52,7 @@ class MetricsServer:
             return
         self._server = await asyncio.start_server(self.connected, host, port, limit=MAX_HEAD_BYTES)
         bound = self._server.sockets[0].getsockname()[1]
-        self.address = f"{f'[{host}]' if ':' in host else host}:{bound}"
+        self.address = joined(host, bound)
 
     async def stop(self) -> None:
         """Listens no more, and hangs up."""

@@ -9,6 +9,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
+from everlift.address import joined
 from router.gateway.http.connection import Connection
 
 #: Between two requests of a connection. Those who balance load keep theirs for a minute.
@@ -39,7 +40,7 @@ class HttpServer:
             start_serving=False,
         )
         bound = self._server.sockets[0].getsockname()[1]
-        self.address = f"{f'[{host}]' if ':' in host else host}:{bound}"
+        self.address = joined(host, bound)
 
     async def start(self, app: ASGIApp) -> None:
         # Neither its process's signals nor its logs are uvicorn's here.

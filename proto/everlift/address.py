@@ -1,0 +1,13 @@
+"""Hosts and ports as one text. Pure."""
+
+from __future__ import annotations
+
+
+def joined(host: str, port: int) -> str:
+    """``host`` is a name, or an address without brackets, which one of IPv6 has in here."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bare(host: str) -> str:
+    """Without the brackets that an address of IPv6 has beside a port."""
+    return host.strip("[]")

@@ -1,0 +1,38 @@
+"""A cluster whose hosts are IPv6's, as it is on a network that has no other addresses."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from cluster.config import load
+from cluster.ledger_command import parse
+from cluster.processes import ProcessCluster
+from everlift.address import bare, joined
+from everlift.client import AsyncClient
+from tests.in_process import receive, right_tokens
+
+pytestmark = pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_all_of_it_listens_and_is_found_there(tmp_path: Path, host: str) -> None:
+    names = ("router.host", "router.internal_host", "router.http_host", "worker.host")
+    settings = [f"{name}={host}" for name in (*names, "router.metrics_host")]
+    ports = ["router.port=0", "router.http_port=0", "router.drain=0.2"]
+    config = load(None, {}, ["model=fake", f"state_dir={tmp_path}", *settings, *ports])
+    async with ProcessCluster(config) as parts, AsyncClient(parts.address) as client:
+        assert parts.address.startswith("[::1]:")
+        assert (await receive(client, [5, 6], 9)).tokens == right_tokens([5, 6], 9)
+        async with aiohttp.ClientSession() as session:
+            answer = await session.get(f"http://{parts.http_addresses[0]}/health")
+            assert answer.status == 200
+
+
+def test_an_address_has_brackets_beside_a_port_alone() -> None:
+    assert (joined("::1", 4), joined("a.example", 4)) == ("[::1]:4", "a.example:4")
+    assert (bare("[::1]"), bare("::1"), bare("127.0.0.1")) == ("::1", "::1", "127.0.0.1")
+    assert parse("[::1]:6380") == parse("::1:6380") == ("::1", 6380)
