@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from email.utils import formatdate
 from http import HTTPStatus
 
@@ -24,14 +25,21 @@ _MAX_HEAD_BYTES = 64 << 10
 _MAX_CONNECTIONS = 1 << 14
 #: In which they have to come.
 _HEAD_TIMEOUT_S = 30.0
+#: Requests of one connection that may wait for their answers: more would be held here for nothing,
+#: since they are answered one after another.
+_MAX_UNANSWERED = 16
+
+
+class _HungUp(Exception):
+    pass
 
 
 class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._refusal: EverliftError | None = None
-        #: of requests that are not answered to the end, and of the last one
-        self._writers: list[Writer] = []
+        #: of requests that are not answered to the end, and of the last one, in their order
+        self._writers: deque[Writer] = deque()
         #: of a line and its headers, or of trailers, as far as they were read
         self._head_bytes = 0
         #: that came since something of a request was complete
@@ -79,8 +87,13 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._has_more = True
         self._deadline.cancel()
+        while self._writers and self._writers[0].cycle.response_complete:
+            self._writers.popleft()
+        if len(self._writers) == _MAX_UNANSWERED:
+            # Whatever is said now would be taken for the answer to the first of them.
+            self.transport.abort()
+            raise _HungUp  # to the parser, which reads no further
         super().on_headers_complete()
-        self._writers = [each for each in self._writers if not each.cycle.response_complete]
         self._writers.append(Writer(self.cycle))
 
     def on_body(self, body: bytes) -> None:
@@ -88,7 +101,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(self._refusal or MalformedBody("this is not HTTP/1.1"))
+        if not self.transport.is_closing():
+            self._refuse(self._refusal or MalformedBody("this is not HTTP/1.1"))
 
     def _count(self, *parts: bytes) -> None:
         self._head_bytes += sum(map(len, parts))
