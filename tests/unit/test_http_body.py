@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -70,6 +71,54 @@ JSON = st.recursive(
 @given(st.dictionaries(st.text(), JSON, max_size=3), st.booleans())
 def test_any_object_is_read(value: dict[str, object], ascii: bool) -> None:
     assert body.parse(json.dumps(value, ensure_ascii=ascii).encode()) == value
+
+
+def what_it_is(number: str) -> int | float | None:
+    """None of what is refused."""
+    if number.lstrip("-").isdigit():
+        return int(number) if len(number.lstrip("-")) <= 20 else None
+    return float(number) if math.isfinite(float(number)) else None
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        *("9" * 20, "-" + "9" * 20, "9" * 21, "-" + "9" * 21, "9" * 5000),
+        *("1e308", "1e309", "-1E309", "1e+309", "1e-309", "1e0309", "0.1e310", "2e9999"),
+        *("9" * 209 + "e99", "9" * 210 + "e99", "9" * 400 + ".5", "0." + "1" * 400),
+    ],
+)
+def test_an_odd_number_is_held_or_refused(number: str) -> None:
+    check(number)
+
+
+@given(st.from_regex(r"\A-?(0|[1-9][0-9]{0,24})(\.[0-9]{1,24})?([eE][+-]?[0-9]{1,4})?\Z"))
+def test_any_number_is_held_or_refused(number: str) -> None:
+    check(number)
+
+
+def check(number: str) -> None:
+    data = b'{"a": [7, 0.5, %s]}' % number.encode()
+    if (expected := what_it_is(number)) is not None:
+        assert body.parse(data) == {"a": [7, 0.5, expected]}
+        return
+    with pytest.raises(MalformedBody, match="a number"):
+        body.parse(data)
+
+
+def test_numbers_that_cannot_be_odd_are_not_looked_at_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    for name in ("_int", "_float"):
+        plain = getattr(body, name)
+        monkeypatch.setattr(body, name, lambda text, plain=plain: (seen.append(text), plain(text)))
+    monkeypatch.setattr(body, "_check_depth", lambda _: pytest.fail("there are few brackets"))
+    numbers = [1, -(10**19), 0.5, 1e99, 1.25e-99] * 1000
+    assert body.parse(json.dumps({"a": numbers}).encode()) == {"a": numbers}
+    assert not seen
+    body.parse(b'{"a": [1, 1e100]}')
+    assert seen == ["1", "1e100"]
 
 
 @given(st.binary() | st.text().map(str.encode))

@@ -12,6 +12,11 @@ from everlift.errors import MalformedBody, NotUtf8
 MAX_DEPTH = 128
 #: No number that is asked for has more.
 _MAX_DIGITS = 20
+#: Bytes by what they may be of a number: a digit, what begins an exponent, nothing.
+_KINDS = bytes(
+    ord("0") if byte in b"0123456789" else ord("e") if byte in b"eE" else ord(" ")
+    for byte in range(256)
+)
 
 Json = dict[str, Any]
 
@@ -22,18 +27,30 @@ def parse(data: bytes) -> Json:
         text = data.decode()
     except UnicodeDecodeError:
         raise NotUtf8("the body is not UTF-8") from None
-    body = _loaded(text)
+    body = _loaded(text, _may_be_odd(data))
     if not isinstance(body, dict):
         raise MalformedBody("the body must be a JSON object")
-    _check_depth(body)
+    # Most bodies have fewer brackets in all.
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        _check_depth(body)
     if "\\u" in text:
         _check_surrogates(body)
     return body
 
 
-def _loaded(text: str) -> object:
+def _may_be_odd(data: bytes) -> bool:
+    """A number of it may be one that nobody can hold, which has many digits, or an exponent of
+    three. Of others a body may have millions: they are not looked at one by one."""
+    kinds = data.translate(_KINDS, b"+")
+    return b"0" * (_MAX_DIGITS + 1) in kinds or b"0e000" in kinds
+
+
+def _loaded(text: str, may_be_odd: bool) -> object:
+    parse_int, parse_float = (_int, _float) if may_be_odd else (None, None)
     try:
-        return json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_no_number)
+        return json.loads(
+            text, parse_int=parse_int, parse_float=parse_float, parse_constant=_no_number
+        )
     except json.JSONDecodeError as error:
         raise MalformedBody(
             f"the body is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
@@ -65,7 +82,7 @@ def _check_depth(body: Json) -> None:
             value
             for each in level
             for value in (each.values() if isinstance(each, dict) else each)
-            if isinstance(value, dict | list)
+            if isinstance(value, (dict, list))
         ]
         if not level:
             return
