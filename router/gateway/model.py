@@ -235,6 +235,12 @@ class ServedModel:
             raise EmptyPrompt("the prompt has no token", field="prompt")
         return ids
 
+    def check_prompt(self, prompt: str | Sequence[int]) -> None:
+        """All that can be said of it before it is read. Raises PromptTooLong, OutOfRange."""
+        self.check_fits(prompt)
+        if not isinstance(prompt, str):
+            self._check_ids("prompt", prompt)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """As a prompt is read. Raises PromptTooLong."""
         self.check_fits(text)

@@ -217,6 +217,12 @@ REFUSED: dict[str, tuple[Any, int, str, str | None]] = {
     "too many stops": ({"prompt": "a", "stop": ["x"] * 17}, 400, "too_many_stops", "stop"),
     "empty stop": ({"prompt": "a", "stop": ""}, 400, "invalid_request", "stop"),
     "unknown token": ({"prompt": [1024]}, 400, "out_of_range", "prompt"),
+    "unknown token, echoed": (
+        {"prompt": [[1], [1024]], "echo": True},
+        400,
+        "out_of_range",
+        "prompt",
+    ),
     "long prompt": ({"prompt": [1] * 4096}, 400, "prompt_too_long", "prompt"),
     "best_of above n": ({"prompt": "a", "best_of": 2}, 400, "out_of_range", "best_of"),
     "no tokens": ({"prompt": "a", "max_tokens": 0}, 400, "out_of_range", "max_tokens"),
@@ -234,6 +240,18 @@ async def test_every_refusal_has_openais_form(address: str, name: str, is_stream
     answer = await ask(address, "/v1/completions", body)
     assert (answer.status, answer.error) == (status, (code, param)), answer.body
     assert (await ask(address, "/v1/completions", GREEDY)).status == 200
+
+
+async def test_nothing_is_decoded_of_a_prompt_that_cannot_be_echoed(
+    parts: Cluster, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    tokenizer = parts.routers[0]._model.tokenizer
+    monkeypatch.setattr(type(tokenizer), "decode", lambda _, ids: decoded.extend(ids) or "")
+    for last in ([1] * 5000, [1024]):
+        body = {"prompt": [[1], last], "echo": True, "max_tokens": 1}
+        assert (await ask(address, "/v1/completions", body)).status == 400
+    assert not decoded
 
 
 async def test_what_http_itself_refuses(address: str) -> None:

@@ -14,7 +14,7 @@ from everlift.errors import EverliftError, InvalidRequest
 from everlift.explanation import server_timing
 from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
-from router.gateway import headers
+from router.gateway import aside, headers
 from router.gateway.http import submissions
 from router.gateway.http.chat import ChatAnswer
 from router.gateway.http.completion import CompletionAnswer
@@ -56,7 +56,7 @@ class Answering:
                 self._envelope(f"cmpl-{name}"),
                 self._model.tokenizer,
                 has_logprobs=fields.logprobs is not None,
-                echoes=self._echoes(fields) if fields.echo else (),
+                echoes=await self._echoes(fields) if fields.echo else (),
             )
         journals = [Journal(call.came) for _ in messages]
         answering = self._answer(call, name, fields, messages, journals, answer)
@@ -124,12 +124,15 @@ class Answering:
             answer_id, int(time.time()), self._model.name, self._model.fingerprint or None
         )
 
-    def _echoes(self, fields: CompletionFields) -> list[str]:
-        """By choice, the text of its prompt."""
-        texts = [
-            prompt if isinstance(prompt, str) else self._model.tokenizer.decode(prompt)
-            for prompt in fields.prompts
-        ]
+    async def _echoes(self, fields: CompletionFields) -> list[str]:
+        """By choice, the text of its prompt. Raises PromptTooLong, OutOfRange."""
+        prompts, decode = fields.prompts, self._model.tokenizer.decode
+        for prompt in prompts:
+            self._model.check_prompt(prompt)
+        num_ids = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+        texts = await aside.with_text(
+            num_ids, lambda: [it if isinstance(it, str) else decode(it) for it in prompts]
+        )
         return [text for text in texts for _ in range(fields.n or 1)]
 
     @contextmanager
