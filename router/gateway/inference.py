@@ -155,19 +155,30 @@ class Inference:
         return replace(opened, is_new=live.journal is journal)
 
     async def attach(
-        self, caller: Caller, message: pb.AttachRequest, *, is_relayed: bool = False
+        self,
+        caller: Caller,
+        message: pb.AttachRequest,
+        *,
+        is_relayed: bool = False,
+        num_choices: int | None = None,
     ) -> Opened:
-        """A known request from the offsets of ``message`` on. Raises UnknownRequest, UnknownModel,
-        OffsetOutOfRange, RouterStopping, LedgerUnavailable."""
+        """A known request from the offsets of ``message`` on. Where its caller has room for so many
+        choices alone, one with others is refused. Raises UnknownRequest, UnknownModel,
+        InvalidRequest, OffsetOutOfRange, RouterStopping, LedgerUnavailable."""
         request_id = caller.qualify(message.request_id)
         if max(len(message.from_offsets), len(message.digests)) > MAX_N:
             raise OffsetOutOfRange(f"offsets of more than {MAX_N} choices")
         try:
             live = await self._requests.attach(request_id)
         except Elsewhere as elsewhere:
+            if num_choices is not None:
+                stored, _ = await self._requests.get(request_id)
+                _check_same(stored.request.n, num_choices)
             message.request_id = request_id
             pieces = self._relay.attach(elsewhere.address, message)
             return Opened(bare(request_id), None, pieces)
+        if num_choices is not None:
+            _check_same(live.request.n, num_choices)
         return self._opened(
             live,
             message.from_offsets,
@@ -360,6 +371,11 @@ def _state(number: pb.RequestState.ValueType) -> State:
 
 def _event(event: Event) -> pb.RequestEvent:
     return pb.RequestEvent(time=event.time, move=event.move, detail=event.detail)
+
+
+def _check_same(has: int, num_choices: int) -> None:
+    if has != num_choices:
+        raise InvalidRequest(f"the request has {has} choices, not {num_choices}", field="n")
 
 
 def _earlier(a: float | None, b: float | None) -> float | None:

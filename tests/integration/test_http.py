@@ -529,6 +529,25 @@ async def test_a_stream_goes_on_through_any_router(router: int) -> None:
         assert rest[0].json["id"] == seen[0].json["id"]
 
 
+@pytest.mark.parametrize("router", [0, 1])
+async def test_who_had_another_number_of_choices_is_refused(router: int) -> None:
+    """Also where another router has the request, which tells its choices one after another."""
+    slow = replace(WORKER, fake=FakeModel(step_time=0.01))
+    async with cluster(routers=2, workers=1, worker_config=slow) as parts:
+        body = {**GREEDY, "n": 3, "max_tokens": 4000, "stream": True}
+        named = {**JSON, "idempotency-key": "mine"}
+        first = parts.routers[0].http_address
+        async with streamed(first, "/v1/completions", body, named):
+            for n, status in ((1, 400), (4, 400), (3, 200)):
+                headers = {**JSON, "last-event-id": str(EventId("mine", [BEGIN] * n))}
+                address = parts.routers[router].http_address
+                async with streamed(address, "/v1/completions", {**body, "n": n}, headers) as again:
+                    assert again.status == status
+                    if status == 400:
+                        error = json.loads(await again.rest())["error"]
+                        assert (error["code"], error["param"]) == ("invalid_request", "n")
+
+
 async def test_where_a_stream_is_must_be_right(address: str) -> None:
     body = {**GREEDY, "stream": True}
     for last, status, code in (

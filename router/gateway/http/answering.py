@@ -117,7 +117,7 @@ class Answering:
                 self._inference, call.caller, messages, call.headers, journals
             )
         names = [message.request_id for message in messages]
-        return await Generation.attach(self._inference, call.caller, names)
+        return await Generation.attach(self._inference, call.caller, names, messages[0].n)
 
     def _envelope(self, answer_id: str) -> Envelope:
         return Envelope(

@@ -63,9 +63,14 @@ class Generation:
         return await cls._open(openings, partial(_forget, inference, caller))
 
     @classmethod
-    async def attach(cls, inference: Inference, caller: Caller, names: Sequence[str]) -> Self:
+    async def attach(
+        cls, inference: Inference, caller: Caller, names: Sequence[str], choices_each: int
+    ) -> Self:
         """To known requests, from their first tokens on. Raises what Inference.attach raises."""
-        openings = [inference.attach(caller, pb.AttachRequest(request_id=name)) for name in names]
+        openings = [
+            inference.attach(caller, pb.AttachRequest(request_id=name), num_choices=choices_each)
+            for name in names
+        ]
         return await cls._open(openings, partial(_forget, inference, caller))
 
     @classmethod
