@@ -219,6 +219,7 @@ def _body_hash(message: pb.GenerateRequest) -> bytes:
     # What may differ between two tries of the same request.
     for field in ("request_id", "timeout_ms", "on_disconnect", "priority", "ttft_target_ms"):
         body.ClearField(field)
+    body.ClearField("explain")  # of one answer alone
     for label in ("session_id", "fairness_id", "application"):
         body.ClearField(label)
     return hashlib.sha256(body.SerializeToString(deterministic=True)).digest()

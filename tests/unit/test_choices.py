@@ -608,3 +608,23 @@ def test_what_shapes_the_result_is_in_the_hash_of_the_body() -> None:
     messages = [pb.GenerateRequest(text="hi", **change) for change in changes]  # type: ignore[arg-type]
     hashes = [Submission.from_proto(message, "r", seed=1).body_hash for message in messages]
     assert len(set(hashes)) == len(changes)
+
+
+def test_what_two_tries_may_differ_in_is_not() -> None:
+    tries = (
+        pb.GenerateRequest(text="hi"),
+        pb.GenerateRequest(
+            text="hi",
+            request_id="r",
+            timeout_ms=1000,
+            on_disconnect=pb.ON_DISCONNECT_GRACE,
+            priority=1,
+            ttft_target_ms=100,
+            session_id="s",
+            fairness_id="f",
+            application="a",
+            explain=True,
+        ),
+    )
+    first, again = (Submission.from_proto(message, "r", seed=1) for message in tries)
+    assert first.body_hash == again.body_hash
