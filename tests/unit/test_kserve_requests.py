@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everlift.errors import EverliftError, InvalidRequest, NotUtf8, OutOfRange
+from everlift.errors import EverliftError, InvalidRequest, NotUtf8, OutOfRange, TooManyStops
 from everlift.messages import Submission
 from everlift.v1 import inference_pb2 as wire
-from router.gateway.kserve import description, infer_request
+from router.gateway.kserve import description, infer_request, tensors
 from router.gateway.kserve.infer_response import NAMES, Answer
 from router.gateway.kserve.parameters import PARAMETERS
 from router.gateway.kserve.v2 import open_inference_pb2 as pb
@@ -209,6 +209,11 @@ def test_an_output_of_log_probabilities_asks_for_them() -> None:
         (asking(sampling_parameters="[1]"), "is not a JSON object", InvalidRequest),
         (asking(sampling_parameters='{"n": []}'), "n has 0 values", InvalidRequest),
         (asking(sampling_parameters='{"n": [1, 2]}'), "n has 2 values", InvalidRequest),
+        (
+            asking(sampling_parameters=json.dumps({"stop": [1] * 17})),
+            "stop has 17 values; it takes at most 16",
+            TooManyStops,
+        ),
         (asking(sampling_parameters='{"n": {}}'), "n takes a whole number", InvalidRequest),
         (asking(sampling_parameters='{"stop": [[]]}'), "stop takes text", InvalidRequest),
         (asking(sampling_parameters='{"stop": "\\ud800"}'), "stop is not UTF-8", NotUtf8),
@@ -263,6 +268,50 @@ def test_what_cannot_be_served_is_refused_with_its_cause(
     request_: pb.ModelInferRequest, cause: str, error: type[EverliftError]
 ) -> None:
     assert refused(request_, cause) is error
+
+
+@pytest.mark.parametrize("is_raw", [True, False])
+@pytest.mark.parametrize(
+    ("name", "datatype", "most"),
+    [
+        ("text_input", "BYTES", 1),
+        ("sampling_parameters", "BYTES", 1),
+        ("regex", "BYTES", 1),
+        ("stop", "BYTES", 16),
+        ("bad_words", "BYTES", 16),
+        ("stop_token_ids", "INT32", 64),
+        ("unheard_of", "BYTES", 0),
+    ],
+)
+def test_no_element_is_made_of_more_than_a_name_takes(
+    monkeypatch: pytest.MonkeyPatch, name: str, datatype: str, most: int, is_raw: bool
+) -> None:
+    made: list[str] = []
+
+    def reading(read: Any) -> Any:
+        return lambda *given: (made.append(name), read(*given))[1]
+
+    for step in ("_split", "_unpack", "_from_contents"):
+        monkeypatch.setattr(tensors, step, reading(getattr(tensors, step)))
+    for count in (most + 1, 1000, 1 << 62):
+        request = pb.ModelInferRequest()
+        tensor = request.inputs.add(name=name, datatype=datatype, shape=[1, count])
+        if is_raw:
+            request.raw_input_contents.append(bytes(4 * 1000))
+        elif datatype == "BYTES":
+            tensor.contents.bytes_contents.extend([b""] * 1000)
+        else:
+            tensor.contents.int_contents.extend([0] * 1000)
+        refused(request, name)
+    assert not made
+
+
+def test_a_list_may_be_as_long_as_it_says() -> None:
+    stops = [str(number) for number in range(16)]
+    assert list(generate(with_tensor(asking(), "stop", "BYTES", [16], *stops)).stop) == stops
+    ids = [*range(64)]
+    request = with_tensor(asking(), "stop_token_ids", "INT32", [1, 64], *ids)
+    assert list(generate(request).stop_token_ids) == ids
 
 
 def test_outputs_are_known_by_name() -> None:

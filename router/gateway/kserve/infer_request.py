@@ -34,11 +34,20 @@ def _given(request: pb.ModelInferRequest, prompts: list[Tensor]) -> Iterator[tup
     """The parameters; what is the prompt goes into ``prompts``."""
     for name in sorted(request.parameters):
         yield name, _values(name, request.parameters[name])
-    for tensor in tensors.inputs(request):
+    for tensor in tensors.inputs(request, _check_count):
         if tensor.name == TEXT_INPUT or tensor.name in TOKEN_INPUTS:
             prompts.append(tensor)
         else:
             yield tensor.name, tensor.values
+
+
+def _check_count(name: str, count: int) -> None:
+    """Of a tensor's elements. How many tokens a prompt may have the model says."""
+    if name == TEXT_INPUT:
+        if count != 1:
+            raise InvalidRequest(f"{name} has {count} texts; a request has one prompt")
+    elif name not in TOKEN_INPUTS:
+        parameters.check_count(name, count)
 
 
 def _values(name: str, parameter: pb.InferParameter) -> Values:
@@ -74,10 +83,6 @@ def _set_prompt(message: wire.GenerateRequest, prompts: list[Tensor]) -> None:
 def _text(tensor: Tensor) -> str:
     if tensor.datatype != "BYTES":
         raise InvalidRequest(f"{tensor.name} is {tensor.datatype}; it takes BYTES")
-    if len(tensor.values) != 1:
-        raise InvalidRequest(
-            f"{tensor.name} has {len(tensor.values)} texts; a request has one prompt"
-        )
     [value] = tensor.values
     assert isinstance(value, bytes)
     try:

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from everlift.errors import InvalidRequest, NotUtf8, OutOfRange
-from everlift.messages import MAX_PRIORITY
+from everlift.errors import InvalidRequest, NotUtf8, OutOfRange, TooManyStops
+from everlift.messages import MAX_PRIORITY, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from everlift.v1 import inference_pb2 as wire
 from router.gateway.kserve.tensors import Scalar
 
@@ -49,26 +49,44 @@ Setter = Callable[[Wanted, str, Values], None]
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """``set`` puts what came under the name into what is wanted; raises InvalidRequest.
-    ``datatype`` and ``dims`` are those of its tensor, -1 for any length."""
+    ``datatype`` is that of its tensor; at ``most`` so many values may come under the name."""
 
     names: tuple[str, ...]
     datatype: str
-    dims: int
+    most: int
     set: Setter
+
+    @property
+    def dims(self) -> int:
+        """Of its tensor: -1 for any length."""
+        return 1 if self.most == 1 else -1
 
 
 def wanted(given: Iterable[tuple[str, Values]]) -> Wanted:
     """Of the parameters that came, by name. Raises InvalidRequest."""
     result, seen = Wanted(), set[Parameter]()
     for name, values in _flat(given):
-        parameter = _BY_NAME.get(name)
-        if parameter is None:
-            raise InvalidRequest(f"{name!r} is not known here; ModelMetadata lists what is")
+        parameter = _known(name)
         if parameter in seen:
             raise InvalidRequest(f"{' or '.join(parameter.names)} is given twice")
         seen.add(parameter)
         parameter.set(result, name, values)
     return result
+
+
+def check_count(name: str, count: int) -> None:
+    """Of a tensor's or a list's values, before any of them is read. Raises InvalidRequest."""
+    most = 1 if name == NESTED else _known(name).most
+    if most == 1:
+        _check_one(name, count)
+    elif count > most:  # only stops come in lists, and words that are none
+        raise TooManyStops(f"{name} has {count} values; it takes at most {most}")
+
+
+def _known(name: str) -> Parameter:
+    if (parameter := _BY_NAME.get(name)) is None:
+        raise InvalidRequest(f"{name!r} is not known here; ModelMetadata lists what is")
+    return parameter
 
 
 def _flat(given: Iterable[tuple[str, Values]]) -> Iterator[tuple[str, Values]]:
@@ -87,16 +105,23 @@ def _nested(text: str) -> Iterator[tuple[str, Values]]:
     if not isinstance(found, dict):
         raise InvalidRequest(f"{NESTED} is not a JSON object")
     for name, value in found.items():
-        if value is not None:
-            yield name, value if isinstance(value, list) else [value]
+        if isinstance(value, list):
+            check_count(name, len(value))
+            yield name, value
+        elif value is not None:
+            yield name, [value]
 
 
 # values
 
 
+def _check_one(name: str, count: int) -> None:
+    if count != 1:
+        raise InvalidRequest(f"{name} has {count} values; it takes one")
+
+
 def _one(name: str, values: Values) -> Value:
-    if len(values) != 1:
-        raise InvalidRequest(f"{name} has {len(values)} values; it takes one")
+    _check_one(name, len(values))
     return values[0]
 
 
@@ -257,15 +282,15 @@ PARAMETERS = (
     Parameter(("presence_penalty",), "FP32", 1, _of_sampling("presence_penalty", _number)),
     Parameter(("frequency_penalty",), "FP32", 1, _of_sampling("frequency_penalty", _number)),
     Parameter(("seed", "random_seed"), "UINT64", 1, _of_sampling("seed", _integer)),
-    Parameter(("stop", "stop_words"), "BYTES", -1, _stop),
-    Parameter(("stop_token_ids",), "INT32", -1, _stop_token_ids),
+    Parameter(("stop", "stop_words"), "BYTES", MAX_STOP_STRINGS, _stop),
+    Parameter(("stop_token_ids",), "INT32", MAX_STOP_TOKEN_IDS, _stop_token_ids),
     Parameter(
         ("include_stop", "include_stop_str_in_output"),
         "BOOL",
         1,
         _of_request("include_stop", _boolean),
     ),
-    Parameter(("bad_words",), "BYTES", -1, _bad_words),
+    Parameter(("bad_words",), "BYTES", MAX_STOP_STRINGS, _bad_words),
     Parameter(("ignore_eos",), "BOOL", 1, _of_request("ignore_eos", _boolean)),
     Parameter(("n",), "INT32", 1, _of_request("n", _integer)),
     Parameter(("best_of",), "INT32", 1, _of_request("best_of", _integer)),

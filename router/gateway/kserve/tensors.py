@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,6 +21,8 @@ from router.gateway.kserve.v2 import open_inference_pb2 as pb
 #: Of a request: the inputs that there are have fewer names.
 MAX_TENSORS = 64
 _MAX_DIMENSIONS = 8
+#: Nobody has so many elements, and a cause has room for their number.
+_TOO_MANY = 1 << 64
 
 Scalar = bool | int | float | bytes
 
@@ -54,8 +56,12 @@ class Tensor:
     values: Sequence[Scalar]
 
 
-def inputs(request: pb.ModelInferRequest) -> Iterator[Tensor]:
-    """A request's tensors, each read when it is asked for. Raises InvalidRequest."""
+def inputs(
+    request: pb.ModelInferRequest, check_count: Callable[[str, int], None]
+) -> Iterator[Tensor]:
+    """A request's tensors, each read when it is asked for. ``check_count`` is told its name and how
+    many elements its shape has before any of them is made: a few bytes are one, and a request has
+    room for millions. Raises InvalidRequest, and what ``check_count`` raises."""
     num_inputs, num_raw = len(request.inputs), len(request.raw_input_contents)
     if num_inputs > MAX_TENSORS:
         raise InvalidRequest(f"{num_inputs} inputs; a request has at most {MAX_TENSORS}")
@@ -63,10 +69,14 @@ def inputs(request: pb.ModelInferRequest) -> Iterator[Tensor]:
         raise InvalidRequest(f"raw_input_contents has {num_raw} entries for {num_inputs} inputs")
     for number, message in enumerate(request.inputs):
         raw = request.raw_input_contents[number] if num_raw else None
-        yield _tensor(message, raw)
+        yield _tensor(message, raw, check_count)
 
 
-def _tensor(message: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Tensor:
+def _tensor(
+    message: pb.ModelInferRequest.InferInputTensor,
+    raw: bytes | None,
+    check_count: Callable[[str, int], None],
+) -> Tensor:
     name, datatype = message.name, message.datatype
     if datatype not in _FORMATS and datatype != _BYTES:
         raise InvalidRequest(f"{name}: the datatype {datatype!r} is not read here")
@@ -76,6 +86,7 @@ def _tensor(message: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -
             "a tensor comes in the request itself, and not in shared memory"
         )
     count = _count(message)
+    check_count(name, count)
     if raw is None:
         values = _from_contents(message, count)
     elif message.HasField("contents"):
@@ -93,7 +104,9 @@ def _count(message: pb.ModelInferRequest.InferInputTensor) -> int:
         raise InvalidRequest(f"{message.name} has more than {_MAX_DIMENSIONS} dimensions")
     if min(message.shape, default=0) < 0:
         raise InvalidRequest(f"{message.name} has a negative dimension: {list(message.shape)}")
-    return math.prod(message.shape)
+    if (count := math.prod(message.shape)) >= _TOO_MANY:
+        raise InvalidRequest(f"{message.name}: its shape has too many elements")
+    return count
 
 
 def _from_contents(message: pb.ModelInferRequest.InferInputTensor, count: int) -> Sequence[Scalar]:
@@ -135,9 +148,7 @@ def _split(name: str, raw: bytes, count: int) -> Sequence[bytes]:
 
 
 def _mismatch(name: str, count: int, what: str) -> InvalidRequest:
-    # A product of eight dimensions may have more digits than a cause has room for.
-    wanted = f"{count} elements" if count < 1 << 64 else "too many elements"
-    return InvalidRequest(f"{name}: its shape has {wanted}, but {what}")
+    return InvalidRequest(f"{name}: its shape has {count} elements, but {what}")
 
 
 def add_output(response: pb.ModelInferResponse, tensor: Tensor) -> None:
