@@ -81,6 +81,10 @@ def table() -> list[list[str]]:
         ("`what_if`", f"{counterfactuals._MAX_QUESTIONS} in all"),
         # over HTTP
         ("a body", f"{RouterConfig().max_body_bytes >> 20} MiB"),
+        (
+            "requests of a connection that have no answer yet",
+            f"{connection._MAX_UNANSWERED}",
+        ),
         ("a request line and its headers", f"{connection._MAX_HEAD_BYTES >> 10} KiB"),
         ("headers that are not whole", f"{connection._HEAD_TIMEOUT_S:.0f} s"),
         ("a body that is not whole", f"{endpoint._BODY_TIMEOUT_S:.0f} s"),
