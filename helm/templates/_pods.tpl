@@ -38,13 +38,13 @@ topologySpreadConstraints:
 {{- if .Values.ledger.embedded.enabled }}
 - name: LEDGER_PASSWORD
   valueFrom:
-    secretKeyRef: {name: {{ include "everlift.ledgerSecret" . }}, key: everlift}
+    secretKeyRef: {name: {{ include "everlift.ledgerSecret" . | quote }}, key: everlift}
 - name: EVERLIFT_LEDGER__URL
   value: redis://everlift:$(LEDGER_PASSWORD)@{{ include "everlift.ledgerAddress" . }}
 {{- else }}
 - name: EVERLIFT_LEDGER__URL
   valueFrom:
-    secretKeyRef: {name: {{ .Values.ledger.external.existingSecret }}, key: {{ .Values.ledger.external.key }}}
+    secretKeyRef: {name: {{ .Values.ledger.external.existingSecret | quote }}, key: {{ .Values.ledger.external.key | quote }}}
 {{- end }}
 - {name: HOME, value: /home/everlift}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
@@ -52,7 +52,7 @@ topologySpreadConstraints:
 {{- if .existingSecret }}
 - name: HF_TOKEN
   valueFrom:
-    secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}
+    secretKeyRef: {name: {{ .existingSecret | quote }}, key: {{ .key | quote }}}
 {{- end }}
 {{- end }}
 {{- with .Values.env }}
@@ -85,7 +85,7 @@ topologySpreadConstraints:
 - {name: tmp, mountPath: /tmp}
 - {name: shared-memory, mountPath: /dev/shm}
 {{- if include "everlift.hasModels" . }}
-- {name: models, mountPath: {{ .root.Values.model.volume.mountPath }}, readOnly: true}
+- {name: models, mountPath: {{ .root.Values.model.volume.mountPath | quote }}, readOnly: true}
 {{- end }}
 {{- if include "everlift.hasClientsTls" . }}
 - {name: clients-tls, mountPath: /etc/everlift/clients-tls, readOnly: true}
@@ -105,32 +105,32 @@ topologySpreadConstraints:
 - {name: home, emptyDir: {}}
 - {name: tmp, emptyDir: {}}
 - name: shared-memory
-  emptyDir: {medium: Memory, sizeLimit: {{ default "512Mi" .group.sharedMemory }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ default "512Mi" .group.sharedMemory | quote }}}
 {{- if include "everlift.hasModels" . }}
 - name: models
   {{- with .root.Values.model.volume }}
   {{- if .image }}
   image: {reference: {{ .image | quote }}, pullPolicy: {{ $.root.Values.image.pullPolicy }}}
   {{- else }}
-  persistentVolumeClaim: {claimName: {{ .persistentVolumeClaim }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ .persistentVolumeClaim | quote }}, readOnly: true}
   {{- end }}
   {{- end }}
 {{- end }}
 {{- if include "everlift.hasClientsTls" . }}
 - name: clients-tls
-  secret: {secretName: {{ .root.Values.tls.clients.existingSecret }}, defaultMode: 0440}
+  secret: {secretName: {{ .root.Values.tls.clients.existingSecret | quote }}, defaultMode: 0440}
 {{- end }}
 {{- if include "everlift.hasInternalTls" . }}
 - name: internal-tls
-  secret: {secretName: {{ .root.Values.tls.internal.existingSecret }}, defaultMode: 0440}
+  secret: {secretName: {{ .root.Values.tls.internal.existingSecret | quote }}, defaultMode: 0440}
 {{- end }}
 {{- if .root.Values.ledger.tls.existingSecret }}
 - name: ledger-tls
-  secret: {secretName: {{ .root.Values.ledger.tls.existingSecret }}, defaultMode: 0440}
+  secret: {secretName: {{ .root.Values.ledger.tls.existingSecret | quote }}, defaultMode: 0440}
 {{- end }}
 {{- if include "everlift.hasAccess" . }}
 - name: access
-  secret: {secretName: {{ .root.Values.access.existingSecret }}, defaultMode: 0440}
+  secret: {secretName: {{ .root.Values.access.existingSecret | quote }}, defaultMode: 0440}
 {{- end }}
 {{- end -}}
 
@@ -144,7 +144,7 @@ metadata:
     {{- include "everlift.podLabels" . | nindent 4 }}
   annotations:
     # Another model is another ledger, and so another Ray cluster, not other settings in this one.
-    everlift/ledger: {{ include "everlift.keyPrefix" .root }}
+    everlift/ledger: {{ include "everlift.keyPrefix" .root | quote }}
     {{- with .group.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

@@ -15,7 +15,7 @@
 apiVersion: networking.k8s.io/v1
 kind: Ingress
 metadata:
-  name: {{ .name }}
+  name: {{ .name | quote }}
   labels:
     {{- include "everlift.labels" .root | nindent 4 }}
   {{- with .values.annotations }}
@@ -24,12 +24,12 @@ metadata:
   {{- end }}
 spec:
   {{- with .root.Values.ingress.className }}
-  ingressClassName: {{ . }}
+  ingressClassName: {{ . | quote }}
   {{- end }}
   {{- with .values.tlsSecret }}
   tls:
     - hosts: [{{ $.values.host | quote }}]
-      secretName: {{ . }}
+      secretName: {{ . | quote }}
   {{- end }}
   rules:
     - host: {{ .values.host | quote }}
@@ -40,7 +40,7 @@ spec:
             pathType: Prefix
             backend:
               service:
-                name: {{ include "everlift.fullname" $.root }}
+                name: {{ include "everlift.fullname" $.root | quote }}
                 port: {name: {{ $.port }}}
           {{- end }}
 {{- end }}

@@ -49,6 +49,9 @@
   {{- if and $.Values.ledger.embedded.enabled (or .redisAddress .existingSecret .usernameKey) -}}
     {{- fail "gcsFaultTolerance: redisAddress, existingSecret and usernameKey are for ledger.external" -}}
   {{- end -}}
+  {{- if and .usernameKey (not .existingSecret) -}}
+    {{- fail "gcsFaultTolerance.existingSecret: must be set with gcsFaultTolerance.usernameKey" -}}
+  {{- end -}}
 {{- end -}}
 {{- with .Values.tls.clients -}}
   {{- if and .mutual (not .existingSecret) -}}

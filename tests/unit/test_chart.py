@@ -294,6 +294,10 @@ def test_kuberays_schema_finds_what_is_wrong(
         ({"ledger": EXTERNAL | {"tls": {"clientCertificate": True}}}, "ledger.tls.existingSecret"),
         ({"ledger": EXTERNAL}, "gcsFaultTolerance.redisAddress: must be set"),
         ({"gcsFaultTolerance": {"redisAddress": "x:1"}}, "are for ledger.external"),
+        (
+            {"ledger": EXTERNAL, "gcsFaultTolerance": GCS_ELSEWHERE | {"existingSecret": ""}},
+            "gcsFaultTolerance.existingSecret: must be set with gcsFaultTolerance.usernameKey",
+        ),
         ({"model": {"volume": {"image": "a", "persistentVolumeClaim": "b"}}}, "not both"),
         ({"tls": {"clients": {"mutual": True}}}, "tls.clients.existingSecret: must be set"),
         ({"tls": {"clients": {"testSecret": "x"}}}, "tls.clients.mutual: must be set"),
@@ -408,6 +412,107 @@ def test_large_numbers_stay_integers(helm: Helm) -> None:
     )
     assert "maxmemory 2097152mb\n" in release.the("ConfigMap")["data"]["valkey.conf"]
     assert settings.load(Config, release.settings).router.max_queued == 10_000_000
+    release = helm.render(
+        {
+            "upgrade": {"deletionDelaySeconds": 1_000_000},
+            "autoscaler": {"idleTimeoutSeconds": 2_000_000},
+            "routers": {"replicas": 3_000_000, "podDisruptionBudget": {"maxUnavailable": 1 << 20}},
+            "workers": {"min": 1_000_000, "max": 4_000_000, "tensorParallel": 1 << 20},
+        }
+    )
+    assert release.the("RayService")["spec"]["rayClusterDeletionDelaySeconds"] == 1_000_000
+    assert release.ray["autoscalerOptions"]["idleTimeoutSeconds"] == 2_000_000
+    routers, workers = release.group("routers"), release.group("workers")
+    replicas = ("replicas", "minReplicas", "maxReplicas")
+    assert [routers[name] for name in replicas] == [3_000_000] * 3
+    assert [workers[name] for name in replicas] == [1_000_000, 1_000_000, 4_000_000]
+    assert workers["rayStartParams"]["num-gpus"] == "1048576"
+    budget = release.the("PodDisruptionBudget", "-routers")["spec"]
+    assert budget["maxUnavailable"] == 1 << 20
+
+
+#: YAML takes all of these for something else where they stand without quotes.
+NO_STRINGS = ["42", "on", "1e3", "null"]
+#: Where Kubernetes and those whose objects these are want a string.
+TEXTS = {
+    "name",
+    "key",
+    "secretName",
+    "claimName",
+    "mountPath",
+    "storageClassName",
+    "ingressClassName",
+    "interval",
+    "storage",
+    "sizeLimit",
+}
+
+
+@pytest.mark.parametrize("text", NO_STRINGS)
+def test_what_looks_like_something_else_stays_a_string(helm: Helm, text: str) -> None:
+    """The release, its names, and all that values call by a name."""
+    secret = {"existingSecret": text, "key": text}
+    release = {"nameOverride": text, "image": {"tag": text}}
+    inside = {
+        "model": {"volume": {"persistentVolumeClaim": text, "mountPath": text}, "hub": secret},
+        "access": {"mode": "file", **secret, "test": secret},
+        "tls": {
+            "clients": {"existingSecret": text, "mutual": True, "testSecret": text},
+            "internal": {"existingSecret": text, "name": text},
+        },
+        "workers": {"sharedMemory": text},
+        "ledger": {
+            "embedded": {
+                "existingSecret": text,
+                "persistence": {"size": text, "storageClassName": text},
+            }
+        },
+        "monitoring": {"serviceMonitor": {"enabled": True, "interval": text}},
+        "rayAuth": {"existingSecret": text},
+        "ingress": {"enabled": True, "className": text, "host": text, "tlsSecret": text},
+        "gateway": {"enabled": True, "parentRefs": [{"name": text}], "http": {"enabled": True}},
+    }
+    elsewhere = {
+        "fullnameOverride": text,
+        "ledger": {
+            "embedded": {"enabled": False},
+            "external": secret,
+            "tls": {"existingSecret": text},
+        },
+        "gcsFaultTolerance": {
+            "redisAddress": text,
+            "existingSecret": text,
+            "passwordKey": text,
+            "usernameKey": text,
+        },
+    }
+    for values in (release, inside, elsewhere):
+        for each in helm.render(values, release=text).objects:
+            assert not [*_no_strings(each, "")], each["kind"]
+
+
+def test_a_digest_in_digits_stays_a_string(helm: Helm) -> None:
+    values = {"ledger": {"embedded": {"maxMemoryMiB": 856}}}
+    # Sixteen hexadecimal digits, none of which is a letter.
+    assert _digest(helm.render(values, release="chat")) == "1990706499710654"
+
+
+def _digest(release: Rendered) -> Any:
+    template = release.the("StatefulSet")["spec"]["template"]
+    return template["metadata"]["annotations"]["everlift/configuration"]
+
+
+def _no_strings(value: Any, path: str) -> Iterator[str]:
+    """Paths of labels, annotations and names in ``value`` that are none."""
+    if isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _no_strings(each, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        of_texts = path.endswith(("abels", "nnotations", "rayStartParams"))
+        for name, each in value.items():
+            if (of_texts or name in TEXTS) and not isinstance(each, str | dict | list):
+                yield f"{path}.{name}"
+            yield from _no_strings(each, f"{path}.{name}")
 
 
 def test_workers_take_their_gpus(rendered: dict[str, Rendered]) -> None:
