@@ -4,6 +4,7 @@ built of it in CI."""
 from __future__ import annotations
 
 import fnmatch
+import json
 import os
 import re
 import shlex
@@ -87,9 +88,13 @@ def test_images_and_packages_are_pinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "packages"), [("cuda", {"gcc", "libc6-dev"}), ("cpu", set[str]())]
+    ("variant", "packages"),
+    [
+        ("cuda", {"openssh-client", "rsync", "gcc", "libc6-dev"}),
+        ("cpu", {"openssh-client", "rsync"}),
+    ],
 )
-def test_what_triton_compiles_with_is_in_the_image_for_gpus(
+def test_what_ray_copies_with_is_in_the_image_and_for_gpus_what_triton_compiles_with(
     variant: str, packages: set[str], tmp_path: Path
 ) -> None:
     """The last stage's own commands are run, with nothing behind their names."""
@@ -131,6 +136,53 @@ def test_it_is_not_root_and_is_who_the_chart_says() -> None:
     # Nothing is done as somebody else after it.
     last = [name for name, _ in instructions()][::-1]
     assert last.index("USER") < last.index("RUN")
+
+
+class Host:
+    """In the place of a machine that Ray reaches by ssh: it has the image, and no container yet."""
+
+    ssh_user, cluster_name = "ubuntu", "everlift"
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+
+    def run(self, command: str, **_: object) -> bytes:
+        self.commands.append(command)
+        if ".Config.Env" in command:
+            return json.dumps([word for rest in those("ENV") for word in rest.split()]).encode()
+        return HOME.encode() if command.endswith("printenv HOME") else b""
+
+    @property
+    def mounts(self) -> set[str]:
+        """Where Ray mounts what in the container that it starts."""
+        [start] = (command for command in self.commands if command.startswith("docker run"))
+        return {found.split(":")[1] for found in re.findall(r"-v (\S+)", start)}
+
+
+#: Of the user that the image has: what a shell in its container finds.
+HOME = "/home/everlift"
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+@pytest.mark.parametrize("cluster", ["machines", "aws", "gcp"])
+def test_what_ray_mounts_lies_where_it_is_started_from(cluster: str) -> None:
+    from ray.autoscaler._private.command_runner import DockerCommandRunner
+
+    [user] = re.findall(r"useradd [^&]*--create-home (\w+)", " ".join(those("RUN")))
+    assert f"/home/{user}" == HOME
+    config = yaml.safe_load((ROOT / f"deploy/ray-up/{cluster}-docker.yaml").read_text())
+    runner, host = object.__new__(DockerCommandRunner), Host()
+    runner.ssh_command_runner, runner.docker_config = host, config["docker"]
+    runner.container_name, runner.docker_cmd = config["docker"]["container_name"], "docker"
+    runner.home_dir, runner.initialized = None, False
+
+    runner.run_init(as_head=True, file_mounts=config["file_mounts"], sync_run_yet=True)
+    [start] = config["head_start_ray_commands"]
+    runner.run(start)
+
+    assert host.mounts == {f"{HOME}/everlift/deploy/ray-up", f"{HOME}/everlift-secrets"}
+    [script] = re.findall(r"bash (\S+)/node\.sh head", host.commands[-1])
+    assert script in host.mounts
 
 
 def test_no_secret_is_built_in() -> None:
