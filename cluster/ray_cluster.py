@@ -29,6 +29,7 @@ from everlift import logs
 
 if TYPE_CHECKING:
     from ray.serve import Application
+    from ray.serve.schema import ApplicationStatusOverview
 
 log = logs.get(__name__)
 
@@ -87,7 +88,7 @@ class RayCluster:
         )
         while (found := serve.status().applications[APPLICATION]).status != "RUNNING":
             if found.status == "DEPLOY_FAILED":
-                raise ClusterFailed(f"{found.message} (logs: {log_dir(self.config)})")
+                raise ClusterFailed(f"{_cause(found)} (logs: {log_dir(self.config)})")
             await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> None:
@@ -160,6 +161,23 @@ class RayCluster:
     def _needed_cpus(self) -> int:
         ranks = self.config.most_workers * self.config.worker.tensor_parallel
         return ranks * threads_per_rank(self.config, _cores())
+
+
+def _cause(application: ApplicationStatusOverview) -> str:
+    """Why Serve does not run it, in one line a deployment: its own message has no more than their
+    names, and what Serve says of each is a traceback, of which the log has the whole."""
+    said = {
+        name: each.message
+        for name, each in application.deployments.items()
+        if each.status == "DEPLOY_FAILED"
+    }
+    log.error("Serve runs no application", error=application.message, deployments=said)
+    causes = [f"{name}: {_last_line(message)}" for name, message in said.items()]
+    return "; ".join(causes) or _last_line(application.message)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
 
 
 def _cores() -> int:
