@@ -9,11 +9,22 @@ from typing import TYPE_CHECKING
 
 from cluster.config import Config
 from cluster.errors import ClusterFailed
+from everlift.settings import SettingsError
 from router.ledger.config import EMBEDDED
 from router.ledger.embedded import running_url
 
 if TYPE_CHECKING:
     from router.ledger.redis_ledger import RedisLedger
+
+
+def with_ledger(config: Config, url: str | None) -> Config:
+    """With the ledger at the ``url`` of --ledger, if there is one. Raises SettingsError."""
+    if not url:
+        return config
+    try:
+        return replace(config, ledger=replace(config.ledger, url=url))
+    except ValueError as error:
+        raise SettingsError(f"--ledger: {error}") from None
 
 
 @asynccontextmanager

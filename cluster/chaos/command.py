@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import secrets
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -18,10 +17,8 @@ from cluster.chaos.run import run
 from cluster.chaos.view import as_json, happened, result_table
 from cluster.config import Config
 from cluster.connection import Address, addresses, api_key, connected, tls
-from cluster.errors import ClusterFailed
+from cluster.ledger_connection import connected_ledger, with_ledger
 from everlift.v1 import chaos_pb2 as pb
-from router.ledger.config import EMBEDDED
-from router.ledger.embedded import running_url
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -123,7 +120,7 @@ def check_ledger(
     """Search the ledger for lost, repeated, reordered and orphaned requests. It is not changed, and
     the cluster may be running. The exit status is 1 if there are any."""
     config = configuration.load(None, os.environ, assignments or ())
-    result = asyncio.run(_check(config, ledger, patience))
+    result = asyncio.run(_check(with_ledger(config, ledger), patience))
     if as_lines:
         typer.echo(json.dumps(as_json(result)))
     else:
@@ -131,19 +128,9 @@ def check_ledger(
     raise typer.Exit(1 if result.findings else 0)
 
 
-async def _check(config: Config, url: str | None, patience_s: float) -> Result:
-    from router.ledger.redis_ledger import connect
-
-    url = url or config.ledger.url
-    if url == EMBEDDED:
-        url = running_url(config.state_dir)
-    if url is None:
-        raise ClusterFailed(f"no ledger has ever run on {config.state_dir}: name one by --ledger")
-    ledger = await connect(replace(config.ledger, url=url))
-    try:
+async def _check(config: Config, patience_s: float) -> Result:
+    async with connected_ledger(config) as ledger:
         return await check(ledger, patience_s)
-    finally:
-        await ledger.close()
 
 
 def _inject(address: str | None, fault: pb.Fault) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from cluster.config import Config
-from cluster.ledger_connection import connected_ledger
+from cluster.ledger_connection import connected_ledger, with_ledger
 from cluster.prediction.examples import Example, from_ledger, from_lines
 from cluster.prediction.report import Report
 from cluster.prediction.training import trained
@@ -45,7 +44,8 @@ async def _found(
     if files:
         found = [each for file in files for each in _of_file(file, model)]
     else:
-        found = await _of_ledger(config, ledger_url, model, limit)
+        async with connected_ledger(with_ledger(config, ledger_url)) as ledger:
+            found = await from_ledger(ledger, model, limit)
     return model, sorted(found, key=lambda each: each.asked.moment)
 
 
@@ -57,15 +57,6 @@ def _of_file(file: Path, model: ServedModel) -> list[Example]:
         raise SettingsError(f"{file} is not UTF-8") from None
     except SettingsError as error:
         raise SettingsError(f"{file}: {error}") from None
-
-
-async def _of_ledger(
-    config: Config, url: str | None, model: ServedModel, limit: int
-) -> list[Example]:
-    if url:
-        config = replace(config, ledger=replace(config.ledger, url=url))
-    async with connected_ledger(config) as ledger:
-        return await from_ledger(ledger, model, limit)
 
 
 def _write(path: Path, text: str) -> None:

@@ -179,6 +179,12 @@ async def test_what_cannot_run_here_is_said_in_one_line(tmp_path: Path) -> None:
     assert "No such file" in await failure("generate", "x", "--json-schema", "@/none")
 
 
+async def test_what_is_no_url_of_a_ledger_is_said_in_one_line(tmp_path: Path) -> None:
+    for command in ("chaos check", f"train-predictor {tmp_path}/out --set model=fake"):
+        said = await failure(*command.split(), "--ledger", "foo")
+        assert said.startswith("--ledger: url must be embedded, or begin with one of unix://")
+
+
 async def test_a_request_can_be_attached_to_cancelled_and_forgotten() -> None:
     async with FakeRouter() as router:
         place = ("--address", router.address)
