@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import secrets
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,6 +18,7 @@ from cluster.chaos.view import as_json, happened, result_table
 from cluster.config import Config
 from cluster.connection import Address, addresses, api_key, connected, tls
 from cluster.ledger_connection import connected_ledger, with_ledger
+from everlift.checks import sendable
 from everlift.v1 import chaos_pb2 as pb
 
 app = typer.Typer(
@@ -40,14 +41,13 @@ Rank = Annotated[int, typer.Option(help="Of a worker.")]
 @app.command(epilog="**Example:** `everlift chaos kill any-worker`")
 def kill(target: Target, rank: Rank = 0, address: Address = None) -> None:
     """End a process at once."""
-    _inject(address, pb.Fault(kind=pb.FAULT_KIND_KILL, target=target, rank=rank))
+    _inject(address, pb.FAULT_KIND_KILL, target=target, rank=rank)
 
 
 @app.command(epilog="**Example:** `everlift chaos pause leader --seconds 3`")
 def pause(target: Target, seconds: Seconds = 3.0, rank: Rank = 0, address: Address = None) -> None:
     """Stop a process for a while, as by SIGSTOP and SIGCONT."""
-    fault = pb.Fault(kind=pb.FAULT_KIND_PAUSE, target=target, seconds=seconds, rank=rank)
-    _inject(address, fault)
+    _inject(address, pb.FAULT_KIND_PAUSE, target=target, seconds=seconds, rank=rank)
 
 
 @app.command(epilog="**Example:** `everlift chaos partition any-router --peer ledger`")
@@ -60,8 +60,7 @@ def partition(
     address: Address = None,
 ) -> None:
     """Let nothing through for a while."""
-    fault = pb.Fault(kind=pb.FAULT_KIND_PARTITION, target=target, seconds=seconds, peer=peer)
-    _inject(address, fault)
+    _inject(address, pb.FAULT_KIND_PARTITION, target=target, seconds=seconds, peer=peer)
 
 
 @app.command(epilog="**Example:** `everlift chaos slow ledger --delay 0.2`")
@@ -77,10 +76,8 @@ def slow(
     address: Address = None,
 ) -> None:
     """Slow a worker or the ledger down for a while."""
-    fault = pb.Fault(
-        kind=pb.FAULT_KIND_SLOW, target=target, seconds=seconds, factor=factor, delay_s=delay
-    )
-    _inject(address, fault)
+    kind = pb.FAULT_KIND_SLOW
+    _inject(address, kind, target=target, seconds=seconds, factor=factor, delay_s=delay)
 
 
 @app.command("run", epilog="**Example:** `everlift chaos run --minutes 10 --every 5`")
@@ -133,7 +130,10 @@ async def _check(config: Config, patience_s: float) -> Result:
         return await check(ledger, patience_s)
 
 
-def _inject(address: str | None, fault: pb.Fault) -> None:
+def _inject(address: str | None, kind: pb.FaultKind.ValueType, **how: Any) -> None:
+    """``how`` are other fields of the fault."""
+    with sendable():
+        fault = pb.Fault(kind=kind, **how)
     typer.echo(asyncio.run(_injected(address, fault)))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import TypeVar
 
-from everlift.errors import OutOfRange
+from everlift.errors import NotUtf8, OutOfRange
 
 T = TypeVar("T")
 
@@ -25,3 +26,14 @@ def check_range(name: str, value: float, low: float, high: float, *, field: str 
         raise OutOfRange(
             f"{name} must be from {low:g} to {high:g}, not {value:g}", field=field or name
         )
+
+
+@contextmanager
+def sendable() -> Iterator[None]:
+    """While a message is made: what no message can hold raises NotUtf8 or OutOfRange."""
+    try:
+        yield
+    except UnicodeEncodeError:
+        raise NotUtf8("a text is none that UTF-8 can hold") from None
+    except (ValueError, OverflowError) as error:
+        raise OutOfRange(str(error)) from None

@@ -18,6 +18,7 @@ from typing import Self, TypeAlias, TypeVar, Unpack
 import grpc
 
 from everlift import wire
+from everlift.checks import sendable
 from everlift.deadline import Deadline
 from everlift.errors import DeadlineExceeded, EverliftError, InvalidRequest, Unreachable
 from everlift.many import MAX_REQUESTS, ManyStream
@@ -54,9 +55,9 @@ class AsyncClient:
     A single call that no router answers, and any call that is refused because there is no room, is
     tried again for ``retry_s``, later and later, never sooner than the refusal says; 0 is never.
 
-    Errors are those of ``everlift.errors``. Answers of single calls are the messages of
-    ``everlift.v1``. A single call's ``timeout_s`` covers all its tries; None leaves it at
-    ``retry_s``. May be made outside of an event loop, and is used in one.
+    Errors are those of ``everlift.errors``: what no message can hold is InvalidRequest. Answers of
+    single calls are the messages of ``everlift.v1``. A single call's ``timeout_s`` covers all its
+    tries; None leaves it at ``retry_s``. May be made outside of an event loop, and is used in one.
 
     >>> client = AsyncClient(["10.0.0.1:50051", "10.0.0.2:50051"], api_key="ev_1_secret")
     """
@@ -143,7 +144,7 @@ class AsyncClient:
         its own. Or behind the tokens of each choice that were ``received`` before, perhaps by
         another process: a cluster that lost some of them makes them again, and says so where they
         are others, while an offset alone is out of range then. Closing this stream only leaves it.
-        Raises InvalidRequest where both are given.
+        Raises InvalidRequest where both are given, and for offsets that cannot be sent.
 
         >>> await client.generate("one two three four", request_id="r").text()
         'one two three four'
@@ -154,7 +155,9 @@ class AsyncClient:
         offsets = [from_offset] if isinstance(from_offset, int) else from_offset
         if any(offsets) and received:
             raise InvalidRequest("an offset says less than what was received: give one of them")
-        reception = Reception(request_id, offsets, received)
+        with sendable():
+            reception = Reception(request_id, offsets, received)
+            reception.attach_request()
         return Stream(self._routers, reception, self._patience(Deadline(None)))
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> pb.CancelResponse:
@@ -165,7 +168,8 @@ class AsyncClient:
         >>> RequestState.Name((await client.cancel("r")).state)
         'REQUEST_STATE_FINISHED'
         """
-        message = pb.CancelRequest(request_id=request_id)
+        with sendable():
+            message = pb.CancelRequest(request_id=request_id)
         return await self._ask(lambda: self._routers.inference().Cancel, message, timeout_s)
 
     async def forget(self, request_id: str, *, timeout_s: float | None = None) -> None:
@@ -176,7 +180,8 @@ class AsyncClient:
         'one two'
         >>> await client.forget("r")
         """
-        message = pb.ForgetRequest(request_id=request_id)
+        with sendable():
+            message = pb.ForgetRequest(request_id=request_id)
         await self._ask(lambda: self._routers.inference().Forget, message, timeout_s)
 
     async def get_request(
@@ -189,7 +194,8 @@ class AsyncClient:
         >>> (await client.get_request("r")).output_tokens
         2
         """
-        message = pb.GetRequestRequest(request_id=request_id)
+        with sendable():
+            message = pb.GetRequestRequest(request_id=request_id)
         return await self._ask(lambda: self._routers.inference().GetRequest, message, timeout_s)
 
     async def explain(
@@ -209,7 +215,8 @@ class AsyncClient:
         >>> [(it.policy, it.seconds) for it in explanation.counterfactuals]
         [('fifo', 0.5), ('shortest', 0.5), ('hrrn patience=2', 0.5)]
         """
-        message = pb.ExplainRequest(request_id=request_id, what_if=what_if)
+        with sendable():
+            message = pb.ExplainRequest(request_id=request_id, what_if=what_if)
         return await self._ask(
             lambda: self._routers.inference().Explain,
             message,
@@ -240,9 +247,10 @@ class AsyncClient:
         >>> [it.request_id for it in page.requests], page.next_page_token
         (['job:0'], '')
         """
-        message = pb.ListRequestsRequest(
-            states=states, page_size=page_size, page_token=page_token, tenant=tenant
-        )
+        with sendable():
+            message = pb.ListRequestsRequest(
+                states=states, page_size=page_size, page_token=page_token, tenant=tenant
+            )
         return await self._ask(lambda: self._routers.inference().ListRequests, message, timeout_s)
 
     async def tokenize(
@@ -253,7 +261,8 @@ class AsyncClient:
         >>> list((await client.tokenize("ab")).token_ids)
         [97, 98]
         """
-        message = pb.TokenizeRequest(model=model, text=text)
+        with sendable():
+            message = pb.TokenizeRequest(model=model, text=text)
         return await self._ask(lambda: self._routers.inference().Tokenize, message, timeout_s)
 
     async def detokenize(
@@ -264,7 +273,8 @@ class AsyncClient:
         >>> (await client.detokenize([97, 98])).text
         'ab'
         """
-        message = pb.DetokenizeRequest(model=model, token_ids=token_ids)
+        with sendable():
+            message = pb.DetokenizeRequest(model=model, token_ids=token_ids)
         return await self._ask(lambda: self._routers.inference().Detokenize, message, timeout_s)
 
     async def models(self, *, timeout_s: float | None = None) -> pb.ListModelsResponse:
@@ -294,7 +304,8 @@ class AsyncClient:
         >>> (await client.drain("wor")).worker_id
         'worker-0'
         """
-        message = admin_pb2.DrainRequest(worker_id=worker_id)
+        with sendable():
+            message = admin_pb2.DrainRequest(worker_id=worker_id)
         return await self._ask(lambda: self._routers.admin().Drain, message, timeout_s)
 
     async def set_policy(
@@ -326,20 +337,21 @@ class AsyncClient:
         >>> list((await client.set_policy(reset=["order"])).overridden)
         ['patience']
         """
-        message = admin_pb2.SetPolicyRequest(
-            order=order,
-            max_queued=max_queued,
-            queue_ttl=queue_ttl,
-            refuse_late=refuse_late,
-            undated_due=undated_due,
-            patience=patience,
-            starvation=starvation,
-            class_floor=class_floor,
-            fair_share=fair_share,
-            tpot_target=tpot_target,
-            engine_policy=engine_policy,
-            reset=reset,
-        )
+        with sendable():
+            message = admin_pb2.SetPolicyRequest(
+                order=order,
+                max_queued=max_queued,
+                queue_ttl=queue_ttl,
+                refuse_late=refuse_late,
+                undated_due=undated_due,
+                patience=patience,
+                starvation=starvation,
+                class_floor=class_floor,
+                fair_share=fair_share,
+                tpot_target=tpot_target,
+                engine_policy=engine_policy,
+                reset=reset,
+            )
         return await self._ask(lambda: self._routers.admin().SetPolicy, message, timeout_s)
 
     async def capacity(self, *, timeout_s: float | None = None) -> admin_pb2.CapacityResponse:

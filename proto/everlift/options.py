@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
-from everlift.errors import InvalidRequest, NotUtf8, OutOfRange
+from everlift.checks import sendable
+from everlift.errors import InvalidRequest
 from everlift.messages import OnDisconnect
 from everlift.request_id import check_request_id
 from everlift.v1 import inference_pb2 as pb
@@ -84,16 +85,12 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
         raise TypeError(f"generate() has no option {name!r}")
     if isinstance(prompt, bytes):
         raise TypeError("a prompt is text or token ids, not bytes")
-    try:
+    with sendable():
         message = _unprompted(options)
         if isinstance(prompt, str):
             message.text = prompt
         else:
             message.tokens.ids.extend(prompt)
-    except UnicodeEncodeError:
-        raise NotUtf8("the prompt or an option is text that UTF-8 cannot hold") from None
-    except (ValueError, OverflowError) as error:
-        raise OutOfRange(str(error)) from None
     return message
 
 

@@ -179,6 +179,48 @@ async def test_what_cannot_run_here_is_said_in_one_line(tmp_path: Path) -> None:
     assert "No such file" in await failure("generate", "x", "--json-schema", "@/none")
 
 
+#: No text: what a shell hands over of the byte 0xff.
+NO_TEXT = "\udcff"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("tokenize", NO_TEXT),
+        ("cancel", NO_TEXT),
+        ("forget", NO_TEXT),
+        ("drain", NO_TEXT),
+        ("explain", NO_TEXT),
+        ("explain", "r", "--what-if", NO_TEXT),
+        ("requests", "--tenant", NO_TEXT),
+        ("chaos", "kill", NO_TEXT),
+        ("chaos", "partition", "any-router", "--peer", NO_TEXT),
+    ],
+)
+async def test_what_is_no_text_is_refused_in_one_line(command: tuple[str, ...]) -> None:
+    async with FakeRouter() as router:
+        said = await failure(*command, "--address", router.address)
+    assert said == "a text is none that UTF-8 can hold"
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("detokenize", 99_999_999_999),
+        ("attach r --from-offset", 1 << 70),
+        ("policy --max-queued", 1 << 70),
+        ("chaos kill leader --rank", 99_999_999_999),
+        ("chaos pause leader --rank", 99_999_999_999),
+    ],
+)
+async def test_a_number_that_no_message_can_hold_is_refused_in_one_line(
+    command: str, number: int
+) -> None:
+    async with FakeRouter() as router:
+        said = await failure(*command.split(), str(number), "--address", router.address)
+    assert said == f"Value out of range: {number}"
+
+
 async def test_what_is_no_url_of_a_ledger_is_said_in_one_line(tmp_path: Path) -> None:
     for command in ("chaos check", f"train-predictor {tmp_path}/out --set model=fake"):
         said = await failure(*command.split(), "--ledger", "foo")

@@ -561,6 +561,34 @@ async def test_what_cannot_be_sent_is_refused_at_once() -> None:
         AsyncClient([])
 
 
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda client: client.cancel("\udcff"), NotUtf8),
+        (lambda client: client.forget("\udcff"), NotUtf8),
+        (lambda client: client.get_request("\udcff"), NotUtf8),
+        (lambda client: client.explain("\udcff"), NotUtf8),
+        (lambda client: client.explain("r", what_if=["\udcff"]), NotUtf8),
+        (lambda client: client.list_requests(tenant="\udcff"), NotUtf8),
+        (lambda client: client.list_requests(page_size=1 << 40), OutOfRange),
+        (lambda client: client.tokenize("\udcff"), NotUtf8),
+        (lambda client: client.detokenize([1 << 40]), OutOfRange),
+        (lambda client: client.drain("\udcff"), NotUtf8),
+        (lambda client: client.set_policy(max_queued=1 << 70), OutOfRange),
+        (lambda client: client.attach("r", 1 << 70).text(), OutOfRange),
+        (lambda client: client.attach("r", received=[[1 << 40]]).text(), OutOfRange),
+    ],
+)
+async def test_no_call_is_made_with_what_no_message_can_hold(
+    wire: Wire, call: Callable[[AsyncClient], Awaitable[object]], error: type[Exception]
+) -> None:
+    async with wire.router() as router:
+        async with wire.client(router) as client:
+            with pytest.raises(error):
+                await call(client)
+        assert router.calls == []
+
+
 async def test_the_blocking_client_does_all_of_this_too(wire: Wire) -> None:
     def work(client: Client) -> None:
         with client:
