@@ -103,8 +103,8 @@ def _is_switch(kind: Any) -> bool:
 
 
 def generate_options(values: Mapping[str, Any]) -> GenerateOptions:
-    """What was said, as the client takes it. Raises InvalidRequest, OSError for a file that cannot
-    be read."""
+    """What was said, as the client takes it. Raises InvalidRequest, also for a file that holds no
+    text, and OSError for one that cannot be read."""
     given = {name: value for name, value in values.items() if _is_given(value)}
     for name in ("json_schema", "ebnf"):
         if name in given:
@@ -119,7 +119,16 @@ def _is_given(value: object) -> bool:
 
 
 def _read(text: str) -> str:
-    return Path(text[1:]).expanduser().read_text() if text.startswith("@") else text
+    """Of a file where it begins with @. Raises as generate_options does."""
+    if not text.startswith("@"):
+        return text
+    name = text[1:]
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{name} is not UTF-8") from None
+    except RuntimeError:
+        raise InvalidRequest(f"{name}: whose home that is is not known") from None
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -179,6 +179,13 @@ async def test_what_cannot_run_here_is_said_in_one_line(tmp_path: Path) -> None:
     assert "No such file" in await failure("generate", "x", "--json-schema", "@/none")
 
 
+async def test_a_schema_in_a_file_is_text(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    schema = ("generate", "x", "--json-schema")
+    assert await failure(*schema, f"@{tmp_path}/binary") == f"{tmp_path}/binary is not UTF-8"
+    assert (await failure(*schema, "@~nouser/x")).startswith("~nouser/x: whose home")
+
+
 #: No text: what a shell hands over of the byte 0xff.
 NO_TEXT = "\udcff"
 
