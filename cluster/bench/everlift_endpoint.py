@@ -16,14 +16,14 @@ class EverliftEndpoint:
         self._temperature = temperature
 
     async def ask(self, request: Request, answer: Answer) -> None:
-        stream = self._client.generate(
-            request.prompt,
-            max_tokens=request.max_tokens,
-            ignore_eos=self._ignore_eos,
-            temperature=self._temperature,
-        )
-        answer.is_sent()
         try:
+            stream = self._client.generate(
+                request.prompt,
+                max_tokens=request.max_tokens,
+                ignore_eos=self._ignore_eos,
+                temperature=self._temperature,
+            )
+            answer.is_sent()
             async with stream:
                 async for chunk in stream:
                     answer.piece(chunk.text, len(chunk.token_ids))

@@ -228,6 +228,13 @@ async def test_a_number_that_no_message_can_hold_is_refused_in_one_line(
     assert said == f"Value out of range: {number}"
 
 
+async def test_a_load_of_what_no_message_can_hold_is_refused_in_one_line() -> None:
+    load = ("bench", "serve", "--requests", "3", "--output-tokens", "99999999999")
+    async with FakeRouter() as router:
+        said = await failure(*load, "--address", router.address)
+    assert "out_of_range" in said
+
+
 async def test_what_is_no_url_of_a_ledger_is_said_in_one_line(tmp_path: Path) -> None:
     for command in ("chaos check", f"train-predictor {tmp_path}/out --set model=fake"):
         said = await failure(*command.split(), "--ledger", "foo")
