@@ -44,8 +44,14 @@ _UNSET: Mapping[str, object] = {"model": "", "model_revision": "", "internal_tls
 
 
 def _default_state_dir() -> Path:
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(home) / "everlift"
+    """Raises SettingsError for a user without a home."""
+    home = os.environ.get("XDG_STATE_HOME")
+    try:
+        return (Path(home) if home else Path.home() / ".local" / "state") / "everlift"
+    except RuntimeError:
+        raise SettingsError(
+            f"state_dir: must be set, or HOME: user {os.getuid()} has no home directory"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

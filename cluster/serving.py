@@ -15,6 +15,7 @@ from cluster.model import fetched
 from cluster.processes import ProcessCluster
 from cluster.ray_cluster import LOCAL, RayCluster
 from everlift import logs
+from everlift.settings import SettingsError
 
 Cluster = ProcessCluster | RayCluster
 
@@ -71,8 +72,7 @@ def workers(config: Config) -> str:
 
 
 def _welcome(config: Config, cluster: Cluster, console: Console) -> None:
-    elsewhere = config.state_dir != Config().state_dir
-    option = f" --address {','.join(cluster.addresses)}" if elsewhere else ""
+    option = f" --address {','.join(cluster.addresses)}" if _is_elsewhere(config) else ""
     chaos = "  [red]chaos is allowed: everlift chaos --help[/]\n" if config.chaos else ""
     scheme = "https" if config.router.tls is not None else "http"
     http = [f"{scheme}://{address}/v1" for address in cluster.http_addresses if address]
@@ -96,6 +96,14 @@ def _welcome(config: Config, cluster: Cluster, console: Console) -> None:
         f"  everlift status --watch{option}",
         soft_wrap=True,
     )
+
+
+def _is_elsewhere(config: Config) -> bool:
+    """Not where other commands look for a cluster by themselves."""
+    try:
+        return config.state_dir != Config().state_dir
+    except SettingsError:
+        return True
 
 
 def _tls_line(config: Config) -> str:

@@ -241,6 +241,15 @@ async def test_what_is_no_url_of_a_ledger_is_said_in_one_line(tmp_path: Path) ->
         assert said.startswith("--ledger: url must be embedded, or begin with one of unix://")
 
 
+async def test_who_has_no_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr("os.getuid", lambda: 4711)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    said = await failure("status")
+    assert said == "state_dir: must be set, or HOME: user 4711 has no home directory"
+
+
 async def test_a_request_can_be_attached_to_cancelled_and_forgotten() -> None:
     async with FakeRouter() as router:
         place = ("--address", router.address)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import pytest
+from rich.console import Console
 
 from cluster.autoscale.config import AutoscaleConfig
-from cluster.config import Config
-from cluster.serving import workers
+from cluster.config import Config, load
+from cluster.processes import ProcessCluster
+from cluster.serving import _welcome, workers
 
 
 @pytest.mark.parametrize(
@@ -22,3 +27,17 @@ from cluster.serving import workers
 )
 def test_how_many_workers_there_are_is_said(config: Config, words: str) -> None:
     assert workers(config) == words
+
+
+def test_who_has_no_home_is_told_where_the_cluster_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    config = load(None, {}, ["model=fake", f"state_dir={tmp_path}"])
+    monkeypatch.setattr(ProcessCluster, "addresses", ["127.0.0.1:5"])
+    said = io.StringIO()
+    console = Console(file=said, width=200)
+    _welcome(config, ProcessCluster(config), console)
+    assert "everlift status --watch --address 127.0.0.1:5" in said.getvalue()
