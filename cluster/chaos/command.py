@@ -13,10 +13,10 @@ from rich.console import Console
 
 from cluster import config as configuration
 from cluster.chaos.check import PATIENCE_S, Result, check
-from cluster.chaos.run import run
+from cluster.chaos.run import Happened, run
 from cluster.chaos.view import as_json, happened, result_table
 from cluster.config import Config
-from cluster.connection import Address, addresses, api_key, connected, tls
+from cluster.connection import Address, connected
 from cluster.ledger_connection import connected_ledger, with_ledger
 from everlift.checks import sendable
 from everlift.v1 import chaos_pb2 as pb
@@ -90,10 +90,7 @@ def run_many(
     """Random faults, of which at least one worker is spared. Ctrl-C ends them."""
     seed = secrets.randbits(32) if seed is None else seed
     console = Console(highlight=False)
-    console.print(f"[dim]seed {seed}[/]")
-    routers = addresses(address)
-    credentials = tls(), api_key()
-    happening = run(routers, minutes * 60, every, seed, console, *credentials)
+    happening = _run(address, minutes * 60, every, seed, console)
     console.print(happened(asyncio.run(happening)))
 
 
@@ -123,6 +120,13 @@ def check_ledger(
     else:
         Console(highlight=False).print(result_table(result))
     raise typer.Exit(1 if result.findings else 0)
+
+
+async def _run(
+    address: str | None, seconds: float, every_s: float, seed: int, console: Console
+) -> list[Happened]:
+    async with connected(address, retry_s=0) as client:
+        return await run(client, seconds, every_s, seed, console)
 
 
 async def _check(config: Config, patience_s: float) -> Result:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from cluster.chaos.dice import Dice, Happening
-from everlift import AsyncClient, Tls
+from everlift import AsyncClient
 from everlift.errors import EverliftError
 from everlift.v1 import chaos_pb2, inference_pb2
 
@@ -31,25 +31,20 @@ class Happened:
 
 
 async def run(
-    routers: Sequence[str],
-    seconds: float,
-    every_s: float,
-    seed: int,
-    console: Console,
-    tls: Tls | None = None,
-    api_key: str | None = None,
+    client: AsyncClient, seconds: float, every_s: float, seed: int, console: Console
 ) -> list[Happened]:
     """What has happened. A fault that the cluster does not take, since it has not got over the last
-    one yet, is no reason to end."""
+    one yet, is no reason to end. Raises EverliftError where not even the first look is answered."""
+    await client.status()
+    console.print(f"[dim]seed {seed}[/]")
     dice, log, end = Dice(seed), list[Happened](), time.monotonic() + seconds
-    async with AsyncClient(routers, tls=tls, api_key=api_key, retry_s=0) as client:
-        while time.monotonic() < end:
-            happening = await _thrown(dice, client)
-            if happening is not None:
-                log.append(await make(client, happening))
-                console.print(described(log[-1]))
-            await asyncio.sleep(every_s)
-        await leave_none_drained(client)
+    while time.monotonic() < end:
+        happening = await _thrown(dice, client)
+        if happening is not None:
+            log.append(await make(client, happening))
+            console.print(described(log[-1]))
+        await asyncio.sleep(every_s)
+    await leave_none_drained(client)
     return log
 
 

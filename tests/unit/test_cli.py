@@ -15,7 +15,7 @@ from cluster import endpoint
 from cluster.cli import app
 from cluster.config import DEMO_MODEL
 from cluster.options import OPTIONS
-from everlift.errors import RequestConflict
+from everlift.errors import Forbidden, RequestConflict
 from everlift.options import GenerateOptions
 from everlift.sampling import Grammar, GrammarKind
 from everlift.testing import Break, FakeRouter, Refuse
@@ -301,11 +301,31 @@ async def test_a_routers_error_is_said_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["generate x", "attach x", "cancel x", "forget x", "status", "status --watch"]
+    "command",
+    [
+        "generate x",
+        "attach x",
+        "cancel x",
+        "forget x",
+        "status",
+        "status --watch",
+        "chaos run --minutes 0",
+    ],
 )
 async def test_without_a_cluster_a_command_says_how_to_start_one(command: str) -> None:
     said = await failure(*command.split(), "--address", "127.0.0.1:1")
     assert said == "no cluster answers at 127.0.0.1:1: start one with `everlift up`"
+
+
+async def test_random_faults_do_not_begin_without_a_key_that_is_for_them() -> None:
+    chaos = ("chaos", "run", "--minutes", "0")
+    async with FakeRouter(api_key="ev_1_secret") as router:
+        said = await failure(*chaos, "--address", router.address)
+        assert said.endswith("commands show what is in EVERLIFT_API_KEY")
+    # What commands ask first is answered so, and what random faults are thrown by.
+    refused = [Refuse(Forbidden("the key is for inference"), call="GetStatus")] * 2
+    async with FakeRouter(faults=refused) as router:
+        assert await failure(*chaos, "--address", router.address) == "the key is for inference"
 
 
 async def test_a_setting_that_does_not_exist_is_said_with_the_nearest() -> None:
