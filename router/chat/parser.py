@@ -3,7 +3,9 @@
 What is certain after character k depends on characters 0..k alone, however they come: who reads a
 stream again from anywhere goes on with exactly the next character. Text is held back while it may
 still become another thing: the mark of a call, the call before its name and arguments are known,
-half of an escape in its arguments. What turns out to be no call is content as it stands.
+half of an escape in its arguments. What turns out to be no call is content as it stands; where it
+is short a call may begin in it. So each character is read a bounded number of times, whatever the
+text is.
 
 The end of a call's arguments is where their brackets close: whether they are JSON inside, and fit
 the tool, is for the client to check.
@@ -30,10 +32,18 @@ _HEX = "0123456789abcdefABCDEF"
 _ARGUMENTS = ("arguments", "parameters")
 #: What else models write into a call's object.
 _PASSED_OVER = ("type", "id")
+#: What a call's object has before it begins.
+_KEYS = frozenset(("name", *_ARGUMENTS, *_PASSED_OVER))
 _TOO_MUCH = "},"
 #: The first half of a character in two escapes.
 _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 _ESCAPE_LENGTH = 6
+#: Characters of the longest of those keys, when each of it is an escape, and of its quotes.
+_MAX_KEY = _ESCAPE_LENGTH * max(map(len, _KEYS)) + 2
+#: Characters of what was no call that are looked at again for one. A mark and the first key behind
+#: it have 17, so none is read more than 16 times; without a bound a text that is all marks would be
+#: read as often as it has marks.
+_MAX_AGAIN = 256
 #: What numbers, true, false and null consist of.
 _SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
 
@@ -268,8 +278,10 @@ class CallParser(_CharParser):
             is_followed = yield from self._is_followed()
 
     def _take_back(self) -> None:
-        """There is no call: the first character is content, and one may begin behind it."""
-        self._put_back(len(self._held) - self._held_space() - 1)
+        """There is no call: the first character is content, and one may begin behind it. Of much
+        text all but the last character is content."""
+        behind = len(self._held) - self._held_space() - 1
+        self._put_back(behind if behind <= _MAX_AGAIN else 1)
         self._tell_content()
 
     def _is_followed(self) -> Reading[bool]:
@@ -317,7 +329,7 @@ class CallParser(_CharParser):
             self._at_end = self._drop
 
     def _member(self, call: _Call) -> Reading[None]:
-        key = _text((yield from self._value()))
+        key = yield from self._key(call)
         if (yield from self._read_solid()) != ":":
             raise _NoCall
         if key in _ARGUMENTS and call.name and not call.has_begun:
@@ -331,10 +343,20 @@ class CallParser(_CharParser):
             return
         if key == "name":
             call.name = self._known(_text(value))
-        elif key in _ARGUMENTS:
-            call.arguments = _object(value)
         else:
+            call.arguments = _object(value)
+
+    def _key(self, call: _Call) -> Reading[str]:
+        """Of the next member. Raises _NoCall as soon as it is none that ``call`` may have: what
+        follows need not be held then."""
+        if (yield from self._read_solid()) != '"':
             raise _NoCall
+        first = len(self._held) - 1
+        yield from self._rest_of_string(None if call.has_begun else _MAX_KEY)
+        key = _text("".join(self._held[first:]))
+        if not call.has_begun and key not in _KEYS:
+            raise _NoCall
+        return key
 
     def _known(self, name: str) -> str:
         if name not in self._names:
@@ -355,10 +377,14 @@ class CallParser(_CharParser):
             self._put_back(1)
         return "".join(self._held[first:])
 
-    def _rest_of_string(self) -> Reading[None]:
+    def _rest_of_string(self, most: int | None = None) -> Reading[None]:
+        """Raises _NoCall where it has more than ``most`` characters, its quotes counted in."""
+        end = None if most is None else len(self._held) - 1 + most
         while (char := (yield from self._read())) != '"':
             if char == "\\":
                 yield from self._read()
+            if end is not None and len(self._held) >= end:
+                raise _NoCall
 
     def _rest_of_brackets(self) -> Reading[None]:
         depth = 1

@@ -1,11 +1,14 @@
 """What becomes of an output's text: content and calls."""
 
+from collections import deque
+
 import pytest
 
 from router.chat.deltas import Arguments, CallBegins, Content, call_id
 from router.chat.formats import HERMES, LLAMA3
+from router.chat.parser import CallParser
 from router.chat.tools import ToolUse
-from tests.chat_support import TOOLS, USE, read
+from tests.chat_support import TOOLS, USE, joined, plain, read
 
 CALL = '{"name": "search", "arguments": {"a": 1}}'
 OTHER = '{"name": "weather", "arguments": {}}'
@@ -127,6 +130,64 @@ def test_content_is_told_at_once_where_it_cannot_become_a_call() -> None:
 
     assert parser.feed("Well, 1 <") == [Content("Well, 1")]
     assert parser.feed(" 2") == [Content(" < 2")]
+
+
+def test_what_cannot_be_a_call_is_told_with_the_key_that_shows_it() -> None:
+    parser = USE.parser(HERMES, "request", 0)
+
+    assert parser.feed('<tool_call>{"thought') == []
+    assert parser.feed('"') == [Content('<tool_call>{"thought"')]
+    assert parser.feed(': "') == [Content(': "')]
+
+
+def test_a_key_may_be_all_escapes() -> None:
+    escaped = "".join(f"\\u{ord(char):04x}" for char in "parameters")
+
+    assert read(marked(f'{{"name": "search", "{escaped}": {{"a": 1}}}}'), HERMES) == [SEARCH]
+
+
+class Counted(deque[str]):
+    """Of what is read, how often."""
+
+    num_taken = 0
+
+    def popleft(self) -> str:
+        self.num_taken += 1
+        return super().popleft()
+
+
+#: Ten calls in each other, which is what fits into the text that is looked at again.
+NESTED = '<tool_call>{"id":[' * 10 + "]" * 40
+
+
+@pytest.mark.parametrize(
+    ("text", "at_most"),
+    [
+        # an unknown key, and one that calls may have
+        ('<tool_call>{"a":[' * 1000 + "]" * 2000, 2),
+        ('<tool_call>{"id":[' * 1000 + "]" * 2000, 2),
+        ('<tool_call>{"arguments":{"' * 1000 + "}" * 2000, 2),
+        # a key that does not end, or is none
+        ('<tool_call>{"' * 1000, 3),
+        ("<tool_call>{" * 1000 + "}" * 1000, 2),
+        ("<tool_call>[" * 1000 + "]" * 1000, 2),
+        ("<tool_call>" + " " * 10_000 + '{"a"', 2),
+        (NESTED * 100, 8),
+    ],
+)
+def test_each_character_is_read_a_few_times_whatever_the_text_is(text: str, at_most: int) -> None:
+    parser = USE.parser(HERMES, "request", 0)
+    assert isinstance(parser, CallParser)
+    parser._unread = counted = Counted()
+
+    assert plain(joined([*parser.feed(text), *parser.finish()])) == [text]
+    assert counted.num_taken <= at_most * len(text)
+
+
+def test_a_call_behind_a_long_one_that_failed_is_read() -> None:
+    failed = f'<tool_call>{{"arguments": {{"a": "{"x" * 1000}"}}, "name": 3'
+
+    assert read(failed + marked(CALL), HERMES) == [failed, SEARCH]
 
 
 def test_no_more_than_one_call_where_calls_may_not_be_parallel() -> None:
