@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
+from weakref import WeakValueDictionary
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 #: An unfinished UTF-8 sequence has at most three bytes, so at most as many tokens, and at most as
@@ -156,9 +157,8 @@ def _open_end(text: str) -> int:
 class StopMatcher:
     """Finds the first stop string to be completed; of several that end together, the longest.
 
-    An Aho-Corasick automaton: a state is the longest end of the text so far that a stop string
-    begins with. What a longer text may still turn into a stop string is held back. O(1) amortised a
-    character, however many stop strings.
+    What a longer text may still turn into a stop string is held back. O(1) amortised a character,
+    however many stop strings.
     """
 
     def __init__(self, stops: Sequence[str], *, is_included: bool = False) -> None:
@@ -167,32 +167,24 @@ class StopMatcher:
         self._is_included = is_included
         self._held = ""
         self._state = 0
-        self._next: list[dict[str, int]] = [{}]
-        self._fallback = [0]
-        self._depth = [0]
-        #: length of the longest stop string that ends in a state; 0: none does
-        self._match = [0]
-        #: length of the longest end of a state's text that a longer stop string begins with
-        self._open = [0]
-        for stop in stops:
-            self._add(stop)
-        self._link()
+        self._automaton = StopAutomaton.of(tuple(stops))
 
     def feed(self, text: str, *, counts: bool = True) -> str:
         """The text that no stop string can claim any more. Unless it ``counts``, no stop string is
         completed by ``text``, though one that counts may begin there."""
+        automaton = self._automaton
         if self.matched:
             return ""
-        if len(self._next) == 1:  # no stop strings
+        if automaton.is_empty:
             return text
         buffer = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):
-            self._state = self._step(self._state, char)
-            if counts and self._match[self._state]:
+            self._state = automaton.step(self._state, char)
+            if counts and (match := automaton.match[self._state]):
                 self.matched = True
                 self._held = ""
-                return buffer[: end if self._is_included else end - self._match[self._state]]
-        certain = len(buffer) - self._open[self._state]
+                return buffer[: end if self._is_included else end - match]
+        certain = len(buffer) - automaton.open[self._state]
         self._held = buffer[certain:]
         return buffer[:certain]
 
@@ -200,7 +192,39 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _step(self, state: int, char: str) -> int:
+
+class StopAutomaton:
+    """Of Aho and Corasick: a state is the longest end of the text so far that a stop string begins
+    with. It does not change, and is of some 270 bytes a character of the stop strings: texts that
+    the same ones end, as those of a request's choices, share it.
+    """
+
+    #: those that some text has
+    _shared: ClassVar[WeakValueDictionary[tuple[str, ...], StopAutomaton]] = WeakValueDictionary()
+
+    @classmethod
+    def of(cls, stops: tuple[str, ...]) -> StopAutomaton:
+        """The one of ``stops``, made where no text has it."""
+        if (automaton := cls._shared.get(stops)) is None:
+            automaton = cls._shared[stops] = cls(stops)
+        return automaton
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        #: length of the longest stop string that ends in a state; 0: none does
+        self.match = [0]
+        #: length of the longest end of a state's text that a longer stop string begins with
+        self.open = [0]
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]
+        self._depth = [0]
+        for stop in stops:
+            self._add(stop)
+        self._link()
+        #: there are no stop strings
+        self.is_empty = len(self._next) == 1
+
+    def step(self, state: int, char: str) -> int:
+        """From ``state``, 0 at the beginning, by the text's next character."""
         while state and char not in self._next[state]:
             state = self._fallback[state]
         return self._next[state].get(char, 0)
@@ -213,10 +237,10 @@ class StopMatcher:
                 self._next.append({})
                 self._fallback.append(0)
                 self._depth.append(self._depth[state] + 1)
-                self._match.append(0)
-                self._open.append(0)
+                self.match.append(0)
+                self.open.append(0)
             state = self._next[state][char]
-        self._match[state] = self._depth[state]
+        self.match[state] = self._depth[state]
 
     def _link(self) -> None:
         """Breadth first, so that a state's fallback, which is shorter, is complete before it."""
@@ -224,8 +248,8 @@ class StopMatcher:
         while queue:
             state = queue.popleft()
             fallback = self._fallback[state]
-            self._match[state] = self._match[state] or self._match[fallback]
-            self._open[state] = self._depth[state] if self._next[state] else self._open[fallback]
+            self.match[state] = self.match[state] or self.match[fallback]
+            self.open[state] = self._depth[state] if self._next[state] else self.open[fallback]
             for char, child in self._next[state].items():
-                self._fallback[child] = self._step(fallback, char)
+                self._fallback[child] = self.step(fallback, char)
                 queue.append(child)

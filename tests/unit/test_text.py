@@ -1,11 +1,12 @@
 """Incremental text and stop strings, with a tokenizer of one token a byte."""
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from everlift.text import StopMatcher, Stops, TextState
+from everlift.text import StopAutomaton, StopMatcher, Stops, TextState
 
 SPECIAL = 256
 
@@ -134,6 +135,25 @@ def test_a_stop_string_inside_one_piece_is_found() -> None:
 def test_nothing_comes_after_the_stop_string() -> None:
     matcher = StopMatcher(["b"])
     assert [matcher.feed("ab"), matcher.feed("c"), matcher.finish()] == ["a", "", ""]
+
+
+def num_automata() -> int:
+    gc.collect()
+    return sum(isinstance(each, StopAutomaton) for each in gc.get_objects())
+
+
+def test_the_same_stop_strings_are_held_once_whatever_number_of_texts_they_end() -> None:
+    """And no longer than these. Each text ends by itself."""
+    before = num_automata()
+    matchers = [StopMatcher(["".join(parts)]) for parts in [("EN", "D")] * 128]
+    assert num_automata() == before + 1
+    first, second, *_ = matchers
+    assert [first.feed("EN"), second.feed("aE"), first.feed("D"), second.feed("D")] == [
+        *("", "a", "", "ED")
+    ]
+    assert (first.matched, second.matched) == (True, False)
+    del matchers, first, second, _
+    assert num_automata() == before
 
 
 def test_what_ends_the_text_is_in_it_if_that_is_asked_for() -> None:
