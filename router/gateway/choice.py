@@ -7,8 +7,11 @@ from everlift.request_id import bare
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.output import Output
 
-#: With their log probabilities this stays far below what a connection takes as one message.
+#: Where nothing but text is told of them.
 _TOKENS_A_PIECE = 4096
+#: Alternatives counted in: what is made of them is far below what a connection takes as one
+#: message, and takes some 20 ms as a chat's JSON.
+_LOGPROBS_A_PIECE = 4096
 
 
 class Choice:
@@ -106,8 +109,14 @@ class Choice:
             piece.finish_reason = self.finish_reason.value
         return piece
 
+    def _tokens_a_piece(self) -> int:
+        """Each has as many log probabilities."""
+        if not self.output.logprobs:
+            return _TOKENS_A_PIECE
+        return max(1, _LOGPROBS_A_PIECE // (1 + len(self.output.logprobs[0].top)))
+
     def _segment(self, offset: int) -> tuple[int, int]:
-        end = min(self.readable, offset + _TOKENS_A_PIECE)
+        end = min(self.readable, offset + self._tokens_a_piece())
         for start, epoch in reversed(self._epochs):
             if start <= offset:
                 return end, epoch

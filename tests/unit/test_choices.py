@@ -348,6 +348,19 @@ async def test_a_piece_has_no_more_tokens_than_belong_into_one_message(
     assert sizes == [(0, 3, False), (0, 3, True), (1, 3, False), (1, 2, True)]
 
 
+async def test_a_piece_has_the_fewer_tokens_the_more_is_told_of_each(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.gateway.choice._LOGPROBS_A_PIECE", 6)
+    live = await gateway.submit(sampling=pb.Sampling(logprobs=1))
+    epoch = await gateway.dispatch()
+    scores = scored(*[-1.0] * 7, num_top=1)
+    gateway.make(epoch, 0, "abcdefg", EOS, logprobs=wire(scores))
+    pieces = await gateway.read(live)
+    assert [len(p.token_ids) for p in pieces if p.token_ids] == [3, 3, 1]
+    assert logprobs_of(pieces) == list(scores)
+
+
 async def test_others_have_their_turn_while_an_ended_request_is_replayed(gateway: Gateway) -> None:
     await gateway.submit(n=3, max_tokens=2048)
     epoch = await gateway.dispatch()

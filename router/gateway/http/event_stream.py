@@ -23,6 +23,8 @@ log = logs.get(__name__)
 
 #: Events of one stream before others have their turn of the event loop.
 _AT_ONCE = 64
+#: So many bytes of them are enough: what has log probabilities takes long to write.
+_BYTES_AT_ONCE = 64 << 10
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -174,10 +176,12 @@ class _Carrier:
         if self._done.done():
             return
         events: list[bytes] = []
+        num_bytes = 0
         try:
             while self._writer.has_room and (event := self._events.take()) is not None:
                 events.append(event)
-                if len(events) == _AT_ONCE:
+                num_bytes += len(event)
+                if len(events) == _AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
                     self._soon()
                     break
             if self._events.is_over:
