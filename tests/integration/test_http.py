@@ -254,6 +254,13 @@ async def test_nothing_is_decoded_of_a_prompt_that_cannot_be_echoed(
     assert not decoded
 
 
+async def test_an_answer_that_is_not_streamed_holds_so_many_log_probabilities(address: str) -> None:
+    body = {"prompt": ["a", "b"], "n": 128, "max_tokens": 256, "logprobs": 20}
+    answer = await ask(address, "/v1/completions", body)
+    assert (answer.status, answer.error) == (400, ("out_of_range", "logprobs"))
+    assert b"stream" in answer.body
+
+
 async def test_what_http_itself_refuses(address: str) -> None:
     other = await get(address, "/v1/embeddings")
     assert (other.status, other.error[0]) == (404, "unknown_path")

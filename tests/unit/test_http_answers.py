@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,17 +15,18 @@ from everlift.digest import token_digest
 from everlift.errors import DataLoss, InvalidRequest
 from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
-from everlift.text import Stops, TextState
+from everlift.text import Stops, TextState, Tokenizer
 from everlift.v1 import inference_pb2 as pb
 from router.chat.parser import Parser, PlainParser
 from router.chat.tools import ToolUse
 from router.gateway.choice import Choice
+from router.gateway.http import answering, event_stream, logprobs
 from router.gateway.http.chat import ChatAnswer
 from router.gateway.http.completion import CompletionAnswer
 from router.gateway.http.encoding import encode
 from router.gateway.http.envelope import Envelope
 from router.gateway.http.event_id import BEGIN, EventId, Position
-from router.gateway.http.transcript import Collected, News, Transcript
+from router.gateway.http.transcript import Collected, News, Transcript, Usage
 from router.gateway.model import ByteTokenizer
 from router.gateway.output import Output
 
@@ -176,12 +178,17 @@ def test_the_whole_is_what_its_stream_says(kind: str, data: st.DataObject) -> No
         news = transcript.read(0, piece)
         assert news is not None
         choices[news.choice].add(news)
-    answer = json.loads(json.dumps(ANSWERS[kind]().whole(choices, transcript.usage)))
+    answer = json.loads("".join(ANSWERS[kind]().whole(choices, transcript.usage)))
     for shown, expected in zip(answer["choices"], streamed, strict=True):
         message = shown.get("message", shown)
         text = message["text"] if "text" in message else message["content"] or ""
         assert text == expected["text"]
         assert shown["finish_reason"] == expected["finish"][0]
+        scores = shown["logprobs"] or {}
+        assert expected["logprobs"] == scores.get("token_logprobs", []) + [
+            each["logprob"] for each in scores.get("content", [])
+        ]
+        assert scores.get("text_offset", []) == expected["offsets"]
         calls = [call["function"]["arguments"] for call in message.get("tool_calls", [])]
         assert calls == [call["arguments"] for call in expected["calls"].values()]
         assert [call["id"] for call in message.get("tool_calls", [])] == [
@@ -220,6 +227,151 @@ def test_a_chats_log_probabilities_have_bytes_where_these_are_known() -> None:
     }
     # Half of a character.
     assert content[1]["bytes"] is None
+
+
+#: Of each token, beside its own.
+NUM_TOP = 3
+SILENT = 64
+
+
+def scored(num_tokens: int, num_top: int = NUM_TOP) -> Collected:
+    """The first ten tokens are those that are no text to a Silent one."""
+    tokens = [SILENT if i < 10 else 97 + i % 7 for i in range(num_tokens)]
+    each = pb.TokenLogprobs(
+        logprob=-0.5, rank=1, top_ids=range(97, 97 + num_top), top_logprobs=[-1.5] * num_top
+    )
+    return Collected(["text"], tokens, [each] * num_tokens, "stop")
+
+
+class Counting(ByteTokenizer):
+    """What is written of a log probability begins with its token's text."""
+
+    num_decoded = 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self.num_decoded += 1
+        return super().decode(ids)
+
+
+class Silent(ByteTokenizer):
+    def is_text(self, token_id: int) -> bool:
+        return token_id != SILENT
+
+
+def scored_answers(tokenizer: Tokenizer) -> list[Answer]:
+    return [
+        CompletionAnswer(ENVELOPE, tokenizer, has_logprobs=True),
+        ChatAnswer(ENVELOPE, tokenizer, parser_of_text, has_logprobs=True),
+    ]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_part_of_a_whole_answer_has_few_log_probabilities(
+    index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "_AT_ONCE", 10 * (1 + NUM_TOP))
+    tokenizer = Counting()
+    most = before = 0
+    for _ in scored_answers(tokenizer)[index].whole([scored(95), scored(20)], Usage()):
+        most = max(most, tokenizer.num_decoded - before)
+        before = tokenizer.num_decoded
+    assert (most, before) == (10 * (1 + NUM_TOP), 115 * (1 + NUM_TOP))
+
+
+@pytest.mark.parametrize("num_top", [0, NUM_TOP])
+@pytest.mark.parametrize("num_tokens", [0, 1, 11, 35])
+def test_the_parts_of_a_whole_answer_are_its_json(
+    num_tokens: int, num_top: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "_AT_ONCE", 10 * (1 + num_top))
+    choice, tokenizer = scored(num_tokens, num_top), Silent()
+    given = (tokenizer, choice.tokens, choice.logprobs)
+    for answer, expected in zip(
+        scored_answers(tokenizer),
+        (logprobs.of_completion(*given), logprobs.of_chat(*given)),
+        strict=True,
+    ):
+        whole = json.loads("".join(answer.whole([choice] * 2, Usage())))
+        assert [each["logprobs"] for each in whole["choices"]] == [expected] * 2
+    assert json.loads("".join(answer.whole([], Usage())))["choices"] == []
+
+
+class Read:
+    """A generation that is read to its end as soon as anybody asks."""
+
+    def __init__(self, pieces: Sequence[pb.GenerateResponse]) -> None:
+        self._pieces = pieces
+
+    async def pieces(self) -> AsyncIterator[tuple[int, pb.GenerateResponse]]:
+        for piece in self._pieces:
+            yield 0, piece
+
+    async def aclose(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("index", [0, 1])
+async def test_others_have_their_turns_while_an_answer_is_written(
+    index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "_AT_ONCE", 4)
+    choice = finished("a" * 100, 0)
+    turns, is_over = 0, False
+
+    async def others() -> None:
+        nonlocal turns
+        while not is_over:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    read: Any = Read([*pieces(choice, range(0, 100, 10))])
+    answer = scored_answers(TOKENIZER)[index]
+    data = await answering._whole(read, Transcript("r", 1, 1), answer)
+    is_over = True
+    await task
+    assert len(joined_logprobs(data)) == 100
+    assert turns >= 10 + 100 // 2
+
+
+def joined_logprobs(data: bytes) -> list[Any]:
+    [shown] = json.loads(data)["choices"]
+    found: list[Any] = shown["logprobs"].get("content") or shown["logprobs"]["tokens"]
+    return found
+
+
+class Large:
+    """Events without end, and what is written of them."""
+
+    is_over = False
+    has_room = True
+
+    def __init__(self, num_bytes: int) -> None:
+        self.written: list[int] = []
+        self.on_room: Callable[[], None] = lambda: None
+        self._event = b"x" * num_bytes
+
+    def listen(self, on_more: Callable[[], None]) -> None:
+        pass
+
+    def take(self) -> bytes:
+        return self._event
+
+    def write(self, data: bytes) -> None:
+        self.written.append(len(data))
+
+
+@pytest.mark.parametrize(("num_bytes", "at_once"), [(10, 640), (40 << 10, 80 << 10)])
+async def test_a_stream_leaves_others_their_turn_after_some_events_or_large_ones(
+    num_bytes: int, at_once: int
+) -> None:
+    large: Any = Large(num_bytes)
+    carrier = asyncio.create_task(event_stream._Carrier(large, large).all_written())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    carrier.cancel()
+    await asyncio.gather(carrier, return_exceptions=True)
+    assert set(large.written) == {at_once}
 
 
 def test_what_json_cannot_hold_is_not_written() -> None:

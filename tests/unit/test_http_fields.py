@@ -240,6 +240,27 @@ def test_what_cannot_be_done_is_said() -> None:
             completion(**asked)
 
 
+@pytest.mark.parametrize(
+    ("messages", "context"),
+    [
+        (completion(n=128, max_tokens=8192, logprobs=0), 9000),
+        (completion(prompt=["a"] * 128, n=4, max_tokens=1024, logprobs=1), 9000),
+        # no more than the context has room for
+        (completion(prompt=[1] * 10, n=128, max_tokens=9000, logprobs=0), 8202),
+        ([chat(n=128, logprobs=True)], 8194),
+        (completion(max_tokens=2**32 - 1), 2**30),
+    ],
+)
+def test_a_whole_answer_holds_so_many_log_probabilities(
+    messages: list[pb.GenerateRequest], context: int
+) -> None:
+    submissions.check_whole(messages, context)
+    if messages[0].sampling.HasField("logprobs"):
+        messages[0].sampling.logprobs += 1
+        with pytest.raises(OutOfRange, match="at most 1048576 log probabilities"):
+            submissions.check_whole(messages, context)
+
+
 def test_no_limit_and_negative_seeds() -> None:
     assert completion(top_k=-1)[0].sampling.top_k == 0
     assert completion(seed=-1)[0].sampling.seed == 2**64 - 1

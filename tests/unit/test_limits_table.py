@@ -22,7 +22,7 @@ from everlift.sampling import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, MA
 from router.chat import messages, tools
 from router.config import RouterConfig
 from router.gateway import counterfactuals, model
-from router.gateway.http import body, connection, endpoint, fields, server
+from router.gateway.http import body, connection, endpoint, fields, server, submissions
 from router.gateway.kserve.infer_stream import MAX_AT_ONCE
 from router.gateway.many import MAX_REQUESTS
 from router.rpc.limits import Limits
@@ -90,6 +90,10 @@ def table() -> list[list[str]]:
         ("a body that is not whole", f"{endpoint._BODY_TIMEOUT_S:.0f} s"),
         ("levels of a body", f"{body.MAX_DEPTH}"),
         ("prompts of a body", f"{fields.MAX_PROMPTS}"),
+        (
+            "log probabilities of an answer that is not streamed",
+            f"{submissions._MAX_WHOLE_LOGPROBS} for all its prompts",
+        ),
         ("messages of a chat", f"{messages.MAX_MESSAGES}, of {messages.MAX_BYTES} bytes"),
         ("tools", f"{tools.MAX_TOOLS}, of {tools.MAX_TOOL_BYTES} bytes each"),
         ("tools", f"{tools.MAX_BYTES} together"),

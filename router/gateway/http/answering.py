@@ -3,11 +3,13 @@ to an answer, whole or as it comes."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from everlift.errors import EverliftError, InvalidRequest
@@ -19,7 +21,7 @@ from router.gateway.http import submissions
 from router.gateway.http.chat import ChatAnswer
 from router.gateway.http.completion import CompletionAnswer
 from router.gateway.http.conversation import Conversations
-from router.gateway.http.endpoint import Call, JsonResponse, unless_gone
+from router.gateway.http.endpoint import Call, unless_gone
 from router.gateway.http.envelope import Envelope
 from router.gateway.http.event_id import EventId
 from router.gateway.http.event_stream import Events, EventStream, StreamedAnswer
@@ -36,7 +38,9 @@ _LAST_EVENT_ID = "last-event-id"
 
 
 class Answer(StreamedAnswer, Protocol):
-    def whole(self, choices: Sequence[Collected], usage: Usage) -> Mapping[str, Any]: ...
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
+        """Its JSON, in parts that each take little time."""
+        ...
 
 
 class Answering:
@@ -52,6 +56,7 @@ class Answering:
             name = _named(call)
             fields = await call.fields(CompletionFields)
             messages = submissions.of_completion(fields)
+            self._check_amount(fields, messages)
             answer = CompletionAnswer(
                 self._envelope(f"cmpl-{name}"),
                 self._model.tokenizer,
@@ -73,6 +78,7 @@ class Answering:
         with self._telling_refusals():
             conversation = await self._conversations.of(fields, journal)
             message = submissions.of_chat(fields, conversation.prompt, conversation.grammar)
+            self._check_amount(fields, [message])
         answer = ChatAnswer(
             self._envelope(f"chatcmpl-{name}"),
             self._model.tokenizer,
@@ -100,7 +106,7 @@ class Answering:
             whole = await _whole(generation, transcript, answer)
             if transcript.spans:
                 call.told["server-timing"] = server_timing(transcript.spans)
-            return JsonResponse(whole)
+            return Response(whole, media_type="application/json")
         has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
         explains = any(message.explain for message in messages)
         events = Events(generation, transcript, answer, has_usage=has_usage, explains=explains)
@@ -118,6 +124,13 @@ class Answering:
             )
         names = [message.request_id for message in messages]
         return await Generation.attach(self._inference, call.caller, names, messages[0].n)
+
+    def _check_amount(
+        self, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
+    ) -> None:
+        """Of what an answer holds that is not streamed. Raises OutOfRange."""
+        if not fields.stream:
+            submissions.check_whole(messages, self._model.max_model_len)
 
     def _envelope(self, answer_id: str) -> Envelope:
         return Envelope(
@@ -145,15 +158,21 @@ class Answering:
             raise
 
 
-async def _whole(
-    generation: Generation, transcript: Transcript, answer: Answer
-) -> Mapping[str, Any]:
+async def _whole(generation: Generation, transcript: Transcript, answer: Answer) -> bytes:
+    """Others have their turns in between: with its log probabilities it may be large."""
     choices = [Collected() for _ in range(transcript.num_choices)]
     async with aclosing(generation):
         async for index, piece in generation.pieces():
             if (news := transcript.read(index, piece)) is not None:
                 choices[news.choice].add(news)
-    return answer.whole(choices, transcript.usage)
+            # What was there before somebody read it comes in a row.
+            if len(piece.logprobs) > 1:
+                await asyncio.sleep(0)
+    parts: list[bytes] = []
+    for part in answer.whole(choices, transcript.usage):
+        parts.append(part.encode())
+        await asyncio.sleep(0)
+    return b"".join(parts)
 
 
 def _named(call: Call) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NotRequired
 
 from typing_extensions import TypedDict
@@ -12,7 +12,7 @@ from everlift.v1 import inference_pb2 as pb
 from router.chat.deltas import Arguments, CallBegins, Content, Delta
 from router.chat.parser import Parser
 from router.gateway.http import logprobs
-from router.gateway.http.encoding import encode
+from router.gateway.http.encoding import around, array, encode
 from router.gateway.http.envelope import Envelope, UsageBody, usage_body
 from router.gateway.http.logprobs import ChatLogprobs
 from router.gateway.http.transcript import Collected, News, Usage
@@ -139,24 +139,39 @@ class ChatAnswer:
     def usage_chunk(self, usage: Usage) -> ChatChunk:
         return self._chunk([], usage_body(usage))
 
-    def whole(self, choices: Sequence[Collected], usage: Usage) -> ChatCompletion:
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
+        """Its JSON, in parts that each take little time."""
+        begin, end = around(self._completion(usage), "choices", [])
+        return array(begin, (self._written(*each) for each in enumerate(choices)), end)
+
+    def _completion(self, usage: Usage) -> ChatCompletion:
+        """Without its choices."""
         return {
             "id": self._envelope.id,
             "object": "chat.completion",
             "created": self._envelope.created,
             "model": self._envelope.model,
             "system_fingerprint": self._envelope.fingerprint,
-            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "choices": [],
             "usage": usage_body(usage),
         }
 
+    def _written(self, index: int, choice: Collected) -> Iterator[str]:
+        shown = self._choice(index, choice)
+        if not self._has_logprobs:
+            return iter([encode(shown)])
+        tokens, each = choice.tokens, choice.logprobs
+        begin, end = around(shown, "logprobs", None)
+        return logprobs.written_of_chat(self._tokenizer, tokens, each, begin, end)
+
     def _choice(self, index: int, choice: Collected) -> ChatChoice:
+        """Without its log probabilities."""
         parser = self._parser(index)
         deltas = parser.feed(choice.text) + parser.finish()
         return {
             "index": index,
             "message": _message(deltas),
-            "logprobs": self._logprobs(choice.tokens, choice.logprobs),
+            "logprobs": None,
             "finish_reason": _finish_reason(choice.finish_reason, parser),
         }
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from typing_extensions import TypedDict
 
 from everlift.text import Tokenizer
 from router.gateway.http import logprobs
-from router.gateway.http.encoding import encode
+from router.gateway.http.encoding import around, array, encode
 from router.gateway.http.envelope import Envelope, UsageBody, usage_body
 from router.gateway.http.logprobs import CompletionLogprobs
 from router.gateway.http.transcript import Collected, News, Usage
@@ -66,10 +66,7 @@ class CompletionAnswer:
         return begin + encode(news.text) + end
 
     def _written_around(self, choice: int) -> tuple[str, str]:
-        # What is a client's cannot be taken for it: in JSON its quotation marks are escaped.
-        chunk = encode(self._completion([_choice(choice, "", None, None)], None))
-        begin, _, end = chunk.rpartition('"text":""')
-        return f'{begin}"text":', end
+        return around(self._completion([_choice(choice, "", None, None)], None), "text", "")
 
     def chunk(self, news: News) -> Completion | None:
         """None where there is nothing to tell."""
@@ -82,19 +79,18 @@ class CompletionAnswer:
     def usage_chunk(self, usage: Usage) -> Completion:
         return self._completion([], usage_body(usage))
 
-    def whole(self, choices: Sequence[Collected], usage: Usage) -> Completion:
-        shown = [
-            _choice(
-                index,
-                self._echo(index) + choice.text,
-                logprobs.of_completion(self._tokenizer, choice.tokens, choice.logprobs)
-                if self._has_logprobs
-                else None,
-                choice.finish_reason,
-            )
-            for index, choice in enumerate(choices)
-        ]
-        return self._completion(shown, usage_body(usage))
+    def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
+        """Its JSON, in parts that each take little time."""
+        begin, end = around(self._completion([], usage_body(usage)), "choices", [])
+        return array(begin, (self._written(*each) for each in enumerate(choices)), end)
+
+    def _written(self, index: int, choice: Collected) -> Iterator[str]:
+        shown = _choice(index, self._echo(index) + choice.text, None, choice.finish_reason)
+        if not self._has_logprobs:
+            return iter([encode(shown)])
+        tokens, each = choice.tokens, choice.logprobs
+        begin, end = around(shown, "logprobs", None)
+        return logprobs.written_of_completion(self._tokenizer, tokens, each, begin, end)
 
     def _logprobs(self, news: News) -> CompletionLogprobs | None:
         if not self._has_logprobs:

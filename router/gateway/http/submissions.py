@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from everlift.errors import InvalidRequest, TooManyRequests, Unsupported
+from everlift.errors import InvalidRequest, OutOfRange, TooManyRequests, Unsupported
 from everlift.messages import check_num_choices
 from everlift.sampling import Grammar
 from everlift.v1 import inference_pb2 as pb
@@ -20,6 +21,9 @@ from router.gateway.http.fields import (
 
 #: What OpenAI's completions have where a client says nothing.
 _COMPLETION_TOKENS = 16
+#: Log probabilities of an answer that is not streamed, alternatives counted in: all of it is in the
+#: router's memory at once, 60 bytes of JSON for each of a chat's beside what they are made of.
+_MAX_WHOLE_LOGPROBS = 1 << 20
 
 
 def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
@@ -71,6 +75,28 @@ def of_chat(
         message.sampling.grammar.CopyFrom(tools.to_proto())
     message.tokens.ids.extend(prompt)
     return message
+
+
+def check_whole(messages: Sequence[pb.GenerateRequest], context: int) -> None:
+    """Of what is answered as a whole by a model that holds ``context`` tokens. Raises OutOfRange
+    where its log probabilities may be too many."""
+    num_logprobs = sum(_num_logprobs(message, context) for message in messages)
+    if num_logprobs > _MAX_WHOLE_LOGPROBS:
+        raise OutOfRange(
+            f"an answer that is not streamed holds at most {_MAX_WHOLE_LOGPROBS} log "
+            f"probabilities, alternatives counted in; of this one there may be {num_logprobs}: "
+            "stream is for more, max_tokens for fewer",
+            field="logprobs",
+        )
+
+
+def _num_logprobs(message: pb.GenerateRequest, context: int) -> int:
+    """At most; of a text it is not known yet how many tokens it leaves."""
+    if not message.sampling.HasField("logprobs"):
+        return 0
+    room = max(0, context - len(message.tokens.ids))
+    num_tokens = min(room, message.max_tokens) if message.HasField("max_tokens") else room
+    return message.n * num_tokens * (1 + message.sampling.logprobs)
 
 
 def _message(fields: Generation) -> pb.GenerateRequest:
