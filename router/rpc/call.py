@@ -103,18 +103,23 @@ class Call:
 
     def _let_in(self) -> None:
         """More may come, unless too much is unread."""
-        if self._unacknowledged and self._unread_bytes <= self._limits.max_unread_bytes:
-            self._connection.acknowledge(self, self._unacknowledged)
+        if self._unread_bytes <= self._limits.max_unread_bytes:
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        if self._unacknowledged:
+            self._connection.acknowledge(self.stream_id, self._unacknowledged)
             self._unacknowledged = 0
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """Raises InvalidRequest, MessageTooLarge."""
+        """Raises InvalidRequest, MessageTooLarge, and CancelledError where the call is over."""
         while True:
             while self._inbox:
                 message, size = self._inbox.popleft()
                 self._unread_bytes -= size
                 self._let_in()
                 yield message
+            self._check_open()
             if self._failure is not None:
                 raise self._failure
             if self._has_all:
@@ -265,6 +270,11 @@ class Call:
         if self._alarm is not None:
             self._alarm.cancel()
         self._is_closed = True
+        # The windows of the connection are those of its other calls too.
+        self._acknowledge()
+        self._inbox.clear()
+        self._unread_bytes = 0
+        self._came.set()
         self._queue.clear()
         self._unsent_bytes = 0
         self._source = None

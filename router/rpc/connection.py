@@ -19,7 +19,7 @@ from h2.events import (
     StreamReset,
     WindowUpdated,
 )
-from h2.exceptions import ProtocolError, StreamClosedError
+from h2.exceptions import ProtocolError
 from h2.frame_buffer import FrameBuffer
 from h2.settings import SettingCodes, Settings
 from hyperframe.frame import Frame, GoAwayFrame
@@ -202,17 +202,18 @@ class Connection(asyncio.Protocol):
         size = event.flow_controlled_length
         if call is None:
             # Answered already; what still comes counts on the connection.
-            if size:
-                self._http2.increment_flow_control_window(size)
+            self.acknowledge(event.stream_id, size)
         else:
             call.feed(event.data, size)
+        if not self._http2.inbound_flow_control_window:
+            # What other calls have given back is due. h2 saves it up, and looks when it is told of
+            # bytes, which a call that reads nothing does not do.
+            self.acknowledge(event.stream_id, 0)
 
-    def acknowledge(self, call: Call, size: int) -> None:
-        """The call has taken so many bytes."""
-        try:
-            self._http2.acknowledge_received_data(size, call.stream_id)
-        except StreamClosedError:
-            pass
+    def acknowledge(self, stream_id: int, size: int) -> None:
+        """So many bytes were taken, or are of no use any more. Of a stream that is over they count
+        on the connection alone."""
+        self._http2.acknowledge_received_data(size, stream_id)
         self._flush_soon()
 
     def _begun(self, event: RequestReceived) -> None:
@@ -296,8 +297,8 @@ class Connection(asyncio.Protocol):
             is_over = True
         if is_over:
             del self._calls[call.stream_id]
-            call.close()
             self._over(call.stream_id)
+            call.close()
 
     def _over(self, stream_id: int) -> None:
         """Answered to the end. Who still sends is told that nobody reads it."""

@@ -21,9 +21,12 @@ from hyperframe.frame import GoAwayFrame, WindowUpdateFrame
 
 from everlift import wire
 from everlift.errors import MessageTooLarge
+from router.rpc.call import Call
+from router.rpc.connection import Connection
+from router.rpc.framing import framed
 from router.rpc.limits import Limits
 from router.rpc.server import Server
-from tests.in_process import cluster
+from tests.in_process import cluster, until
 
 SERVICE = "test.Service"
 Context = Any
@@ -44,6 +47,7 @@ class Service:
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()
         self.waiting = asyncio.Event()
+        self.free = asyncio.Event()
         self.sent = 0
 
     async def echo(self, message: bytes, context: Context) -> bytes:
@@ -62,6 +66,13 @@ class Service:
     async def talk(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         async for message in messages:
             yield message.upper()
+
+    async def hoard(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        """Takes one message, and no other before it is let go."""
+        async for message in messages:
+            await self.free.wait()
+            yield message[:1]
+            return
 
     async def fail(self, message: bytes, context: Context) -> bytes:
         await context.abort(
@@ -109,6 +120,7 @@ class Service:
             "Count": streaming(self.count),
             "Join": grpc.stream_unary_rpc_method_handler(self.join),
             "Talk": grpc.stream_stream_rpc_method_handler(self.talk),
+            "Hoard": grpc.stream_stream_rpc_method_handler(self.hoard),
             "Fail": unary(self.fail),
             "Crash": unary(self.crash),
             "Hang": unary(self.hang),
@@ -380,6 +392,15 @@ class Raw:
         self.send()
         return stream_id
 
+    def write(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
+        """In frames as large as they may be; the windows have room for it."""
+        size = self.http2.max_outbound_frame_size
+        for start in range(0, len(data), size):
+            self.http2.send_data(stream_id, data[start : start + size])
+        if end:
+            self.http2.end_stream(stream_id)
+        self.send()
+
     async def until(self, kind: type[h2.events.Event]) -> Any:
         """The first event of this kind; None when the server hangs up."""
         async with asyncio.timeout(10):
@@ -537,6 +558,99 @@ async def test_more_calls_of_a_connection_than_are_taken_wait_at_their_client() 
         await talks[0].done_writing()
         assert await third == b"c"
         await talks[1].done_writing()
+
+
+MESSAGE = framed(bytes((16 << 10) - 5))
+WINDOW = 8 << 20
+
+
+def window(connection: Connection) -> int:
+    """What its client may send, with what it will be told of."""
+    manager = connection._http2._inbound_flow_control_window_manager
+    return manager.current_window_size + manager._bytes_processed
+
+
+def calls_of(it: Bench) -> list[Call]:
+    [connection] = it.server._connections
+    return list(connection._calls.values())
+
+
+@pytest.mark.parametrize("by_client", [True, False], ids=["given up", "answered"])
+async def test_a_call_that_ends_gives_back_what_it_did_not_read(by_client: bool) -> None:
+    async with bench(Limits(max_unread_bytes=1 << 10)) as it, raw(it.port) as client:
+        await client.until(h2.events.RemoteSettingsChanged)
+        [connection] = it.server._connections
+        # As much as the connection's window has, and more.
+        for _ in range(20):
+            it.service.free.clear()
+            while client.http2.outbound_flow_control_window < 1 << 20:
+                await client.until(h2.events.WindowUpdated)
+            stream_id = client.call("Hoard")
+            client.write(stream_id, MESSAGE * 32)
+            await until(lambda: [it for it in calls_of(it) if it._unread_bytes > 31 * 16_000])
+            assert window(connection) < WINDOW
+            if by_client:
+                client.http2.reset_stream(stream_id, ErrorCodes.CANCEL)
+                client.send()
+            else:
+                it.service.free.set()
+                await client.until(h2.events.StreamReset)
+            await until(lambda: not connection.num_calls)
+            assert window(connection) == WINDOW
+        stream_id = client.call("Echo")
+        client.write(stream_id, MESSAGE, end=True)
+        assert status_of(await client.until(h2.events.TrailersReceived)) == ("", "0")
+
+
+@pytest.mark.parametrize(
+    "header", [(":path", "/"), ("content-type", "text/plain"), ("grpc-timeout", "soon")]
+)
+async def test_what_comes_for_a_call_that_is_over_counts_once(header: tuple[str, str]) -> None:
+    async with bench() as it, raw(it.port) as client:
+        await client.until(h2.events.RemoteSettingsChanged)
+        [connection] = it.server._connections
+        stream_id = client.call("Echo", header)
+        client.write(stream_id, MESSAGE * 8)
+        # A client that has not heard yet that the call is over.
+        await until(lambda: connection._http2.highest_inbound_stream_id and not calls_of(it))
+        client.write(stream_id, MESSAGE * 8)
+        echo = client.call("Echo")
+        client.write(echo, MESSAGE, end=True)
+        assert status_of(await client.until(h2.events.TrailersReceived)) == ("", "0")
+        assert window(connection) == WINDOW
+
+
+async def test_what_calls_gave_back_is_told_while_others_hold_the_rest() -> None:
+    """Less than half of the window is told of when the window is shut."""
+    async with bench(Limits(max_unread_bytes=0)) as it, raw(it.port) as client:
+        await client.until(h2.events.RemoteSettingsChanged)
+        [connection] = it.server._connections
+        reading = client.call("Join")
+        for _ in range(6):
+            client.write(reading, MESSAGE * 32)
+            await until(lambda: window(connection) == WINDOW)
+            while client.http2.local_flow_control_window(reading) < 512 << 10:
+                await client.until(h2.events.WindowUpdated)
+        while left := client.http2.outbound_flow_control_window:
+            client.write(client.call("Hoard"), MESSAGE * min(64, left // len(MESSAGE)))
+        while (await client.until(h2.events.WindowUpdated)).stream_id:
+            pass
+        assert client.http2.local_flow_control_window(reading) > 0
+
+
+async def test_who_reads_on_after_the_end_hears_of_it() -> None:
+    """What was sent is not taken for all that there was to be sent."""
+    async with bench() as it, raw(it.port) as client:
+        stream_id = client.call("Join")
+        client.write(stream_id, framed(b"a"))
+        await until(lambda: it.server._connections and calls_of(it))
+        [call] = calls_of(it)
+        client.http2.reset_stream(stream_id)
+        client.send()
+        await until(lambda: not calls_of(it))
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(10):
+                await anext(call.messages())
 
 
 @pytest.mark.parametrize(
