@@ -74,6 +74,7 @@ class Call:
         self._room: asyncio.Future[None] | None = None
         self._serialize: Callable[[Any], bytes] = bytes
         self._source: Source | None = None
+        self._is_undrawn = False
         self._drawn: asyncio.Future[None] | None = None
         self._status: tuple[int, str, Metadata] | None = None
         self._abort: tuple[int, str, Metadata] = (grpc.StatusCode.OK.value[0], "", ())
@@ -220,6 +221,7 @@ class Call:
         try:
             while self._has_room and (answer := source.take()) is not None:
                 self._put(answer)
+            self._is_undrawn = not self._has_room
         except Exception as error:
             self._have_drawn(error)
         else:
@@ -285,6 +287,11 @@ class Call:
 
     # the connection takes what is to be sent
 
+    @property
+    def is_held_up(self) -> bool:
+        """It had more to send than the windows allow."""
+        return bool(self._queue)
+
     def pump(self, http2: Http2) -> bool:
         """Sends what the windows allow. True when the call is over."""
         if self._source is not None:
@@ -298,6 +305,8 @@ class Call:
             http2.send_headers(self.stream_id, heads.opening(self._initial, self._head.encoding))
         if self._queue:
             self._send_queue(http2)
+        if self._source is not None and self._is_undrawn and self._has_room:
+            self._more()
         if self._queue or self._status is None:
             return False
         http2.send_headers(self.stream_id, heads.closing(*self._status), end_stream=True)

@@ -108,6 +108,9 @@ class Connection(asyncio.Protocol):
         self._calls: dict[int, Call] = {}
         #: calls with something to send, in the order in which they got it
         self._ready: dict[Call, None] = {}
+        #: those of which a window has kept something back
+        self._held_up: dict[Call, None] = {}
+        self._is_opened = False
         self._is_flushing = self._is_paused = self._is_closed = self._is_leaving = False
         self._heard_at = self._free_since = self._loop.time()
         self._is_asked = False
@@ -242,15 +245,18 @@ class Connection(asyncio.Protocol):
         """More may be sent: of one call, or of any."""
         stream_id = event.stream_id if isinstance(event, WindowUpdated) else 0
         if stream_id:
-            if (call := self._calls.get(stream_id)) is not None:
+            call = self._calls.get(stream_id)
+            if call is not None and call.is_held_up:
                 self._ready[call] = None
         else:
-            self._ready.update(dict.fromkeys(self._calls.values()))
+            # A client says so as often as it likes; its calls are looked at once for all of it.
+            self._is_opened = True
 
     def _reset(self, stream_id: int) -> None:
         self._http2.forget(stream_id)
         if (call := self._calls.pop(stream_id, None)) is not None:
             self._ready.pop(call, None)
+            self._held_up.pop(call, None)
             call.cancel()
             self._note_free()
         moment = self._loop.time()
@@ -278,6 +284,9 @@ class Connection(asyncio.Protocol):
         if self._is_closed or self._transport.is_closing():
             return
         if not self._is_paused:
+            if self._is_opened:
+                self._is_opened = False
+                self._ready.update(self._held_up)
             ready, self._ready = self._ready, {}
             for call in ready:
                 if self._calls.get(call.stream_id) is call:
@@ -295,6 +304,10 @@ class Connection(asyncio.Protocol):
         except ProtocolError:
             call.cancel()
             is_over = True
+        if call.is_held_up and not is_over:
+            self._held_up[call] = None
+        else:
+            self._held_up.pop(call, None)
         if is_over:
             del self._calls[call.stream_id]
             self._over(call.stream_id)

@@ -17,12 +17,12 @@ import h2.events
 import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
-from hyperframe.frame import GoAwayFrame, WindowUpdateFrame
+from hyperframe.frame import GoAwayFrame, SettingsFrame, WindowUpdateFrame
 
 from everlift import wire
 from everlift.errors import MessageTooLarge
 from router.rpc.call import Call
-from router.rpc.connection import Connection
+from router.rpc.connection import Connection, Http2
 from router.rpc.framing import framed
 from router.rpc.limits import Limits
 from router.rpc.server import Server
@@ -39,6 +39,25 @@ class Silence:
 
     def take(self) -> None:
         return None
+
+
+class Plenty:
+    """A source that has all of its answers from the first."""
+
+    on_more: Callable[[], None]
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    @property
+    def is_over(self) -> bool:
+        return not self.left
+
+    def take(self) -> bytes | None:
+        if not self.left:
+            return None
+        self.left -= 1
+        return bytes(10_000)
 
 
 class Service:
@@ -110,6 +129,9 @@ class Service:
             self.sent += 1
             yield bytes(10_000)
 
+    async def draw(self, message: bytes, context: Context) -> None:
+        await context.write_from(Plenty(int(message)))
+
     async def left(self, message: bytes, context: Context) -> bytes:
         return b"some" if context.time_remaining() is not None else b"none"
 
@@ -126,6 +148,7 @@ class Service:
             "Hang": unary(self.hang),
             "Deaf": streaming(self.deaf),
             "Flood": streaming(self.flood),
+            "Draw": streaming(self.draw),
             "Left": unary(self.left),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -636,6 +659,63 @@ async def test_what_calls_gave_back_is_told_while_others_hold_the_rest() -> None
         while (await client.until(h2.events.WindowUpdated)).stream_id:
             pass
         assert client.http2.local_flow_control_window(reading) > 0
+
+
+class Pumps:
+    """Counts how often calls are asked for what they have to send."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[Call] = []
+        pump = Call.pump
+
+        def counted(call: Call, http2: Http2) -> bool:
+            self.calls.append(call)
+            return pump(call, http2)
+
+        monkeypatch.setattr(Call, "pump", counted)
+
+
+async def test_windows_and_settings_are_looked_at_once_and_for_those_whom_they_held_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with bench() as it, raw(it.port) as client:
+        for _ in range(50):
+            client.write(client.call("Hang"), framed(b""), end=True)
+        client.write(client.call("Flood"), framed(b""), end=True)
+        await until(lambda: it.server._connections and len(calls_of(it)) == 51)
+        [connection] = it.server._connections
+        flooding = calls_of(it)[-1]
+        await until(lambda: flooding.is_held_up and not connection._is_flushing)
+        pumps = Pumps(monkeypatch)
+        update, setting = WindowUpdateFrame(0, window_increment=1), SettingsFrame(0)
+        setting.settings = {SettingsFrame.MAX_FRAME_SIZE: 1 << 15}
+        connection.data_received(update.serialize() * 20 + setting.serialize() + update.serialize())
+        connection._flush()
+        assert pumps.calls == [flooding]
+
+
+async def test_an_open_window_does_not_begin_an_answer_before_its_handler() -> None:
+    """What the handler would say first came too late."""
+    async with bench() as it, raw(it.port) as client:
+        stream_id = client.call("Echo", ("initial", "first"))
+        await until(lambda: it.server._connections and calls_of(it))
+        client.http2.increment_flow_control_window(1000)
+        client.http2.increment_flow_control_window(1000, stream_id)
+        client.http2.ping(b"8 octets")
+        client.send()
+        await client.until(h2.events.PingAckReceived)
+        client.write(stream_id, framed(b"on"), end=True)
+        begun = await client.until(h2.events.ResponseReceived)
+        assert (b"got", b"first") in begun.headers
+
+
+async def test_what_a_source_has_leaves_as_far_as_the_windows_are_open() -> None:
+    """Though neither the source nor the client says anything more."""
+    async with bench() as it, raw(it.port) as client:
+        client.http2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 1 << 20})
+        client.http2.increment_flow_control_window(1 << 20)
+        client.write(client.call("Draw"), framed(b"40"), end=True)
+        assert status_of(await client.until(h2.events.TrailersReceived)) == ("", "0")
 
 
 async def test_who_reads_on_after_the_end_hears_of_it() -> None:
