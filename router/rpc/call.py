@@ -63,6 +63,8 @@ class Call:
         self._inbox: deque[tuple[bytes, int]] = deque()
         self._unread_bytes = self._unacknowledged = 0
         self._has_all = False
+        #: the handler waits for a message, or has not had its first
+        self._is_asked = True
         self._came = asyncio.Event()
         self._failure: EverliftError | None = None
         # answers
@@ -84,18 +86,32 @@ class Call:
 
     def feed(self, data: bytes, flow_bytes: int) -> None:
         """Bytes of the caller's messages, which took so many of the windows."""
+        self._unacknowledged += flow_bytes
+        if self._failure is not None:
+            return
         try:
             messages = self._reader.feed(data)
         except EverliftError as error:
-            self._failure, messages = error, []
-            self._has_all = True
+            self._fail(error)
+            return
         for message in messages:
             self._inbox.append((message, len(message)))
             self._unread_bytes += len(message)
-        self._unacknowledged += flow_bytes
-        if messages or self._has_all:
+        if messages:
             self._came.set()
         self._let_in()
+
+    def _fail(self, error: EverliftError) -> None:
+        """Of what comes after that nothing is kept, and no more is let in than its window has. Who
+        asks for a message hears of it, with what was whole before answered; a handler that may
+        never ask again ends."""
+        self._failure = error
+        self._reader.drop()
+        if self._is_asked:
+            self._came.set()
+        else:
+            self.refuse(error)
+            self._stop()
 
     def half_close(self) -> None:
         """No message follows."""
@@ -104,7 +120,7 @@ class Call:
 
     def _let_in(self) -> None:
         """More may come, unless too much is unread."""
-        if self._unread_bytes <= self._limits.max_unread_bytes:
+        if self._failure is None and self._unread_bytes <= self._limits.max_unread_bytes:
             self._acknowledge()
 
     def _acknowledge(self) -> None:
@@ -119,7 +135,9 @@ class Call:
                 message, size = self._inbox.popleft()
                 self._unread_bytes -= size
                 self._let_in()
+                self._is_asked = False
                 yield message
+                self._is_asked = True
             self._check_open()
             if self._failure is not None:
                 raise self._failure
@@ -274,6 +292,7 @@ class Call:
         self._is_closed = True
         # The windows of the connection are those of its other calls too.
         self._acknowledge()
+        self._reader.drop()
         self._inbox.clear()
         self._unread_bytes = 0
         self._came.set()

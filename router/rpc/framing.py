@@ -48,8 +48,12 @@ class MessageReader:
         """Bytes of a message that is not whole."""
         return len(self._buffer)
 
+    def drop(self) -> None:
+        """Nothing more is fed."""
+        self._buffer = bytearray()
+
     def feed(self, data: bytes) -> list[bytes]:
-        """Raises InvalidRequest, MessageTooLarge."""
+        """Raises InvalidRequest, MessageTooLarge: where messages begin is not known any more."""
         buffer = self._buffer
         buffer += data
         messages = []

@@ -89,6 +89,7 @@ class Service:
     async def hoard(self, messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
         """Takes one message, and no other before it is let go."""
         async for message in messages:
+            self.waiting.set()
             await self.free.wait()
             yield message[:1]
             return
@@ -716,6 +717,55 @@ async def test_what_a_source_has_leaves_as_far_as_the_windows_are_open() -> None
         client.http2.increment_flow_control_window(1 << 20)
         client.write(client.call("Draw"), framed(b"40"), end=True)
         assert status_of(await client.until(h2.events.TrailersReceived)) == ("", "0")
+
+
+BROKEN = b"\0\xff\xff\xff\xff"
+
+
+async def test_a_handler_that_reads_no_more_ends_where_a_message_is_broken() -> None:
+    async with bench() as it, raw(it.port) as client:
+        await client.until(h2.events.RemoteSettingsChanged)
+        stream_id = client.call("Hoard")
+        client.write(stream_id, framed(b"on"))
+        await it.service.waiting.wait()
+        [call] = calls_of(it)
+        client.write(stream_id, BROKEN + MESSAGE)
+        ended = await client.until(h2.events.ResponseReceived)
+        assert status_of(ended) == ("200", "8")
+        assert call._reader.num_held == 0
+        assert (await client.until(h2.events.StreamReset)).error_code == ErrorCodes.NO_ERROR
+
+
+async def test_what_comes_behind_a_broken_message_is_neither_kept_nor_let_in() -> None:
+    async with bench() as it, raw(it.port) as client:
+        await client.until(h2.events.RemoteSettingsChanged)
+        [connection] = it.server._connections
+        # Its answers have no room: it cannot end.
+        client.http2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
+        stream_id = client.call("Talk")
+        client.write(stream_id, framed(b"on"))
+        await until(lambda: calls_of(it) and calls_of(it)[0].is_held_up)
+        [call] = calls_of(it)
+        client.write(stream_id, BROKEN)
+        while client.http2.local_flow_control_window(stream_id) >= len(MESSAGE):
+            client.write(stream_id, MESSAGE)
+        await until(lambda: window(connection) < WINDOW - (1 << 20) + 2 * len(MESSAGE))
+        assert call._reader.num_held == 0 and not call._inbox
+        client.http2.reset_stream(stream_id)
+        client.send()
+        await until(lambda: not connection.num_calls)
+        assert window(connection) == WINDOW
+
+
+async def test_what_was_whole_before_a_broken_message_is_answered() -> None:
+    async with bench() as it, raw(it.port) as client:
+        stream_id = client.call("Talk")
+        client.write(stream_id, framed(b"on"))
+        assert (await client.until(h2.events.DataReceived)).data == framed(b"ON")
+        client.write(stream_id, framed(b"two"))
+        client.write(stream_id, BROKEN)
+        assert (await client.until(h2.events.DataReceived)).data == framed(b"TWO")
+        assert status_of(await client.until(h2.events.TrailersReceived)) == ("", "8")
 
 
 async def test_who_reads_on_after_the_end_hears_of_it() -> None:
