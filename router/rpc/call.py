@@ -61,7 +61,7 @@ class Call:
         )
         self._reader = MessageReader(max_bytes, head.encoding)
         self._inbox: deque[tuple[bytes, int]] = deque()
-        self._unread_bytes = self._unacknowledged = 0
+        self._unread_bytes = self._unacknowledged = self._held_bytes = 0
         self._has_all = False
         #: the handler waits for a message, or has not had its first
         self._is_asked = True
@@ -99,14 +99,28 @@ class Call:
             self._unread_bytes += len(message)
         if messages:
             self._came.set()
+        try:
+            self._hold()
+        except EverliftError as error:
+            self._fail(error)
         self._let_in()
+
+    def _hold(self) -> None:
+        """What the reader has is part of what its connection may have. Raises RateLimited."""
+        if change := self._reader.num_held - self._held_bytes:
+            self._held_bytes += change
+            self._connection.hold(change)
+
+    def _drop(self) -> None:
+        self._reader.drop()
+        self._hold()
 
     def _fail(self, error: EverliftError) -> None:
         """Of what comes after that nothing is kept, and no more is let in than its window has. Who
         asks for a message hears of it, with what was whole before answered; a handler that may
         never ask again ends."""
         self._failure = error
-        self._reader.drop()
+        self._drop()
         if self._is_asked:
             self._came.set()
         else:
@@ -129,7 +143,8 @@ class Call:
             self._unacknowledged = 0
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """Raises InvalidRequest, MessageTooLarge, and CancelledError where the call is over."""
+        """Raises InvalidRequest, MessageTooLarge, RateLimited, and CancelledError where the call is
+        over."""
         while True:
             while self._inbox:
                 message, size = self._inbox.popleft()
@@ -292,7 +307,7 @@ class Call:
         self._is_closed = True
         # The windows of the connection are those of its other calls too.
         self._acknowledge()
-        self._reader.drop()
+        self._drop()
         self._inbox.clear()
         self._unread_bytes = 0
         self._came.set()

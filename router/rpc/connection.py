@@ -25,7 +25,7 @@ from h2.settings import SettingCodes, Settings
 from hyperframe.frame import Frame, GoAwayFrame
 
 from everlift import logs
-from everlift.errors import EverliftError, TooManyConnections
+from everlift.errors import EverliftError, RateLimited, TooManyConnections
 from router.rpc import heads
 from router.rpc.call import Call
 from router.rpc.heads import Head, NotGrpc
@@ -111,6 +111,7 @@ class Connection(asyncio.Protocol):
         #: those of which a window has kept something back
         self._held_up: dict[Call, None] = {}
         self._is_opened = False
+        self._unfinished_bytes = 0
         self._is_flushing = self._is_paused = self._is_closed = self._is_leaving = False
         self._heard_at = self._free_since = self._loop.time()
         self._is_asked = False
@@ -218,6 +219,16 @@ class Connection(asyncio.Protocol):
         on the connection alone."""
         self._http2.acknowledge_received_data(size, stream_id)
         self._flush_soon()
+
+    def hold(self, size: int) -> None:
+        """So many bytes more, or fewer, of messages that are not whole. Raises RateLimited."""
+        self._unfinished_bytes += size
+        most = self.limits.max_unfinished_bytes + self.limits.max_message_bytes
+        if size > 0 and self._unfinished_bytes > most:
+            raise RateLimited(
+                f"messages of this connection that are not whole have more than {most} bytes: "
+                "send fewer large ones at a time"
+            )
 
     def _begun(self, event: RequestReceived) -> None:
         stream_id = event.stream_id

@@ -23,6 +23,8 @@ class Limits:
     keepalive: float = 30.0
     #: messages of one call that wait for their handler; more are not let in
     max_unread_bytes: int = 1 << 20
+    #: of messages of one connection that are not whole, beside one of the largest
+    max_unfinished_bytes: int = 64 << 20
     #: answers of one call that wait for its client; the handler waits beyond that
     max_unsent_bytes: int = 64 << 10
     #: calls that one connection may give up in a second, for longer than a moment

@@ -768,6 +768,33 @@ async def test_what_was_whole_before_a_broken_message_is_answered() -> None:
         assert status_of(await client.until(h2.events.TrailersReceived)) == ("", "8")
 
 
+async def test_messages_that_do_not_become_whole_have_a_bound_together() -> None:
+    limits = Limits(max_message_bytes=520 << 10, max_unfinished_bytes=1500 << 10)
+    whole = framed(bytes(520 << 10))
+    begun = whole[: 500 << 10]
+    async with bench(limits) as it, raw(it.port) as client:
+        await client.until(h2.events.RemoteSettingsChanged)
+        [connection] = it.server._connections
+        for _ in range(4):
+            client.write(client.call("Echo"), begun)
+        await until(lambda: connection._unfinished_bytes == 4 * len(begun))
+        fifth = client.call("Echo")
+        client.write(fifth, begun)
+        refused = await client.until(h2.events.ResponseReceived)
+        assert (refused.stream_id, status_of(refused)) == (fifth, ("200", "8"))
+        await until(lambda: len(calls_of(it)) == 4)
+        assert connection._unfinished_bytes == 4 * len(begun)
+        # Those that end in whatever way make room for others.
+        for call in calls_of(it)[:2]:
+            client.http2.reset_stream(call.stream_id)
+        client.send()
+        await until(lambda: connection._unfinished_bytes == 2 * len(begun))
+        client.write(client.call("Join"), begun)
+        await until(lambda: connection._unfinished_bytes == 3 * len(begun))
+        client.write(calls_of(it)[0].stream_id, whole[len(begun) :], end=True)
+        await until(lambda: connection._unfinished_bytes == 2 * len(begun))
+
+
 async def test_who_reads_on_after_the_end_hears_of_it() -> None:
     """What was sent is not taken for all that there was to be sent."""
     async with bench() as it, raw(it.port) as client:
