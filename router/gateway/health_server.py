@@ -38,9 +38,17 @@ class HealthServer:
         """``services`` are the names of those beside this one."""
         self._requests = requests
         self._readiness = frozenset({_WHOLE, _NAME, *services})
+        # One looks for all who watch.
+        self._num_watching = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._seen = False
+        self._changed = asyncio.Event()
 
     def status(self, service: str) -> pb.HealthCheckResponse:
-        if service == _LIVENESS or (service in self._readiness and self._requests.takes_new):
+        return self._status(service, self._requests.takes_new)
+
+    def _status(self, service: str, takes_new: bool) -> pb.HealthCheckResponse:
+        if service == _LIVENESS or (service in self._readiness and takes_new):
             return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVING)
         if service in self._readiness:
             return pb.HealthCheckResponse(status=pb.HealthCheckResponse.NOT_SERVING)
@@ -54,11 +62,32 @@ class HealthServer:
 
     async def watch(self, data: bytes, call: Call) -> AsyncIterator[pb.HealthCheckResponse]:
         service, told = parse(pb.HealthCheckRequest, data).service, None
-        while True:
-            if (answer := self.status(service)) != told:
-                told = answer
-                yield answer
-            await asyncio.sleep(_LOOK_S)
+        self._num_watching += 1
+        try:
+            if self._timer is None:
+                self._tick()
+            while True:
+                self._look()
+                changed = self._changed
+                if (answer := self._status(service, self._seen)) != told:
+                    told = answer
+                    yield answer
+                await changed.wait()
+        finally:
+            self._num_watching -= 1
+
+    def _tick(self) -> None:
+        """While anybody watches."""
+        self._timer = None
+        if self._num_watching:
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._tick)
+            self._look()
+
+    def _look(self) -> None:
+        if (takes_new := self._requests.takes_new) != self._seen:
+            self._seen = takes_new
+            self._changed.set()
+            self._changed = asyncio.Event()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """To be added to a grpc.aio server."""

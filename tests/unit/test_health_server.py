@@ -1,0 +1,93 @@
+"""Who watches a router's health: how often it is looked at, and what is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from router.gateway import health_server
+from router.gateway.health_server import HealthServer
+
+SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
+UNKNOWN = HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Requests:
+    def __init__(self) -> None:
+        self.is_fit = True
+        self.num_looks = 0
+
+    @property
+    def takes_new(self) -> bool:
+        self.num_looks += 1
+        return self.is_fit
+
+
+class Watcher:
+    def __init__(self, server: HealthServer, service: str) -> None:
+        self.told: list[int] = []
+        call: Any = None
+        asked = HealthCheckRequest(service=service).SerializeToString()
+        self.task = asyncio.create_task(self._watch(server.watch(asked, call)))
+
+    async def _watch(self, answers: AsyncIterator[HealthCheckResponse]) -> None:
+        async for answer in answers:
+            self.told.append(answer.status)
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_one_looks_for_all_who_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The test is the timer.
+    monkeypatch.setattr(health_server, "_LOOK_S", 3600.0)
+    requests = Requests()
+    server = HealthServer(requests, ["x"])
+    services = ["", "x", "live", "y"]
+    watchers = [Watcher(server, services[i % 4]) for i in range(100)]
+    await settled()
+    assert server._num_watching == 100
+    requests.num_looks = 0
+    for _ in range(10):
+        server._tick()
+        await settled()
+    assert requests.num_looks == 10
+    for is_fit in (False, True):
+        requests.is_fit = is_fit
+        server._tick()
+        await settled()
+    both = [SERVING, NOT_SERVING, SERVING]
+    assert [it.told for it in watchers] == [both, both, [SERVING], [UNKNOWN]] * 25
+    for watcher in watchers:
+        watcher.task.cancel()
+    await asyncio.gather(*(it.task for it in watchers), return_exceptions=True)
+    server._tick()
+    assert server._timer is None
+
+
+async def test_a_change_that_only_who_comes_sees_is_told_when_it_is_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two looks of the timer, which sees the same both times."""
+    monkeypatch.setattr(health_server, "_LOOK_S", 3600.0)
+    requests = Requests()
+    server = HealthServer(requests, [])
+    first = Watcher(server, "")
+    await settled()
+    requests.is_fit = False
+    second = Watcher(server, "")
+    await settled()
+    requests.is_fit = True
+    server._tick()
+    await settled()
+    assert first.told == [SERVING, NOT_SERVING, SERVING]
+    assert second.told == [NOT_SERVING, SERVING]
+    for watcher in (first, second):
+        watcher.task.cancel()
+    await asyncio.gather(first.task, second.task, return_exceptions=True)
