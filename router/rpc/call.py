@@ -23,6 +23,11 @@ log = logs.get(__name__)
 #: A handler that knows of its deadline has its own answer to it, with a cause.
 _MARGIN_S = 0.5
 
+#: So much is looked at before one asks again whether there is room for what it has.
+_PARSED_BYTES = 4 << 10
+#: What a message takes beside its bytes, about.
+_MESSAGE_COST = 64
+
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
@@ -60,7 +65,8 @@ class Call:
             else self._loop.call_at(self._ends_at + _MARGIN_S, self._expire)
         )
         self._reader = MessageReader(max_bytes, head.encoding)
-        self._inbox: deque[tuple[bytes, int]] = deque()
+        self._unparsed = bytearray()
+        self._inbox: deque[bytes] = deque()
         self._unread_bytes = self._unacknowledged = self._held_bytes = 0
         self._has_all = False
         #: the handler waits for a message, or has not had its first
@@ -87,23 +93,34 @@ class Call:
     def feed(self, data: bytes, flow_bytes: int) -> None:
         """Bytes of the caller's messages, which took so many of the windows."""
         self._unacknowledged += flow_bytes
-        if self._failure is not None:
-            return
-        try:
-            messages = self._reader.feed(data)
-        except EverliftError as error:
-            self._fail(error)
-            return
-        for message in messages:
-            self._inbox.append((message, len(message)))
-            self._unread_bytes += len(message)
-        if messages:
+        if self._failure is None:
+            self._unparsed += data
+            self._parse()
+
+    def _parse(self) -> None:
+        """As far as there is room: of what is compressed, or of messages that are empty, a window
+        holds far more than it has bytes."""
+        while self._unparsed and self._has_room_to_read:
+            part = bytes(self._unparsed[:_PARSED_BYTES])
+            del self._unparsed[:_PARSED_BYTES]
+            try:
+                self._take(part)
+            except EverliftError as error:
+                self._fail(error)
+        if self._failure is None and self._has_room_to_read:
+            self._acknowledge()
+
+    @property
+    def _has_room_to_read(self) -> bool:
+        return self._unread_bytes <= self._limits.max_unread_bytes
+
+    def _take(self, data: bytes) -> None:
+        """Raises InvalidRequest, MessageTooLarge, RateLimited."""
+        for message in self._reader.feed(data):
+            self._inbox.append(message)
+            self._unread_bytes += len(message) + _MESSAGE_COST
             self._came.set()
-        try:
-            self._hold()
-        except EverliftError as error:
-            self._fail(error)
-        self._let_in()
+        self._hold()
 
     def _hold(self) -> None:
         """What the reader has is part of what its connection may have. Raises RateLimited."""
@@ -112,6 +129,7 @@ class Call:
             self._connection.hold(change)
 
     def _drop(self) -> None:
+        self._unparsed.clear()
         self._reader.drop()
         self._hold()
 
@@ -132,11 +150,6 @@ class Call:
         self._has_all = True
         self._came.set()
 
-    def _let_in(self) -> None:
-        """More may come, unless too much is unread."""
-        if self._failure is None and self._unread_bytes <= self._limits.max_unread_bytes:
-            self._acknowledge()
-
     def _acknowledge(self) -> None:
         if self._unacknowledged:
             self._connection.acknowledge(self.stream_id, self._unacknowledged)
@@ -147,9 +160,9 @@ class Call:
         over."""
         while True:
             while self._inbox:
-                message, size = self._inbox.popleft()
-                self._unread_bytes -= size
-                self._let_in()
+                message = self._inbox.popleft()
+                self._unread_bytes -= len(message) + _MESSAGE_COST
+                self._parse()
                 self._is_asked = False
                 yield message
                 self._is_asked = True

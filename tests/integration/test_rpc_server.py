@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 import ssl
 from collections import deque
@@ -611,7 +612,7 @@ async def test_a_call_that_ends_gives_back_what_it_did_not_read(by_client: bool)
                 await client.until(h2.events.WindowUpdated)
             stream_id = client.call("Hoard")
             client.write(stream_id, MESSAGE * 32)
-            await until(lambda: [it for it in calls_of(it) if it._unread_bytes > 31 * 16_000])
+            await until(lambda: [it for it in calls_of(it) if it._unacknowledged > 31 * 16_000])
             assert window(connection) < WINDOW
             if by_client:
                 client.http2.reset_stream(stream_id, ErrorCodes.CANCEL)
@@ -717,6 +718,42 @@ async def test_what_a_source_has_leaves_as_far_as_the_windows_are_open() -> None
         client.http2.increment_flow_control_window(1 << 20)
         client.write(client.call("Draw"), framed(b"40"), end=True)
         assert status_of(await client.until(h2.events.TrailersReceived)) == ("", "0")
+
+
+@pytest.mark.parametrize(
+    "message", [framed(bytes(64 << 10), "gzip"), framed(b"")], ids=["compressed", "empty"]
+)
+async def test_of_what_a_call_does_not_read_no_more_is_made_than_there_is_room_for(
+    message: bytes,
+) -> None:
+    limits = Limits(max_unread_bytes=32 << 10)
+    async with bench(limits) as it, raw(it.port) as client:
+        await client.until(h2.events.RemoteSettingsChanged)
+        data = message * ((200 << 10) // len(message))
+        client.write(client.call("Hoard", ("grpc-encoding", "gzip")), data)
+        await until(lambda: it.server._connections and calls_of(it))
+        [call] = calls_of(it)
+        await until(lambda: call._unacknowledged >= 190 << 10)
+        most = limits.max_unread_bytes + (4 << 10) / len(message) * (64 << 10)
+        assert sum(map(len, call._inbox)) <= most
+        assert len(call._inbox) < 2000
+
+
+@pytest.mark.parametrize("size", [0, 1, 3000])
+async def test_what_waited_for_room_is_read_in_its_order(size: int) -> None:
+    messages = [b"%d" % number + bytes(size) for number in range(1000)]
+    data = b"".join(framed(message, "gzip") for message in messages)
+    limits = Limits(max_unread_bytes=0)
+    async with bench(limits) as it, raw(it.port) as client:
+        client.http2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 8 << 20})
+        client.http2.increment_flow_control_window(8 << 20)
+        await client.until(h2.events.RemoteSettingsChanged)
+        client.write(client.call("Join", ("grpc-encoding", "gzip")), data, end=True)
+        got = b""
+        while len(got) < 5 or len(got) < 5 + int.from_bytes(got[1:5], "big"):
+            got += (await client.until(h2.events.DataReceived)).data
+        flag, body = got[0], got[5:]
+        assert (gzip.decompress(body) if flag else body) == b",".join(messages)
 
 
 BROKEN = b"\0\xff\xff\xff\xff"
