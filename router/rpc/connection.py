@@ -19,10 +19,10 @@ from h2.events import (
     StreamReset,
     WindowUpdated,
 )
-from h2.exceptions import ProtocolError
+from h2.exceptions import DenialOfServiceError, ProtocolError
 from h2.frame_buffer import FrameBuffer
 from h2.settings import SettingCodes, Settings
-from hyperframe.frame import Frame, GoAwayFrame
+from hyperframe.frame import Frame, GoAwayFrame, SettingsFrame
 
 from everlift import logs
 from everlift.errors import EverliftError, RateLimited, TooManyConnections
@@ -46,6 +46,9 @@ _HEAD_ROOM = 4
 #: answer and does not read.
 _MOST_UNSENT = 4 << 20
 _WRITE_HIGH = 256 << 10
+#: Each may change the windows of all streams. Clients that measure their line change them once in a
+#: while; so many may come in the time after which one who is silent is asked.
+_MOST_SETTINGS = 500
 #: Length (of 24 bits), type, flags, stream.
 _DATA_HEAD = struct.Struct(">HBBBI")
 _FRAME_HEAD_BYTES = 9
@@ -69,6 +72,8 @@ class Http2(H2Connection):
         super().__init__(config)
         self.incoming_buffer = _Frames(server=True)
         self.incoming_buffer.max_frame_size = self.max_inbound_frame_size
+        #: since somebody last set it to 0
+        self.num_settings = 0
 
     def _open_streams(self, remainder: int) -> int:
         # Clients have the odd numbers.
@@ -87,6 +92,12 @@ class Http2(H2Connection):
         self._data_to_send += _DATA_HEAD.pack(size >> 8, size & 0xFF, 0, 0, stream_id) + data
         self.outbound_flow_control_window -= size
         self.streams[stream_id].outbound_flow_control_window -= size
+
+    def _receive_settings_frame(self, frame: SettingsFrame) -> tuple[list[Frame], list[Event]]:
+        self.num_settings += 1
+        if self.num_settings > _MOST_SETTINGS:
+            raise DenialOfServiceError("settings without end")
+        return super()._receive_settings_frame(frame)
 
     def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
         # The client opens no more streams; what it has opened is answered (RFC 9113, section 6.8).
@@ -383,6 +394,7 @@ class Connection(asyncio.Protocol):
     def _look(self) -> None:
         """Whether anybody is there."""
         self._watch = self._loop.call_later(self.limits.keepalive, self._look)
+        self._http2.num_settings = 0
         moment = self._loop.time()
         if not self._calls and moment - self._free_since > self.limits.idle:
             self.leave()

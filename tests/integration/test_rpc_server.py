@@ -540,6 +540,16 @@ async def test_calls_that_are_given_up_by_the_thousand() -> None:
         assert await it.unary("Echo")(b"on") == b"on"
 
 
+async def test_settings_without_end() -> None:
+    async with bench() as it, raw(it.port) as client:
+        for size in range(1000):
+            client.http2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: size})
+        client.send()
+        ended = await client.until(h2.events.ConnectionTerminated)
+        assert ended.error_code == ErrorCodes.ENHANCE_YOUR_CALM
+        assert await it.unary("Echo")(b"on") == b"on"
+
+
 async def test_who_is_silent_is_asked_and_then_hung_up_on() -> None:
     async with bench(Limits(keepalive=0.1)) as it:
         reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
