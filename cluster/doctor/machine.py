@@ -248,8 +248,6 @@ def _taken(host: str, port: int) -> str | None:
             probe.bind((host, port))
         except OSError as error:
             return error.strerror
-        except OverflowError:
-            return "ports go from 0 to 65535"
     return None
 
 

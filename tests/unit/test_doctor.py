@@ -213,13 +213,6 @@ def test_a_port_that_is_taken_is_found(config: Config, setting: str) -> None:
     assert str(port) in finding.says and finding.mend.endswith(f"router.{setting}")
 
 
-def test_a_port_that_does_not_exist_is_found(config: Config) -> None:
-    odd = replace(config, router=replace(config.router, port=70_000))
-    finding = of(list(machine.examine(odd)), "port")
-    assert finding.level is Level.ERROR
-    assert "70000: ports go from 0 to 65535" in finding.says
-
-
 async def examined(config: Config) -> list[Finding]:
     return [finding async for finding in ledger.examine(config)]
 
