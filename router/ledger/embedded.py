@@ -48,6 +48,7 @@ _STOP_S = 10.0
 _LOCK_S = 3.0
 _POLL_S = 0.01
 
+_CONF_FILE = "valkey.conf"
 _SOCKET_KEY = "unixsocket "
 _CONF = """\
 # Written at every start.
@@ -82,7 +83,7 @@ def running_url(state_dir: Path) -> str | None:
     """Of the server that runs on the data of ``state_dir``; None where none has ever run there."""
     home = state_dir / "ledger"
     try:
-        password, conf = (home / "password").read_text(), (home / "valkey.conf").read_text()
+        password, conf = (home / "password").read_text(), (home / _CONF_FILE).read_text()
     except FileNotFoundError:
         return None
     [line] = (line for line in conf.splitlines() if line.startswith(_SOCKET_KEY))
@@ -124,8 +125,8 @@ class EmbeddedLedger:
         try:
             password = _password(home / "password")
             socket = self._socket_path(home)
-            conf = self._write_conf(home, socket, password)
-            self._process = self._spawn(find_binary(), conf, home / "server.log", lock)
+            self._write_conf(home, socket, password)
+            self._process = self._spawn(find_binary(), home, lock)
             self._await_ready(socket, password, home / "server.log")
         except BaseException:
             self.stop()
@@ -179,7 +180,7 @@ class EmbeddedLedger:
             self._runtime_dir = Path(tempfile.mkdtemp(prefix="everlift-", dir=runtime or "/tmp"))
         return self._runtime_dir / "socket"
 
-    def _write_conf(self, home: Path, socket: Path, password: str) -> Path:
+    def _write_conf(self, home: Path, socket: Path, password: str) -> None:
         durability_class = self._config.durability_class
         conf = _CONF.format(
             appendonly="no" if durability_class == "memory" else "yes",
@@ -193,9 +194,7 @@ class EmbeddedLedger:
             password_hash=hashlib.sha256(password.encode()).hexdigest(),
             commands=" ".join(_COMMANDS.split()),
         )
-        path = home / "valkey.conf"
-        _write_private(path, conf)
-        return path
+        _write_private(home / _CONF_FILE, conf)
 
     def _network(self) -> str:
         host, port = self._listen
@@ -204,17 +203,17 @@ class EmbeddedLedger:
         # Its protected mode knows of no user but the default one, who may not log in here.
         return f"bind {host}\nport {port}\nprotected-mode no"
 
-    def _spawn(
-        self, binary: Path, conf: Path, log_path: Path, lock: int
-    ) -> subprocess.Popen[bytes]:
+    def _spawn(self, binary: Path, home: Path, lock: int) -> subprocess.Popen[bytes]:
         wrapper = str(Path(__file__).with_name("with_parent.py"))
-        command = [sys.executable, "-I", wrapper, str(os.getpid()), str(binary), str(conf)]
+        # It takes a configuration's path for a pattern, and where nothing matches runs with its
+        # defaults, open to everybody: from its standard input ("-") it reads what is there.
+        command = [sys.executable, "-I", wrapper, str(os.getpid()), str(binary), "-"]
 
         def start() -> subprocess.Popen[bytes]:
-            with log_path.open("wb") as output:
+            with (home / _CONF_FILE).open("rb") as conf, (home / "server.log").open("wb") as output:
                 return subprocess.Popen(
                     command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=conf,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     pass_fds=(lock,),

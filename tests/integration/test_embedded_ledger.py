@@ -170,6 +170,13 @@ def test_a_second_server_on_the_same_data_is_refused(
         assert client.ping()
 
 
+def network_sockets(pid: int) -> set[str]:
+    own = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    tables = (Path(f"/proc/net/{table}").read_text() for table in ("tcp", "tcp6"))
+    lines = (line for table in tables for line in table.splitlines()[1:])
+    return own & {f"socket:[{line.split()[9]}]" for line in lines}
+
+
 def test_nobody_else_comes_in(server: EmbeddedLedger, tmp_path: Path) -> None:
     server.start(tmp_path / "state")
     home = tmp_path / "state" / "ledger"
@@ -187,13 +194,7 @@ def test_nobody_else_comes_in(server: EmbeddedLedger, tmp_path: Path) -> None:
             pytest.raises((AuthenticationError, ResponseError)),
         ):
             client.get("key")
-    inodes = {os.readlink(path) for path in Path(f"/proc/{server.pid}/fd").iterdir()}
-    listening = [
-        line.split()[9]
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-    ]
-    assert not inodes & {f"socket:[{inode}]" for inode in listening}
+    assert not network_sockets(server.pid)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +249,15 @@ def test_a_path_may_hold_what_a_configuration_file_would_misread(
 ) -> None:
     with Redis.from_url(server.start(tmp_path / 'a "b" #c %20 ä{0}')) as client:
         assert client.ping()
+
+
+@pytest.mark.parametrize("name", ["runs[1]", "a*b", "a?b", "{a,b}"])
+def test_a_path_that_is_a_pattern_is_the_path_that_it_says(
+    server: EmbeddedLedger, tmp_path: Path, name: str
+) -> None:
+    with Redis.from_url(server.start(tmp_path / name)) as client:
+        assert client.ping()
+    assert not network_sockets(server.pid)
 
 
 def test_a_server_that_cannot_start_says_why(server: EmbeddedLedger, tmp_path: Path) -> None:
