@@ -6,7 +6,8 @@ any moment and go on later.
     {"id": "c", "line": 3, "error": {"code": "out_of_range", "message": "..."}}
 
 A line whose id cannot be read has null for it. Each line is one write; what a crash of the machine
-leaves of the last one is cut off when the file is opened again.
+leaves of the last one is cut off when the file is opened again. A file that is something else is
+refused as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,12 @@ from typing import Any, Self
 
 from cluster.batch.lines import Key
 from cluster.errors import BatchFailed
+
+#: A line of ours as far as its id, and what may come behind that.
+_BEGINNING = re.compile(rb'\{"id": (?:null|"(?:\\.|[^"\\])*")')
+_NEXT = (b', "text": ', b', "choices": ', b', "line": ')
+#: The same, torn within the id.
+_TORN = (b'{"id": null', b'{"id": "')
 
 
 class Results(Container[Key]):
@@ -83,6 +91,8 @@ class Results(Container[Key]):
         with os.fdopen(os.dup(self._descriptor), "rb") as file:
             for number, data in enumerate(file, 1):
                 if not data.endswith(b"\n"):
+                    if not whole and not _is_torn(data):
+                        raise self._something_else(number)
                     break
                 self._take(self._record(number, data))
                 whole += len(data)
@@ -95,10 +105,21 @@ class Results(Container[Key]):
                 return dict(record)
         except (ValueError, TypeError, KeyError):
             pass
-        raise BatchFailed(f"{self.path} holds something else than results (line {number})")
+        raise self._something_else(number)
+
+    def _something_else(self, number: int) -> BatchFailed:
+        return BatchFailed(f"{self.path} holds something else than results (line {number})")
 
     def _take(self, record: Mapping[str, Any]) -> None:
         line: Key = record["line"] if record["id"] is None else record["id"]
         self._keys.add(line)
         if "error" in record:
             self._failed.add(line)
+
+
+def _is_torn(data: bytes) -> bool:
+    """Whether it may be the beginning of a line of ours."""
+    if begun := _BEGINNING.match(data):
+        rest = data[begun.end() :]
+        return any(rest.startswith(each) or each.startswith(rest) for each in _NEXT)
+    return data.startswith(_TORN[1]) or any(each.startswith(data) for each in _TORN)

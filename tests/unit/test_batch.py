@@ -161,6 +161,42 @@ def test_a_file_of_something_else_is_left_alone(line: str, tmp_path: Path) -> No
     assert path.read_text().endswith("\ntorn")
 
 
+@pytest.mark.parametrize(
+    "torn",
+    [
+        "{",
+        '{"id"',
+        '{"id": nu',
+        '{"id": null, "li',
+        '{"id": "a',
+        '{"id": "a\\"b", "te',
+        '{"id": "a"',
+        '{"id": "a", "line": 3, "err',
+        '{"id": "a", "choices": [',
+    ],
+)
+def test_a_torn_first_line_is_cut_off(torn: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(torn)
+    with Results(path) as results:
+        results.append({"id": "a", "text": "y"})
+    assert path.read_text() == '{"id": "a", "text": "y"}\n'
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["precious", "[1]", "\0\0", '{"id": 3, "text"', '{"id": "a", "prompt": "x"}', '{"a": "b"}'],
+)
+def test_a_file_without_a_line_is_emptied_only_where_it_is_ours(
+    content: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    with pytest.raises(BatchFailed, match=r"something else than results \(line 1\)"):
+        Results(path)
+    assert path.read_text() == content
+
+
 def test_one_batch_at_a_time_writes_to_a_file(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with Results(path), pytest.raises(BatchFailed, match="another batch writes"):
