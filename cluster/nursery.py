@@ -23,7 +23,7 @@ from typing import Self
 
 from cluster.errors import ClusterFailed
 from cluster.launch import Launch
-from cluster.starter import Started, full_environment, told
+from cluster.starter import Started, full_environment, python_module, told
 from everlift import logs
 from worker.config import WorkerConfig
 
@@ -120,7 +120,7 @@ class Nursery:
     def _spawn(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
-        command = [sys.executable, "-m", "cluster.nursery_process"]
+        command = python_module("cluster.nursery_process")
         with theirs, self._log_path.open("ab") as log_file:
             self._process = subprocess.Popen(
                 [*command, str(os.getpid()), str(theirs.fileno()), *self._modules],

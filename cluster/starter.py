@@ -49,9 +49,7 @@ class PlainStarter:
     async def start(self, launch: Launch, log_path: Path) -> Started:
         with log_path.open("ab") as log_file:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "cluster.process",
+                *python_module("cluster.process"),
                 launch.role,
                 stdin=PIPE,
                 stdout=PIPE,
@@ -80,6 +78,11 @@ async def tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
 def told(parent: int, launch: Launch) -> bytes:
     """What a process reads first; ``parent`` is the one that has started it."""
     return b"%d\n%s\n" % (parent, encode(launch))
+
+
+def python_module(name: str) -> list[str]:
+    """The command that runs it. What lies in the working directory is not in its place ("-P")."""
+    return [sys.executable, "-P", "-m", name]
 
 
 def full_environment(more: Mapping[str, str]) -> dict[str, str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from cluster.explain.launch import Launch, decode_answer, encode
-from cluster.starter import full_environment, tell
+from cluster.starter import full_environment, python_module, tell
 from router.gateway.what_if import Estimates, Question
 from router.ledger.config import LedgerConfig
 
@@ -39,9 +38,7 @@ class ProcessSimulator:
 async def _started() -> AsyncIterator[Process]:
     """It is gone behind this, whatever happens."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "cluster.explain.simulator_process",
+        *python_module("cluster.explain.simulator_process"),
         stdin=PIPE,
         stdout=PIPE,
         env=full_environment(_ONE_THREAD),

@@ -78,7 +78,7 @@ class RendererProcess:
         self._socket.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "router.chat.renderer"],
+                [sys.executable, "-P", "-m", "router.chat.renderer"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=_environment(),

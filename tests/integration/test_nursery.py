@@ -21,6 +21,7 @@ from cluster.config import DEMO_MODEL
 from cluster.errors import ClusterFailed
 from cluster.launch import RankLaunch
 from cluster.nursery import Nursery
+from cluster.starter import PlainStarter
 from cluster.threads import rank_environment
 from worker.config import WorkerConfig
 
@@ -44,6 +45,19 @@ async def rank(nursery: Nursery, tmp_path: Path) -> Child:
     await child.start()
     assert "rendezvous" in await child.report()
     return child
+
+
+async def test_what_lies_in_the_working_directory_is_not_run(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cluster", "everlift", "router", "uvloop", "worker"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    for starter in (nursery, PlainStarter(rank_environment(2))):
+        child = Child(HALF, starter, tmp_path / "rank.log")
+        await child.start()
+        assert "rendezvous" in await child.report()
+        await child.kill()
 
 
 def parent(pid: int) -> int:

@@ -152,7 +152,12 @@ async def test_a_simulation_that_is_given_up_leaves_no_process() -> None:
             await simulator.estimates(question)
 
 
-async def test_what_ends_a_simulation_is_told() -> None:
+async def test_what_ends_a_simulation_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By it, and by nothing that lies where the router runs."""
+    (tmp_path / "cluster.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
     away = LedgerConfig(url="redis://127.0.0.1:1/0", timeout=0.1)
     question = Question("r", {"fifo": RouterConfig(model="fake")}, [])
     with pytest.raises(LedgerUnavailable):

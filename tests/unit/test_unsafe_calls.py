@@ -67,6 +67,16 @@ def found(tree: ast.AST) -> Iterator[str]:
                     yield name
 
 
+def modules_run(tree: ast.AST) -> Iterator[list[object]]:
+    """Of each command that runs a module: what stands before that."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.List(elts=words) | ast.Call(args=words):
+                said = [word.value if isinstance(word, ast.Constant) else None for word in words]
+                if "-m" in said:
+                    yield said[: said.index("-m")]
+
+
 def is_unsafe(module: str) -> bool:
     parts = module.split(".")
     return any(".".join(parts[:length]) in MODULES for length in range(1, len(parts) + 1))
@@ -120,3 +130,9 @@ def test_it_is_found_however_it_is_written(text: str, name: str) -> None:
 def test_what_is_closed_is_not() -> None:
     closed = "yaml.safe_load(a)\nre.compile(b)\nload(c, trust_remote_code=False)\nmodel.eval()"
     assert list(found(ast.parse(closed))) == []
+
+
+def test_no_module_is_run_out_of_the_working_directory() -> None:
+    runs = [run for path in FILES for run in modules_run(ast.parse(path.read_text()))]
+    assert len(runs) >= 3
+    assert all("-P" in run for run in runs)

@@ -66,8 +66,9 @@ class Nursery:
         self._end()
         self._control, theirs = socket.socketpair()
         with theirs:
+            command = [sys.executable, "-P", "-m", "worker.grammar.nursery_process"]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "worker.grammar.nursery_process", self._launch(theirs)],
+                [*command, self._launch(theirs)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=_environment(),
