@@ -15,6 +15,8 @@ from everlift import logs
 
 log = logs.get(__name__)
 
+_SHOWN_BYTES = 80
+
 
 class Child:
     """Its log is appended to ``log_path``."""
@@ -43,7 +45,7 @@ class Child:
         """Its next report. Raises ClusterFailed when that is a failure, or when it has ended."""
         assert self._running.stdout is not None
         line = await self._running.stdout.readline()
-        report: Report = json.loads(line) if line else {"error": await self._end()}
+        report = _read(line) if line else {"error": await self._end()}
         if "error" in report:
             raise ClusterFailed(f"{self.name}: {report['error']} (its log: {self._log_path})")
         return report
@@ -82,3 +84,11 @@ class Child:
     def _running(self) -> Started:
         assert self._process is not None, "start it first"
         return self._process
+
+
+def _read(line: bytes) -> Report:
+    """What is no report is a failure as well: something else writes to its standard output."""
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError):
+        return {"error": f"it said {line[:_SHOWN_BYTES]!r} in the place of a report"}

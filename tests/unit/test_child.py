@@ -1,0 +1,60 @@
+"""What a child process reports, and what is made of something else."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cluster.child import Child
+from cluster.errors import ClusterFailed
+from cluster.launch import Launch, RankLaunch
+from worker.config import WorkerConfig
+
+LAUNCH = RankLaunch("worker-0", "info", WorkerConfig(model="fake"))
+
+
+class Said:
+    """A Started that has written ``line``, and a Starter of it."""
+
+    pid = 1
+
+    def __init__(self, line: bytes) -> None:
+        self.returncode: int | None = None
+        self.stdout = asyncio.StreamReader()
+        self.stdout.feed_data(line)
+        self.stdout.feed_eof()
+
+    async def start(self, launch: Launch, log_path: Path) -> Said:
+        return self
+
+    async def wait(self) -> int:
+        return 3
+
+    def send_signal(self, signal: int) -> None:
+        raise AssertionError(signal)
+
+
+async def report(line: bytes, tmp_path: Path) -> dict[str, str]:
+    child = Child(LAUNCH, Said(line), tmp_path / "log")
+    await child.start()
+    return await child.report()
+
+
+async def test_a_report_is_a_line(tmp_path: Path) -> None:
+    assert await report(b'{"worker_id": "w"}\nmore', tmp_path) == {"worker_id": "w"}
+
+
+@pytest.mark.parametrize("line", [b"hello\n", b"5\n", b"[1]\n", b'"text"\n', b"\xff\n", b"{"])
+async def test_what_is_no_report_is_a_failure_that_shows_it(line: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ClusterFailed, match=r"worker-0: it said .* in the place of a report"):
+        await report(line, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"), [(b'{"error": "no room"}\n', "no room"), (b"", "ended with status 3")]
+)
+async def test_so_is_a_failure_and_an_end(line: bytes, cause: str, tmp_path: Path) -> None:
+    with pytest.raises(ClusterFailed, match=cause):
+        await report(line, tmp_path)
