@@ -43,10 +43,22 @@ environment() { # of everything that Ray starts; $1 is the head node's address
     export EVERLIFT_LEDGER__URL
 }
 
+is_ledger() { # whether process $1 is: its number may be another one's by now. Who has ended has no command line
+    local command
+    command=$({ tr '\0' ' ' <"/proc/$1/cmdline"; } 2>/dev/null) || return 1
+    [[ $command == *"everlift ledger --listen "*" --config $EVERLIFT/deploy/ray-up/settings.yaml "* ]]
+}
+
 stop_ledger() { # waits for its end
-    local pid
-    pid=$(cat "$STATE/ledger.pid" 2>/dev/null) && kill "$pid" 2>/dev/null || return 0
-    while kill -0 "$pid" 2>/dev/null; do sleep 0.1; done
+    local pid tries
+    pid=$(cat "$STATE/ledger.pid" 2>/dev/null) && is_ledger "$pid" && kill "$pid" 2>/dev/null || return 0
+    # It gives its server 10 s.
+    for ((tries = 0; tries < 300; tries++)); do
+        is_ledger "$pid" || return 0
+        sleep 0.1
+    done
+    echo "the ledger (process $pid) does not end" >&2
+    return 1
 }
 
 start_ledger() { # $1 is this node's address
@@ -92,7 +104,7 @@ worker)
     ;;
 stop-ledger) stop_ledger ;;
 *)
-    sed -n 's/^# \?//p' "$0" | head -7 >&2
+    sed -n '2,7s/^# \?//p' "$0" >&2
     exit 2
     ;;
 esac

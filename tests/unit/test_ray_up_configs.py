@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +89,53 @@ def test_ray_starts_with_its_token_and_its_dashboard_on_loopback() -> None:
         assert "\n    environment " in before and "ray start " not in start
         if role == "head":
             assert " --dashboard-host=127.0.0.1 " in start
+
+
+def node(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """node.sh on a node of this home directory."""
+    command, environment = ["bash", FILES / "node.sh", *arguments], os.environ | {"HOME": str(home)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@contextmanager
+def running(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process whose number stands where that of the ledger is looked up."""
+    program = home / "everlift"
+    program.write_text("import signal\nprint('up', flush=True)\nsignal.pause()\n")
+    command = [sys.executable, program, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        state = home / ".local" / "state" / "everlift"
+        state.mkdir(parents=True, exist_ok=True)
+        (state / "ledger.pid").write_text(f"{process.pid}\n")
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_the_ledger_is_ended_by_its_number_and_nobody_else(tmp_path: Path) -> None:
+    assert node(tmp_path, "stop-ledger").returncode == 0
+    here = f"{tmp_path}/everlift/deploy/ray-up/settings.yaml"
+    for arguments in (
+        ["serve"],
+        ["ledger", "--listen", "h:1", "--config", "/elsewhere/deploy/ray-up/settings.yaml"],
+    ):
+        with running(tmp_path, *arguments) as other:
+            assert node(tmp_path, "stop-ledger").returncode == 0
+            assert other.poll() is None
+    # Nobody has asked for its status: it is still there in a way, which is not waited for.
+    with running(tmp_path, "ledger", "--listen", "h:1", "--config", here) as ledger:
+        assert node(tmp_path, "stop-ledger").returncode == 0
+        assert ledger.wait() == -signal.SIGTERM
+
+
+def test_who_does_not_know_what_to_say_is_told(tmp_path: Path) -> None:
+    told = node(tmp_path)
+    assert told.returncode == 2
+    first, *_, last = told.stderr.splitlines()
+    assert first.startswith("What `ray up` runs on a node:  node.sh setup | head | worker;")
+    assert last.split() == "ledger.url of a Redis or Valkey server that is there already".split()
 
 
 def secrets(directory: Path, *arguments: str) -> dict[str, str]:
