@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -54,7 +53,8 @@ class Console:
         #: of the last look, and those of them that were wanted as JSON
         self._sections: Mapping[str, Any] = {}
         self._encoded: dict[str, str] = {}
-        self._has_failed = False
+        #: what has: each is logged once
+        self._failed: set[str] = set()
 
     async def run(self) -> None:
         """Looks at the cluster until cancelled."""
@@ -76,9 +76,12 @@ class Console:
         try:
             self._sections, self._encoded = self._snapshot.look(now()), {}
         except Exception:
-            if not self._has_failed:
-                log.exception("the console's look failed")
-            self._has_failed = True
+            self._log_failure("the console's look failed")
+
+    def _log_failure(self, what: str) -> None:
+        if what not in self._failed:
+            self._failed.add(what)
+            log.exception(what)
 
     def _as_json(self) -> Mapping[str, str]:
         """Once a look, however many watch."""
@@ -89,9 +92,12 @@ class Console:
     async def _ask_ledger(self) -> None:
         """While somebody watches."""
         while True:
-            load, scaling = await self._said() if self._audience else (None, None)
-            self._snapshot.load = load
-            self._snapshot.scaling = described(scaling, now())
+            try:
+                load, scaling = await self._said() if self._audience else (None, None)
+                self._snapshot.load = load
+                self._snapshot.scaling = described(scaling, now())
+            except Exception:
+                self._log_failure("the console's question to the ledger failed")
             await asyncio.sleep(_ASK_S)
 
     async def _said(self) -> tuple[LoadReport | None, ScalingReport | None]:
@@ -104,13 +110,20 @@ class Console:
     async def _ask_peers(self) -> None:
         """Also while nobody watches: a minute is known to who comes."""
         while True:
-            with suppress(LedgerUnavailable):
-                counts, num_silent = await self._peers.counts()
-                self._snapshot.hear(counts, num_silent, now())
+            await self._hear_peers()
             for _ in range(_IDLE_ASKS):
                 await asyncio.sleep(_ASK_S)
                 if self._audience:
                     break
+
+    async def _hear_peers(self) -> None:
+        try:
+            counts, num_silent = await self._peers.counts()
+            self._snapshot.hear(counts, num_silent, now())
+        except LedgerUnavailable:
+            pass
+        except Exception:
+            self._log_failure("the console's question to other routers failed")
 
     async def feed(self, call: Call) -> ASGIApp:
         """Raises TooManyConnections; later, Unauthenticated and Forbidden when the key does not

@@ -30,10 +30,10 @@ class Peers:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def counts(self) -> tuple[list[session_pb2.Counts], int]:
-        """Of those that answer in time, and how many others there are. Raises
-        LedgerUnavailable."""
+        """Of those that answer in time, and how many others there are. One that came back to its
+        address has two leases for a while. Raises LedgerUnavailable."""
         gateways = await self._ledger.gateways()
-        others = sorted(gateways[name] for name in gateways.keys() - {self._router_id})
+        others = sorted({*gateways.values()} - {gateways.get(self._router_id)})
         asked = others[:_MOST]
         await self._keep(asked)
         answers = await asyncio.gather(*map(self._ask, asked))
@@ -59,6 +59,6 @@ class Peers:
         except grpc.aio.AioRpcError as error:
             log.debug("router not counted", address=address, code=error.code().name)
             # The next one shows the certificate that holds then.
-            del self._channels[address]
+            self._channels.pop(address, None)
             await channel.close()
             return None
