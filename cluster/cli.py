@@ -18,6 +18,7 @@ from cluster import (
     capacity_view,
     generate,
     measure_command,
+    picture_file,
     plan_command,
     policy_command,
     replay_command,
@@ -290,6 +291,7 @@ def demo(
     """Start a cluster, load it, kill a worker in the middle, and count what was lost."""
     from cluster.demo import demonstrate
 
+    picture_file.check("--picture", picture)
     summary = asyncio.run(demonstrate(picture, Console(highlight=False), with_ray=not no_ray))
     if json_file is not None:
         json_file.write_text(json.dumps(summary, indent=2) + "\n")

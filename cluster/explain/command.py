@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cluster import picture_file
 from cluster.connection import Address, connected
 from cluster.explain import tables
 from everlift.explanation import as_json
@@ -50,6 +51,8 @@ def explain(
     address: Address = None,
 ) -> None:
     """Tell where the time of a request went."""
+    if png is not None:
+        picture_file.check("--png", png)
     policies = [name.strip() for each in what_if or () for name in each.split(",")]
     explanation = asyncio.run(_explanation(address, request_id, policies))
     if for_programs:

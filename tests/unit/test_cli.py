@@ -57,6 +57,14 @@ assert not others & sys.modules.keys(), others & sys.modules.keys()
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+async def test_a_file_that_is_no_picture_is_refused_at_the_door(tmp_path: Path) -> None:
+    for command in (("demo", "--picture"), ("explain", "r", "--png")):
+        for name in ("x.foo", "x"):
+            told = await failure(*command, str(tmp_path / name))
+            assert told.startswith(f"{command[-1]}: must end with one of .png ")
+    assert not list(tmp_path.iterdir())
+
+
 async def test_generate_streams_the_text_and_nothing_else() -> None:
     async with FakeRouter(faults=[Break(1)]) as router:
         result = await run("generate", "one two three", "--address", router.address)

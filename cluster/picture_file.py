@@ -1,0 +1,15 @@
+"""The file of a picture that a command is to draw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from everlift.settings import SettingsError
+
+_SUFFIXES = (".png", ".svg", ".pdf", ".jpg")
+
+
+def check(option: str, path: Path) -> None:
+    """Raises SettingsError where its name says no kind of picture that can be drawn."""
+    if path.suffix.lower() not in _SUFFIXES:
+        raise SettingsError(f"{option}: must end with one of {' '.join(_SUFFIXES)}, not {path}")
