@@ -292,7 +292,10 @@ def demo(
     from cluster.demo import demonstrate
 
     picture_file.check("--picture", picture)
-    summary = asyncio.run(demonstrate(picture, Console(highlight=False), with_ray=not no_ray))
+    try:
+        summary = asyncio.run(demonstrate(picture, Console(highlight=False), with_ray=not no_ray))
+    except asyncio.CancelledError:
+        raise typer.Abort() from None
     if json_file is not None:
         json_file.write_text(json.dumps(summary, indent=2) + "\n")
 

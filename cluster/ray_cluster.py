@@ -60,7 +60,14 @@ class RayCluster:
         return self.addresses[0]
 
     async def start(self) -> None:
-        """Raises ModelUnavailable, LedgerSetupError, ClusterFailed."""
+        """Raises ModelUnavailable, LedgerSetupError, ClusterFailed; then nothing of it is left."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
         self.config = await pinned(self.config)
         self._ledger_config = await self._ledger.start()
         self._start_ray()
@@ -120,11 +127,7 @@ class RayCluster:
         return application(replace(config, ledger=self._ledger_config))
 
     async def __aenter__(self) -> Self:
-        try:
-            await self.start()
-        except BaseException:
-            await self.stop()
-            raise
+        await self.start()
         return self
 
     async def __aexit__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from cluster.config import DEMO_MODEL, Config
 from cluster.demo.load import Summary
 from cluster.processes import ProcessCluster
 from cluster.ray_cluster import RayCluster
+from cluster.serving import on_signal
 from everlift import logs
 from router.config import RouterConfig
 from worker.config import WorkerConfig
@@ -19,15 +21,21 @@ _SLOTS = 16
 
 
 async def demonstrate(picture: Path, console: Console, *, with_ray: bool) -> Summary:
-    """Starts a throw-away cluster, shows it at work, prints what was counted, leaves nothing."""
+    """Starts a throw-away cluster, shows it at work, prints what was counted, leaves nothing. At
+    SIGINT or SIGTERM it raises CancelledError."""
     from cluster.demo.run import describe, run
 
+    task = asyncio.current_task()
+    assert task is not None
+    on_signal(task.cancel)
     with tempfile.TemporaryDirectory(prefix="everlift-demo-") as scratch:
         config = _config(Path(scratch))
         logs.configure("demo", config.log_level, config.state_dir / "demo.log")
         cluster = RayCluster(config) if with_ray else ProcessCluster(config, revive=True)
         with console.status("starting a ledger, a router and two workers"):
             await cluster.start()
+        # Ray takes SIGTERM for itself when it starts.
+        on_signal(task.cancel)
         try:
             summary = await run(cluster.address, picture, console)
         finally:

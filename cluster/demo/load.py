@@ -22,8 +22,10 @@ from everlift.v1 import inference_pb2_grpc
 
 
 class Percentiles(TypedDict):
-    p50: float
-    p99: float
+    """None of nothing."""
+
+    p50: float | None
+    p99: float | None
 
 
 class Summary(TypedDict):
@@ -111,7 +113,9 @@ class Load:
             await asyncio.gather(*(_follow(stub, t) for t in self.transcripts))
             self.ended = time.monotonic()
             for transcript in self.transcripts:
-                await _count_stored(stub, transcript)
+                # One that was refused before its first token has no name, and nothing to count.
+                if transcript.request_id:
+                    await _count_stored(stub, transcript)
 
     def summary(self) -> Summary:
         done = self.transcripts
@@ -148,5 +152,9 @@ async def _count_stored(
 
 
 def _percentiles(seconds: Sequence[float]) -> Percentiles:
-    cuts = quantiles(seconds, n=100, method="inclusive")
+    if not seconds:
+        return Percentiles(p50=None, p99=None)
+    # It takes two values or more.
+    values = seconds if len(seconds) > 1 else [*seconds, *seconds]
+    cuts = quantiles(values, n=100, method="inclusive")
     return Percentiles(p50=round(cuts[49] * 1e3, 2), p99=round(cuts[98] * 1e3, 2))

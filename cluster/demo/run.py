@@ -122,4 +122,5 @@ def describe(summary: Summary) -> Table:
 
 
 def _milliseconds(percentiles: Percentiles) -> str:
-    return f"p50 {percentiles['p50']:.1f} ms, p99 {percentiles['p99']:.1f} ms"
+    p50, p99 = percentiles["p50"], percentiles["p99"]
+    return "-" if p50 is None or p99 is None else f"p50 {p50:.1f} ms, p99 {p99:.1f} ms"
