@@ -22,7 +22,7 @@ def bar(what: str, total: int, done: int = 0, *, shown: bool) -> Iterator[Callab
     from rich.console import Console
 
     columns = (
-        rich.TextColumn("{task.description}"),
+        rich.TextColumn("{task.description}", markup=False),
         rich.BarColumn(),
         rich.MofNCompleteColumn(),
         _tokens_per_second(),

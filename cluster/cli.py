@@ -199,7 +199,7 @@ def ledger(
 
     loaded = configuration.load(config, os.environ, assignments or ())
     where = ledger_command.parse(listen)
-    asyncio.run(ledger_command.serve(loaded, where, Console(highlight=False)))
+    asyncio.run(ledger_command.serve(loaded, where, Console(highlight=False, markup=False)))
 
 
 app.command(epilog=generate.EXAMPLES)(generate.generate)
@@ -317,7 +317,7 @@ async def _print(stream: Stream) -> None:
     if console.is_terminal and stream.usage is not None and stream.finish_reason is not None:
         console.print(
             f"[dim]{stream.usage.output_tokens} tokens, {stream.finish_reason.name.lower()}, "
-            f"request {stream.request_id}[/]"
+            f"request {escape(stream.request_id)}[/]"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from cluster import describe
 from cluster.completion import Choice, Completion, Gathering
@@ -153,5 +154,5 @@ def _sum_up(completion: Completion) -> None:
         ended = ", ".join(sorted(reason.name.lower() for reason in reasons if reason))
         console.print(
             f"[dim]{completion.num_output_tokens} tokens, {ended}, "
-            f"request {completion.request_id}[/]"
+            f"request {escape(completion.request_id)}[/]"
         )

@@ -96,7 +96,7 @@ def _measure(
         raise ForecastFailed("the fake runner takes what worker.fake says")
     if loaded.worker.tensor_parallel > 1:
         raise ForecastFailed("worker.tensor_parallel: one rank is all that can be measured")
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with _engine(loaded) as engine:
         steps = []
         for step in Measurement(engine).steps():

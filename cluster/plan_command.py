@@ -91,7 +91,7 @@ def plan(
         "seed": seed,
         "weights": asked.weights,
     }
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     plans: dict[str, Plan] = {}
     for name in kind or (machines.DEFAULT_KIND,):
         one = machines.kind_of(name, model)

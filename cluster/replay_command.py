@@ -78,7 +78,7 @@ def replay(
     scenario = Scenario(specs, fluid=fluid, foresight_sigma=foresight, weights=asked.weights)
     for name, router in policies.items():
         answers[name] = simulate(watched(arrivals, name), replace(scenario, router=router))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(comparison.table(answers))
     for names in alike(policies):
         console.print(f"{' and '.join(names)} are the same policy, by what is set of router")

@@ -70,7 +70,7 @@ async def _list(
             else:
                 table.add_row(*_cells(each))
     if not as_json:
-        Console(highlight=False).print(table)
+        Console(highlight=False, markup=False).print(table)
 
 
 async def _listed(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 
 from rich.console import Console
+from rich.markup import escape
 
 from cluster import endpoint
 from cluster.config import TLS_VARIABLES, Config
@@ -72,7 +73,8 @@ def workers(config: Config) -> str:
 
 
 def _welcome(config: Config, cluster: Cluster, console: Console) -> None:
-    option = f" --address {','.join(cluster.addresses)}" if _is_elsewhere(config) else ""
+    reached = f" --address {','.join(cluster.addresses)}" if _is_elsewhere(config) else ""
+    option = escape(reached)
     chaos = "  [red]chaos is allowed: everlift chaos --help[/]\n" if config.chaos else ""
     scheme = "https" if config.router.tls is not None else "http"
     http = [f"{scheme}://{address}/v1" for address in cluster.http_addresses if address]
@@ -81,14 +83,17 @@ def _welcome(config: Config, cluster: Cluster, console: Console) -> None:
     http_line = f"  OpenAI   {', '.join(http)}\n" if http else ""
     page_line = f"  console  {', '.join(page)}\n" if page and config.router.console else ""
     metrics_line = f"  metrics  {', '.join(metrics)}\n" if metrics else ""
-    console.print(
-        f"[bold]everlift[/] serves [bold]{config.worker.name}[/] with {workers(config)}; "
-        "Ctrl-C stops it\n"
+    places = (
         f"  gRPC     {', '.join(cluster.addresses)}\n"
         f"{http_line}"
         f"{page_line}"
         f"{metrics_line}"
         f"  logs     {config.state_dir / 'logs'}\n"
+    )
+    console.print(
+        f"[bold]everlift[/] serves [bold]{escape(config.worker.name)}[/] with {workers(config)}; "
+        "Ctrl-C stops it\n"
+        f"{escape(places)}"
         f"{_tls_line(config)}"
         f"{chaos}"
         "try:\n"

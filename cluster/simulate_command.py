@@ -138,7 +138,7 @@ def _early(choice: Choice | None, age_s: float) -> EarlyBinding | None:
 def _show(
     answer: Forecast, wanted: Slo, json_file: Path | None, picture_directory: Path | None
 ) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(tables.requests_table(answer, wanted))
     console.print(tables.cluster_table(answer))
     if json_file is not None:

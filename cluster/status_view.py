@@ -6,6 +6,7 @@ from collections import Counter
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -51,7 +52,7 @@ def _tokens(worker: pb.WorkerStatus, rates: Rates | None, now: float) -> str:
 
 
 def _cells(worker: pb.WorkerStatus, tokens: str) -> list[str]:
-    cells = [worker.worker_id[:8], worker.address, str(worker.pid), _state(worker)]
+    cells = [escape(worker.worker_id[:8]), escape(worker.address), str(worker.pid), _state(worker)]
     if not worker.alive:
         return [*cells, "-", "-", "-", "-"]
     return [
@@ -74,7 +75,7 @@ def _engines(status: pb.GetStatusResponse) -> Table:
     )
     for worker in status.workers:
         if worker.alive:
-            table.add_row(worker.worker_id[:8], *_engine_cells(worker))
+            table.add_row(escape(worker.worker_id[:8]), *_engine_cells(worker))
     return table
 
 

@@ -63,7 +63,7 @@ async def _models(address: str | None, as_json: bool) -> None:
     table = Table("model", "longest request, tokens", "vocabulary", box=SIMPLE_HEAD)
     for model in served:
         table.add_row(model.name, str(model.max_model_len), str(model.vocab_size))
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)
 
 
 async def _tokenize(address: str | None, text: str, model: str, as_json: bool) -> None:

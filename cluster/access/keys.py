@@ -72,7 +72,7 @@ def show(
         plain = document.to_plain()["keys"]
         typer.echo(json.dumps([{"id": key_id} | _shown(key) for key_id, key in plain.items()]))
     else:
-        Console(highlight=False).print(_table(document, now))
+        Console(highlight=False, markup=False).print(_table(document, now))
 
 
 @app.command(epilog="**Example:** `everlift key revoke 3f9a1c2b4d5e`")

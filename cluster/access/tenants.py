@@ -91,7 +91,7 @@ def change(
         )
 
     document = changed(config, assignments, edit)
-    Console(highlight=False).print(_table(document, [tenant]))
+    Console(highlight=False, markup=False).print(_table(document, [tenant]))
 
 
 @app.command("list", epilog="**Example:** `everlift tenant list --json`")
@@ -106,7 +106,7 @@ def show(
     if as_json:
         typer.echo(json.dumps({name: _limits(document, name) for name in sorted(names)}))
     else:
-        Console(highlight=False).print(_table(document, sorted(names)))
+        Console(highlight=False, markup=False).print(_table(document, sorted(names)))
 
 
 def _check_tenant(tenant: str) -> None:

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from cluster.bench import options
 from cluster.bench.generator import TIMEOUT_S
@@ -157,10 +156,10 @@ def compare(
 
     of_a, of_b = report.read(a), report.read(b)
     found = comparison.compare(of_a, of_b)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(tables.comparison_table(found))
     for warning in found.warnings:
-        console.print(f"[yellow]note: {escape(warning)}[/]", soft_wrap=True)
+        console.print(f"note: {warning}", style="yellow", soft_wrap=True)
     if html_file is not None:
         _write_page(page.comparison_page(of_a, of_b, found), html_file)
 
@@ -168,7 +167,7 @@ def compare(
 def _show(found: dict[str, Any], json_file: Path | None, html_file: Path | None) -> None:
     from cluster.bench import page, report, tables
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for table in tables.tables(found):
         console.print(table)
     if json_file is not None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 
 from cluster.chaos.dice import Dice, Happening
 from everlift import AsyncClient
@@ -50,7 +51,7 @@ async def run(
 
 def described(happened: Happened) -> str:
     moment = time.strftime("%H:%M:%S", time.localtime(happened.at))
-    whom = f"[red]{happened.error}[/]" if happened.error else happened.struck
+    whom = f"[red]{escape(happened.error)}[/]" if happened.error else escape(happened.struck)
     return f"{moment}  {happened.name}  [dim]{whom}[/]"
 
 

@@ -33,7 +33,7 @@ def happened(log: Sequence[Happened]) -> Table:
 def result_table(result: Result) -> Group:
     findings = Table("what", "request", "why", box=SIMPLE_HEAD, pad_edge=False)
     for finding in result.findings[:_SHOWN]:
-        findings.add_row(finding.kind.value, finding.request_id, escape(finding.detail))
+        findings.add_row(finding.kind.value, escape(finding.request_id), escape(finding.detail))
     found = Counter(finding.kind for finding in result.findings)
     return Group(
         *([findings] if result.findings else []),

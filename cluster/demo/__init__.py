@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from cluster.config import DEMO_MODEL, Config
 from cluster.demo.load import Summary
@@ -43,7 +44,9 @@ async def demonstrate(picture: Path, console: Console, *, with_ray: bool) -> Sum
                 await cluster.stop()
     console.print()
     console.print(describe(summary))
-    console.print(f"who had which batch slot when: {picture.absolute()}", soft_wrap=True)
+    console.print(
+        f"who had which batch slot when: {escape(str(picture.absolute()))}", soft_wrap=True
+    )
     return summary
 
 

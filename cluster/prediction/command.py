@@ -61,4 +61,4 @@ def train_predictor(
     if as_json:
         typer.echo(json.dumps(report.plain()))
     else:
-        Console(highlight=False).print(table(report))
+        Console(highlight=False, markup=False).print(table(report))

@@ -51,7 +51,7 @@ def _bar(what: str) -> Iterator[Progress]:
     from rich.console import Console
 
     columns = (
-        rich.TextColumn("{task.description}"),
+        rich.TextColumn("{task.description}", markup=False),
         rich.BarColumn(),
         rich.DownloadColumn(),
         rich.TransferSpeedColumn(),

@@ -55,6 +55,13 @@ async def test_a_key_is_printed_once_and_kept_as_a_hash(command: Command, path: 
         assert secret not in shown and key.sha256 not in shown
 
 
+async def test_a_keys_name_is_no_markup(command: Command) -> None:
+    for name in ("laptop [/home]", "[bold]"):
+        await command("key", "create", "--tenant", "acme", "--name", name)
+    shown = " ".join((await command("key", "list")).split())
+    assert "laptop [/home]" in shown and "[bold]" in shown
+
+
 async def test_a_key_has_the_scopes_and_the_end_that_are_said(command: Command, path: Path) -> None:
     scopes = ["--scope", "admin", "--scope", "metrics"]
     await command("key", "create", "--tenant", "ops", *scopes, "--expires", "12h")

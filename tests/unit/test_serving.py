@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -12,6 +14,8 @@ from cluster.autoscale.config import AutoscaleConfig
 from cluster.config import Config, load
 from cluster.processes import ProcessCluster
 from cluster.serving import _welcome, workers
+
+ADDRESSES = ("address", "http_address", "metrics_address")
 
 
 @pytest.mark.parametrize(
@@ -41,3 +45,15 @@ def test_who_has_no_home_is_told_where_the_cluster_is(
     console = Console(file=said, width=200)
     _welcome(config, ProcessCluster(config), console)
     assert "everlift status --watch --address 127.0.0.1:5" in said.getvalue()
+
+
+def test_addresses_and_paths_are_said_as_they_are() -> None:
+    cluster = ProcessCluster(Config())
+    cluster.routers = [cast("Any", SimpleNamespace(**dict.fromkeys(ADDRESSES, "[fd00::1]:8000")))]
+    config = Config(model="/models/[bold]", state_dir=Path("/runs/[/home]"))
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        _welcome(config, cluster, console)
+    said = capture.get()
+    assert said.count("[fd00::1]:8000") == 6
+    assert "/runs/[/home]/logs" in said and "serves [bold] with" in said

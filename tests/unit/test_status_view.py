@@ -15,6 +15,12 @@ def text(renderable: RenderableType) -> str:
     return capture.get()
 
 
+def test_an_address_is_no_markup() -> None:
+    workers = [pb.WorkerStatus(worker_id="[/home]", address="[fd00::1]:9", alive=True)]
+    shown = text(show(pb.GetStatusResponse(workers=workers)))
+    assert "[fd00::1]:9" in shown and shown.count("[/home]") == 2
+
+
 STATUS = pb.GetStatusResponse(
     model="demo",
     leader="leader-of-all",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rich.console import Console
+from rich.markup import escape
 
 from cluster.workloads.arrival import Arrival
 
@@ -18,6 +19,7 @@ def watched(arrivals: Iterable[Arrival], what: str) -> Iterator[Arrival]:
     if not console.is_terminal:
         yield from arrivals
         return
+    what = escape(what)
     with console.status(what) as status:
         for number, arrival in enumerate(arrivals):
             if number % _EVERY == 0:

@@ -1,0 +1,31 @@
+"""What clients, operators and other machines say is shown as it is: no bracket in it is markup."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from cluster.bar import bar
+from cluster.chaos.run import Happened, described
+
+ODD = "[fd00::1] [/home] [bold]"
+
+
+def printed(text: str) -> str:
+    console = Console(highlight=False, width=200, file=StringIO())
+    with console.capture() as capture:
+        console.print(text)
+    return capture.get()
+
+
+def test_whom_a_fault_struck_and_why_it_struck_nobody() -> None:
+    assert ODD in printed(described(Happened("kill worker", 10.0, ODD)))
+    assert ODD in printed(described(Happened("kill worker", 10.0, "", ODD)))
+
+
+def test_what_a_bar_is_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with bar(ODD, 1, shown=True) as advance:
+        advance(1)
+    assert "[fd00::1]" in capsys.readouterr().err
