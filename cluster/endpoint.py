@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FILE = "endpoint.json"
@@ -13,30 +13,36 @@ _FILE = "endpoint.json"
 
 @contextmanager
 def published(state_dir: Path, addresses: Sequence[str]) -> Iterator[None]:
-    """The file, for as long as this process says."""
+    """The file, for as long as this process says. Of several clusters the last one is found."""
     path = state_dir / _FILE
+    text = json.dumps({"addresses": list(addresses), "pid": os.getpid()})
     written = path.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps({"addresses": list(addresses), "pid": os.getpid()}))
+    written.write_text(text)
     written.replace(path)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        # It may be another cluster's by now, or gone.
+        with suppress(FileNotFoundError):
+            if path.read_text() == text:
+                path.unlink()
 
 
 def find(state_dir: Path) -> list[str]:
     """The routers' addresses; none when no cluster of this state directory runs."""
     try:
-        known = json.loads((state_dir / _FILE).read_text())
+        match json.loads((state_dir / _FILE).read_text()):
+            case {"addresses": [*addresses], "pid": int(pid)} if _is_alive(pid):
+                return addresses
     except (OSError, ValueError):
-        return []
-    return list(known["addresses"]) if _is_alive(known["pid"]) else []
+        pass
+    return []
 
 
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
