@@ -75,7 +75,7 @@ def tls() -> Tls | None:
 def addresses(given: str | None) -> list[str]:
     """Of the routers: those that are ``given``, else those of the cluster on this machine."""
     if given:
-        return given.split(",")
+        return [address.strip() for address in given.split(",")]
     defaults = RouterConfig()
     state_dir = configuration.load(None, os.environ).state_dir
     return endpoint.find(state_dir) or [f"{defaults.host}:{defaults.port}"]

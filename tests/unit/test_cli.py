@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from cluster import endpoint
 from cluster.cli import app
 from cluster.config import DEMO_MODEL
+from cluster.connection import addresses
 from cluster.options import OPTIONS
 from everlift.errors import Forbidden, RequestConflict
 from everlift.options import GenerateOptions
@@ -63,6 +64,10 @@ async def test_a_file_that_is_no_picture_is_refused_at_the_door(tmp_path: Path) 
             told = await failure(*command, str(tmp_path / name))
             assert told.startswith(f"{command[-1]}: must end with one of .png ")
     assert not list(tmp_path.iterdir())
+
+
+def test_routers_are_separated_by_commas_with_or_without_spaces() -> None:
+    assert addresses("a:1,b:2") == addresses(" a:1, b:2 ") == ["a:1", "b:2"]
 
 
 async def test_generate_streams_the_text_and_nothing_else() -> None:
