@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -126,6 +127,29 @@ def test_this_machine_can_run_what_its_tests_run(config: Config) -> None:
     findings = list(machine.examine(config))
     assert [each for each in findings if each.level is Level.ERROR] == []
     assert of(findings, "model").says == "fake: 4096 tokens of context"
+
+
+@pytest.mark.parametrize(
+    ("text", "free_mib"),
+    [
+        ("MemTotal:  64 kB\nMemFree:  1024 kB\nMemAvailable:   3145728 kB\nCached: 1 kB\n", 3072),
+        ("MemFree:  1024 kB\n", 2048),
+        (None, 2048),
+    ],
+)
+def test_memory_that_the_page_cache_has_is_free(
+    text: str | None,
+    free_mib: int,
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if text is not None:
+        (tmp_path / "meminfo").write_text(text)
+    pages = {"SC_AVPHYS_PAGES": 1 << 19, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    assert machine._memory(config).says.endswith(f", {free_mib} MiB are free")
 
 
 def test_what_is_not_right_says_how_to_mend_it(config: Config, tmp_path: Path) -> None:
