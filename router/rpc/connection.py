@@ -250,8 +250,10 @@ class Connection(asyncio.Protocol):
         try:
             head = heads.parse(cast("Any", event.headers), self.limits.max_metadata_bytes)
         except NotGrpc as error:
-            status = str(error.http_status).encode()
-            self._http2.send_headers(stream_id, [(b":status", status)], end_stream=True)
+            # It may be given up already, by what came with it.
+            if not self._http2.streams[stream_id].closed:
+                status = str(error.http_status).encode()
+                self._http2.send_headers(stream_id, [(b":status", status)], end_stream=True)
             self._over(stream_id)
         except EverliftError as error:
             self._take(stream_id, _UNKNOWN_HEAD).refuse(error)

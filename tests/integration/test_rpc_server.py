@@ -401,7 +401,9 @@ class Raw:
     def send(self) -> None:
         self.writer.write(self.http2.data_to_send())
 
-    def call(self, method: str, *more: tuple[str, str], end: bool = False) -> int:
+    def call(
+        self, method: str, *more: tuple[str, str], end: bool = False, send: bool = True
+    ) -> int:
         stream_id: int = self.http2.get_next_available_stream_id()
         headers = [
             (":method", "POST"),
@@ -414,7 +416,8 @@ class Raw:
         replaced = dict(more)
         headers = [(name, replaced.pop(name, value)) for name, value in headers]
         self.http2.send_headers(stream_id, [*headers, *replaced.items()], end_stream=end)
-        self.send()
+        if send:
+            self.send()
         return stream_id
 
     def write(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
@@ -538,6 +541,20 @@ async def test_calls_that_are_given_up_by_the_thousand() -> None:
         ended = await client.until(h2.events.ConnectionTerminated)
         assert ended.error_code == ErrorCodes.ENHANCE_YOUR_CALM
         assert await it.unary("Echo")(b"on") == b"on"
+
+
+async def test_a_call_that_is_refused_and_was_given_up_at_once_ends_no_other() -> None:
+    async with bench() as it, raw(it.port) as client:
+        await client.until(h2.events.RemoteSettingsChanged)
+        client.call("Hoard")
+        await until(lambda: calls_of(it))
+        # Both come in one piece.
+        [connection] = it.server._connections
+        stream_id = client.call("Echo", ("content-type", "text/plain"), send=False)
+        client.http2.reset_stream(stream_id)
+        connection.data_received(client.http2.data_to_send())
+        assert not connection._transport.is_closing()
+        assert connection.num_calls == 1
 
 
 async def test_settings_without_end() -> None:
