@@ -116,8 +116,8 @@ class Engine:
 
     def step(self, held: Collection[int] = (), now: float = 0.0) -> list[Outcome]:
         """One forward pass over some of what is known; the sequences in the slots ``held`` draw
-        nothing, unless nobody else has anything to do. ``now`` is when it begins, in seconds on
-        rank 0's clock. Raises EngineBroken."""
+        nothing, but for one of them where nobody else has anything to do. ``now`` is when it
+        begins, in seconds on rank 0's clock. Raises EngineBroken."""
         self._stopwatch.start()
         self._landed = []
         landed = self.settle() if self._in_flight and self._scheduler.must_land() else []

@@ -135,7 +135,8 @@ class Scheduler:
         """The next step's plan, which begins ``now``; without rows when nothing is there to run.
 
         The sequences in the slots ``held``, for whose grammars drawing would have to wait, sit the
-        step out if there is anything else to do: they slow down nobody but themselves.
+        step out, or all but one if there is nothing else to do: they slow down nobody but
+        themselves.
         """
         self._step += 1
         self._make_room()

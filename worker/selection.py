@@ -41,15 +41,28 @@ class Selection:
         self._batch = batch
         self.policy = policy
         self._counters = counters
+        #: by slot, how many steps in a row it was held
+        self._times_held: dict[int, int] = {}
 
     def select(self, budget: int, held: Collection[int], now: float) -> Selected:
-        """At most ``budget`` tokens. The sequences in the slots ``held`` are left out, if anybody
-        else is in the step."""
+        """At most ``budget`` tokens. The sequences in the slots ``held`` are left out; where that
+        is everybody, all but one: a step that waited for all of them could take very long."""
         self.policy.begin(self._batch.columns, now)
+        self._times_held = {slot: self._times_held.get(slot, 0) + 1 for slot in held}
         selected = self._select(budget, held, now)
-        if held and not selected.num_tokens:
-            return self._select(budget, (), now)
+        if held and not selected.num_tokens and (longest := self._longest_held()) is not None:
+            del self._times_held[longest]
+            return self._select(budget, self._times_held.keys(), now)
         return selected
+
+    def _longest_held(self) -> int | None:
+        """The slot that has sat out the most steps, for it was asked about before the others; of
+        several, the first by the policy. None where nobody has anything to do."""
+        urgent, patient = self.policy.decodes(self._batch.columns.decoding())
+        prefilling = self._batch.at(self._batch.columns.prefilling())
+        prefills = [sequence.slot for sequence in self.policy.prefills(prefilling)]
+        slots = [*urgent.tolist(), *prefills, *patient.tolist()]
+        return max(slots, key=self._times_held.__getitem__, default=None)
 
     def _select(self, budget: int, held: Collection[int], now: float) -> Selected:
         urgent, patient = self.policy.decodes(self._may_decode(held))

@@ -42,13 +42,32 @@ def test_a_held_sequence_sits_the_step_out_and_goes_on_where_it_was(
 
 
 @under_each_policy
-def test_where_nobody_else_has_anything_to_do_nobody_is_held(
+def test_where_everybody_is_held_the_step_waits_for_one_of_them_each_time_another(
     scheduling: Scheduling,
 ) -> None:
     this = bench(scheduling)
-    first, second = this.add(1, 5), this.add(2, 5)
+    everybody = [this.add(epoch, 5) for epoch in (1, 2, 3)]
     this.step()
-    assert slots(this, first.slot, second.slot) == [first.slot, second.slot]
+    taken = [slots(this, 0, 1, 2) for _ in range(6)]
+    assert sorted(taken[:3]) == [[0], [1], [2]] and taken[3:] == taken[:3]
+    assert [sequence.num_output for sequence in everybody] == [3, 3, 3]
+
+
+def test_who_sat_out_longest_is_waited_for() -> None:
+    this = bench()
+    for epoch in (1, 2, 3):
+        this.add(epoch, 5)
+    this.step()
+    assert slots(this, 2) == [0, 1]
+    assert slots(this, 1, 2) == [0]
+    assert [slots(this, 0, 1, 2) for _ in range(4)] == [[2], [1], [0], [2]]
+
+
+def test_a_last_chunk_is_waited_for_as_well() -> None:
+    this = bench()
+    this.add(1, 100)
+    this.step()
+    assert [(len(row.tokens), row.samples) for row in rows(this, 0)] == [(36, True)]
 
 
 def test_a_newcomer_comes_in_while_all_others_are_held() -> None:
