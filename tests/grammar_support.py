@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -78,7 +79,7 @@ def grammar_service(**settings: Any) -> Iterator[Service]:
     thread.start()
     config = WorkerConfig(model=str(DEMO_MODEL), grammar=Grammars(**{"cache_mib": 0} | settings))
     nursery = Nursery(config, VOCAB_SIZE)
-    compiler = GrammarCompiler(config.grammar, nursery)
+    compiler = GrammarCompiler(config.grammar, nursery, config.step_timeout)
     try:
         yield Service(loop, compiler, nursery)
     finally:
@@ -106,7 +107,7 @@ def _call(loop: asyncio.AbstractEventLoop, function: Any) -> Any:
 def allowed(matcher: Matcher, drafts: Sequence[int] = ()) -> list[list[int]]:
     """Token ids next, and after each draft that the grammar allows."""
     into = torch.empty(1 + len(drafts), mask_words(VOCAB_SIZE), dtype=torch.int32)
-    count = matcher.mask(drafts, into)
+    count = matcher.mask(drafts, into, time.monotonic())
     return [_ids(line) for line in (~forbidden(into, VOCAB_SIZE))[: 1 + count]]
 
 

@@ -336,7 +336,7 @@ def _build_grammars(config: WorkerConfig, vocab_size: int) -> GrammarCompiler | 
     from worker.grammar.compiler import GrammarCompiler
     from worker.grammar.nursery import Nursery
 
-    return GrammarCompiler(config.grammar, Nursery(config, vocab_size))
+    return GrammarCompiler(config.grammar, Nursery(config, vocab_size), config.step_timeout)
 
 
 def _dtype(config: WorkerConfig) -> str:

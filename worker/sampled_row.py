@@ -70,11 +70,12 @@ class SampledRow:
         edited = slot.bias is not None or slot.mask is not None or slot.sampling.has_penalties
         return edited or bool(self.banned_sites)
 
-    def fill_mask(self, into: Tensor) -> None:
-        """Into ``into`` int32 [sites, words] what its grammar allows."""
+    def fill_mask(self, into: Tensor, began: float) -> None:
+        """Into ``into`` int32 [sites, words] what its grammar allows. ``began`` as for a
+        TokenMask."""
         assert self.slot.mask is not None
         try:
-            self.num_allowed = self.slot.mask.mask(self.drafts, into)
+            self.num_allowed = self.slot.mask.mask(self.drafts, into, began)
         except EverliftError as error:
             self.error = error
 

@@ -19,6 +19,7 @@ not drawn itself is dropped, so what remains is what would have been drawn witho
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self, cast
@@ -205,8 +206,9 @@ class Sampler:
         if rows:
             lengths = [len(row.sites) for row in rows]
             bits = torch.empty(sum(lengths), mask_words(self._vocab_size), dtype=torch.int32)
+            began = time.monotonic()
             for row, lines in zip(rows, bits.split_with_sizes(lengths), strict=True):
-                row.fill_mask(lines)
+                row.fill_mask(lines, began)
             sites = self._upload(_sites(rows))
             barred = forbidden(upload(bits, self._device, bits.dtype), self._vocab_size)
             logits[sites] = logits[sites].masked_fill_(barred, -torch.inf)

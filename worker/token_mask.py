@@ -24,10 +24,12 @@ class TokenMask(Protocol):
         """Whether ``mask`` without drafts answers at once, or soon enough for a step to wait."""
         ...
 
-    def mask(self, drafts: Sequence[int], into: Tensor) -> int:
+    def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
         """Fills ``into``, int32 [1 + len(drafts), mask_words(vocab)] on the CPU, with what may come
         next and after each draft. How many of the drafts the grammar allows; what stands behind
-        the first that it does not allow means nothing."""
+        the first that it does not allow means nothing. ``began`` is when the step began to wait
+        for masks, in monotonic time: from then on it waits for all of them together no longer
+        than for one."""
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:

@@ -244,7 +244,7 @@ class Even:
     def is_ready(self) -> bool:
         return True
 
-    def mask(self, drafts: Sequence[int], into: Tensor) -> int:
+    def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
         into.fill_(0x55555555)
         return len(drafts)
 

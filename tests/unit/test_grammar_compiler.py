@@ -54,10 +54,11 @@ class ToyKeepers:
 
 
 class Desk:
-    def __init__(self, **settings: float) -> None:
+    def __init__(self, step_timeout: float = 5.0, **settings: float) -> None:
         self.keepers = ToyKeepers()
         settings = {"cache_mib": 20, "max_compiling": 1} | settings
-        self._compiler = GrammarCompiler(Grammars(**settings), self.keepers)  # type: ignore[arg-type]
+        grammars = Grammars(**settings)  # type: ignore[arg-type]
+        self._compiler = GrammarCompiler(grammars, self.keepers, step_timeout)
 
     def order(self, text: str) -> asyncio.Future[CompiledGrammar | EverliftError]:
         future: asyncio.Future[CompiledGrammar | EverliftError] = asyncio.Future()
@@ -168,6 +169,18 @@ async def test_they_come_in_the_order_of_arrival_and_too_many_are_refused() -> N
         await desk.compile(text)
     results = await asyncio.gather(*futures)
     assert all(isinstance(result, CompiledGrammar) for result in results)
+    await desk.close()
+
+
+@pytest.mark.parametrize(("step_timeout", "patience_s"), [(1.0, 0.5), (5.0, 2.5), (60.0, 5.0)])
+async def test_no_wait_for_a_keeper_makes_a_step_count_as_stuck(
+    step_timeout: float, patience_s: float
+) -> None:
+    desk = Desk(step_timeout, step_budget=0.1)
+    future = desk.order("a")
+    await desk.compile("a")
+    assert isinstance(grammar := await future, CompiledGrammar)
+    assert grammar._channel._patience_s == patience_s
     await desk.close()
 
 

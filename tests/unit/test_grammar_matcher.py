@@ -30,7 +30,7 @@ class Keeper:
             raise EngineFailed("gone")
         self.told.append(request["do"])
 
-    def take(self, matcher: int) -> bytes:
+    def take(self, matcher: int, began: float) -> bytes:
         if self.is_lost:
             raise EngineFailed("gone")
         return self.replies.popleft()
@@ -50,7 +50,7 @@ def matcher_of(keeper: Keeper) -> Matcher:
 
 
 def mask_of(matcher: Matcher, *drafts: int) -> int:
-    return matcher.mask(drafts, torch.empty(1 + len(drafts), 2, dtype=torch.int32))
+    return matcher.mask(drafts, torch.empty(1 + len(drafts), 2, dtype=torch.int32), began=0.0)
 
 
 def test_while_the_keepers_are_busy_who_is_being_drawn_is_not_ready() -> None:

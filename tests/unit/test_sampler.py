@@ -447,8 +447,8 @@ def test_drafts_change_no_token(sampling: SamplingParams, rng: Random) -> None:
 
 def test_drafts_that_a_grammar_does_not_count_as_allowed_are_not_taken() -> None:
     class Cautious(FakeMatcher):
-        def mask(self, drafts: Sequence[int], into: Tensor) -> int:
-            return min(1, super().mask(drafts, into))
+        def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
+            return min(1, super().mask(drafts, into, began))
 
     class CautiousGrammar(FakeGrammar):
         def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> FakeMatcher:
@@ -566,6 +566,30 @@ def test_a_grammar_that_gives_up_costs_its_own_row(method: str) -> None:
     this = admission(SamplingParams(grammar=GRAMMAR), grammar=Failing(method))
     assert failure(this) == f"in {method}"
     assert failure(this, (4, 9)) == f"in {method}"
+
+
+def test_all_masks_of_a_step_are_waited_for_from_the_same_moment_on() -> None:
+    moments: list[float] = []
+
+    class Watched(FakeGrammar):
+        def matcher(self, stop_token_ids: frozenset[int], output: Sequence[int]) -> FakeMatcher:
+            matcher = super().matcher(stop_token_ids, output)
+            mask = matcher.mask
+
+            def watched(drafts: Sequence[int], into: Tensor, began: float) -> int:
+                moments.append(began)
+                return mask(drafts, into, began)
+
+            matcher.mask = watched  # type: ignore[method-assign]
+            return matcher
+
+    sampling = SamplingParams(temperature=0.0, grammar=GRAMMAR)
+    grammar = Watched(lambda output: range(VOCAB))
+    drawing = sampler(*(admission(sampling, slot=slot, grammar=grammar) for slot in range(3)))
+    for position in range(2):
+        drawing.sample(logits(3), Asks.of([Ask(slot, position) for slot in range(3)]))
+    assert len(moments) == 6
+    assert len({*moments[:3]}) == len({*moments[3:]}) == 1 and moments[0] < moments[3]
 
 
 def test_a_grammar_that_nobody_compiled_is_not_ignored() -> None:

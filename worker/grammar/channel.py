@@ -18,15 +18,16 @@ from worker.grammar.messages import CHUNK, Frames, Reply, Request, decode_reply,
 #: grammars take a fraction of a millisecond a token, and who sits a step out decodes slower.
 _BACKLOG_S = 0.005
 _CORES = os.cpu_count() or 1
-#: A keeper that the kernel does not let run has so many times its CPU time for a mask.
-_PATIENCE = 50
 
 
 class Channel:
     """Requests go out at once, replies wait here until they are taken. Used by one thread, but for
     what says otherwise. With the last reference to it the socket closes, and the keeper ends."""
 
-    def __init__(self, sock: socket.socket, mask_budget_s: float, backlog: Backlog) -> None:
+    def __init__(
+        self, sock: socket.socket, mask_budget_s: float, patience_s: float, backlog: Backlog
+    ) -> None:
+        """Nothing is waited for longer than ``patience_s``."""
         sock.setblocking(False)
         self._sock = sock
         self._frames = Frames()
@@ -34,6 +35,9 @@ class Channel:
         self._replies: dict[int, deque[Reply]] = {}
         self._forgotten: deque[int] = deque()
         self._mask_budget_s = mask_budget_s
+        self._patience_s = patience_s
+        #: when something went over the socket last
+        self._stirred = time.monotonic()
         self._backlog = backlog
         self._account = Account(backlog, mask_budget_s)
         weakref.finalize(self, sock.close)
@@ -56,14 +60,17 @@ class Channel:
         self._drop_forgotten()
         self._replies.setdefault(request["matcher"], deque())
         self._send(encode_request(request))
+        self._stirred = time.monotonic()
 
-    def take(self, matcher: int) -> bytes:
-        """The body of the next reply about ``matcher``. Raises EverliftError for a refusal, or when
-        the keeper is gone."""
-        deadline = self._deadline()
+    def take(self, matcher: int, began: float) -> bytes:
+        """The body of the next reply about ``matcher``. Raises EverliftError for a refusal, when
+        the keeper is gone, or where the reply is not here in time: the patience of whoever waits
+        is counted from when it ``began`` to wait, for this keeper or others, in monotonic time."""
+        deadline = began + self._patience_s
         while not self._replies[matcher]:
-            if not self._receive():
-                self._wait(select.POLLIN, deadline)
+            if not self._receive() and not self._wait(select.POLLIN, deadline):
+                # One that answers others meanwhile is behind with its work, and goes on.
+                raise self._lost() if self._stirred < began else self._too_slow()
         reply = self._replies[matcher].popleft()
         if reply.is_refusal:
             raise EngineFailed(f"the grammar cannot be followed: {reply.body.decode()}")
@@ -102,13 +109,14 @@ class Channel:
 
     def _send(self, data: bytes) -> None:
         """Takes what comes meanwhile, or both ends would wait for each other."""
-        deadline = self._deadline()
+        deadline = time.monotonic() + self._patience_s
         unsent = memoryview(data)
         while unsent:
             try:
                 unsent = unsent[self._sock.send(unsent) :]
             except BlockingIOError:
-                self._wait(select.POLLIN | select.POLLOUT, deadline)
+                if not self._wait(select.POLLIN | select.POLLOUT, deadline):
+                    raise self._lost() from None
                 self._receive()
             except OSError:
                 raise self._lost() from None
@@ -116,7 +124,9 @@ class Channel:
     def _receive(self) -> bool:
         """Whether there was something."""
         try:
-            for frame in self._frames.feed(self._sock.recv(CHUNK)):
+            received = self._sock.recv(CHUNK)
+            self._stirred = time.monotonic()
+            for frame in self._frames.feed(received):
                 reply = decode_reply(frame)
                 if reply.matcher in self._replies:
                     self._replies[reply.matcher].append(reply)
@@ -127,18 +137,18 @@ class Channel:
             raise self._lost() from None
         return True
 
-    def _deadline(self) -> float:
-        return time.monotonic() + _PATIENCE * self._mask_budget_s
-
-    def _wait(self, events: int, deadline: float) -> None:
+    def _wait(self, events: int, deadline: float) -> bool:
+        """Whether one of them came in time."""
         poll = select.poll()
         poll.register(self._sock, events)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise self._lost()
+        return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
     def _lost(self) -> EverliftError:
         self.end()
         self._account.forget_all()
+        return self._too_slow()
+
+    def _too_slow(self) -> EverliftError:
         return InvalidGrammar(
             "the grammar takes too long to follow: more than "
             f"{self._mask_budget_s:g} s for one token, or too much memory"

@@ -30,6 +30,10 @@ Done = Callable[[CompiledGrammar | EverliftError], None]
 _KEEPER_BYTES = 6 << 20
 #: Where the processors are shared, so many times the CPU time may pass.
 _PATIENCE = 6
+#: A keeper that the kernel does not let run has so many times its CPU time for a mask,
+_MASK_PATIENCE = 50
+#: but no more than this part of the time after which a step counts as stuck.
+_STEP_PART = 0.5
 
 
 class Keepers(Protocol):
@@ -45,8 +49,11 @@ class Keepers(Protocol):
 class GrammarCompiler:
     """``compile`` and ``close`` are called in the event loop's thread, and ``done`` is."""
 
-    def __init__(self, settings: Grammars, keepers: Keepers) -> None:
+    def __init__(self, settings: Grammars, keepers: Keepers, step_timeout: float) -> None:
+        """``step_timeout`` is after how many seconds a step may count as stuck."""
         self._settings = settings
+        masks_s = _MASK_PATIENCE * settings.step_budget
+        self._mask_patience_s = min(masks_s, _STEP_PART * step_timeout)
         self._keepers = keepers
         self._backlog = Backlog()
         self._dones: dict[Grammar, list[Done]] = {}
@@ -118,7 +125,8 @@ class GrammarCompiler:
         except BaseException:
             sock.close()
             raise
-        channel = Channel(sock, self._settings.step_budget, self._backlog)
+        budget_s, patience_s = self._settings.step_budget, self._mask_patience_s
+        channel = Channel(sock, budget_s, patience_s, self._backlog)
         return CompiledGrammar(channel, compiled.eos_token_ids, compiled.num_bytes)
 
     async def _reply(self, sock: socket.socket, grammar: Grammar) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -80,17 +81,18 @@ class Matcher:
             return False
         return self._next is not None or self._channel.has_reply(self._number)
 
-    def mask(self, drafts: Sequence[int], into: Tensor) -> int:
+    def mask(self, drafts: Sequence[int], into: Tensor, began: float) -> int:
         """Fills ``into``, int32 [1 + len(drafts), words of the vocabulary] on the CPU, with what
         may come next and after each draft. How many of the drafts the grammar allows, of which a
-        stop token is none; what stands behind them is 0."""
+        stop token is none; what stands behind them is 0. ``began`` is when the step began to wait
+        for masks, in monotonic time."""
         into.zero_()
-        _fill(into[:1], self._mask_of_next())
+        _fill(into[:1], self._mask_of_next(began))
         self._expect_token()
         if not drafts:
             return 0
         self._tell({"do": "drafts", "matcher": self._number, "tokens": list(drafts)})
-        masks = self._channel.take(self._number)
+        masks = self._channel.take(self._number, began)
         num_allowed = len(masks) // (into.shape[1] * into.element_size())
         _fill(into[1 : 1 + num_allowed], masks)
         return num_allowed
@@ -98,7 +100,7 @@ class Matcher:
     def accept(self, tokens: Sequence[int]) -> None:
         """Goes on by ``tokens``, which were drawn. Where it cannot, the next ``mask`` says so."""
         with suppress(EverliftError):
-            self._mask_of_next()
+            self._mask_of_next(time.monotonic())
             self._expect_token()
             self._next, self._is_drawing = None, False
             self._channel.tell({"do": "accept", "matcher": self._number, "tokens": list(tokens)})
@@ -113,9 +115,9 @@ class Matcher:
         self._channel.expect(self._number)
         self._channel.tell(request)
 
-    def _mask_of_next(self) -> bytes:
+    def _mask_of_next(self, began: float) -> bytes:
         if self._next is None:
-            self._next = self._channel.take(self._number)
+            self._next = self._channel.take(self._number, began)
         return self._next
 
 
