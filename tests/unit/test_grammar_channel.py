@@ -53,6 +53,25 @@ def test_a_keeper_that_is_silent_for_too_long_is_ended(keeper: Keeper) -> None:
     assert keeper.is_told_to_end()
 
 
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_what_a_keeper_said_before_it_was_gone_is_not_heard_any_more(
+    keeper: Keeper, is_waited_for: bool
+) -> None:
+    keeper.ask(1)
+    keeper.ask(2)
+    keeper.answer(1)
+    keeper.sock.recv(CHUNK)
+    keeper.sock.close()
+    with pytest.raises(InvalidGrammar):
+        keeper.ask(3)
+    if not is_waited_for:
+        assert keeper.channel.has_reply(1), "there is no use in waiting"
+    for matcher in (1, 2):
+        with pytest.raises(InvalidGrammar, match="takes too long"):
+            keeper.take(matcher)
+    assert keeper.backlog.seconds == pytest.approx(0)
+
+
 def test_one_that_is_behind_with_its_work_costs_those_who_wait_and_goes_on(keeper: Keeper) -> None:
     keeper.ask(1)
     keeper.ask(2)

@@ -30,6 +30,8 @@ class Channel:
         """Nothing is waited for longer than ``patience_s``."""
         sock.setblocking(False)
         self._sock = sock
+        #: the keeper is: what it may still have said is not read
+        self._is_given_up = False
         self._frames = Frames()
         #: of every matcher that somebody asks about
         self._replies: dict[int, deque[Reply]] = {}
@@ -123,6 +125,8 @@ class Channel:
 
     def _receive(self) -> bool:
         """Whether there was something."""
+        if self._is_given_up:
+            raise self._lost()
         try:
             received = self._sock.recv(CHUNK)
             self._stirred = time.monotonic()
@@ -144,6 +148,10 @@ class Channel:
         return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
     def _lost(self) -> EverliftError:
+        """Gives up the keeper, and all that it was asked: no reply to any of that counts."""
+        self._is_given_up = True
+        for replies in self._replies.values():
+            replies.clear()
         self.end()
         self._account.forget_all()
         return self._too_slow()
