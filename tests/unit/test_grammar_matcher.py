@@ -90,6 +90,15 @@ def test_the_next_mask_is_something_to_do_as_soon_as_a_token_is_drawn() -> None:
     assert (keeper.num_expected, keeper.told) == (3, ["open", "drafts", "accept"])
 
 
+def test_while_the_keepers_are_busy_no_step_waits_for_the_masks_of_drafts() -> None:
+    keeper = Keeper()
+    this = matcher_of(keeper)
+    keeper.replies.append(MASK)
+    keeper.is_busy = True
+    assert mask_of(this, 5, 6) == 0
+    assert keeper.told == ["open"]
+
+
 def test_a_keeper_that_is_gone_when_a_token_was_drawn_shows_in_the_next_mask() -> None:
     keeper = Keeper()
     this = matcher_of(keeper)

@@ -85,11 +85,12 @@ class Matcher:
         """Fills ``into``, int32 [1 + len(drafts), words of the vocabulary] on the CPU, with what
         may come next and after each draft. How many of the drafts the grammar allows, of which a
         stop token is none; what stands behind them is 0. ``began`` is when the step began to wait
-        for masks, in monotonic time."""
+        for masks, in monotonic time. While the keepers are busy none is allowed: they would be
+        asked about behind all that waits."""
         into.zero_()
         _fill(into[:1], self._mask_of_next(began))
         self._expect_token()
-        if not drafts:
+        if not drafts or self._channel.is_busy:
             return 0
         self._tell({"do": "drafts", "matcher": self._number, "tokens": list(drafts)})
         masks = self._channel.take(self._number, began)
