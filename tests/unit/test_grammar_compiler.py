@@ -146,6 +146,19 @@ async def test_a_keeper_that_is_ended_while_it_compiles_says_that_it_was_too_muc
     assert str(error) == "the grammar takes more than 30 s to compile, or more than 256 MiB"
 
 
+async def test_a_grammar_whose_keeper_was_ended_while_it_compiled_is_tried_again(
+    desk: Desk,
+) -> None:
+    future = desk.order("a")
+    sock, _ = await desk.keepers.next()
+    sock.close()
+    assert isinstance(await future, InvalidGrammar)
+    again = desk.order("a")
+    assert not again.done()
+    await desk.compile("a")
+    assert isinstance(await again, CompiledGrammar)
+
+
 async def test_a_keeper_that_never_answers_is_given_up() -> None:
     desk = Desk(compile_timeout=1e-3)
     assert isinstance(await desk.order("a"), InvalidGrammar)

@@ -102,7 +102,6 @@ class GrammarCompiler:
         result = await self._result(grammar)
         if isinstance(result, CompiledGrammar):
             self._alive[grammar] = result
-        if isinstance(result, CompiledGrammar | InvalidGrammar):
             self._keep(grammar, result)
         del self._compiling[grammar]
         self._begin()
@@ -130,7 +129,8 @@ class GrammarCompiler:
         return CompiledGrammar(channel, compiled.eos_token_ids, compiled.num_bytes)
 
     async def _reply(self, sock: socket.socket, grammar: Grammar) -> bytes:
-        """The body of the keeper's reply to ``compile``."""
+        """The body of the keeper's reply to ``compile``. A refusal is kept: it would be the same
+        again. Why a keeper ended nobody knows, and it may not be the grammar's fault."""
         loop, replies = asyncio.get_running_loop(), _Replies(sock)
         try:
             await replies.next()
@@ -148,7 +148,9 @@ class GrammarCompiler:
                 f"more than {self._settings.process_mib} MiB"
             ) from None
         if reply.is_refusal:
-            raise InvalidGrammar(reply.body.decode())
+            refusal = InvalidGrammar(reply.body.decode())
+            self._keep(grammar, refusal)
+            raise refusal
         return reply.body
 
     def _keep(self, grammar: Grammar, result: CompiledGrammar | InvalidGrammar) -> None:
