@@ -163,6 +163,21 @@ def test_a_long_batch_runs_once_it_has_waited_longer_for_what_it_takes() -> None
     assert present(waiting) == {2}, "1,000 s for 40 s are more than 10 s for 4 s"
 
 
+def test_who_comes_after_its_band_has_left_has_not_waited_with_it() -> None:
+    """A step takes a second, and a short one comes as soon as none waits any more."""
+    bench = Bench(limits(num_blocks=32, max_num_seqs=1, scheduling=MAGNUS))
+    predicted(bench, 1, 4)
+    bench.commit(bench.plan(0.0))
+    long = predicted(bench, 2, 40)
+    step = 0
+    while long.slot == NO_SLOT and step < 1000:
+        if bench.scheduler.load().num_waiting == 1:
+            predicted(bench, 3 + step, 4)
+        step += 1
+        bench.commit(bench.plan(float(step)))
+    assert step < 100
+
+
 def test_a_higher_class_goes_before_all_others() -> None:
     bench = Bench(limits(max_num_seqs=1, scheduling=MAGNUS))
     predicted(bench, 1, 2)

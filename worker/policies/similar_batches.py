@@ -133,6 +133,9 @@ class SimilarBatches:
     def _open_batch(self, sequence: Sequence) -> WaitingBatch:
         band = bisect_right(self._begins, sequence.expected_output)
         batches = self._bands.setdefault((sequence.priority, band), deque())
+        if batches and not batches[-1]:
+            # Whoever comes now has not waited as long as those who were in it.
+            batches.pop()
         if not batches or not batches[-1].has_room(sequence, self._limits):
             batches.append(WaitingBatch())
             self._opened.append(batches[-1])
