@@ -57,12 +57,13 @@ class Selection:
 
     def _longest_held(self) -> int | None:
         """The slot that has sat out the most steps, for it was asked about before the others; of
-        several, the first by the policy. None where nobody has anything to do."""
+        several, the first by the policy. None where none of them has anything to do."""
         urgent, patient = self.policy.decodes(self._batch.columns.decoding())
         prefilling = self._batch.at(self._batch.columns.prefilling())
         prefills = [sequence.slot for sequence in self.policy.prefills(prefilling)]
         slots = [*urgent.tolist(), *prefills, *patient.tolist()]
-        return max(slots, key=self._times_held.__getitem__, default=None)
+        held = [slot for slot in slots if slot in self._times_held]
+        return max(held, key=self._times_held.__getitem__, default=None)
 
     def _select(self, budget: int, held: Collection[int], now: float) -> Selected:
         urgent, patient = self.policy.decodes(self._may_decode(held))
