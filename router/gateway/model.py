@@ -105,9 +105,9 @@ class ByteTokenizer:
 
 @dataclass(slots=True)
 class ServedModel:
-    """``context`` is the most tokens of prompt and output together that the model can hold,
-    ``max_model_len`` those that each of its workers can. ``fingerprint`` is the workers', empty
-    before there was one. ``directory`` has its files, where it has any."""
+    """``max_model_len`` is the most tokens of prompt and output together that each of its workers
+    can hold, ``context`` what is taken for it before there was one. ``fingerprint`` is the
+    workers', empty before there was one. ``directory`` has its files, where it has any."""
 
     name: str
     tokenizer: Tokenizer
@@ -140,7 +140,7 @@ class ServedModel:
             tokenizer=HuggingFaceTokenizer(tokenizer),
             eos_ids=_eos_ids(directory, facts),
             vocab_size=_number(facts, ["vocab_size"], _UNBOUNDED),
-            context=_number(facts, _CONTEXT_KEYS, _UNBOUNDED),
+            context=_context(facts),
             directory=directory,
         )
 
@@ -148,14 +148,14 @@ class ServedModel:
         """Before there is a worker: it is going to hold what the last one did, where that served
         this model. With which weights is seen when it comes."""
         if last.model == self.name:
-            self.max_model_len = min(self.context, _room(last))
+            self.max_model_len = _room(last)
 
     def limit(self, workers: Sequence[session_pb2.WorkerInfo]) -> None:
-        """Those that run the model. Where there is none any more all stays as it was: the next one
-        is likely to be like the last."""
+        """Those that run the model know it better than its configuration is read here. Where there
+        is none any more all stays as it was: the next one is likely to be like the last."""
         if workers:
             self.fingerprint = workers[-1].fingerprint
-            self.max_model_len = min(self.context, *map(_room, workers))
+            self.max_model_len = min(map(_room, workers))
 
     def check_name(self, request: Request) -> None:
         """Raises UnknownModel for a request of another model."""
@@ -316,6 +316,25 @@ def _facts(config: Path) -> dict[str, Any]:
 
 def _number(facts: Mapping[str, Any], keys: Sequence[str], default: int) -> int:
     return next((int(facts[key]) for key in keys if facts.get(key) is not None), default)
+
+
+def _context(facts: Mapping[str, Any]) -> int:
+    """YaRN lengthens it by a section of the configuration alone: the other number stays as it was.
+    Gemma has such a section for each kind of layer."""
+    written = _number(facts, _CONTEXT_KEYS, _UNBOUNDED)
+    rope = facts.get("rope_scaling") or facts.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return written
+    sections = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    return max([written, *(_yarn_context({**part, **facts}, written) for part in sections)])
+
+
+def _yarn_context(facts: Mapping[str, Any], written: int) -> int:
+    """0 without YaRN, or where it does not say by how much."""
+    if facts.get("rope_type", facts.get("type")) != "yarn":
+        return 0
+    original = _number(facts, ["original_max_position_embeddings"], written)
+    return int((facts.get("factor") or 0) * original)
 
 
 def _eos_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:

@@ -11,6 +11,10 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import UnknownModel
 from everlift.v1 import session_pb2
 from router.gateway.model import ServedModel
+from worker.model.spec import ModelSpec
+
+#: As Qwen2.5's model cards have it, of a smaller model.
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def worker(max_model_len: int, num_blocks: int = 1000, model: str = "m") -> session_pb2.WorkerInfo:
@@ -35,6 +39,17 @@ def model(directory: Path, config: object, tokenizer: str | None = None) -> str:
         ({"vocab_size": 512, "max_position_embeddings": 64}, 512, 64),
         ({"vocab_size": 512, "n_positions": 32}, 512, 32),
         ({"text_config": {"vocab_size": 512, "max_position_embeddings": 64}}, 512, 64),
+        ({"vocab_size": 512, "max_position_embeddings": 64, "rope_scaling": YARN}, 512, 128),
+        ({"vocab_size": 512, "max_position_embeddings": 64, "rope_parameters": YARN}, 512, 128),
+        (
+            {
+                "vocab_size": 512,
+                "max_position_embeddings": 128,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+            },
+            512,
+            128,
+        ),
     ],
 )
 def test_families_spell_their_limits_differently(
@@ -57,7 +72,17 @@ def test_every_worker_there_is_can_hold_what_is_accepted(tmp_path: Path) -> None
     served.limit([large, small])
     assert served.max_model_len == 100
     served.limit([large])
-    assert served.max_model_len == 1000
+    assert served.max_model_len == 5000
+
+
+def test_a_context_that_yarn_lengthens_is_the_same_here_and_at_a_worker(tmp_path: Path) -> None:
+    sizes = json.loads((DEMO_MODEL / "config.json").read_text())
+    yarn = YARN | {"original_max_position_embeddings": sizes["max_position_embeddings"]}
+    directory = model(tmp_path / "m", {**sizes, "rope_scaling": yarn})
+    served, held = ServedModel.load(directory), ModelSpec.from_hf(directory).max_position
+    assert served.max_model_len == held == 4 * sizes["max_position_embeddings"]
+    served.limit([worker(held)])
+    assert served.max_model_len == held
 
 
 def test_without_workers_the_last_one_counts(tmp_path: Path) -> None:
