@@ -23,6 +23,7 @@ class Pieces(Decoder):
     def __init__(self, *pieces: Piece) -> None:
         self._pieces = pieces
         self.unread = ()
+        self.tied = None
 
     def pieces(self) -> Iterator[Piece]:
         yield from self._pieces

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.llama_support import save_llama
+from tests.decoder_steps import SteppedDecoder
+from tests.llama_support import load_llama, save_llama
 from tests.weights_support import Pieces, Rank
 from worker.model.checkpoint import BadCheckpoint
 from worker.model.decoder import Decoder
@@ -161,12 +162,70 @@ def test_parameters_get_the_dtype_they_are_asked_in(checkpoint: Path) -> None:
 
 def test_redundant_tensors_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
     save_llama(tmp_path, tie_word_embeddings=True)
-    change(
-        tmp_path,
-        lm_head__weight=torch.zeros(3),
-        model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(6),
-    )
+    change(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(6))
     loaded(tmp_path, Group.single())
+
+
+def embedding_of(directory: Path) -> Tensor:
+    return load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_head_that_is_not_the_embedding_is_not_tied_to_it(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers has it: the config was left as it was when the head was trained further.
+    They differ in their last row alone, of which only the last rank holds anything."""
+    monkeypatch.setattr("worker.model.weights._COMPARED_ELEMENTS", 1000)
+    save_llama(tmp_path, tie_word_embeddings=True)
+    own = embedding_of(tmp_path)
+    own[-1] *= 2
+    change(tmp_path, lm_head__weight=own)
+    for rank in range(ranks):
+        held = loaded(tmp_path, Rank(rank, ranks))
+        width = -(-len(own) // ranks)
+        rows = slice(rank * width, (rank + 1) * width)
+        assert torch.equal(held["lm_head.weight"], own[rows])
+        assert torch.equal(held["model.embed_tokens.weight"], embedding_of(tmp_path)[rows])
+    with torch.inference_mode():
+        expected = load_llama(tmp_path)(torch.tensor([[5, 17, 100]])).logits[0]
+    stepped = SteppedDecoder(tmp_path, 64).logits([[5, 17, 100]], [[(0, 3)]])
+    assert stepped is not None
+    torch.testing.assert_close(stepped[0], expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stored_head_that_is_the_embedding_is_held_once(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal is what is so in the type of the parameters."""
+    monkeypatch.setattr("worker.model.weights._COMPARED_ELEMENTS", 1000)
+    save_llama(tmp_path, tie_word_embeddings=True)
+    without = load(decoder(tmp_path, Group.single(), dtype), tmp_path)
+    change(tmp_path, lm_head__weight=embedding_of(tmp_path).to(dtype))
+    model = decoder(tmp_path, Group.single(), dtype)
+    assert load(model, tmp_path) == without
+    assert model.layer_by_layer.head is model.layer_by_layer.embedding
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (
+            torch.zeros(3, 48),
+            r"lm_head\.weight has shape \(3, 48\); the config makes it \(211, 48\)",
+        ),
+        (torch.zeros(211, 48, dtype=torch.int8), r"lm_head\.weight is I8; supported: F32"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_stored_head_that_cannot_be_one_is_named(
+    head: Tensor, words: str, tmp_path: Path
+) -> None:
+    save_llama(tmp_path, tie_word_embeddings=True)
+    change(tmp_path, lm_head__weight=head)
+    with pytest.raises(BadCheckpoint, match=words):
+        loaded(tmp_path, Group.single())
 
 
 @pytest.mark.parametrize(

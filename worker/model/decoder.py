@@ -16,7 +16,7 @@ to h, and factors at every end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -236,7 +236,11 @@ class Decoder:
         vocab, width, names = spec.vocab_size, spec.hidden_size, spec.tensors
         #: tensors of the checkpoint whose names begin so are not for it
         self.unread = names.unread
-        embedding = VocabTable(f"{names.model}.embed_tokens.weight", vocab, width, place)
+        tables = f"{names.model}.embed_tokens.weight", f"{names.head}.weight"
+        #: what a checkpoint calls the embedding and the head, where they are one table
+        self.tied = tables if spec.tied_embeddings else None
+        embedding = VocabTable(tables[0], vocab, width, place)
+        self._own_head = partial(VocabTable, tables[1], vocab, width, place)
         ropes = list(dict.fromkeys(layer.rope for layer in spec.layers))
         self.layer_by_layer = LayerByLayer(
             embedding,
@@ -248,9 +252,7 @@ class Decoder:
             ],
             [ropes.index(layer.rope) for layer in spec.layers],
             _norm(f"{names.model}.norm", width, spec, place),
-            embedding
-            if spec.tied_embeddings
-            else VocabTable(f"{names.head}.weight", vocab, width, place),
+            embedding if spec.tied_embeddings else self._own_head(),
         )
         self.stack: Stack = self.layer_by_layer
         self._logits_divisor = spec.logits_divisor
@@ -277,6 +279,12 @@ class Decoder:
             logits = logits / self._logits_divisor
         cap = self._logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def untie(self) -> None:
+        """The head becomes a table of its own, before anything is filled."""
+        self.tied = None
+        self.layer_by_layer = replace(self.layer_by_layer, head=self._own_head())
+        self.stack = self.layer_by_layer
 
     def pack(self, packing: Packing) -> None:
         """What is multiplied with, once everything is filled; ``pieces`` has ended then."""

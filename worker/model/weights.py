@@ -1,7 +1,7 @@
 """From safetensors into a rank's parameters: of each tensor only the rank's slices, once, and of
 short rows what lies between them.
 
-Everything is checked by the files' headers before the first tensor is read. Tensors are begun in
+Everything is checked by the files' headers before the first tensor is filled. Tensors are begun in
 the order in which they lie in the files, by several threads: one alone waits for storage most of
 the time, or for the copy to the device. No file is mapped: what is touched of a mapped file counts
 as the process's own memory until the file is closed.
@@ -9,17 +9,20 @@ as the process's own memory until the file is closed.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from everlift import logs
 from everlift.model_files import weight_files
 from everlift.progress import Progress, untold
 from worker.model.checkpoint import BadCheckpoint, StoredTensor, read_tensors, some
@@ -28,9 +31,13 @@ from worker.model.filling import Filler, Read
 from worker.model.layers import Piece
 from worker.model.runs import Run, bounds_of
 
+log = logs.get(__name__)
+
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-#: What a checkpoint may hold beside the parameters: derived tables, and a head that is tied.
-_REDUNDANT = re.compile(r"rotary_emb\.inv_freq$|^lm_head\.weight$")
+#: What a checkpoint may hold beside the parameters: derived tables.
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+#: Of a tensor that is compared with another, so many at a time.
+_COMPARED_ELEMENTS = 1 << 20
 
 #: By the name of their tensor.
 _Wanted = dict[str, list[Piece]]
@@ -48,22 +55,52 @@ def load(
 ) -> int:
     """Fills every parameter of ``decoder``, from ``num_readers`` threads; returns their bytes.
     Raises BadCheckpoint."""
+    tensors = [tensor for path in _files(Path(directory)) for tensor in read_tensors(path)]
+    redundant = _untie_if_stored_apart(decoder, {tensor.name: tensor for tensor in tensors})
     pieces = list(decoder.pieces())
     wanted = _by_name(pieces)
-    files = [(path, read_tensors(path)) for path in _files(Path(directory))]
-    names = [tensor.name for _, tensors in files for tensor in tensors]
+    names = [tensor.name for tensor in tensors if tensor.name != redundant]
     _check_names(directory, wanted, [n for n in names if not n.startswith(decoder.unread)])
-    for _, tensors in files:
-        _check_forms(wanted, tensors)
+    _check_forms(wanted, tensors)
     filler = Filler(pieces, progress)
-    parts = [
-        _Part(tensor, piece)
-        for _, tensors in files
-        for tensor in tensors
-        for piece in wanted.get(tensor.name, ())
-    ]
+    parts = [_Part(tensor, piece) for tensor in tensors for piece in wanted.get(tensor.name, ())]
     _fill(parts, filler, num_readers)
     return filler.total_bytes
+
+
+def _untie_if_stored_apart(decoder: Decoder, stored: Mapping[str, StoredTensor]) -> str | None:
+    """A head that is tied by the config, but of which the checkpoint has one that is not the
+    embedding, becomes one of its own: a model that was trained further may have been stored so,
+    and transformers ties no more than what is equal. Returns the name of one that is equal.
+
+    Each rank compares the whole tables, so that all come to the same without a word."""
+    if decoder.tied is None or not stored.keys() >= {*decoder.tied}:
+        return None
+    embedding, head = (stored[name] for name in decoder.tied)
+    dtype = decoder.layer_by_layer.embedding.weight.plain.dtype
+    if _are_equal(embedding, head, dtype):
+        return head.name
+    log.warning("the head is not tied: the checkpoint has one of its own", head=head.name)
+    decoder.untie()
+    return None
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype) -> bool:
+    """Whether they are once they are loaded as ``dtype``; a part of them is held at a time."""
+    both, size = (one, other), math.prod(one.shape)
+    if one.shape != other.shape or not all(tensor.dtype in _DTYPES for tensor in both):
+        return False
+    with ExitStack() as stack:
+        files = [stack.enter_context(tensor.path.open("rb", buffering=0)) for tensor in both]
+        reads = [_reading(file.fileno(), t) for file, t in zip(files, both, strict=True)]
+        rooms = [torch.empty(_COMPARED_ELEMENTS, dtype=_DTYPES[t.dtype]) for t in both]
+        for start in range(0, size, _COMPARED_ELEMENTS):
+            run = Run(start, min(_COMPARED_ELEMENTS, size - start))
+            for read, room in zip(reads, rooms, strict=True):
+                read([run], room[: run.length])
+            if not torch.equal(*(room[: run.length].to(dtype) for room in rooms)):
+                return False
+    return True
 
 
 def _by_name(pieces: Iterable[Piece]) -> _Wanted:
@@ -86,7 +123,7 @@ def _check_names(directory: str | Path, wanted: _Wanted, found: Sequence[str]) -
     missing = wanted.keys() - set(found)
     if missing:
         raise BadCheckpoint(f"{directory} lacks {some(missing)}")
-    unexpected = [n for n in found if n not in wanted and not _REDUNDANT.search(n)]
+    unexpected = [n for n in found if n not in wanted and not _DERIVED.search(n)]
     if unexpected:
         raise BadCheckpoint(f"{directory} has tensors that the model does not: {some(unexpected)}")
     repeated = [name for name, count in Counter(found).items() if count > 1]
