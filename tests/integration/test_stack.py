@@ -70,6 +70,27 @@ def test_hidden_states_of_some_tokens_are_those_among_all(name: str, tmp_path: P
         assert torch.equal(model.hidden(SEQUENCES, sites), of_all[sites]), sites
 
 
+@pytest.mark.parametrize("sites", [None, [0, 7, 8], [9], []], ids=str)
+def test_the_last_layer_computes_no_mlp_for_tokens_that_nobody_wants(
+    sites: list[int] | None, tmp_path: Path
+) -> None:
+    """It is the only layer here: rows of its memory that it did not compute are as they were."""
+    checkpoint = CHECKPOINTS["mistral, window"]
+    one_layer = replace(checkpoint, sizes=checkpoint.sizes | {"num_hidden_layers": 1})
+    model = stepped(one_layer, tmp_path)
+    stack, sequence = model.decoder.stack, SEQUENCES[0][:10]
+    assert isinstance(stack, CompiledStack)
+    model.hidden([sequence], None)
+    with torch.inference_mode():
+        stack._memory.fill_(torch.nan)
+    model.hidden([sequence], sites)
+    parts = stack._memory.split_with_sizes([len(sequence) * width for width in stack._widths])
+    wanted = len(sequence if sites is None else sites)
+    for part in parts[3:]:  # what attention and MLP add, and what the MLP makes of it
+        computed = part.view(len(sequence), -1).isfinite()
+        assert computed[:wanted].all() and not computed[wanted:].any()
+
+
 @pytest.mark.parametrize("token", [-1, VOCAB, 1 << 40])
 def test_a_token_that_there_is_not(token: int, tmp_path: Path) -> None:
     model = stepped(CHECKPOINTS["mistral, window"], tmp_path)

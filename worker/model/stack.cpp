@@ -80,7 +80,7 @@ struct Tokens {
   const size* ids;
   const size* positions;
   size number;
-  const size* sites;  // or null, for all
+  const size* sites;  // not looked at where they are all of them, or none
   size num_sites;
 };
 
@@ -140,7 +140,7 @@ struct Pass {
 
   // From here on nobody looks at the other tokens.
   size leave_sites() const {
-    if (!tokens.sites) return tokens.number;
+    if (tokens.num_sites == tokens.number) return tokens.number;
     const size attended = stack.heads * HEAD_DIM;
     me.once([&] {
       for (size i = 0; i < tokens.num_sites; ++i) {
