@@ -162,7 +162,8 @@ def _filter(top: Tensor, total: Tensor, filters: NDArray[np.float64]) -> tuple[T
     mass_before = top.cumsum(dim=-1, dtype=torch.float64) - top
     keep = within_k & (mass_before < top_p * mass) & (top >= min_p)
     count = keep.sum(dim=-1, keepdim=True).clamp(min=1)  # NaN keeps nothing
-    known = top_k.isinf() | (top_k <= width)
+    # Of the k most probable all are among these only if one that is less follows.
+    known = top_k.isinf() | (top[:, -1:] < kth)
     # Behind a weight of 0, as a grammar leaves them, there is nothing more to keep.
     is_final = ((count < width) & known) | (top[:, -1:] == 0)
     return top.gather(1, count - 1), is_final[:, 0]

@@ -49,6 +49,18 @@ def test_filters_keep_what_transformers_keeps(params: SamplingParams, vocab: int
     assert torch.equal(kept, warped(scores, params).isfinite())
 
 
+@pytest.mark.parametrize("top_k", [251, 255, 256, 257])
+def test_all_tokens_tied_with_the_last_of_top_k_count_for_top_p(top_k: int) -> None:
+    """Of the 100 that are, six are among the 256 that are looked at first."""
+    weights = torch.cat(
+        [torch.linspace(1, 0.6, 250), torch.full((100,), 0.5), torch.linspace(0.3, 0.1, 650)]
+    )[None]
+    params = SamplingParams(temperature=1.0, top_k=top_k, top_p=0.75)
+    kept = weights >= least_kept(weights, draws([Row(params)]).filters)
+    assert torch.equal(kept, warped(weights.log(), params).isfinite())
+    assert kept.sum() == 230
+
+
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_tokens_are_drawn_from_exactly_the_filtered_distribution(params: SamplingParams) -> None:
     scores = logits(1, 40)
