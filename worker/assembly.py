@@ -21,15 +21,18 @@ from worker.model.layers import Placement
 from worker.runner import Model, TorchRunner
 from worker.step_times import STOPPED, Stopwatch
 
+#: What a KV cache holds of a token: num_layers, kv_heads, head_dim.
+KvShape = tuple[int, int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A rank's model, and what its KV cache holds of a token: num_layers, kv_heads, head_dim."""
+    """A rank's model, and the shape of its KV cache."""
 
     model: Model
     vocab_size: int
     max_model_len: int
-    kv_shape: tuple[int, int, int]
+    kv_shape: KvShape
     parameter_bytes: int
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 
 from everlift import logs, model_files
+from everlift.blockhash import BLOCK_SIZE
 from everlift.progress import told, untold
 from worker.assembly import Assembly, Loaded
 from worker.attention.choice import choose_attention
 from worker.config import WorkerConfig
 from worker.decode_buckets import decode_buckets
 from worker.device import choose_device, choose_dtype, kind_of, use_threads
-from worker.kv_blocks import kv_blocks
+from worker.kv_blocks import kv_blocks, told_blocks
 from worker.model import dummy, weights
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
@@ -125,18 +126,17 @@ def _load(config: WorkerConfig, directory: Path, place: Placement) -> Loaded:
     spec = spec_of(config, directory)
     if spec is None:
         return _load_with_transformers(config, directory, place)
+    kv_heads = local_kv_heads(spec.num_kv_heads, place.group.size)
+    kv_shape = (spec.num_layers, kv_heads, spec.head_dim)
     max_model_len = _max_model_len(config, spec.max_position)
+    if (num_blocks := told_blocks(config, kv_shape, place)) is not None:
+        max_model_len = min(max_model_len, num_blocks * BLOCK_SIZE)
     precompile(spec.head_dim, place.dtype, place.device, place.group.size)
     place = replace(place, pointwise=choose_pointwise(place.dtype, place.device))
     decoder = Decoder(spec, max_model_len, place)
     parameter_bytes = _fill(decoder, directory, config, place.group.rank)
     if place.device.type == "cpu":
         make_fast(decoder, spec, place.dtype)
-    kv_shape = (
-        spec.num_layers,
-        local_kv_heads(spec.num_kv_heads, place.group.size),
-        spec.head_dim,
-    )
     return Loaded(decoder, spec.vocab_size, max_model_len, kv_shape, parameter_bytes)
 
 

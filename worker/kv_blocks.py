@@ -4,7 +4,7 @@ room for beside all else, which is tried with a cache that is thrown away."""
 from __future__ import annotations
 
 from everlift import logs
-from worker.assembly import Assembly, Loaded
+from worker.assembly import Assembly, KvShape, Loaded
 from worker.config import WorkerConfig
 from worker.device import kind_of
 from worker.device_memory import CudaMemory, DeviceMemory
@@ -20,14 +20,23 @@ log = logs.get(__name__)
 
 def kv_blocks(config: WorkerConfig, loaded: Loaded, place: Placement) -> int:
     """The same on each rank. Raises ValueError where there is no room. A collective."""
+    told = told_blocks(config, loaded.kv_shape, place)
+    if told is not None:
+        return told
+    use = _profiled(config, loaded, place)
+    size = block_bytes(*loaded.kv_shape, place.dtype)
+    return count_blocks(use, config, size, num_staged(config))
+
+
+def told_blocks(config: WorkerConfig, kv_shape: KvShape, place: Placement) -> int | None:
+    """None on a GPU that is to be tried. Raises ValueError where there is no room."""
     if config.num_blocks is not None:
         return config.num_blocks
-    size = block_bytes(*loaded.kv_shape, place.dtype)
     if config.kv_cache_mib is None and place.device.type == "cuda":
-        use = _profiled(config, loaded, place)
-        return count_blocks(use, config, size, num_staged(config))
+        return None
     mib = config.cpu_kv_cache_mib
-    if (count := (mib << 20) // place.group.size // size) < 1:
+    count = (mib << 20) // place.group.size // block_bytes(*kv_shape, place.dtype)
+    if count < 1:
         raise ValueError(f"kv_cache_mib {mib} holds not one block of this model")
     return count
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from everlift.blockhash import BLOCK_SIZE
 from everlift.errors import EngineFailed
 from everlift.sampling import SamplingParams
 from tests.llama_support import SIZES, generate, load_llama, save_llama
@@ -145,7 +146,8 @@ def test_what_the_engine_asks_of_a_runner_is_read_from_the_model(config: WorkerC
     runner = build(config)
     assert runner.num_blocks == 8
     assert runner.vocab_size == SIZES["vocab_size"]
-    assert runner.max_model_len == SIZES["max_position_embeddings"]
+    assert runner.max_model_len == 8 * BLOCK_SIZE
+    assert build(replace(config, num_blocks=99)).max_model_len == SIZES["max_position_embeddings"]
     assert build(replace(config, max_model_len=100)).max_model_len == 100
 
 

@@ -13,8 +13,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
 from transformers.utils import logging
 
+from worker.build import build_runner
+from worker.config import WorkerConfig
+from worker.model.decoder import Decoder
 from worker.model.rope import RotaryTable, rotate
 from worker.model.spec import ModelSpec, Rope
+from worker.parallel import Group
 
 logging.set_verbosity_error()  # it has advice for such parameters
 
@@ -127,6 +131,39 @@ def test_longrope_goes_by_the_longest_sequence_that_is_served(
     got = rotate(heads, table.at(positions))
     torch.testing.assert_close(got, expected, atol=3e-4, rtol=0)
     assert torch.equal(got[..., 48:], heads[..., 48:])
+
+
+@pytest.mark.parametrize(
+    ("pool", "served"),
+    [
+        ({"num_blocks": 12}, 384),
+        ({"num_blocks": 13}, 416),
+        ({"num_blocks": 13, "max_model_len": 400}, 400),
+        ({"kv_cache_mib": 1}, 1024),
+    ],
+    ids=str,
+)
+def test_a_pool_that_makes_the_context_smaller_settles_longropes_factors(
+    pool: dict[str, int], served: int, tmp_path: Path
+) -> None:
+    """1 MiB holds 32 blocks of a layer with two heads of 64, in fp32."""
+    config = phi3(400, **LONGROPE)
+    config.save_pretrained(tmp_path)
+    threads = torch.get_num_threads()
+    runner = build_runner(
+        WorkerConfig(
+            model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", **pool
+        ),
+        Group.single(),
+    )
+    torch.set_num_threads(threads)
+    assert runner.max_model_len == served
+    decoder = runner._model
+    assert isinstance(decoder, Decoder)
+    (table,) = decoder.layer_by_layer.tables
+    heads, positions = torch.randn(2, 2, HEAD_DIM), torch.tensor([5, served - 1])
+    expected = turned(heads, positions, Phi3RotaryEmbedding(config))
+    torch.testing.assert_close(rotate(heads, table.at(positions)), expected, atol=3e-4, rtol=0)
 
 
 def test_the_dtype_of_the_heads_is_kept() -> None:
