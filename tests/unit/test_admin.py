@@ -210,7 +210,7 @@ async def test_a_policy_is_set_shown_and_taken_back(router: Router) -> None:
     ("changes", "why"),
     [
         ({"order": "lifo"}, "fifo, deadline, shortest, ranked, hrrn, not 'lifo'"),
-        ({"patience": -1.0}, "patience and starvation must be at least 0"),
+        ({"patience": -1.0}, "patience must be at least 0, not -1"),
         ({"engine_policy": "magnum"}, "not 'magnum'; did you mean magnus?"),
         ({"max_queued": 5, "reset": ["beat"]}, "beat: must be one of order, max_queued"),
     ],

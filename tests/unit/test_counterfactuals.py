@@ -146,7 +146,7 @@ async def test_what_came_of_each_simulation_is_heard_and_of_those_that_never_beg
         ("", "order: must be one of fifo,"),
         ("lifo", "order: must be one of fifo,"),
         ("fifo patience", "patience: must be"),
-        ("fifo patience=-1", "patience and starvation must be at least 0"),
+        ("fifo patience=-1", "patience must be at least 0, not -1"),
         ("fifo tls_key=/etc/passwd", "tls_key: unknown"),
         ("fifo order=", "order: must be one of"),
     ],
