@@ -139,7 +139,8 @@ def test_nothing_comes_after_the_stop_string() -> None:
 
 def num_automata() -> int:
     gc.collect()
-    return sum(isinstance(each, StopAutomaton) for each in gc.get_objects())
+    # isinstance would ask torch for what it warns of.
+    return sum(type(each) is StopAutomaton for each in gc.get_objects())
 
 
 def test_the_same_stop_strings_are_held_once_whatever_number_of_texts_they_end() -> None:
