@@ -27,9 +27,10 @@ async def test_all_of_it_listens_and_is_found_there(tmp_path: Path, host: str) -
     async with ProcessCluster(config) as parts, AsyncClient(parts.address) as client:
         assert parts.address.startswith("[::1]:")
         assert (await receive(client, [5, 6], 9)).tokens == right_tokens([5, 6], 9)
-        async with aiohttp.ClientSession() as session:
-            answer = await session.get(f"http://{parts.http_addresses[0]}/health")
+        url = f"http://{parts.http_addresses[0]}/health"
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
             assert answer.status == 200
+            await answer.read()
 
 
 def test_an_address_has_brackets_beside_a_port_alone() -> None:
