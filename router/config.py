@@ -215,7 +215,7 @@ class RouterConfig:
                 raise ValueError(f"{name} must be from 0 to 65535, not {getattr(self, name)}")
 
     def _check_numbers(self) -> None:
-        """Neither is infinity one, nor what is no number at all."""
+        """Infinity is refused, and so is what is no number at all."""
         for name in _ABOVE_0:
             if not 0 < getattr(self, name) < inf:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name):g}")

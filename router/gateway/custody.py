@@ -89,9 +89,6 @@ class Custody:
     def get(self, request_id: str) -> LiveRequest | None:
         return self._live.get(request_id)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._live
-
     def has(self, live: LiveRequest) -> bool:
         return self._live.get(live.request_id) is live
 

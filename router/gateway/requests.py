@@ -338,7 +338,7 @@ class Requests:
     async def cancel(self, request_id: str) -> Entry:
         """Ends a request; a final one stays as it is. Raises UnknownRequest, Elsewhere."""
         error = Cancelled("cancelled by a client")
-        if request_id not in self._custody:
+        if self._custody.get(request_id) is None:
             # Who is on its way in is here when it has come.
             async with self._custody.moving.hold(request_id):
                 pass
@@ -538,6 +538,7 @@ class Requests:
         deadline = now() + drain_s
         while (self._openings or len(self._custody)) and now() < deadline:
             await asyncio.sleep(0.02)
+        await self._turn_openings_away()
         for live in self._custody:
             self.attempts.drop(live)
         await self._keep_what_was_seen()
@@ -547,6 +548,13 @@ class Requests:
             await self.quotas.tell()
             await self._deliveries.tell()
         await self._custody.cancel_work()
+
+    async def _turn_openings_away(self) -> None:
+        """Who came in behind the others would be told nothing any more."""
+        openings = list(self._openings)
+        for opening in openings:
+            opening.cancel()
+        await asyncio.gather(*openings, return_exceptions=True)
 
     async def _keep_what_was_seen(self) -> None:
         """What clients have and the ledger has not would be lost with this router. A ledger that

@@ -137,46 +137,41 @@ def test_blocks_that_decoding_fills_are_found_by_others() -> None:
     assert this.engine.load().counters.prefix_hit_tokens - before == 96
 
 
-def test_of_who_left_before_its_row_failed_nothing_is_found() -> None:
-    this = Ahead()
+def left_before_its_row_failed(bounds: Limits | None = None) -> Ahead:
+    """The first of several, of 70 tokens."""
+    this = Ahead(bounds)
     this.runner.fails = [2]
     this.add(1, 70, max_tokens=20)
     for _ in range(2):
         this.engine.step()
     this.engine.abort(Abort(1))
-    this.engine.step()
-    this.engine.add(sequence(this.bounds, 2, prompt(70, 1), max_tokens=2))
+    return this
+
+
+def num_found(this: Ahead, epoch: int, tokens: list[int]) -> int:
+    """Tokens that another one of these finds in the cache."""
+    before = this.engine.load().counters.prefix_hit_tokens
+    this.engine.add(sequence(this.bounds, epoch, tokens, max_tokens=2))
     run(this.engine)
-    assert not this.engine.load().counters.prefix_hit_tokens
+    return this.engine.load().counters.prefix_hit_tokens - before
+
+
+def test_of_who_left_before_its_row_failed_nothing_is_found() -> None:
+    this = left_before_its_row_failed()
+    this.engine.step()
+    assert num_found(this, 2, prompt(70, 1)) == 0
 
 
 def test_nor_where_another_one_has_its_slot_by_then() -> None:
-    this = Ahead(limits(num_blocks=16, max_num_seqs=1, watermark_blocks=0))
-    this.runner.fails = [2]
-    this.add(1, 70, max_tokens=20)
-    for _ in range(2):
-        this.engine.step()
-    this.engine.abort(Abort(1))
-    this.add(2, 70, max_tokens=2)
-    run(this.engine)
-    this.engine.add(sequence(this.bounds, 3, prompt(70, 1), max_tokens=2))
-    run(this.engine)
-    assert not this.engine.load().counters.prefix_hit_tokens
+    this = left_before_its_row_failed(limits(num_blocks=16, max_num_seqs=1, watermark_blocks=0))
+    assert num_found(this, 2, prompt(70, 2)) == 0
+    assert num_found(this, 3, prompt(70, 1)) == 0
 
 
 def test_what_others_computed_meanwhile_in_its_blocks_is_found_still() -> None:
-    this = Ahead(limits(num_blocks=3, max_num_seqs=1, watermark_blocks=0))
-    this.runner.fails = [2]
-    this.add(1, 70, max_tokens=20)
-    for _ in range(2):
-        this.engine.step()
-    this.engine.abort(Abort(1))
-    this.add(2, 70, max_tokens=2)
-    run(this.engine)
-    assert not this.engine.load().counters.prefix_hit_tokens
-    this.engine.add(sequence(this.bounds, 3, prompt(70, 2), max_tokens=2))
-    run(this.engine)
-    assert this.engine.load().counters.prefix_hit_tokens == 64
+    this = left_before_its_row_failed(limits(num_blocks=3, max_num_seqs=1, watermark_blocks=0))
+    assert num_found(this, 2, prompt(70, 2)) == 0
+    assert num_found(this, 3, prompt(70, 2)) == 64
 
 
 def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:

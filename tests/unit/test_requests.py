@@ -443,6 +443,24 @@ async def test_who_cannot_come_in_before_a_router_stops_is_sent_elsewhere(
         await coming
 
 
+async def test_who_would_come_in_behind_all_that_a_stopping_router_tells_does_not(
+    ledger: MemoryLedger, slow_open: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = Gateway(ledger)
+
+    async def tell() -> None:
+        slow_open.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(gateway.requests.quotas, "tell", tell)
+    coming = asyncio.create_task(gateway.submit())
+    await until(lambda: "r" in ledger._records)
+    await gateway.requests.stop(0.0)
+    with pytest.raises(RouterStopping):
+        await coming
+
+
 @pytest.mark.parametrize("before", [1, 2], ids=["as many choices", "fewer choices"])
 async def test_a_late_answer_is_not_taken_for_another_request_of_the_same_id(
     gateway: Gateway, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch, before: int
