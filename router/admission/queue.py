@@ -174,12 +174,10 @@ class AdmissionQueue:
         self.dispatch(head)
         return head
 
-    def dispatch(self, waiting: Waiting) -> int:
-        """It leaves for a worker; how many that came later did so while it waited here. Who was
-        told before keeps an older place, and overtakes nobody."""
+    def dispatch(self, waiting: Waiting) -> None:
+        """It leaves for a worker."""
         ticket = self._ticket_of[waiting.request_id]
         arrival = self._arrivals[ticket]
-        overtaken = self.stays.overtaken(arrival)
         self._classes.serve(waiting)
         if self._fair_share is not None:
             self._fair_share.dispatched(waiting)
@@ -187,7 +185,6 @@ class AdmissionQueue:
         self.stays.leave(arrival, waiting)
         if not ticket % _FORGET_EVERY:
             self.stays.forget(next(iter(self._arrivals.values()), None))
-        return overtaken
 
     def stay(self, waiting: Waiting, order: str, now: float, *, in_turns: bool) -> session_pb2.Stay:
         """Of one that leaves now by these rules."""

@@ -124,12 +124,8 @@ class Stays:
 
     # what came of it
 
-    def overtaken(self, arrival: Arrival) -> int:
-        """How many left that came later."""
-        return sum(self._left_later(arrival).values())
-
     def _left_later(self, arrival: Arrival) -> dict[int, int]:
-        """By class."""
+        """How many left that came later, by class."""
         numbers = _come(arrival)
         return {
             priority: left.count(numbers.get(priority, 0) - 1)
@@ -181,6 +177,11 @@ class Stays:
         tenant = tenant_of(request_id)
         last = list(self._left_last)[-num_left:] if num_left else []
         return [each for each in last if tenant_of(each) == tenant][-_TOLD:]
+
+
+def overtaken(stay: session_pb2.Stay) -> int:
+    """How many left before it that came later."""
+    return stay.queue.higher + stay.queue.lower + stay.queue.turns + stay.queue.ordered
 
 
 def _come(arrival: Arrival) -> dict[int, int]:

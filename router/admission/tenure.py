@@ -23,7 +23,7 @@ from router.admission.queue import AdmissionQueue
 from router.admission.roll_call import RollCall
 from router.admission.running import Running, RunningTable
 from router.admission.starts import Starts
-from router.admission.stays import Obstacle
+from router.admission.stays import Obstacle, overtaken
 from router.admission.wait_predictor import WaitPredictor
 from router.admission.waiting import Key, Ordered, Waiting
 from router.config import RouterConfig
@@ -48,15 +48,18 @@ class Heard:
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A request, the worker that it goes to under this epoch, and who makes room for it there.
-    ``overtaken`` times others left the queue before it that came later; ``stay`` is None of one
-    that never came there."""
+    ``stay`` is None of one that never came into the queue."""
 
     waiting: Waiting
     worker_id: str
     epoch: int
     victims: tuple[Running, ...] = ()
-    overtaken: int = 0
     stay: session_pb2.Stay | None = None
+
+    @property
+    def overtaken(self) -> int:
+        """How many left the queue before it that came later."""
+        return 0 if self.stay is None else overtaken(self.stay)
 
 
 class Tenure:
@@ -277,10 +280,10 @@ class Tenure:
                 self._queue.stays.is_next(head.request_id, now)
                 break
             stay = self._stay(one.waiting, now)
-            overtaken = self._queue.dispatch(one.waiting)
+            self._queue.dispatch(one.waiting)
             self._placement.reserve(one.worker_id, one.epoch, one.waiting, now)
             self._waits.left(one.waiting, ledger_now)
-            placed.append(replace(one, overtaken=overtaken, stay=stay))
+            placed.append(replace(one, stay=stay))
         if not self._queue:
             self._waits.drain.emptied()
         return placed

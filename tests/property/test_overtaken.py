@@ -22,6 +22,7 @@ from router.admission.policy import (
     ShortestWork,
 )
 from router.admission.queue import AdmissionQueue
+from router.admission.stays import overtaken
 from router.admission.waiting import Waiting
 from tests.admission_support import POLICIES
 
@@ -140,10 +141,11 @@ class Life:
     def _leave(self, moment: float) -> None:
         head = self._queue.peek(moment)
         assert head is not None
-        told = self._queue.stay(head, "", moment, in_turns=False).queue
-        counts = (told.ordered, told.higher, told.lower)
+        told = self._queue.stay(head, "", moment, in_turns=False)
+        counts = (told.queue.ordered, told.queue.higher, told.queue.lower)
+        assert overtaken(told) == sum(counts)
         self._owe(head)
-        assert self._queue.dispatch(head) == sum(counts)
+        self._queue.dispatch(head)
         came, owed = self._here.pop(head.request_id)
         self.stays[head.request_id].append(Stay(head, moment, owed, self._left[came:], *counts))
         self._left.append(head)

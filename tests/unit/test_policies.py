@@ -23,6 +23,7 @@ from router.admission.policy import (
     policy_of,
 )
 from router.admission.queue import AdmissionQueue
+from router.admission.stays import overtaken
 from router.admission.waiting import Waiting
 from router.config import Order, RouterConfig
 from tests.admission_support import POLICIES
@@ -162,12 +163,14 @@ def test_whom_nobody_may_pass_any_more_nobody_passes(
         while here and dice.random() < 0.4:
             head = queue.peek(moment)
             assert head is not None
-            overtaken = queue.dispatch(head)
-            assert overtaken == sum(int(it.request_id) > int(head.request_id) for it, *_ in left)
+            stay = queue.stay(head, policy.name, moment, in_turns=False)
+            later = [it for it, *_ in left if int(it.request_id) > int(head.request_id)]
+            assert overtaken(stay) == len(later)
+            queue.dispatch(head)
             gone = here.pop(head.request_id)
             left.append((gone, moment, [it for it in here.values() if it.arrived < gone.arrived]))
-    for gone, moment, overtaken in left:
-        for older in overtaken:
+    for gone, moment, passed in left:
+        for older in passed:
             window = _window(policy, older, moment, gone.predicted_total)
             assert gone.arrived - older.arrived <= window + 1e-9
 
@@ -335,4 +338,13 @@ def test_who_keeps_an_older_place_overtakes_nobody() -> None:
     queue = queue_of(Fifo(), waiting("a", 1.0))
     queue.push(waiting("back", 0.0, accepted=True))
     queue.push(waiting("higher", 2.0, priority=1))
-    assert [queue.dispatch(queue.peek() or waiting("")) for _ in range(3)] == [0, 1, 1]
+    assert [_leave(queue) for _ in range(3)] == [0, 1, 1]
+
+
+def _leave(queue: AdmissionQueue) -> int:
+    """How many left before who leaves now that came later."""
+    head = queue.peek()
+    assert head is not None
+    stay = queue.stay(head, "fifo", 0.0, in_turns=False)
+    queue.dispatch(head)
+    return overtaken(stay)

@@ -11,7 +11,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.admission.policy import Fifo
 from router.admission.queue import AdmissionQueue
-from router.admission.stays import Arrival, Obstacle, Stays
+from router.admission.stays import Arrival, Obstacle, Stays, overtaken
 from router.admission.waiting import Waiting
 
 
@@ -56,7 +56,7 @@ def test_those_that_left_first_are_counted_by_their_reasons(
                 sum(it.priority < leaving.priority for it in later),
             )
             assert stay.queue.earlier == len(meanwhile) - len(later)
-            assert stays.overtaken(arrival) == len(later)
+            assert overtaken(stay) == len(later)
             stays.leave(arrival, leaving)
             left.append((came, leaving))
             stays.forget(there[0][2] if there else None)
