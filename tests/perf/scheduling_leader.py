@@ -29,8 +29,8 @@ class LeaderBench:
     def __init__(self, order: Order, waiting: int) -> None:
         self._cluster = Cluster(RouterConfig(order=order, max_queued=10**9))
         self._requests = Requests(waiting)
-        for number in range(GATEWAYS):
-            self._cluster.connect(f"gateway-{number}")
+        for gateway in GATEWAYS:
+            self._cluster.connect(gateway)
         for _ in range(waiting):
             self._hear(self._message())
         self._cluster.add_worker(_WORKER, Load(sequence_number=1), capacity=_ROOMY)

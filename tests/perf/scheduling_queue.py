@@ -22,7 +22,7 @@ from router.config import Order, RouterConfig
 
 WAITING = (100, 10_000, 1_000_000)
 AT_ONCE = 5_000
-GATEWAYS = 4
+GATEWAYS = tuple(f"gateway-{number}" for number in range(4))
 PER_S = 100.0
 
 
@@ -47,7 +47,7 @@ class Requests:
         tenant = f"tenant-{self._dice.randrange(self._tenants)}" if self._tenants else ""
         return Waiting(
             qualified(tenant, f"request-{self._came}"),
-            f"gateway-{self._came % GATEWAYS}",
+            GATEWAYS[self._came % len(GATEWAYS)],
             arrived=self._came / PER_S + self._dice.random(),
             prefill_tokens=prompt,
             max_tokens=500,
