@@ -13,7 +13,7 @@ from tests.worker_support import Collected, run, start
 from worker.build import build_runner
 from worker.config import WorkerConfig
 from worker.counters import Counters
-from worker.engine import Engine
+from worker.engine import OF_ALL_RANKS, Engine
 from worker.last_tokens import LastTokens
 from worker.limits import Limits
 from worker.model.end_tokens import end_token_ids
@@ -121,7 +121,8 @@ class TorchEngine:
         self._runner = RecordingRunner(runner)
         self._limits = Limits.of(config, self._runner)
         launch = self._runner.launch if ahead else None
-        self._engine = Engine(self._runner, self._limits, launch=launch)
+        survivable = OF_ALL_RANKS if group is not None and group.size > 1 else (Exception,)
+        self._engine = Engine(self._runner, self._limits, survivable, launch=launch)
 
     def serve(self, jobs: Sequence[Job]) -> list[list[int]]:
         """Output tokens of ``jobs``, all there from the start."""

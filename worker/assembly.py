@@ -12,13 +12,16 @@ from worker.attention.choice import choose_attention
 from worker.config import WorkerConfig
 from worker.decode_buckets import decode_buckets
 from worker.decode_graphs import CudaGraphs, DecodeGraphs, DecodingBackend
+from worker.device import kind_of
 from worker.host_cache import HostCache
 from worker.kv_cache import KVCache
 from worker.last_tokens import LastTokens
 from worker.limits import blocks_for
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
+from worker.prompt_scores import SCORED_AT_ONCE
 from worker.runner import Model, TorchRunner
+from worker.stand_in import StandIn
 from worker.step_times import STOPPED, Stopwatch
 
 #: What a KV cache holds of a token: num_layers, kv_heads, head_dim.
@@ -38,7 +41,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """``last_tokens`` are on a device that computes by itself."""
+    """``last_tokens`` are on a device that computes by itself; a ``stand_in`` there is of several
+    ranks."""
 
     config: WorkerConfig
     loaded: Loaded
@@ -46,6 +50,7 @@ class Assembly:
     cache: KVCache
     attention: AttentionBackend
     last_tokens: LastTokens | None
+    stand_in: StandIn | None = None
 
     @classmethod
     def of(cls, config: WorkerConfig, loaded: Loaded, place: Placement, num_blocks: int) -> Self:
@@ -53,7 +58,8 @@ class Assembly:
         device = place.device
         cache = KVCache(num_blocks, *loaded.kv_shape, place.dtype, device)
         last_tokens = LastTokens(config.max_num_seqs, device) if device.type == "cuda" else None
-        return cls(config, loaded, place, cache, choose_attention(cache), last_tokens)
+        attention, stand_in = choose_attention(cache), _stand_in(config, loaded, place)
+        return cls(config, loaded, place, cache, attention, last_tokens, stand_in)
 
     def runner(
         self,
@@ -72,6 +78,7 @@ class Assembly:
             stopwatch,
             self.last_tokens,
             graphs,
+            self.stand_in,
         )
 
     def capture(self) -> DecodeGraphs | None:
@@ -99,3 +106,14 @@ class Assembly:
         """Whether ``can`` is True on all ranks."""
         group, device = self.place.group, self.place.device
         return int(group.all_reduce(torch.tensor([int(can)], device=device)).item()) == group.size
+
+
+def _stand_in(config: WorkerConfig, loaded: Loaded, place: Placement) -> StandIn | None:
+    if place.group.size == 1:
+        return None
+    assert isinstance(loaded.model, Decoder), "transformers' modules are of one rank"
+    most_tokens = config.batched_tokens(kind_of(place.device))
+    num_sites = config.max_num_seqs * (1 + config.speculation.num_draft_tokens)
+    most_logits = max(min(num_sites, most_tokens), SCORED_AT_ONCE)
+    most = most_tokens, most_logits
+    return StandIn(place.group, loaded.model.exchanged, *most, place.device)

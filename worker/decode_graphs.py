@@ -104,13 +104,14 @@ class DecodeGraphs:
         self._works = {bucket: self._work(bucket) for bucket in reversed(self._buckets)}
         self._replays = {bucket: capture(work) for bucket, work in self._works.items()}
 
-    def fit(self, rows: Rows) -> bool:
-        return bucket_for(rows, self._buckets) is not None
+    def bucket(self, rows: Rows) -> int | None:
+        """Of how many tokens the step is that is replayed for ``rows``; None where none is."""
+        return bucket_for(rows, self._buckets)
 
     def run(self, rows: Rows, parcel: Parcel) -> Tensor:
-        """Hidden states [n, hidden] of ``rows``, which fit. They hold until the next run, as does
-        what ``parcel`` brings to the device: it goes with what is told of the rows."""
-        bucket = bucket_for(rows, self._buckets)
+        """Hidden states [n, hidden] of ``rows``, which have a bucket. They hold until the next run,
+        as does what ``parcel`` brings to the device: it goes with what is told of the rows."""
+        bucket = self.bucket(rows)
         assert bucket is not None, "the rows do not fit"
         described, packed = describe(rows, bucket), parcel.packed()
         upload_into(np.concatenate((described, packed)), self._inputs)

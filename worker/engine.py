@@ -25,12 +25,24 @@ from worker.flight import Flight
 from worker.limits import Limits
 from worker.load import Load, Occupant
 from worker.outcome import Abort, Outcome
-from worker.plan import NO_ROWS, DeviceLost, Launch, Launched, Plan, RowResult, Runner
+from worker.plan import (
+    NO_ROWS,
+    DeviceLost,
+    Launch,
+    Launched,
+    Plan,
+    RowResult,
+    Runner,
+    TooLittleMemory,
+)
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 from worker.step_times import STOPPED, Part, StepTimes, Stopwatch
 
 log = logs.get(__name__)
+
+#: What all ranks raise for the same step, if one does.
+OF_ALL_RANKS: tuple[type[Exception], ...] = (EngineFailed, TooLittleMemory)
 
 _AFTER_A_FAILED_STEP = EngineFailed("the step before failed")
 
@@ -52,7 +64,7 @@ class Engine:
         self,
         runner: Runner,
         limits: Limits,
-        survivable: type[Exception] = Exception,
+        survivable: tuple[type[Exception], ...] = (Exception,),
         within: Callable[[Plan], AbstractContextManager[object]] = nullcontext,
         stopwatch: Stopwatch = STOPPED,
         launch: Launch | None = None,

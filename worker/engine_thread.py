@@ -13,9 +13,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from everlift import heap
-from everlift.errors import EngineFailed
 from worker.config import WorkerConfig
-from worker.engine import Engine
+from worker.engine import OF_ALL_RANKS, Engine
 from worker.fake_runner import FakeRunner
 from worker.limits import Limits
 from worker.loop import LeadingLoop, Report, follow
@@ -86,9 +85,9 @@ class EngineThread:
 
     def _build_engine(self, runner: Runner) -> Engine:
         """Of several ranks each goes on after an error only where all of them have it."""
-        survivable = Exception if self._config.tensor_parallel == 1 else EngineFailed
         limits = Limits.of(self._config, runner)
         launch = runner.launch if limits.plans_ahead else None
+        survivable = (Exception,) if self._config.tensor_parallel == 1 else OF_ALL_RANKS
         return Engine(runner, limits, survivable, self._watched, self._stopwatch, launch)
 
     @contextmanager

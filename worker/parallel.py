@@ -5,6 +5,8 @@
     on CPUs else                                   gloo
     on one GPU together, which is for tests        one of the latter two, through the host
 
+What only the hosts have to tell each other goes by the latter two wherever the ranks are.
+
 Rank 0 creates a store and tells the others its address; each rank then joins the group over it.
 Nothing here touches torch.distributed's process-wide default group, so a process may hold several.
 Every listening socket is bound to one address: the one by which its rank reaches the store, unless
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in its stubs
+    PrefixStore,
     ProcessGroupGloo,
     TCPStore,
 )
@@ -34,6 +37,8 @@ log = logs.get(__name__)
 TIMEOUT = timedelta(minutes=5)
 
 _GPU_KEY = "everlift/gpu"
+#: NCCL's keys have no beginning of their own
+_GLOO_KEY = "everlift/gloo"
 
 #: What shared memory sums, by its number for collectives.cpp.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int64: 3}
@@ -51,6 +56,8 @@ class Group:
     #: its collectives are work of the device like any other: no host waits for them, and they can
     #: be captured
     on_device = True
+    #: collectives that this rank has taken part in
+    num_made = 0
 
     @staticmethod
     def single() -> Group:
@@ -67,6 +74,14 @@ class Group:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """``tensor``, replaced by rank 0's."""
         return tensor
+
+    def attend_gather(self, shard: Tensor, room: Tensor) -> None:
+        """Takes part in a ``gather_to_first`` whose result this rank has no use for, with no more
+        memory than ``room``, which is as large as all ranks' shards, and contiguous."""
+
+    def agree(self, well: bool) -> bool:
+        """Whether all ranks are ``well``. Waits for their hosts, and for no device."""
+        return well
 
     def barrier(self) -> None:
         """Returns when every rank has come here."""
@@ -87,25 +102,42 @@ class _SharedMemoryGroup(Group):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         flat = tensor.contiguous()
-        self._ranks.all_reduce(flat.data_ptr(), flat.numel(), _KINDS[tensor.dtype])
+        self._sum(flat)
+        self.num_made += 1
         return tensor if flat is tensor else tensor.copy_(flat)
+
+    def _sum(self, flat: Tensor) -> None:
+        self._ranks.all_reduce(flat.data_ptr(), flat.numel(), _KINDS[flat.dtype])
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
         shard = shard.contiguous()
         *rows, width = shard.shape
         out = shard.new_empty(*rows, width * self.size) if self.rank == 0 else None
+        self._gather(shard, out)
+        return out
+
+    def _gather(self, shard: Tensor, out: Tensor | None) -> None:
         self._ranks.gather(
             shard.data_ptr(),
             shard.nbytes,
-            width * shard.itemsize,
+            shard.shape[-1] * shard.itemsize,
             0 if out is None else out.data_ptr(),
         )
-        return out
+        self.num_made += 1
+
+    def attend_gather(self, shard: Tensor, room: Tensor) -> None:
+        self._gather(shard, room if self.rank == 0 else None)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         flat = tensor.contiguous()
         self._ranks.broadcast(flat.data_ptr(), flat.nbytes)
+        self.num_made += 1
         return tensor if flat is tensor else tensor.copy_(flat)
+
+    def agree(self, well: bool) -> bool:
+        ill = torch.tensor([int(not well)])
+        self._sum(ill)
+        return not ill.item()
 
     def barrier(self) -> None:
         self._ranks.barrier()
@@ -115,27 +147,45 @@ class _SharedMemoryGroup(Group):
 
 
 class _CollectiveGroup(Group):
-    """A group over a torch.distributed backend (ProcessGroupGloo or ProcessGroupNCCL)."""
+    """A group over a torch.distributed backend: ProcessGroupGloo, or ProcessGroupNCCL, which has
+    ``host`` for what the hosts tell each other."""
 
-    def __init__(self, backend: Any, rank: int, size: int, on_device: bool) -> None:
+    def __init__(self, backend: Any, rank: int, size: int, host: Group | None = None) -> None:
         self.rank = rank
         self.size = size
-        self.on_device = on_device
+        self.on_device = host is not None
         self._backend = backend
+        self._host = host
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self._backend.allreduce([tensor]).wait()
+        self.num_made += 1
         return tensor
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
         shard = shard.contiguous()
         parts = [torch.empty_like(shard) for _ in range(self.size)] if self.rank == 0 else []
-        self._backend.gather(parts, shard, 0).wait()
+        self._gather(shard, parts)
         return torch.cat(parts, dim=-1) if parts else None
+
+    def _gather(self, shard: Tensor, parts: list[Tensor]) -> None:
+        self._backend.gather(parts, shard, 0).wait()
+        self.num_made += 1
+
+    def attend_gather(self, shard: Tensor, room: Tensor) -> None:
+        self._gather(shard, [*room.view(self.size, *shard.shape)] if self.rank == 0 else [])
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         self._backend.broadcast(tensor, 0).wait()
+        self.num_made += 1
         return tensor
+
+    def agree(self, well: bool) -> bool:
+        if self._host is not None:
+            return self._host.agree(well)
+        ill = torch.tensor([int(not well)])
+        self._backend.allreduce([ill]).wait()
+        return not ill.item()
 
     def barrier(self) -> None:
         self._backend.barrier().wait()
@@ -144,6 +194,8 @@ class _CollectiveGroup(Group):
         if self._backend is not None:
             self._backend.shutdown()
             self._backend = None  # gloo listens until it is destroyed
+        if self._host is not None:
+            self._host.close()
 
 
 class _ThroughHost(Group):
@@ -157,14 +209,26 @@ class _ThroughHost(Group):
         self._host = host
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(self._host.all_reduce(tensor.cpu()))
+        total = self._host.all_reduce(tensor.cpu())
+        self.num_made += 1
+        return tensor.copy_(total)
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:
         gathered = self._host.gather_to_first(shard.cpu())
+        self.num_made += 1
         return None if gathered is None else gathered.to(shard.device)
 
+    def attend_gather(self, shard: Tensor, room: Tensor) -> None:
+        self._host.attend_gather(shard.cpu(), room.cpu())
+        self.num_made += 1
+
     def broadcast(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(self._host.broadcast(tensor.cpu()))
+        told = self._host.broadcast(tensor.cpu())
+        self.num_made += 1
+        return tensor.copy_(told)
+
+    def agree(self, well: bool) -> bool:
+        return self._host.agree(well)
 
     def barrier(self) -> None:
         self._host.barrier()
@@ -209,8 +273,8 @@ def init_group(
     if device.type == "cpu":
         way, group = _host_group(store, rank, size, host)
     elif _have_a_gpu_each(store, rank, size, device):
-        backend = _nccl(store, rank, size)
-        way, group = "NCCL", _CollectiveGroup(backend, rank, size, on_device=True)
+        _, host_group = _host_group(store, rank, size, host)
+        way, group = "NCCL", _CollectiveGroup(_nccl(store, rank, size), rank, size, host_group)
     else:
         log.warning("ranks share a GPU: their sums go through the host, which is slow", rank=rank)
         way, host_group = _host_group(store, rank, size, host)
@@ -225,7 +289,7 @@ def _host_group(store: TCPStore, rank: int, size: int, host: str | None) -> tupl
     if (ranks := collectives.meet(store, rank, size, TIMEOUT)) is not None:
         return "shared memory", _SharedMemoryGroup(ranks, rank, size)
     backend = _gloo(store, rank, size, host or _own_address(store))
-    return "gloo", _CollectiveGroup(backend, rank, size, on_device=False)
+    return "gloo", _CollectiveGroup(backend, rank, size)
 
 
 def _have_a_gpu_each(store: TCPStore, rank: int, size: int, device: torch.device) -> bool:
@@ -244,7 +308,7 @@ def _gloo(store: TCPStore, rank: int, size: int, host: str) -> Any:
     # By default gloo binds to whatever the machine's own name resolves to.
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = TIMEOUT
-    return ProcessGroupGloo(store, rank, size, options)
+    return ProcessGroupGloo(PrefixStore(_GLOO_KEY, store), rank, size, options)
 
 
 def _nccl(store: TCPStore, rank: int, size: int) -> Any:

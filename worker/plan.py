@@ -297,6 +297,10 @@ class Launched(Protocol):
 Launch = Callable[[Plan], Launched]
 
 
+class TooLittleMemory(MemoryError):
+    """Of one rank at the least, for a part of a step: all ranks raise it there."""
+
+
 class DeviceLost(Exception):
     """The device refuses everything from here on; the cause says since when."""
 
@@ -340,8 +344,9 @@ class Runner(Protocol):
     def execute(self, plan: Plan) -> list[RowResult]:
         """Runs one step; a result for each row, with the same tokens on every rank.
 
-        Raises MemoryError where there is too little memory for a step of this size: whatever it was
-        to write may be written, and what it knows of its slots may be halfway. Raises DeviceLost.
+        Raises TooLittleMemory, on all ranks, where there is too little for a step of this size:
+        whatever it was to write may be written, and what it knows of its slots may be halfway.
+        Raises DeviceLost.
         """
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -65,11 +66,17 @@ def score_prompts(
 
     Piece by piece, since a chunk's logits may be larger than all of the model.
     """
-    wanted = list(_wanted(rows, slots))
+    pieces = pieces_scored(rows, slots)
+    wanted = [*chain.from_iterable(pieces)]
     width = max((each.num_top for each in wanted), default=0)
-    pieces = range(0, len(wanted), SCORED_AT_ONCE)
-    tables = [_score(wanted[i : i + SCORED_AT_ONCE], hidden, head, width) for i in pieces]
+    tables = [_score(piece, hidden, head, width) for piece in pieces]
     return PromptScores(wanted, [table for table in tables if table is not None])
+
+
+def pieces_scored(rows: Rows, slots: Mapping[int, Admission]) -> list[list[_Scored]]:
+    """What is scored at once."""
+    wanted = list(_wanted(rows, slots))
+    return [wanted[i : i + SCORED_AT_ONCE] for i in range(0, len(wanted), SCORED_AT_ONCE)]
 
 
 def with_scores(results: list[RowResult], arriving: PromptScores) -> list[RowResult]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import wraps
-from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -30,9 +30,17 @@ from worker.plan import (
     Plan,
     RowResult,
     Rows,
+    TooLittleMemory,
 )
-from worker.prompt_scores import NO_SCORES, PromptScores, score_prompts, with_scores
+from worker.prompt_scores import (
+    NO_SCORES,
+    PromptScores,
+    pieces_scored,
+    score_prompts,
+    with_scores,
+)
 from worker.sampler import Asks, Prepared, Sampler
+from worker.stand_in import Collective, StandIn, Tell
 from worker.step_times import STOPPED, Part, Stopwatch
 from worker.upload import Parcel, upload
 
@@ -46,7 +54,6 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 
-_Args = ParamSpec("_Args")
 _T = TypeVar("_T")
 
 
@@ -70,30 +77,6 @@ class Model(Protocol):
         ...
 
 
-def _part_of_step(
-    method: Callable[Concatenate[TorchRunner, _Args], _T],
-) -> Callable[Concatenate[TorchRunner, _Args], _T]:
-    """Raises MemoryError where there is too little of it, and DeviceLost."""
-
-    @wraps(method)
-    def part(runner: TorchRunner, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _T:
-        try:
-            with torch.inference_mode():
-                return method(runner, *args, **kwargs)
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
-                if _is_lost(runner.device):
-                    raise DeviceLost(str(error).partition("\n")[0]) from error
-                raise
-            cause = str(error)
-        # Here the tensors are free that the error's frames held.
-        if runner.device.type == "cuda":
-            torch.cuda.empty_cache()
-        raise MemoryError(cause)
-
-    return part
-
-
 class Wanted(NamedTuple):
     """What is drawn in a step: ``num_asks`` sequences' tokens, whose ``slots`` int64 [num_asks] are
     on the device, and what the rank that draws has prepared."""
@@ -111,6 +94,9 @@ class TorchRunner:
     from device to device as soon as they are drawn; what rank 0's host has to look at first, drafts
     and the scores of prompts, is told when that is done.
 
+    Of several ranks, one whose memory is too short for its part of a step leaves what is left of
+    its collectives to the ``stand_in``, and all of them go without the step.
+
     On a device that computes by itself there are ``last_tokens``, of all slots, and perhaps
     ``graphs`` of steps that decode.
     """
@@ -127,6 +113,7 @@ class TorchRunner:
         stopwatch: Stopwatch = STOPPED,
         last_tokens: LastTokens | None = None,
         graphs: DecodeGraphs | None = None,
+        stand_in: StandIn | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -139,6 +126,7 @@ class TorchRunner:
         self.device = place.device
         self._last_tokens = last_tokens
         self._graphs = graphs
+        self._stand_in = stand_in
         self._slots: dict[int, Admission] = {}
         self._sampler = Sampler(vocab_size, place.device) if place.group.rank == 0 else None
 
@@ -186,21 +174,29 @@ class TorchRunner:
     def close(self) -> None:
         self._group.close()
 
-    @_part_of_step
     def _launch(self, plan: Plan) -> TorchStep:
-        self._copy_blocks(plan)
         for admission in plan.admissions:
             self._admit(admission)
+        return self._together(partial(self._begin, plan), partial(self._left_of_launch, plan.rows))
+
+    def _begin(self, plan: Plan) -> TorchStep:
+        self._copy_blocks(plan)
+        if self._sampler is not None:
+            for admission in plan.admissions:
+                self._sampler.admit(admission)
         parcel = Parcel(self.device)
         wanted = self._wanted(plan.rows, parcel)
         return TorchStep(self, plan.rows, wanted, *self._hidden(plan.rows, parcel))
 
-    @_part_of_step
     def sample(self, rows: Rows, wanted: Wanted | None, hidden: Tensor) -> Drawn | None:
         """Lets the device draw; None where nothing is drawn, or heard of. ``hidden`` are of the
         rows' sites."""
         if wanted is None:
             return None
+        draw = partial(self._draw, rows, wanted, hidden)
+        return self._together(draw, partial(self._left_of_draw, rows, wanted, len(hidden)))
+
+    def _draw(self, rows: Rows, wanted: Wanted, hidden: Tensor) -> Drawn | None:
         logits, drawing = self._model.logits(hidden), None
         if logits is not None and self._sampler is not None and wanted.prepared is not None:
             drawing = self._sampler.begin(logits, wanted.prepared)
@@ -211,9 +207,11 @@ class TorchRunner:
             self._last_tokens.put(wanted.slots(), tokens)
         return drawing or Hearing(tokens)
 
-    @_part_of_step
     def conclude(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
         """Waits for what was drawn. A result for each row, as rank 0 drew it."""
+        return self._tried(partial(self._heard, rows, drawn, scores))
+
+    def _heard(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
         results = _of_all(rows, [] if drawn is None else drawn.results())
         return self._agree(rows, with_scores(results, scores)) if _is_told_late(rows) else results
 
@@ -225,12 +223,10 @@ class TorchRunner:
     def _admit(self, admission: Admission) -> None:
         has_grammar = admission.grammar is not None
         self._slots[admission.slot] = replace(admission, grammar=None) if has_grammar else admission
-        if self._sampler is not None:
-            self._sampler.admit(admission)
 
     def _hidden(self, rows: Rows, parcel: Parcel) -> tuple[Tensor, PromptScores]:
         """Hidden states of the tokens after which one is drawn; what is told of prompts."""
-        if self._graphs is not None and self._graphs.fit(rows):
+        if self._graphs is not None and self._graphs.bucket(rows) is not None:
             return self._graphs.run(rows, parcel), NO_SCORES
         sites = _sites(rows)
         if not rows.scores_prompt.any():
@@ -296,6 +292,52 @@ class TorchRunner:
         heard = dict(zip(told, from_lines(lines.tolist()), strict=True))
         return [heard.get(i, result) for i, result in enumerate(results)]
 
+    # memory
+
+    def _together(self, part: Callable[[], _T], collectives: Callable[[], list[Collective]]) -> _T:
+        """What ``part`` of a step returns, which makes ``collectives``. Raises TooLittleMemory on
+        all ranks where one of them has too little for it, and DeviceLost."""
+        made, cause = self._group.num_made, ""
+        try:
+            result = self._tried(part)
+        except MemoryError as error:
+            cause = str(error)
+            if self._stand_in is not None:
+                self._stand_in.attend(collectives()[self._group.num_made - made :])
+        if not self._group.agree(not cause):
+            raise TooLittleMemory(cause or "on another rank")
+        return result
+
+    def _tried(self, part: Callable[[], _T]) -> _T:
+        """Raises MemoryError where there is too little of it on this rank, and DeviceLost."""
+        try:
+            with torch.inference_mode():
+                return part()
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                if _is_lost(self.device):
+                    raise DeviceLost(str(error).partition("\n")[0]) from error
+                raise
+            cause = str(error) or type(error).__name__
+        # Here the tensors are free that the error's frames held.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise MemoryError(cause)
+
+    def _left_of_launch(self, rows: Rows) -> list[Collective]:
+        assert self._stand_in is not None
+        bucket = self._graphs.bucket(rows) if self._graphs is not None else None
+        pieces = pieces_scored(rows, self._slots)
+        scores = [self._stand_in.logits(len(piece)) for piece in pieces]
+        return [*self._stand_in.forward(bucket or rows.num_tokens), *scores]
+
+    def _left_of_draw(self, rows: Rows, wanted: Wanted, num_sites: int) -> list[Collective]:
+        assert self._stand_in is not None
+        logits = self._stand_in.logits(num_sites)
+        if _is_told_late(rows):
+            return [logits]
+        return [logits, Tell((wanted.num_asks,), torch.int64)]
+
     def _upload(self, values: Sequence[object] | Ints) -> Tensor:
         return upload(values, self.device)
 
@@ -326,10 +368,10 @@ class TorchStep:
         return self._runner.conclude(self._rows, self._drawn, self._scores)
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
     """Torch has a class of its own for tensors on a GPU; not for those on a CPU, nor for what else
     CUDA takes memory for."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return any(says in str(error) for says in _OUT_OF_MEMORY)
 

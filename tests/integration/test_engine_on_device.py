@@ -188,7 +188,7 @@ class Decoding:
         before = Rows.of([Row(0, tuple(prompt[:-1]), 0, table, False)])
         runner._forward(before, np.array([0]), Parcel(runner.device))
         last = Rows.of([Row(0, (prompt[-1],), len(prompt) - 1, table, True)])
-        assert runner._graphs is not None and runner._graphs.fit(last)
+        assert runner._graphs is not None and runner._graphs.bucket(last)
         logits = runner._model.logits(runner._graphs.run(last, Parcel(runner.device)))
         assert logits is not None
         return logits[0].cpu()

@@ -299,12 +299,32 @@ def all_collectives(group: Group) -> list[object]:
         group.all_reduce(torch.full((2,), 10.0**group.rank)).tolist(),
         None if gathered is None else gathered.tolist(),
         group.broadcast(torch.tensor([group.rank + 7])).tolist(),
+        group.num_made,
+        [group.agree(True), group.agree(group.rank == 0), group.agree(True)],
     ]
 
 
 def expected_of(rank: int, on_device: bool) -> list[object]:
     gathered = [[0.0, 1.0], [0.0, 1.0]] if rank == 0 else None
-    return [on_device, [11.0, 11.0], gathered, [7]]
+    return [on_device, [11.0, 11.0], gathered, [7], 3, [True, False, True]]
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_who_has_no_use_for_a_gather_takes_part_in_it_with_no_memory_of_its_own(
+    absent: int, way: str
+) -> None:
+    def act(group: Group) -> object:
+        shard = torch.full((2, 3), float(group.rank))
+        if group.rank == absent:
+            group.attend_gather(shard, torch.empty(2, 2, 3))
+            gathered = None
+        else:
+            gathered = group.gather_to_first(shard)
+        total = group.all_reduce(torch.ones(1)).item()
+        return group.num_made, total, None if gathered is None else gathered.tolist()
+
+    whole = [[0.0] * 3 + [1.0] * 3] * 2
+    assert on_ranks(2, act) == [(2, 2.0, None if absent == 0 else whole), (2, 2.0, None)]
 
 
 def test_ranks_that_share_a_gpu_go_through_the_host(

@@ -137,7 +137,7 @@ def test_what_a_replay_reads_stays_where_it_is(
 def test_replayed_steps_make_what_eager_ones_make(bench: Bench) -> None:
     for slots in ([0, 1, 2, 4], [2, 3, 0], [4], [1, 3], [3, 2, 1]):
         rows = bench.decoding(slots, [slot + 5 for slot in slots])
-        assert bench.graphs.fit(rows)
+        assert bench.graphs.bucket(rows)
         replayed = bench.graphs.run(rows, nothing())
         torch.testing.assert_close(replayed, bench.eagerly(rows), atol=2e-6, rtol=0)
 
@@ -214,4 +214,4 @@ def test_what_the_memory_profile_captures_is_captured_where_decoding_will_be(
 
 @pytest.mark.parametrize("slots", [[0, 1, 2, 3, 4], []])
 def test_more_rows_than_the_largest_bucket_do_not_fit(bench: Bench, slots: list[int]) -> None:
-    assert not bench.graphs.fit(Rows.of([Row(slot, (1,), 3, (0,), True) for slot in slots]))
+    assert bench.graphs.bucket(Rows.of([Row(slot, (1,), 3, (0,), True) for slot in slots])) is None

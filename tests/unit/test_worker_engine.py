@@ -214,7 +214,7 @@ def test_failed_steps_with_a_good_one_between_are_not_the_end() -> None:
 
 def test_an_error_that_other_ranks_may_not_have_is_the_end() -> None:
     bounds = limits()
-    this = Engine(Failing(bounds, RuntimeError(), range(1, 2)), bounds, survivable=EngineFailed)
+    this = Engine(Failing(bounds, RuntimeError(), range(1, 2)), bounds, survivable=(EngineFailed,))
     this.add(sequence(bounds, 1, prompt(3)))
     with pytest.raises(EngineBroken):
         this.step()

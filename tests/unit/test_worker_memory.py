@@ -234,10 +234,10 @@ def test_an_engine_that_never_has_enough_memory_ends_one_after_the_other(way: st
     assert len(collected.stops) == 3
 
 
-def test_memory_is_no_matter_of_one_rank_among_several() -> None:
+def test_what_one_rank_among_several_cannot_have_agreed_on_ends_it() -> None:
     bounds = limits()
     runner = FakeRunner(bounds.num_blocks, FakeModel(), faults={1: MemoryError()})
-    this = Engine(runner, bounds, survivable=EngineFailed)
+    this = Engine(runner, bounds, survivable=(EngineFailed,))
     this.add(sequence(bounds, 1, prompt(3)))
     with pytest.raises(EngineBroken, match="MemoryError"):
         this.step()

@@ -37,6 +37,7 @@ from worker.model.matrix import Packing
 from worker.model.rope import Angle, RotaryTable
 from worker.model.sharing import Share, share_heads, tail_padded
 from worker.model.spec import LayerSpec, ModelSpec
+from worker.stand_in import Exchanged
 
 
 class HeadNorms:
@@ -255,6 +256,8 @@ class Decoder:
             embedding if spec.tied_embeddings else self._own_head(),
         )
         self.stack: Stack = self.layer_by_layer
+        num_sums = 1 + 2 * len(spec.layers)  # of the embedding, and each layer's two
+        self.exchanged = Exchanged(num_sums, width, embedding.share_width, place.dtype)
         self._logits_divisor = spec.logits_divisor
         self._logits_softcap = spec.logits_softcap
 

@@ -140,7 +140,9 @@ class VocabTable:
         self.group = place.group
         self._name = name
         self._share = tail_padded(vocab_size, place.group.size, place.group.rank)
-        self.weight = Matrix(place.empty(self._share.width, width))
+        #: rows that each rank has, those included that pad
+        self.share_width = self._share.width
+        self.weight = Matrix(place.empty(self.share_width, width))
         self.weight.plain[self._share.held :].zero_()
 
     def lookup(self, ids: Tensor) -> Tensor:
