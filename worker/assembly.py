@@ -115,5 +115,5 @@ def _stand_in(config: WorkerConfig, loaded: Loaded, place: Placement) -> StandIn
     most_tokens = config.batched_tokens(kind_of(place.device))
     num_sites = config.max_num_seqs * (1 + config.speculation.num_draft_tokens)
     most_logits = max(min(num_sites, most_tokens), SCORED_AT_ONCE)
-    most = most_tokens, most_logits
+    most = most_tokens, most_logits, num_sites
     return StandIn(place.group, loaded.model.exchanged, *most, place.device)

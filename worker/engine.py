@@ -171,36 +171,37 @@ class Engine:
                 return [*outcomes, *self._scheduler.crash(flight, _AFTER_A_FAILED_STEP)]
             try:
                 launched.sample()
+                # What is told of a prompt comes before its next chunk is planned.
+                results = launched.results() if plan.rows.scores_prompt.any() else None
             except Exception as error:
                 return [*outcomes, *self._failed(flight.left(), error)]
             flight.take_off()
-            self._in_flight = flight, launched
-            if plan.rows.scores_prompt.any():
-                # What is told of a prompt comes before its next chunk is planned.
-                outcomes += self._land()
+            if results is None:
+                self._in_flight = flight, launched
+            else:
+                outcomes += self._commit(flight, results)
         return outcomes
 
     def _land(self) -> list[Outcome]:
         if self._in_flight is None:
             return []
         (flight, launched), self._in_flight = self._in_flight, None
-        outcomes = self._commit(flight, launched)
-        if self.accounts is not None:
-            self.accounts.left(self._scheduler.vacated)
-            self.accounts.end()
-        return outcomes
-
-    def _commit(self, flight: Flight, launched: Launched) -> list[Outcome]:
         try:
             results = launched.results()
         except Exception as error:
             flight.land()
-            return self._scheduler.crash(flight, self._survived(flight.plan, error))
+            outcomes = self._scheduler.crash(flight, self._survived(flight.plan, error))
+            self._end_account()
+            return outcomes
+        return self._commit(flight, results)
+
+    def _commit(self, flight: Flight, results: list[RowResult]) -> list[Outcome]:
         self._stopwatch.end(Part.SAMPLE)
         self._landed += results
         self._last_failed = False
         outcomes = self._scheduler.land(flight, results)
         self._stopwatch.end(Part.COMMIT)
+        self._end_account()
         return outcomes
 
     def _execute(self, now: float) -> list[Outcome]:
@@ -240,6 +241,12 @@ class Engine:
         if self.accounts is not None:
             scheduler = self._scheduler
             self.accounts.begin(self._plan.rows, scheduler.vacated, scheduler.newcomers, now)
+
+    def _end_account(self) -> None:
+        """The time of the step that was in flight ends."""
+        if self.accounts is not None:
+            self.accounts.left(self._scheduler.vacated)
+            self.accounts.end()
 
     def _release(self) -> None:
         if slots := self._scheduler.take_vacated():

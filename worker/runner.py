@@ -209,7 +209,10 @@ class TorchRunner:
 
     def conclude(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
         """Waits for what was drawn. A result for each row, as rank 0 drew it."""
-        return self._tried(partial(self._heard, rows, drawn, scores))
+        hear = partial(self._heard, rows, drawn, scores)
+        if not _is_told_late(rows):
+            return self._tried(hear)
+        return self._together(hear, partial(self._left_of_telling, rows))
 
     def _heard(self, rows: Rows, drawn: Drawn | None, scores: PromptScores) -> list[RowResult]:
         results = _of_all(rows, [] if drawn is None else drawn.results())
@@ -284,8 +287,7 @@ class TorchRunner:
         """Rank 0's ``results``, as far as the other ranks have to know them there."""
         if self._group.size == 1:
             return results
-        told = np.flatnonzero(rows.samples | rows.scores_prompt).tolist()
-        width = 1 + int(rows.num_drafts.max())
+        told, width = _told_late(rows)
         lines = self._group.broadcast(self._upload(to_lines([results[i] for i in told], width)))
         if self._group.rank == 0:
             return results
@@ -337,6 +339,10 @@ class TorchRunner:
         if _is_told_late(rows):
             return [logits]
         return [logits, Tell((wanted.num_asks,), torch.int64)]
+
+    def _left_of_telling(self, rows: Rows) -> list[Collective]:
+        told, width = _told_late(rows)
+        return [Tell((len(told), width), torch.int64)]
 
     def _upload(self, values: Sequence[object] | Ints) -> Tensor:
         return upload(values, self.device)
@@ -391,6 +397,13 @@ def _is_told_late(rows: Rows) -> bool:
     """Whether what is drawn shows on rank 0's host alone: which drafts were right, and whether a
     prompt's scores are numbers."""
     return bool(rows.num_drafts.any() or rows.scores_prompt.any())
+
+
+def _told_late(rows: Rows) -> tuple[list[int], int]:
+    """Which rows that is told of, and integers that each takes."""
+    return np.flatnonzero(rows.samples | rows.scores_prompt).tolist(), 1 + int(
+        rows.num_drafts.max()
+    )
 
 
 def _sites(rows: Rows) -> Ints:

@@ -65,8 +65,8 @@ class Tell:
 
 
 class StandIn:
-    """``most_tokens`` are those of a step, and ``most_logits`` the rows of logits that are gathered
-    at once."""
+    """``most_tokens`` are those of a step, ``most_logits`` the rows of logits that are gathered at
+    once, and ``most_told`` the integers of rank 0's word."""
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class StandIn:
         exchanged: Exchanged,
         most_tokens: int,
         most_logits: int,
+        most_told: int,
         device: torch.device,
     ) -> None:
         self._group = group
@@ -82,7 +83,7 @@ class StandIn:
         elements = max(
             most_tokens * exchanged.hidden_size, most_logits * exchanged.vocab_share * shards
         )
-        most = max(elements * exchanged.dtype.itemsize, most_logits * torch.int64.itemsize)
+        most = max(elements * exchanged.dtype.itemsize, most_told * torch.int64.itemsize)
         self._room = torch.zeros(most, dtype=torch.uint8, device=device)
 
     def attend(self, collectives: Sequence[Collective]) -> None:

@@ -54,7 +54,7 @@ WHERE: list[tuple[type, str]] = [
     ),
 ]
 #: The parts of a step.
-PARTS = "_begin", "_draw"
+PARTS = "_begin", "_draw", "_heard"
 
 
 class Shortage(threading.local):
