@@ -20,7 +20,7 @@ async def pinned(config: Config) -> Config:
 
 
 async def fetched(config: Config) -> Config:
-    """The same; after it all files of the model are on this machine. Raises ModelUnavailable."""
+    """``pinned``, with all files of that model on this machine. Raises ModelUnavailable."""
     config = await pinned(config)
     with told(f"downloading {config.model}") as progress:
         await model_files.fetch(

@@ -64,8 +64,8 @@ class PlainStarter:
 
 
 async def tell(stdin: asyncio.StreamWriter, words: bytes) -> None:
-    """And closes it. A process that has ended already is told nothing: its status says what there
-    is to say."""
+    """Writes ``words``, and closes ``stdin``. A process that has ended already is told nothing: its
+    status says what there is to say."""
     # uvloop's writes to a pipe that it has closed raise RuntimeError, asyncio's nothing.
     if stdin.is_closing():
         return

@@ -109,8 +109,8 @@ class Batch:
         sequence.slot = NO_SLOT
 
     def preempt(self, sequence: Sequence) -> None:
-        """The same, but it will come back: until then, or until it gives up, it wants its blocks
-        kept."""
+        """Removes a sequence that will come back: until then, or until it gives up, it wants its
+        blocks kept."""
         sequence.num_computed_before = sequence.most_computed
         sequence.num_wanted = max(sequence.num_wanted, sequence.num_computed)
         self._store.want(sequence.hashes_before())
@@ -126,7 +126,7 @@ class Batch:
         return tuple(self._vacated)
 
     def take_vacated(self) -> tuple[int, ...]:
-        """The same, and from now on nothing of them."""
+        """Answers ``vacated``, and empties it."""
         slots = self.vacated
         self._vacated.clear()
         return slots
@@ -134,13 +134,13 @@ class Batch:
     # blocks
 
     def take_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Those that so many tokens need beyond its table; there are enough free ones."""
+        """Takes the blocks that ``num_tokens`` need beyond its table; enough are free."""
         count = blocks_for(num_tokens) - len(sequence.block_table)
         if count > 0:
             self._extend(sequence, self._pool.allocate(count))
 
     def take_one(self, slots: Ints) -> None:
-        """One more for each of those in ``slots``; there are enough free ones."""
+        """Takes a block for each sequence in ``slots``; enough are free."""
         blocks = self._pool.allocate(len(slots))
         for sequence, block in zip(self.at(slots), blocks, strict=True):
             sequence.block_table += (block,)
@@ -184,8 +184,8 @@ class Batch:
                 self._pool.distrust(block)
 
     def distrust_gone(self, sequence: Sequence, num_computed: int) -> None:
-        """The same of one that was removed before the failure of its row was known: its blocks may
-        be others' by now, and its slot as well."""
+        """``distrust`` of a sequence that was removed before the failure of its row was known: its
+        blocks may be others' by now, and its slot as well."""
         for index in range(num_computed // BLOCK_SIZE):
             block_hash = sequence.block_hash(index)
             if index >= sequence.num_hits or not self._pool.is_used(block_hash):
@@ -203,7 +203,7 @@ class Batch:
         return steps
 
     def decode(self, token: int, times: int) -> None:
-        """So many of them, in each of which everybody draws ``token``."""
+        """``times`` of the steps that ``num_alike`` counts: everybody draws ``token`` in each."""
         columns = self.columns
         changes, slots = columns.changes(times), columns.decoding()
         for sequence in self.at(slots):

@@ -128,7 +128,7 @@ class BlockPool:
             self._hashes[block] = block_hash
 
     def forget(self, block: int) -> None:
-        """A block does not hold what its hash says, if it has one."""
+        """A block does not hold what its hash says, if it has one: nobody finds it any more."""
         block_hash, self._hashes[block] = self._hashes[block], None
         if block_hash is not None:
             del self._by_hash[block_hash]
@@ -139,13 +139,13 @@ class BlockPool:
         return self._users[block] > 1
 
     def distrust(self, block: int) -> None:
-        """The same, and no copy of it is to be found either."""
+        """Forgets a block, and the copy of it that the store may keep."""
         if (block_hash := self._hashes[block]) is not None:
             self._store.forget(block_hash)
             self.forget(block)
 
     def distrust_content(self, block_hash: bytes) -> None:
-        """The same of whatever block or copy holds what is named so, if any does."""
+        """Forgets whatever block and copy hold what ``block_hash`` names, if any do."""
         self._store.forget(block_hash)
         if (block := self._by_hash.get(block_hash)) is not None:
             self.forget(block)

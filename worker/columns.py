@@ -71,12 +71,12 @@ class Columns:
         self._num_blocks[slot] = end
 
     def extend_by_one(self, slots: Ints, blocks: Several[int]) -> None:
-        """One of them is added to the block table of each of ``slots``."""
+        """Adds one of ``blocks`` to the block table of each of ``slots``."""
         self._tables[slots, self._num_blocks[slots]] = blocks
         self._num_blocks[slots] += 1
 
     def cut(self, slot: int, num_blocks: int) -> None:
-        """So many are left in its block table."""
+        """Leaves the first ``num_blocks`` in its block table."""
         self._num_blocks[slot] = num_blocks
 
     def clear(self, slot: int) -> None:
@@ -89,7 +89,7 @@ class Columns:
         self._last_tokens[slots] = tokens
 
     def draw(self, slots: Ints, token: int, times: int) -> None:
-        """The same, one after the other: ``token``, so many times."""
+        """As ``draw_one``, ``times`` times one after the other, each time with ``token``."""
         self._num_known[slots] += times
         self._num_computed[slots] = self._num_known[slots] - 1
         self._last_tokens[slots] = token

@@ -49,8 +49,8 @@ class HostStore:
             self._wanted.update(hashes)
 
     def unwant(self, hashes: Sequence[bytes]) -> None:
-        """The same one does not any more. What nobody wants is dropped first, and of a sequence its
-        later blocks, which are of no use without the earlier ones."""
+        """Takes one ``want`` of these back. What nobody wants is dropped first, and of a sequence
+        its later blocks, which are of no use without the earlier ones."""
         if not self._num_places:
             return
         self._wanted.subtract(hashes)

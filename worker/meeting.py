@@ -30,7 +30,7 @@ class Ties:
     log: StepLogWriter | StepLogReader | None = None
 
     def interrupt(self) -> None:
-        """The other ranks end, and what waits for them in another thread does."""
+        """Ends the other ranks, and whatever waits for them in another thread."""
         if self.log is not None:
             self.log.interrupt()
 

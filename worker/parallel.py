@@ -285,7 +285,7 @@ def init_group(
 
 
 def _host_group(store: TCPStore, rank: int, size: int, host: str | None) -> tuple[str, Group]:
-    """And how it is called."""
+    """The way and the group: through memory that all ranks share if they do, by gloo otherwise."""
     if (ranks := collectives.meet(store, rank, size, TIMEOUT)) is not None:
         return "shared memory", _SharedMemoryGroup(ranks, rank, size)
     backend = _gloo(store, rank, size, host or _own_address(store))

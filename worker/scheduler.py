@@ -121,7 +121,7 @@ class Scheduler:
 
     @property
     def vacated(self) -> tuple[int, ...]:
-        """The same, which are there to be taken still."""
+        """What ``take_vacated`` would answer now."""
         return self._batch.vacated
 
     @property

@@ -206,12 +206,13 @@ class Sequence:
         return Outcome(self.key, offset, tokens, None, None, logprobs, 0, (), computed, news)
 
     def draw(self, token: int, times: int) -> None:
-        """The same, one after the other: ``token``, so many times. Nothing is told of it."""
+        """It goes on by ``token``, ``times`` times one after the other. Nothing is told of it."""
         self.tokens.extend([token] * times)
         self.num_computed = len(self.tokens) - 1
 
     def take_off(self, num_computed: int, draws: bool) -> None:
-        """So many tokens count as computed, and with ``draws`` another one as known."""
+        """From the launch of a step on ``num_computed`` tokens count as computed, and with
+        ``draws`` another one as known."""
         self.num_computed = num_computed
         if draws:
             self.tokens.append(UNKNOWN)

@@ -125,8 +125,7 @@ class StepLogWriter:
                 raise ChannelBroken(f"rank {rank} is gone: {error}") from error
 
     def interrupt(self) -> None:
-        """The other ranks end, and a write that waits in another thread does, with
-        ChannelBroken."""
+        """Ends the other ranks, and a write that waits in another thread: with ChannelBroken."""
         for line in self._lines:
             with suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)

@@ -139,7 +139,7 @@ class Autoscaler:
         return self._fewer(load, workers, now)
 
     def _is_rush(self, workers: int) -> bool:
-        """Also for those that are on their way."""
+        """More is about to come than all workers can take, those on their way included."""
         arrivals = self._arrivals
         return 0 < workers * self._capacity.rate < arrivals.soon and arrivals.have_risen
 

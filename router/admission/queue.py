@@ -24,7 +24,7 @@ from router.admission.waiting import Waiting
 #: Requests whose place in another order is found at once, in some milliseconds.
 _AT_ONCE = 1024
 
-#: Dispatches, about, after which it is looked who has waited longest.
+#: After about so many dispatches it is forgotten what only those asked for that wait no more.
 _FORGET_EVERY = 1 << 15
 
 _Row: TypeAlias = tuple[Any, ...]

@@ -31,9 +31,9 @@ class Obstacle(IntEnum):
 
     #: nothing may be dispatched
     LEADER = 0
-    #: and none starts
+    #: there is no worker, and none starts
     NO_WORKER = 1
-    #: there is no worker yet
+    #: there is no worker yet, and one starts
     WORKER_STARTS = 2
 
 
@@ -54,10 +54,11 @@ class Stays:
         self._looked = 0.0
         #: by obstacle, when it was looked last
         self._seconds: Sequence[float] = [0.0] * len(Obstacle)
-        #: for a worker
+        #: requests that left for a worker
         self.num_left = 0
-        #: by class
+        #: by class, how many came
         self._num_come: dict[int, int] = {}
+        #: by class, who left for a worker
         self._left: dict[int, Overtaking] = {}
         self._left_last: deque[str] = deque(maxlen=_LOOKED_AT)
         #: who is the next one, since when, and the seconds of all obstacles then
@@ -107,7 +108,7 @@ class Stays:
         return arrival
 
     def leave(self, arrival: Arrival, waiting: Waiting) -> None:
-        """For a worker. Who was told before keeps an older place, and overtakes nobody."""
+        """It leaves for a worker. Who was told before keeps an older place: it overtakes nobody."""
         self.num_left += 1
         self._left_last.append(waiting.request_id)
         if not waiting.accepted:
@@ -117,7 +118,8 @@ class Stays:
             left.leave(arrival[_NUMBER])
 
     def forget(self, oldest: Arrival | None) -> None:
-        """Nobody asks any more for who came before this one; None: nobody asks at all."""
+        """Forgets what only those would ask for that came before ``oldest``, the first of those
+        that wait; None: nobody waits."""
         numbers = self._num_come if oldest is None else _come(oldest)
         for priority, left in self._left.items():
             left.forget(numbers.get(priority, 0))

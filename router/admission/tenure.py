@@ -228,7 +228,7 @@ class Tenure:
         self._waits.look(self.queued, now)
 
     def expire(self, ledger_now: float) -> list[Refusal]:
-        """Those that have waited for as long as they may."""
+        """Takes out of the queue those that have waited for as long as they may."""
         return self._bounds.expire(ledger_now)
 
     @property

@@ -26,6 +26,6 @@ class Wanted(NamedTuple):
         on for ``output_s`` after its first token. Who need not wait is not late for its prompt's
         sake, which its worker may have computed for another one."""
         first_s = wait_s + prefill_s if wait_s else 0.0
-        first_late_s = first_s - min(self)
+        first_late_s = first_s - min(self.first_token_s, self.end_s)
         late_s = max(first_late_s, first_s + output_s - self.end_s)
         return Late(first_late_s <= 0, min(late_s, wait_s)) if late_s > 0 else None

@@ -77,7 +77,7 @@ class Rates:
         return self._rates.get(worker_id, 0.0)
 
     def keep(self, worker_ids: Iterable[str]) -> None:
-        """The others are gone."""
+        """Forgets all other workers: they are gone."""
         kept = set(worker_ids)
         if kept == self._marks.keys():
             return

@@ -14,7 +14,7 @@ _LOOKED_AT, _TOLD = 16, 8
 
 
 class AtWorkers:
-    """By their epochs."""
+    """Finds them by epoch and by worker."""
 
     def __init__(self) -> None:
         self._by_epoch: dict[int, LiveRequest] = {}
@@ -54,17 +54,17 @@ class AtWorkers:
     # whom a request hears of: some of its tenant's own, and nothing of others'
 
     def neighbours(self, request_id: str, worker_id: str) -> tuple[str, ...]:
-        """Those that a worker has."""
+        """Requests of its tenant that this worker has."""
         last = islice(reversed(self._by_worker.get(worker_id, {}).values()), _LOOKED_AT)
         return _own(request_id, (live.request_id for live in last))
 
     def occupants(self, request_id: str, worker_id: str) -> tuple[str, ...]:
-        """Those that all but this worker have."""
+        """Requests of its tenant that other workers have."""
         last = islice(reversed(self._by_epoch.values()), _LOOKED_AT)
         return _own(request_id, (live.request_id for live in last if live.worker_id != worker_id))
 
     def newcomers(self, live: LiveRequest) -> tuple[str, ...]:
-        """Those that came to its worker since it did."""
+        """Requests of its tenant that came to its worker since it did."""
         last = reversed(self._came.get(live.worker_id, ()))
         since = takewhile(lambda each: each[0] != live.epoch, last)
         return _own(live.request_id, (request_id for _, request_id in since))

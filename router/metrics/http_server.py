@@ -129,7 +129,7 @@ class _Collected:
 
 
 def encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    """And the content type of what it makes."""
+    """What writes metrics as this Accept header wants them, and the content type of that."""
     try:
         return choose_encoder(accept)
     except TypeError:

@@ -66,7 +66,7 @@ class Prediction:
         return min(max(least, self.guess.least_tokens), request.max_tokens)
 
     def ordered_tokens(self, request: Request) -> int:
-        """The same where requests may be ordered by it; 0 where they leave by arrival."""
+        """``total_tokens`` where requests may be ordered by that; 0 where they leave by arrival."""
         return 0 if self.is_distrusted else self.total_tokens(request)
 
 
