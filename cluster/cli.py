@@ -41,10 +41,11 @@ from cluster.errors import (
 )
 from cluster.explain import command as explaining
 from cluster.prediction import command as predicting
-from cluster.status_view import Rates, show
+from cluster.status_view import show
 from everlift import AsyncClient, EverliftError, Stream
+from everlift.explanation import state_name
 from everlift.settings import SettingsError
-from everlift.v1 import inference_pb2 as pb
+from router.console.rates import Rates
 from router.ledger.config import URL_VARIABLE, LedgerSetupError
 
 _REFRESH_S = 0.5
@@ -324,8 +325,7 @@ async def _print(stream: Stream) -> None:
 async def _cancel(address: str | None, request_id: str) -> None:
     async with connected(address) as client:
         response = await client.cancel(request_id)
-    state = pb.RequestState.Name(response.state).removeprefix("REQUEST_STATE_")
-    typer.echo(state.lower())
+    typer.echo(state_name(response.state))
 
 
 async def _forget(address: str | None, request_id: str) -> None:

@@ -17,11 +17,11 @@ from rich.table import Table
 from cluster.connection import Address, connected
 from everlift import AsyncClient
 from everlift.errors import InvalidRequest
+from everlift.explanation import state_name
 from everlift.v1 import inference_pb2 as pb
 
 _States: TypeAlias = Sequence[pb.RequestState.ValueType]
 
-_STATE = "REQUEST_STATE_"
 #: One page of the listing, at most.
 _PAGE = 1000
 
@@ -53,10 +53,10 @@ def requests(
 
 def _state(name: str) -> pb.RequestState.ValueType:
     """Raises InvalidRequest."""
-    names = {each.removeprefix(_STATE).lower(): each for each in pb.RequestState.keys()[1:]}
-    if name not in names:
-        raise InvalidRequest(f"--state must be one of {', '.join(names)}, not {name!r}")
-    return pb.RequestState.Value(names[name])
+    states = {state_name(state): state for state in pb.RequestState.values()[1:]}
+    if name not in states:
+        raise InvalidRequest(f"--state must be one of {', '.join(states)}, not {name!r}")
+    return states[name]
 
 
 async def _list(
@@ -92,15 +92,11 @@ async def _listed(
 def _cells(each: pb.RequestSummary) -> list[str]:
     arrived = datetime.fromtimestamp(each.arrived).isoformat(" ", "seconds")
     counts = str(each.attempts), str(each.output_tokens)
-    return [each.request_id, _name(each.state), arrived, *counts, each.error_slug]
+    return [each.request_id, state_name(each.state), arrived, *counts, each.error_slug]
 
 
 def _as_json(each: pb.RequestSummary) -> dict[str, object]:
     fields = MessageToDict(
         each, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    return fields | {"state": _name(each.state)}
-
-
-def _name(state: pb.RequestState.ValueType) -> str:
-    return pb.RequestState.Name(state).removeprefix(_STATE).lower()
+    return fields | {"state": state_name(each.state)}

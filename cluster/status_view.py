@@ -12,26 +12,8 @@ from rich.text import Text
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.v1 import inference_pb2 as pb
+from router.console.rates import Rates
 from router.ledger.config import PROMISES
-
-#: Shorter than this, a rate would jump.
-_INTERVAL_S = 1.0
-
-
-class Rates:
-    """Tokens a second of each worker, from its counter at two moments."""
-
-    def __init__(self) -> None:
-        self._marks: dict[str, tuple[float, int]] = {}
-        self._rates: dict[str, float] = {}
-
-    def update(self, worker_id: str, now: float, tokens: int) -> float:
-        """``now`` in seconds; 0 as long as there are no two moments."""
-        then, before = self._marks.setdefault(worker_id, (now, tokens))
-        if now - then >= _INTERVAL_S:
-            self._marks[worker_id] = now, tokens
-            self._rates[worker_id] = (tokens - before) / (now - then)
-        return self._rates.get(worker_id, 0.0)
 
 
 def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 0.0) -> Group:
@@ -48,7 +30,7 @@ def show(status: pb.GetStatusResponse, rates: Rates | None = None, now: float = 
 def _tokens(worker: pb.WorkerStatus, rates: Rates | None, now: float) -> str:
     if rates is None:
         return str(worker.output_tokens)
-    return f"{rates.update(worker.worker_id, now, worker.output_tokens):.0f}"
+    return f"{rates.of(worker.worker_id, worker.output_tokens, now):.0f}"
 
 
 def _cells(worker: pb.WorkerStatus, tokens: str) -> list[str]:

@@ -19,9 +19,9 @@ from cluster.demo.load import Load, Percentiles, Summary
 from cluster.demo.picture import Occupancy, draw
 from cluster.demo.prompts import mixed
 from cluster.demo.view import show
-from cluster.status_view import Rates
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
+from router.console.rates import Rates
 
 REQUESTS = 32
 _SEED = 1

@@ -9,13 +9,12 @@ from rich.text import Text
 from cluster import status_view
 from cluster.demo.load import Load
 from everlift.v1 import inference_pb2 as pb
+from router.console.rates import Rates
 
 _SHOWN_CHARACTERS = 900
 
 
-def show(
-    status: pb.GetStatusResponse, load: Load, rates: status_view.Rates, now: float, note: str
-) -> Group:
+def show(status: pb.GetStatusResponse, load: Load, rates: Rates, now: float, note: str) -> Group:
     first = load.transcripts[0]
     text = Text(first.task.prompt, style="bold")
     text.append(first.text[-_SHOWN_CHARACTERS:], style="green" if first.is_right else "default")

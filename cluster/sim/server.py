@@ -11,6 +11,7 @@ import grpc
 from cluster.sim.clock import VirtualLoop
 from cluster.sim.network import Network
 from cluster.sim.pipe import Metadata, Pipe, Received, Sent, Status
+from router.rpc.call import behaviour
 
 Q = TypeVar("Q")
 
@@ -122,7 +123,7 @@ class Serving:
             await self.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         requests = self._read(handler.request_deserializer or bytes)
         first = requests if handler.request_streaming else await anext(requests)
-        result = _behaviour(handler)(first, self)
+        result = behaviour(handler)(first, self)
         if hasattr(result, "__aiter__"):
             async for answer in result:
                 await self.write(answer)
@@ -160,11 +161,3 @@ class Serving:
 
     def time_remaining(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - self.process.time())
-
-
-def _behaviour(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[Any, Any], Any]:
-    kinds = (
-        *(handler.unary_unary, handler.unary_stream),
-        *(handler.stream_unary, handler.stream_stream),
-    )
-    return next(kind for kind in kinds if kind is not None)

@@ -57,6 +57,7 @@ def kind_name(kind: pb.SpanKind.ValueType) -> str:
 
 
 def state_name(state: pb.RequestState.ValueType) -> str:
+    """For programs: queued, finished."""
     return pb.RequestState.Name(state).removeprefix(_STATE).lower()
 
 

@@ -29,7 +29,8 @@ from router.console.parts import (
     Sessions,
 )
 from router.console.percentiles import Percentiles
-from router.console.workers import Link, Rates, Row
+from router.console.rates import Rates
+from router.console.workers import Link, Row
 from router.ledger.base import LoadReport
 from router.ledger.config import PROMISES
 

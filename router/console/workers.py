@@ -3,7 +3,7 @@ Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -15,8 +15,6 @@ Json = dict[str, Any]
 
 #: Cells of the grid; where there are more workers, some share one.
 MOST_CELLS = 1024
-#: Between two counts of a worker's tokens that a rate is made of, at least.
-_RATE_S = 1.0
 
 
 class State(Enum):
@@ -59,30 +57,6 @@ class Row(NamedTuple):
     preemptions: int
     prompt_tokens: int
     prefix_hit_tokens: int
-
-
-class Rates:
-    """Tokens per second by worker, from what they count at two looks."""
-
-    def __init__(self) -> None:
-        self._marks: dict[str, tuple[float, int]] = {}
-        self._rates: dict[str, float] = {}
-
-    def of(self, worker_id: str, tokens: int, now: float) -> float:
-        """0 until there are two looks."""
-        then, before = self._marks.setdefault(worker_id, (now, tokens))
-        if now - then >= _RATE_S:
-            self._marks[worker_id] = now, tokens
-            self._rates[worker_id] = (tokens - before) / (now - then)
-        return self._rates.get(worker_id, 0.0)
-
-    def keep(self, worker_ids: Iterable[str]) -> None:
-        """Forgets all other workers: they are gone."""
-        kept = set(worker_ids)
-        if kept == self._marks.keys():
-            return
-        self._marks = {name: mark for name, mark in self._marks.items() if name in kept}
-        self._rates = {name: rate for name, rate in self._rates.items() if name in kept}
 
 
 def row(link: Link, view: WorkerView | None, tokens_per_s: float) -> Row:

@@ -198,7 +198,7 @@ class Call:
         self._serialize = handler.response_serializer or bytes
         requests = self._parsed(parse)
         asked = requests if handler.request_streaming else await anext(requests)
-        result = _behaviour(handler)(asked, self)
+        result = behaviour(handler)(asked, self)
         if hasattr(result, "__aiter__"):
             async for answer in result:
                 await self.write(answer)
@@ -380,7 +380,8 @@ class Call:
             self._room.set_result(None)
 
 
-def _behaviour(handler: Handler) -> Callable[[Any, Any], Any]:
+def behaviour(handler: Handler) -> Callable[[Any, Any], Any]:
+    """The servicer's method, of whichever of the four kinds it is."""
     kinds = (
         *(handler.unary_unary, handler.unary_stream),
         *(handler.stream_unary, handler.stream_stream),

@@ -12,7 +12,8 @@ from router.console.failures import Failed, Failures
 from router.console.history import History
 from router.console.lanes import Lanes
 from router.console.percentiles import Percentiles, RecentHistogram, percentiles, quantile
-from router.console.workers import MOST_CELLS, Rates, cells, names, row, summary
+from router.console.rates import Rates
+from router.console.workers import MOST_CELLS, cells, names, row, summary
 from tests.console_support import link
 
 
@@ -59,8 +60,10 @@ def test_a_rate_needs_two_looks_a_second_apart() -> None:
     assert [rates.of("a", tokens, now) for tokens, now in ((10, 0.0), (50, 0.5), (90, 1.0))] == [
         *(0.0, 0.0, 80.0)
     ]
-    rates.keep(())
-    assert rates.of("a", 90, 2.0) == 0.0
+    assert rates.of("a", 90, 2.5) == 0.0
+    assert rates.of("other", 5, 2.5) == 0.0
+    rates.keep(["other"])
+    assert rates.of("a", 200, 5.0) == 0.0
 
 
 def test_more_workers_than_cells_share_them() -> None:

@@ -4,8 +4,9 @@ import re
 
 from rich.console import Console, RenderableType
 
-from cluster.status_view import Rates, show
+from cluster.status_view import show
 from everlift.v1 import inference_pb2 as pb
+from router.console.rates import Rates
 
 
 def text(renderable: RenderableType) -> str:
@@ -134,16 +135,6 @@ def test_whom_steps_are_for_is_shown_and_how_many_workers_have_which_policy() ->
 def test_a_slow_worker_is_shown_as_slow() -> None:
     slow = pb.WorkerStatus(worker_id="w", alive=True, slow=True)
     assert " slow " in text(show(pb.GetStatusResponse(workers=[slow])))
-
-
-def test_a_rate_needs_two_moments() -> None:
-    rates = Rates()
-    assert rates.update("w", 10.0, 100) == 0.0
-    assert rates.update("w", 10.5, 200) == 0.0
-    assert rates.update("w", 12.0, 300) == 100.0
-    assert rates.update("w", 12.5, 300) == 100.0
-    assert rates.update("w", 13.0, 300) == 0.0
-    assert rates.update("other", 13.0, 5) == 0.0
 
 
 def test_watching_shows_the_rate() -> None:
