@@ -35,6 +35,7 @@ from router.admission.fair_share import FairShare
 from router.admission.load import cluster_load
 from router.admission.placement import Placement
 from router.admission.policy import Rules
+from router.admission.rhythm import DISPATCHES_AT_ONCE, MOVES_S, TICK_S
 from router.admission.tenure import Placed, Tenure
 from router.admission.waiting import Waiting
 from router.admission.worker_view import Capacity, Load, WorkerView
@@ -49,15 +50,12 @@ from router.sweep import Sweep
 
 log = logs.get(__name__)
 
-_DISPATCHES_AT_ONCE = 64
-#: Of which the ledger does not answer, so many may be under way besides.
+#: Dispatches of which the ledger does not answer: so many may be under way besides the others.
 _MOST_LATE = 512
 #: Until the ledger is asked again, at first and at most.
 _RETRY_S, _MOST_RETRY_S = 0.2, 2.0
-_TICK_S = 0.2
+#: Until it is asked again who of the gateways is alive, while they are waited for.
 _ROLL_CALL_S = 0.05
-#: Between two looks at who could move: workers say something far more often.
-_MOVES_S = 0.05
 
 
 #: A request that is about to come, by the moment in ledger time at which it does.
@@ -360,7 +358,7 @@ class Leader:
         moment = now()
         if self._tenure is None or moment < self._move_after or not self._may_act():
             return
-        self._move_after = moment + _MOVES_S
+        self._move_after = moment + MOVES_S
         for move in self._tenure.moves(moment, moment + self._ledger_ahead):
             running = move.running
             log.info(
@@ -379,7 +377,7 @@ class Leader:
     @property
     def _limit(self) -> int:
         """Dispatches that may begin now."""
-        at_once = _DISPATCHES_AT_ONCE - (self._asking - self._late)
+        at_once = DISPATCHES_AT_ONCE - (self._asking - self._late)
         return max(0, at_once) if self._late < _MOST_LATE else 0
 
     async def _dispatch(self, placed: Placed, tenure: Tenure, term: int) -> None:
@@ -453,7 +451,7 @@ class Leader:
         """What time alone changes: credits that run out, what gateways know of the queue, and the
         autoscaler of the work there is."""
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(TICK_S)
             self._placement.expire(now())
             if self._tenure is not None:
                 self._tenure.look(now())

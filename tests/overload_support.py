@@ -18,6 +18,7 @@ from everlift.v1 import session_pb2 as pb
 from router.admission.bounds import Refusal
 from router.admission.entrance import Entrance
 from router.admission.returns import Return
+from router.admission.rhythm import TICK_S
 from router.admission.tpot import seen_ratio
 from router.admission.wanted import Wanted
 from router.admission.worker_view import Capacity, Load
@@ -35,7 +36,6 @@ ROOFLINE = Roofline(overhead_s=0.002, weights_s=0.018, token_s=5e-5, kv_token_s=
 TTFT_S, TPOT_S = 1.0, 0.05
 #: Of a row that draws no token, and of one that does.
 _RESULTS = (RowResult(), RowResult((TOKEN,)))
-_TICK_S = 0.2
 _NETWORK_S = 0.001
 
 
@@ -196,7 +196,7 @@ class VirtualCluster:
         self._engines: dict[str, VirtualEngine] = {}
         for number in range(num_workers):
             self._add_worker(f"w{number}")
-        self.clock.at(_TICK_S, self._tick)
+        self.clock.at(TICK_S, self._tick)
 
     def _add_worker(self, name: str) -> None:
         engine = VirtualEngine(self.clock, lambda outcomes: self._stepped(name, outcomes))
@@ -220,7 +220,7 @@ class VirtualCluster:
         for entrance in self._entrances:
             entrance.hear(outlook, self.tenure.queued, now)
         self._place()
-        self.clock.at(now + _TICK_S, self._tick)
+        self.clock.at(now + TICK_S, self._tick)
 
     def come(self, asked: Asked) -> None:
         now = self.clock.now

@@ -15,13 +15,11 @@ from router.admission.load import cluster_load
 from router.admission.moving import Move
 from router.admission.placement import Placement
 from router.admission.policy import Rules
+from router.admission.rhythm import DISPATCHES_AT_ONCE, MOVES_S
 from router.admission.tenure import Placed, Tenure
 from router.admission.worker_view import Capacity
 from router.config import RouterConfig
 
-#: Between two looks at who could move, as the leader has it.
-_MOVES_S = 0.05
-_AT_ONCE = 64
 _TERM = 1
 
 
@@ -97,11 +95,11 @@ class GlobalQueue:
     def moves(self, now: float) -> list[Move]:
         if now < self._move_after:
             return []
-        self._move_after = now + _MOVES_S
+        self._move_after = now + MOVES_S
         return self._tenure.moves(now, now)
 
     def place(self, now: float) -> list[Placed]:
-        placed = self._tenure.place(now, now, _AT_ONCE, lambda: next(self._epochs))
+        placed = self._tenure.place(now, now, DISPATCHES_AT_ONCE, lambda: next(self._epochs))
         for each in placed:
             self._tenure.begun(each, GATEWAY)
         return placed

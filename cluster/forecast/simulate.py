@@ -21,9 +21,7 @@ from cluster.forecast.global_queue import GlobalQueue
 from cluster.forecast.scenario import Scenario
 from cluster.forecast.timeline import Timeline
 from cluster.workloads.arrival import Arrival
-
-#: As often as the leader looks what time alone changes, and tells the autoscaler its load.
-_TICK_S = 0.2
+from router.admission.rhythm import TICK_S
 
 
 def simulate(
@@ -127,7 +125,7 @@ class _Simulation:
         if self._scaler is not None:
             self._scaler.look(now)
         self._gateway.decide()
-        self._timeline.after(_TICK_S, self._tick)
+        self._timeline.after(TICK_S, self._tick)
 
     def _sample(self, number: int) -> None:
         staying = self._fleet.staying

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import inf
 
+from router.admission.rhythm import TICK_S
 from router.admission.running import Running, RunningTable
 from router.admission.waiting import Waiting
 from router.admission.worker_view import WorkerView, blocks_for, blocks_of
@@ -19,7 +20,6 @@ from router.admission.worker_view import WorkerView, blocks_for, blocks_of
 #: So long before its last moment a request makes room for itself at the least: the leader looks
 #: again at every tick, and then the worker's step and its victims' way out take some steps.
 _MARGIN_S = 0.5
-_TICK_S = 0.2
 _STEPS = 3
 #: More are not sent away for one.
 _MAX_VICTIMS = 8
@@ -53,7 +53,7 @@ def _slack(waiting: Waiting, workers: Mapping[str, WorkerView], ledger_now: floa
 def _margin(worker: WorkerView, tokens_ahead: int) -> float:
     """Seconds that go by at this worker before it is its turn to be computed."""
     ahead_s = worker.prefill_s(tokens_ahead) or 0.0
-    return max(_MARGIN_S, _TICK_S + _STEPS * worker.pace.step_s) + ahead_s
+    return max(_MARGIN_S, TICK_S + _STEPS * worker.pace.step_s) + ahead_s
 
 
 def _wait(waiting: Waiting, workers: Mapping[str, WorkerView]) -> float:

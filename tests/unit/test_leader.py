@@ -475,7 +475,7 @@ async def test_a_shard_that_hangs_keeps_nobody_else_waiting(
 async def test_only_so_many_dispatches_are_under_way_at_once(
     leader: Leader, ledger: FlakyLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.leader._DISPATCHES_AT_ONCE", 2)
+    monkeypatch.setattr("router.leader.DISPATCHES_AT_ONCE", 2)
     monkeypatch.setattr("router.leader._MOST_LATE", 1)
     gateway = Gateway(leader, "g")
     names = ["a", "b", "c", "d"]
