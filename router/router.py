@@ -133,27 +133,30 @@ class Router:
         store = store_of(config, ledger)
         access = await Access.open(store) if store is not None else None
         router = cls(config, ledger, model, transport, memory_limit, access, simulator)
-        cluster_id = await ledger.cluster_id()
+        await router._begin(await ledger.cluster_id())
+        return router
+
+    async def _begin(self, cluster_id: str) -> None:
+        config = self.config
         # First what can be given back when a port is taken.
-        await router._metrics.start(config.metrics_host, config.metrics_port)
+        await self._metrics.start(config.metrics_host, config.metrics_port)
         try:
-            await router._bind()
+            await self._bind()
         except OSError:
-            await router._http.stop(0)
-            await router._metrics.stop()
-            router._traces.close()
+            await self._http.stop(0)
+            await self._metrics.stop()
+            self._traces.close()
             raise
-        router._wire(cluster_id)
-        await router._internal.start()
-        await router._public.start()
-        await router._http.start(router._api())
-        if router._template is not None and router.http_address:
-            router._template.start()
-        router._metrics.readiness = router._requests
+        self._wire(cluster_id)
+        await self._internal.start()
+        await self._public.start()
+        await self._http.start(self._api())
+        if self._template is not None and self.http_address:
+            self._template.start()
+        self._metrics.readiness = self._requests
         for line in exposures(config, has_keys=config.access != "off"):
             log.warning(line, host=config.host, internal_host=config.internal_host)
-        log.info("router ready", router_id=router.router_id, address=router.address)
-        return router
+        log.info("router ready", router_id=self.router_id, address=self.address)
 
     async def _bind(self) -> None:
         """Raises OSError when a port is taken."""
@@ -176,13 +179,28 @@ class Router:
         except RuntimeError as error:
             raise OSError(f"{error}: is another router there?") from error
 
+    # its parts
+
     def _wire(self, cluster_id: str) -> None:
-        config, ledger = self.config, timed(self._ledger, self._instruments)
+        ledger = timed(self._ledger, self._instruments)
+        self._wire_queue(cluster_id, ledger)
+        self._wire_requests(ledger)
+        self._wire_fleet(ledger)
+        self._serve(cluster_id)
+        self._collect()
+        self._run()
+
+    def _wire_queue(self, cluster_id: str, ledger: Ledger) -> None:
+        """Between what waits and the workers."""
+        config = self.config
         hello = session_pb2.RouterHello(router_id=self.router_id, cluster_id=cluster_id)
         self._sessions = Sessions(config, hello, self, self._transport)
         weight_of = self._access.weight_of if self._access else None
         self._leader = Leader(config, self.router_id, self.internal_address, ledger, weight_of)
         self._line = AdmissionLine(self.router_id, self._leader, self._transport)
+
+    def _wire_requests(self, ledger: Ledger) -> None:
+        config = self.config
         self._requests = Requests(
             config,
             self.router_id,
@@ -199,10 +217,13 @@ class Router:
         if config.predictor:
             load = self._requests.predictor.load
             self._predictor_file = PredictorFile(Path(config.predictor), load)
+
+    def _wire_fleet(self, ledger: Ledger) -> None:
+        """Who is there, by what rules, and what may be asked of all that."""
         subjects = self._leader, self._requests
-        self._rulebook = Rulebook(config, ledger, subjects, [self._sessions])
+        self._rulebook = Rulebook(self.config, ledger, subjects, [self._sessions])
         self._fleet = Fleet(
-            config,
+            self.config,
             self.router_id,
             self.internal_address,
             ledger,
@@ -216,20 +237,17 @@ class Router:
         self._inference = Inference(
             self._requests, self._model, self._transport, self._traces, self._counterfactuals()
         )
-        self._serve(cluster_id)
-        self._collect()
-        following = [self._access.run()] if self._access else []
-        if self._predictor_file is not None:
-            following.append(self._predictor_file.run())
-        if self._console is not None:
-            following.append(self._console.run())
+
+    def _run(self) -> None:
+        """Everything that goes on by itself, each in a task."""
+        may_be_there = self._access, self._predictor_file, self._console
         for work in (
             self._leader.run(),
             self._fleet.run(),
             self._requests.attempts.run(),
             self._requests.quotas.run(),
             stalls.report(),
-            *following,
+            *(part.run() for part in may_be_there if part is not None),
         ):
             self._tasks.append(asyncio.create_task(_guarded(work)))
 
@@ -246,18 +264,7 @@ class Router:
         )
 
     def _serve(self, cluster_id: str) -> None:
-        status = Status(
-            cluster_id,
-            self._model,
-            self._requests,
-            self._sessions,
-            self._line,
-            self._fleet,
-            self._leader,
-            self.metrics_address,
-            self.http_address,
-        )
-        server = InferenceServer(self._inference, status)
+        server = InferenceServer(self._inference, self._status(cluster_id))
         chaos = Chaos(
             self.config,
             self.router_id,
@@ -284,6 +291,19 @@ class Router:
         )
         if self.config.console and self.config.http_host:
             self._console = self._open_console(chaos)
+
+    def _status(self, cluster_id: str) -> Status:
+        return Status(
+            cluster_id,
+            self._model,
+            self._requests,
+            self._sessions,
+            self._line,
+            self._fleet,
+            self._leader,
+            self.metrics_address,
+            self.http_address,
+        )
 
     def _open_console(self, chaos: Chaos) -> Console:
         config, has_access = self.config, self._access is not None
@@ -345,6 +365,8 @@ class Router:
         instruments.registry.register(StateCollector(*parts))
         if self.config.vllm_metrics:
             instruments.registry.register(VllmCollector(self._model.name, instruments, *parts))
+
+    # what others ask of it
 
     async def announce(self, info: session_pb2.WorkerInfo) -> None:
         await self._fleet.announce(info)
