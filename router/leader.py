@@ -21,6 +21,7 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
+    Mapping,
     Sequence,
 )
 from contextlib import aclosing
@@ -134,9 +135,19 @@ class Leader:
     def queued(self) -> int:
         return self._tenure.queued if self._tenure else 0
 
+    @property
+    def running(self) -> int:
+        """Requests that workers have, as far as is known here; 0 where another replica knows."""
+        return self._tenure.running if self._tenure else 0
+
+    @property
+    def views(self) -> Mapping[str, WorkerView]:
+        """What is known of the workers that are up."""
+        return self._placement.workers
+
     def view(self, worker_id: str) -> WorkerView | None:
         """What is known of a worker that is up."""
-        return self._placement.workers.get(worker_id)
+        return self.views.get(worker_id)
 
     async def run(self) -> None:
         """Campaigns, dispatches and sweeps until cancelled; then gives the lease back."""

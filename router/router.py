@@ -350,6 +350,11 @@ class Router:
         return self._access or OPEN
 
     @property
+    def leader(self) -> Leader:
+        """Its part in leading the admission queue, whether it leads or not."""
+        return self._leader
+
+    @property
     def http_address(self) -> str:
         """Where OpenAI's API is served; empty: nowhere."""
         return self._http.address

@@ -223,7 +223,7 @@ class SimCluster:
 
     def leaders(self) -> list[int]:
         """Routers that believe to lead."""
-        return [i for i, part in self.ready_routers() if part._leader.is_leading]
+        return [i for i, part in self.ready_routers() if part.leader.is_leading]
 
     def ready_routers(self) -> list[tuple[int, Router]]:
         return [(i, part.router) for i, part in self.routers.items() if part.router is not None]

@@ -131,7 +131,7 @@ def _behind_s(explanation: pb.Explanation) -> float:
 
 def _judge_credits(cluster: SimCluster) -> None:
     for index, router in cluster.ready_routers():
-        for worker_id, view in router._leader._placement.workers.items():
+        for worker_id, view in router.leader.views.items():
             if view.unacknowledged.tokens or view.unacknowledged.choices:
                 raise Wrong(f"router {index} waits for {worker_id} to acknowledge something")
 
@@ -139,9 +139,9 @@ def _judge_credits(cluster: SimCluster) -> None:
 def _judge_leaders(cluster: SimCluster) -> None:
     """Whoever leads has forgotten what is over."""
     for index, router in cluster.ready_routers():
-        tenure = router._leader._tenure
-        if tenure is not None and (tenure.queued or tenure.running):
-            has = f"{tenure.queued} waiting, {tenure.running} running"
+        leader = router.leader
+        if leader.queued or leader.running:
+            has = f"{leader.queued} waiting, {leader.running} running"
             raise Wrong(f"leader {index} still has {has}")
 
 

@@ -127,7 +127,7 @@ class LedgerServer:
             case "dispatch", (request_id, _, _, term):
                 making = move(*args, **options)
                 return await self._fenced(
-                    lambda entry: term == self.memory._term, request_id, name, making
+                    lambda entry: term == self.memory.term, request_id, name, making
                 )
         answer = await move(*args, **options)
         if isinstance(answer, Membership):

@@ -382,6 +382,11 @@ class MemoryLedger:
 
     # leadership
 
+    @property
+    def term(self) -> int:
+        """Under which dispatches are taken: of who leads, or led last."""
+        return self._term
+
     async def lead(
         self, router: str, address: str, term: int, lease_s: float, *, is_new: bool = True
     ) -> bool:
