@@ -103,11 +103,11 @@ class Config:
 
     @property
     def most_workers(self) -> int:
-        """That there may be at once."""
+        """Workers that there may be at once."""
         return self.autoscale.max_workers or self.num_workers
 
     def _completed(self, part: P) -> P:
-        """With what is set for the whole cluster."""
+        """A part, with what is set for the whole cluster."""
         return replace(
             part,
             model=self.model,
@@ -123,7 +123,7 @@ class Config:
             self._set("model", str(Path(self.model).expanduser().absolute()))
 
     def at_commit(self, commit: str) -> Config:
-        """The same with ``commit`` as its model's revision."""
+        """This configuration with ``commit`` as its model's revision."""
         return replace(
             self,
             model_revision=commit,

@@ -76,19 +76,8 @@ def _welcome(config: Config, cluster: Cluster, console: Console) -> None:
     reached = f" --address {','.join(cluster.addresses)}" if _is_elsewhere(config) else ""
     option = escape(reached)
     chaos = "  [red]chaos is allowed: everlift chaos --help[/]\n" if config.chaos else ""
-    scheme = "https" if config.router.tls is not None else "http"
-    http = [f"{scheme}://{address}/v1" for address in cluster.http_addresses if address]
-    page = [f"{scheme}://{it}/console" for it in cluster.http_addresses if it]
-    metrics = [f"http://{address}/metrics" for address in cluster.metrics_addresses if address]
-    http_line = f"  OpenAI   {', '.join(http)}\n" if http else ""
-    page_line = f"  console  {', '.join(page)}\n" if page and config.router.console else ""
-    metrics_line = f"  metrics  {', '.join(metrics)}\n" if metrics else ""
-    places = (
-        f"  gRPC     {', '.join(cluster.addresses)}\n"
-        f"{http_line}"
-        f"{page_line}"
-        f"{metrics_line}"
-        f"  logs     {config.state_dir / 'logs'}\n"
+    places = "".join(
+        f"  {name:<8} {', '.join(where)}\n" for name, where in _places(config, cluster) if where
     )
     console.print(
         f"[bold]everlift[/] serves [bold]{escape(config.worker.name)}[/] with {workers(config)}; "
@@ -101,6 +90,22 @@ def _welcome(config: Config, cluster: Cluster, console: Console) -> None:
         f"  everlift status --watch{option}",
         soft_wrap=True,
     )
+
+
+def _places(config: Config, cluster: Cluster) -> list[tuple[str, list[str]]]:
+    """Where it is reached, by what is spoken there; nowhere if that is not served."""
+    scheme = "https" if config.router.tls is not None else "http"
+    http = [f"{scheme}://{address}" for address in cluster.http_addresses if address]
+    return [
+        ("gRPC", list(cluster.addresses)),
+        ("OpenAI", [f"{url}/v1" for url in http]),
+        ("console", [f"{url}/console" for url in http] if config.router.console else []),
+        (
+            "metrics",
+            [f"http://{address}/metrics" for address in cluster.metrics_addresses if address],
+        ),
+        ("logs", [str(config.state_dir / "logs")]),
+    ]
 
 
 def _is_elsewhere(config: Config) -> bool:
