@@ -14,12 +14,12 @@ from everlift.request_id import bare, tenant_of
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.admission.tpot import seen_ratio
 from router.gateway.attempt import Speaker
 from router.gateway.choice import Choice
 from router.gateway.explanation import explained, packed, summed
 from router.gateway.journal import FINISHED, Journal
-from router.gateway.observer import NOBODY, ClassObserver
+from router.gateway.moments import Moments
+from router.gateway.observer import ClassObserver
 from router.gateway.output import Output
 from router.ledger.entry import Append, Entry, State, Stored, StoredChoice, Tally
 from router.prediction.predictor import NOTHING
@@ -91,20 +91,10 @@ class LiveRequest:
         self.worker_wait: asyncio.TimerHandle | None = None
         self._watchers: set[Callable[[], None]] = set()
         self._num_readers = 0
-        self._taken = self._waiting_since = now
-        self._queued_s = 0.0
-        self._dispatched: float | None = None
-        self._predicted_ttft_s: float | None = None
-        self._predicted_tpot_s: float | None = None
-        self._first_token: float | None = None
-        self._ended: float | None = None
-        #: who read its first token read it elsewhere
-        self._has_begun_elsewhere = self.num_tokens > 0
-        #: by choice, when more could be read last
-        self._readable_since: dict[int, float] = {}
-        self._observer: ClassObserver = NOBODY
         self.journal = journal or Journal(now)
         self.journal.outputs = outputs
+        self._moments = Moments(self.journal, now, has_begun_elsewhere=self.num_tokens > 0)
+        self._ended: float | None = None
         #: it ended here, and the ledger does not know what became of it since
         self.has_untold_end = False
 
@@ -215,13 +205,13 @@ class LiveRequest:
 
     def age_s(self, now: float) -> float:
         """Since its call."""
-        return now - self.journal.came
+        return self._moments.age_s(now)
 
     # what happens to it
 
     def observe(self, observer: ClassObserver) -> None:
         """From now on it hears of it."""
-        self._observer = observer
+        self._moments.observer = observer
 
     def begin(
         self,
@@ -246,18 +236,11 @@ class LiveRequest:
             moves=max(dispatched.moves, self.entry.moves + 1),
         )
         self.migrations += bool(self.num_tokens)
-        if dispatched.HasField("predicted_ttft_s"):
-            self._predicted_ttft_s = dispatched.predicted_ttft_s
-        if dispatched.HasField("predicted_tpot_s"):
-            self._predicted_tpot_s = dispatched.predicted_tpot_s
         self.at_worker = {choice.index for choice in self.unfinished}
         for choice in self.unfinished:
             choice.begin(dispatched.epoch)
-        self._queued_s += now - self._waiting_since
+        self._moments.dispatched(dispatched, now)
         self.journal.dispatched(dispatched, self.known_tokens, neighbours, worker, now, occupants)
-        if self._dispatched is None:
-            self._dispatched = now
-            self._observer.dispatched(self._queued_s)
 
     def lose(self) -> None:
         """Its worker is lost."""
@@ -270,7 +253,7 @@ class LiveRequest:
         self.phase, self.entry = Phase.WAITING, entry
         self.epoch, self.worker_id = 0, ""
         self.at_worker.clear()
-        self._waiting_since = now
+        self._moments.queued_again(now)
         self.journal.queued_again(now)
 
     def mark_stored(self, choice: Choice, count: int, now: float) -> None:
@@ -288,28 +271,12 @@ class LiveRequest:
     def _more_to_read(self, choice: Choice, now: float) -> None:
         if choice.is_late:
             self._late(choice, now)
-        if self._first_token is None:
-            self._first_token = now
-            if not self._has_begun_elsewhere:
-                self.journal.readable(now)
-            if self._dispatched is not None and not self._has_begun_elsewhere:
-                self._observer.first_token(self.age_s(now), now - self._dispatched)
-                if self._predicted_ttft_s is not None:
-                    self._observer.ttft_predicted(self._predicted_ttft_s, now - self._taken)
-        if (before := self._readable_since.get(choice.index)) is not None:
-            self._observer.next_tokens(now - before)
-        self._readable_since[choice.index] = now
+        self._moments.more_to_read(choice.index, now)
 
     def judge_tpot(self, now: float) -> float | None:
         """Its last token came. How many times as long each after the first one took as was
         predicted; None where nobody can say."""
-        if self._first_token is None or self._has_begun_elsewhere:
-            return None
-        longest = max(len(choice.output) for choice in self.choices)
-        ratio = seen_ratio(self._predicted_tpot_s, now - self._first_token, longest)
-        if ratio is not None:
-            self._observer.tpot_predicted(ratio)
-        return ratio
+        return self._moments.judge_tpot(max(len(choice.output) for choice in self.choices), now)
 
     def complete(self, now: float) -> None:
         """The ledger has all that came: every choice is at its end."""
@@ -334,16 +301,10 @@ class LiveRequest:
 
     def _tell_end(self, now: float) -> None:
         if self.error is not None:
-            self._observer.failed(self.error.slug)
+            self._moments.observer.failed(self.error.slug)
             return
-        self._observer.finished(
-            self.age_s(now),
-            now - self._began_to_tell(now),
-            len(self.request.prompt_ids),
-            self.num_tokens,
-            self.journal.overtaken,
-            [choice.finish_reason for choice in self.choices if choice.finish_reason],
-        )
+        reasons = [choice.finish_reason for choice in self.choices if choice.finish_reason]
+        self._moments.finished(len(self.request.prompt_ids), self.num_tokens, reasons, now)
 
     def end_grace(self) -> None:
         if self.grace is not None:
@@ -384,7 +345,7 @@ class LiveRequest:
 
     def _late(self, choice: Choice, now: float) -> None:
         choice.is_late = True
-        self.journal.unread.begin(choice.index, self._readable_since.get(choice.index, now))
+        self.journal.unread.begin(choice.index, self._moments.readable_since(choice.index, now))
 
     async def all_stored(self) -> None:
         """Waits until the ledger has all that came so far, or the request is over."""
@@ -424,8 +385,8 @@ class LiveRequest:
 
     def _timing(self, ended: float) -> pb.Timing:
         return pb.Timing(
-            queued_s=self._queued_s,
-            time_to_first_token_s=self._ttft_s(ended),
+            queued_s=self._moments.queued_s,
+            time_to_first_token_s=self._moments.ttft_s(ended),
             total_s=self.age_s(ended),
             attempts=self.attempts,
             migrations=self.migrations,
@@ -433,13 +394,6 @@ class LiveRequest:
             recomputed_tokens=self.recomputed_tokens,
             overtaken=self.journal.overtaken,
         )
-
-    def _ttft_s(self, ended: float) -> float:
-        told_s = self.journal.ttft_s
-        return self.age_s(self._began_to_tell(ended)) if told_s is None else told_s
-
-    def _began_to_tell(self, ended: float) -> float:
-        return ended if self._first_token is None else self._first_token
 
     def explanation(self, now: float) -> pb.Explanation:
         """Where its time went, until this moment."""
@@ -449,16 +403,9 @@ class LiveRequest:
             self.as_entry(),
             self.request,
             self.prediction,
-            self._foreseen_ttft_s,
+            self._moments.foreseen_ttft_s,
             sum(choice.readable - choice.taken for choice in self.choices),
         )
-
-    @property
-    def _foreseen_ttft_s(self) -> float | None:
-        """From its call, as it was predicted when it came here."""
-        if self._predicted_ttft_s is None:
-            return None
-        return self.age_s(self._taken) + self._predicted_ttft_s
 
     def packed_explanation(self, now: float) -> bytes:
         """As the ledger keeps it."""
