@@ -25,7 +25,6 @@ from router.config import RouterConfig
 from router.dispatched import dispatched
 from router.gateway import told
 from router.gateway.agreement import Agreement
-from router.gateway.arrival import note, take
 from router.gateway.at_workers import AtWorkers
 from router.gateway.attempt import SILENT, Speaker
 from router.gateway.choice import Choice
@@ -34,6 +33,7 @@ from router.gateway.journal import FINISHED
 from router.gateway.keeping import Keeping
 from router.gateway.leaving import Leaving
 from router.gateway.live import LiveRequest, Phase
+from router.gateway.progress import note, take
 from router.gateway.worker_wait import WorkerWait
 from router.ledger.entry import Dispatch, Entry, State
 from router.prediction.predictor import Prediction
