@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 #: Between two tries while the ledger is away.
 _RETRY_S = 0.1
-#: Of a router that stops.
+#: So long a router that stops lets the traces of ended requests be made.
 _TRACING_S = 1.0
 
 
@@ -90,10 +90,12 @@ class Custody:
         return self._live.get(request_id)
 
     def has(self, live: LiveRequest) -> bool:
+        """It was not let go meanwhile: its id may be another request's by now."""
         return self._live.get(live.request_id) is live
 
     def take(self, live: LiveRequest, prediction: Prediction | None = None) -> None:
-        """Where nothing is predicted of it yet, that is done here."""
+        """From now on it is in this gateway's hands. Where nothing is predicted of it yet, that is
+        done here."""
         live.prediction = prediction or self.predictor.predict(live.request, live.arrived)
         live.observe(self.observer.of_class(live.priority))
         self.recent.begin(live.request_id)
@@ -158,6 +160,7 @@ class Custody:
         return entry.gateway == self.router_id and entry.num_tokens == tokens
 
     def close_as(self, live: LiveRequest, entry: Entry) -> None:
+        """Its readers hear of the end that ``entry`` says, or that another router has it."""
         live.entry = entry
         if entry.state is State.FINISHED:
             for choice, reason in zip(live.choices, entry.finish_reasons, strict=True):
@@ -241,7 +244,7 @@ class Custody:
         return task
 
     def spawn_for(self, live: LiveRequest, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """The same for one request, which ends with an unforeseen error of it."""
+        """``spawn`` of what is done for one request: an error that nobody foresaw ends it."""
         task = self.spawn(self._guarded(live, work))
         # What is cancelled before its first step has not begun with its work either.
         task.add_done_callback(lambda _: work.close())
@@ -274,7 +277,8 @@ class Custody:
             log.exception("request work failed")
 
     async def cancel_work(self) -> None:
-        """But what is to be told of requests that have ended has a moment."""
+        """Cancels all that was spawned. What the tracer is to be told of requests that have ended
+        has a moment for it."""
         if self._tracing:
             await asyncio.wait(self._tracing, timeout=_TRACING_S)
         for task in list(self._tasks):

@@ -54,10 +54,10 @@ class Journal:
         self.came = came
         #: from its call until it was in the ledger; None where another gateway accepted it
         self.accept_s: float | None = None
-        #: from then, and from its call, until its first token could be read
+        #: since it was in the ledger, and since its call, until its first token could be read
         self.readable_s: float | None = None
         self.ttft_s: float | None = None
-        #: of that, since its first token was here: until the ledger had it
+        #: of that, from when its first token was here until the ledger had it
         self.ledger_s: float | None = None
         self.unread = Unread()
         #: times that one that came to the queue later left it first
@@ -66,9 +66,9 @@ class Journal:
         self.outputs: Sequence[Sized] = ()
         #: a worker has it, whose first token of it has not come
         self.awaits_token = False
-        #: as the gateway before told them
+        #: as the gateway told them that had it before
         self.earlier_attempts: tuple[pb.ExplainedAttempt, ...] = ()
-        #: of those before, of which only sums were told
+        #: attempts before these, of which it told only sums
         self.earlier_dropped = 0
         self._attempts: deque[Attempt] = deque(maxlen=MAX_EVENTS)
         self._spans: list[Span] = []
@@ -80,7 +80,7 @@ class Journal:
         self._until = came
         #: what the time since then will be called
         self._open: pb.SpanKind.ValueType = pb.SPAN_KIND_DOOR
-        #: that the next span belongs to, and that was the last one
+        #: the attempt that the next span belongs to, and the last one that there was
         self._number = self._last_attempt = 0
 
     def __iter__(self) -> Iterator[Attempt]:

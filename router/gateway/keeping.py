@@ -84,12 +84,8 @@ class Keeping:
     def _answered(self, answered: Sequence[Answered]) -> None:
         self._away_since, heard = None, now()
         for live, append, answer in answered:
-            if self._is_here(live):
+            if self._custody.has(live):
                 self._take(live, append, answer, heard)
-
-    def _is_here(self, live: LiveRequest) -> bool:
-        """It was not forgotten meanwhile. Its id may be another request's by now."""
-        return self._custody.get(live.request_id) is live
 
     def _take(self, live: LiveRequest, append: Append, answer: Appended, heard: float) -> None:
         if answer is Appended.FINISHED:
@@ -122,7 +118,7 @@ class Keeping:
     def _away(self, live: LiveRequest, append: Append) -> None:
         if self._away_since is None:
             self._away_since = now()
-        if self._is_here(live) and self._may_run_ahead():
+        if self._custody.has(live) and self._may_run_ahead():
             live.run_ahead(live.choices[append.choice], now())
 
     def _may_run_ahead(self) -> bool:

@@ -211,7 +211,7 @@ class Requests:
         return live
 
     def _foresee(self, request: Request, prediction: Prediction) -> Prediction:
-        """Its wait, too."""
+        """``prediction``, with the wait that is foreseen now."""
         work = prediction.total_tokens(request)
         return replace(prediction, foreseen_wait_s=self._wait.come(request.priority, work))
 
@@ -238,7 +238,8 @@ class Requests:
         return opened
 
     async def _charge(self, request: Request) -> bool:
-        """As Quotas does. What is known is not refused for its tenant's limits."""
+        """``Quotas.charge``, but what the ledger has already is not refused for its tenant's
+        limits."""
         try:
             return await self.quotas.charge(request)
         except RateLimited:
@@ -416,7 +417,7 @@ class Requests:
     # the ledger is seen
 
     def ledger_answered(self, membership: Membership) -> None:
-        """To this router's beat."""
+        """It answered this router's beat."""
         self._ledger_health.answered(membership)
         self._ledger_ahead_s = membership.now - now()
         self._custody.spawn(self._deliveries.tell())
@@ -526,7 +527,7 @@ class Requests:
                 yield self.attempts.waiting(live)
 
     def running(self) -> list[session_pb2.Running]:
-        """The same of what workers have."""
+        """What a new leader has to know of those that workers have."""
         return self.attempts.running()
 
     # the router stops
