@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
+from cluster.forecast.any_worker import AnyWorker
 from cluster.forecast.fluid_worker import FluidWorker
 from cluster.forecast.frame import Frame
 from cluster.forecast.scenario import Event, Scenario, WorkerLoss, WorkerSpec, WorkerStart
@@ -11,13 +12,11 @@ from cluster.forecast.sequence import NamedSequence
 from cluster.forecast.timeline import Timeline
 from cluster.forecast.worker import SimulatedWorker
 
-Worker: TypeAlias = SimulatedWorker | FluidWorker
-
 
 class Router(Protocol):
     """Who hears of the workers."""
 
-    def worker_up(self, worker: Worker) -> None: ...
+    def worker_up(self, worker: AnyWorker) -> None: ...
 
     def worker_lost(self, worker_id: str) -> None: ...
 
@@ -37,9 +36,9 @@ class Fleet:
         self._timeline = timeline
         self._one_by_one = one_by_one
         #: all that ever were
-        self._workers: list[Worker] = []
+        self._workers: list[AnyWorker] = []
         #: those that the router takes to be there, with the moment of their coming
-        self._up: dict[str, tuple[Worker, float]] = {}
+        self._up: dict[str, tuple[AnyWorker, float]] = {}
         self._worker_s = 0.0
         self.num_starting = 0
 
@@ -47,7 +46,7 @@ class Fleet:
         return len(self._up)
 
     @property
-    def staying(self) -> list[Worker]:
+    def staying(self) -> list[AnyWorker]:
         """The last one that came is the last one."""
         return [it for it, _ in self._up.values() if not it.is_draining and not it.is_gone]
 
@@ -90,7 +89,7 @@ class Fleet:
         self._up[name] = worker, self._timeline.now
         self._router.worker_up(worker)
 
-    def _worker(self, name: str, spec: WorkerSpec) -> Worker:
+    def _worker(self, name: str, spec: WorkerSpec) -> AnyWorker:
         if self._is_fluid:
             return FluidWorker(name, spec, self._timeline, self._tell)
         return SimulatedWorker(name, spec, self._timeline, self._tell, self._one_by_one)
@@ -103,7 +102,7 @@ class Fleet:
         self.num_starting -= 1
         self.come(spec)
 
-    def gone(self, worker: Worker) -> None:
+    def gone(self, worker: AnyWorker) -> None:
         """The router takes it for gone."""
         if worker.worker_id in self._up:
             _, came = self._up.pop(worker.worker_id)

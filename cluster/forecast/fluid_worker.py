@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from math import ceil
 
+from cluster.forecast.any_worker import AnyWorker
 from cluster.forecast.flow import Flow, Steps, blocks_of
 from cluster.forecast.frame import Frame
 from cluster.forecast.scenario import WorkerSpec
@@ -25,29 +26,19 @@ from cluster.forecast.timeline import Timeline
 from everlift.blockhash import BLOCK_SIZE
 from everlift.step_time import StepSize
 from router.admission.pace import Work
-from router.admission.worker_view import Capacity, Load
+from router.admission.worker_view import Load
 from worker.limits import blocks_for
 from worker.outcome import NO_NEWS, News, Outcome, Residence, Stop
 
 
-class FluidWorker:
-    """``tell`` gets its frames."""
-
+class FluidWorker(AnyWorker):
     def __init__(
         self, worker_id: str, spec: WorkerSpec, timeline: Timeline, tell: Callable[[Frame], None]
     ) -> None:
-        self.worker_id = worker_id
-        self.limits = spec.limits
-        self.num_steps = self.num_jumped = 0
-        self.is_draining = self.is_gone = False
-        self._spec = spec
-        self._timeline = timeline
-        self._tell_router = tell
+        super().__init__(worker_id, spec, timeline, tell)
         self._flows: dict[int, Flow] = {}
         self._orders = 0
         self._starts: list[Flow] = []
-        self._aborts: list[int] = []
-        self._accepted: list[int] = []
         #: who has no slot, and who has one and prefills; those that are gone are left in the first
         self._waiting: list[tuple[tuple[int, int], Flow]] = []
         self._num_waiting = 0
@@ -61,21 +52,12 @@ class FluidWorker:
         self._pending_tokens = 0
         self._steps: Steps | None = None
         self._turns = 0
-        self._frames = 0
-        self._told_at = timeline.now
         # since it started
         self._step = self._computed = self._drawn = self._released = 0
         self._rows = self._read = self._pairs = 0.0
-        self._busy_s = 0.0
-        self._tell()
-        timeline.after(spec.config.beat, self._beat)
-
-    @property
-    def capacity(self) -> Capacity:
-        return Capacity(self.limits.max_num_seqs, self.limits.num_blocks)
+        self._begin_to_beat()
 
     def occupants(self) -> set[str]:
-        """Ids of the requests that have a slot."""
         return {it.sequence.request_id for it in self._flows.values() if it.has_slot}
 
     # the router speaks
@@ -96,22 +78,11 @@ class FluidWorker:
         self._tell([end] if end else [])
         self._wake()
 
-    def abort(self, epoch: int) -> None:
-        if not self.is_gone:
-            self._aborts.append(epoch)
-            self._wake()
-
-    def drain(self) -> None:
-        """It takes nothing more, and hands back what it has after its step."""
-        if not self.is_gone:
-            self.is_draining = True
-            self._wake()
-
-    def lose(self) -> None:
-        """It is gone, with all it has."""
-        self.is_gone = True
-
     # its loop
+
+    @property
+    def _is_stepping(self) -> bool:
+        return self._steps is not None
 
     def _wake(self) -> None:
         """What came is taken in after the step in progress."""
@@ -347,13 +318,7 @@ class FluidWorker:
 
     # what it says
 
-    def _tell(self, outcomes: Sequence[Outcome] = ()) -> None:
-        self._told_at = self._timeline.now
-        accepted, self._accepted = tuple(self._accepted), []
-        self._tell_router(Frame(self.worker_id, self._state(), accepted, outcomes))
-
     def _state(self) -> Load:
-        self._frames += 1
         steps = self._steps
         more = steps.over(self._timeline.now) if steps else 0
         drawn = more * self._num_decoding
@@ -379,12 +344,3 @@ class FluidWorker:
             self.is_draining,
             work,
         )
-
-    def _beat(self) -> None:
-        """Whoever has nothing to say says so now and then."""
-        beat_s = self._spec.config.beat
-        if self.is_gone or (self.is_draining and self._steps is None):
-            return
-        if self._timeline.now >= self._told_at + beat_s:
-            self._tell()
-        self._timeline.at(self._told_at + beat_s, self._beat)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from cluster.autoscale.policy import Autoscaler
+from cluster.forecast.any_worker import AnyWorker
 from cluster.forecast.dispatcher import Dispatcher
 from cluster.forecast.early_binding import EarlyQueue
-from cluster.forecast.fleet import Fleet, Worker
+from cluster.forecast.fleet import Fleet
 from cluster.forecast.forecast import Forecast, Sample
 from cluster.forecast.foresight import Foresight
 from cluster.forecast.frame import Frame
@@ -96,7 +97,7 @@ class _Simulation:
         self._gateway.decide()
         self._expect(arrivals)
 
-    def worker_up(self, worker: Worker) -> None:
+    def worker_up(self, worker: AnyWorker) -> None:
         self._dispatcher.worker_up(worker.worker_id, worker.capacity)
         self._gateway.worker_up()
 

@@ -11,8 +11,9 @@ computed at once before anything else is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from cluster.forecast.any_worker import AnyWorker
 from cluster.forecast.frame import Frame
 from cluster.forecast.scenario import WorkerSpec
 from cluster.forecast.sequence import TOKEN, NamedSequence
@@ -21,7 +22,7 @@ from cluster.forecast.timeline import Timeline
 from everlift.blockhash import BLOCK_SIZE
 from everlift.step_time import StepSize
 from router.admission.pace import Work
-from router.admission.worker_view import Capacity, Load
+from router.admission.worker_view import Load
 from worker.outcome import Outcome, SequenceKey, Stop
 from worker.pending import Pending
 from worker.plan import Plan, Rows
@@ -33,8 +34,8 @@ from worker.sequence import NO_SLOT
 _MOST_AT_ONCE = BLOCK_SIZE
 
 
-class SimulatedWorker:
-    """``tell`` gets its frames. ``one_by_one``: every step is planned."""
+class SimulatedWorker(AnyWorker):
+    """``one_by_one``: every step is planned."""
 
     def __init__(
         self,
@@ -44,39 +45,21 @@ class SimulatedWorker:
         tell: Callable[[Frame], None],
         one_by_one: bool = False,
     ) -> None:
-        self.worker_id = worker_id
-        self.limits = spec.limits
-        self.num_steps = self.num_jumped = 0
-        self.is_draining = self.is_gone = False
-        self._spec = spec
-        self._timeline = timeline
-        self._tell_router = tell
+        super().__init__(worker_id, spec, timeline, tell)
         self._most_at_once = 0 if one_by_one else _MOST_AT_ONCE
         self._scheduler = Scheduler(self.limits)
         self._starts: list[NamedSequence] = []
-        self._aborts: list[int] = []
-        self._accepted: list[int] = []
         self._pending = Pending()
-        self._is_stepping = False
         self._load = self._scheduler.load()
-        self._frames = 0
-        self._told_at = timeline.now
-        self._busy_s = 0.0
         # of the step in progress
         self._step_s = 0.0
         self._started: list[SequenceKey] = []
         self._outcomes: list[Outcome] = []
         self._plan: Plan | None = None
         self._stretch: Stretch | None = None
-        self._tell()
-        timeline.after(spec.config.beat, self._beat)
-
-    @property
-    def capacity(self) -> Capacity:
-        return Capacity(self.limits.max_num_seqs, self.limits.num_blocks)
+        self._begin_to_beat()
 
     def occupants(self) -> set[str]:
-        """Ids of the requests that have a slot."""
         return {it.request_id for it in self._scheduler if it.slot != NO_SLOT}
 
     # the router speaks
@@ -93,22 +76,11 @@ class SimulatedWorker:
         self._tell([end] if end else [])
         self._wake()
 
-    def abort(self, epoch: int) -> None:
-        if not self.is_gone:
-            self._aborts.append(epoch)
-            self._wake()
-
-    def drain(self) -> None:
-        """It takes nothing more, and hands back what it has after its step."""
-        if not self.is_gone:
-            self.is_draining = True
-            self._wake()
-
-    def lose(self) -> None:
-        """It is gone, with all it has."""
-        self.is_gone = True
-
     # its loop
+
+    @property
+    def _is_stepping(self) -> bool:
+        return self._step_s > 0
 
     def _wake(self) -> None:
         if not self._is_stepping:
@@ -125,7 +97,6 @@ class SimulatedWorker:
             self._step_s = self._seconds(self._stretch.step_size())
         else:
             self._step_s = self._begin_step()
-        self._is_stepping = self._step_s > 0
         if self._is_stepping:
             self._timeline.after(self._step_s, self._step_is_over)
         elif has_changed:
@@ -196,15 +167,9 @@ class SimulatedWorker:
             self._pending.discard(key)
         self._started = []
 
-    def _tell(self, outcomes: Sequence[Outcome] = ()) -> None:
-        self._told_at = self._timeline.now
-        accepted, self._accepted = tuple(self._accepted), []
-        self._tell_router(Frame(self.worker_id, self._state(), accepted, outcomes))
-
     def _state(self) -> Load:
         load, pending = self._load, self._pending.num_tokens
         more = self._stretch.more() if self._stretch else NOTHING
-        self._frames += 1
         work = Work(
             load.step + more.steps,
             load.computed_tokens + more.tokens,
@@ -225,15 +190,6 @@ class SimulatedWorker:
             self.is_draining,
             work,
         )
-
-    def _beat(self) -> None:
-        """Whoever has nothing to say says so now and then."""
-        beat_s = self._spec.config.beat
-        if self.is_gone or (self.is_draining and not self._is_stepping):
-            return
-        if self._timeline.now >= self._told_at + beat_s:
-            self._tell()
-        self._timeline.at(self._told_at + beat_s, self._beat)
 
 
 def step_size(rows: Rows) -> StepSize:
