@@ -105,6 +105,8 @@ class Rank:
         self._vigil: Vigil | None = None
         self._reclaim: asyncio.Task[None] | None = None
         self._gpu_watch: asyncio.Task[None] | None = None
+        #: the server's end, referred to so that it is not collected before it is over
+        self._closing: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._thread_is_over = asyncio.Event()
         self._error: BaseException | None = None
@@ -150,23 +152,15 @@ class Rank:
         self._startup.seconds["process_s"] = process_age_s()
         with self._startup.part("fetch_s"):
             await self.fetch()
-        config = self._config
-        if not config.is_fake and config.reads_weights:
-            revision, ranks = config.model_revision, config.tensor_parallel
-            prefetch.begin(config.model, revision, self._rank, ranks)
+        self._prefetch()
         self._loop = asyncio.get_running_loop()
-        self._thread = EngineThread(
-            self._config, self._meeting(), self._inbox, self._report, self._startup
-        )
-        self._thread.ended.add_done_callback(
-            lambda ended: self._loop.call_soon_threadsafe(self._thread_ended, ended.exception())
-        )
-        engine = await asyncio.wrap_future(self._thread.ready)
+        self._thread = thread = self._start_thread()
+        engine = await asyncio.wrap_future(thread.ready)
         info = self._info(engine.limits)
         if self._rank == 0:
             with self._startup.part("serve_s"):
                 await self._serve(engine, info)
-        self._vigil = Vigil(self._thread.watchdog, self._thread.ties.log, self._fail)
+        self._vigil = Vigil(thread.watchdog, thread.ties.log, self._fail)
         self._vigil.begin()
         log.info(
             "rank ready",
@@ -176,6 +170,21 @@ class Rank:
             **self._startup.seconds,
         )
         return info
+
+    def _prefetch(self) -> None:
+        config = self._config
+        if not config.is_fake and config.reads_weights:
+            revision, ranks = config.model_revision, config.tensor_parallel
+            prefetch.begin(config.model, revision, self._rank, ranks)
+
+    def _start_thread(self) -> EngineThread:
+        thread = EngineThread(
+            self._config, self._meeting(), self._inbox, self._report, self._startup
+        )
+        thread.ended.add_done_callback(
+            lambda ended: self._loop.call_soon_threadsafe(self._thread_ended, ended.exception())
+        )
+        return thread
 
     async def wait(self) -> None:
         """Returns when the rank was stopped, or rank 0's was. Raises RankFailed for another end."""
