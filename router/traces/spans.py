@@ -102,7 +102,6 @@ class _Walk:
     ) -> None:
         self._priority = request.priority
         self._trace = trace
-        self._entry = entry
         self._events = events
         self._seen = seen
         self._new_span_id = new_span_id
