@@ -35,6 +35,7 @@ def find(state_dir: Path) -> list[str]:
             case {"addresses": [*addresses], "pid": int(pid)} if _is_alive(pid):
                 return addresses
     except (OSError, ValueError):
+        # None was started here, or its file is just being written.
         pass
     return []
 
@@ -45,5 +46,6 @@ def _is_alive(pid: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
+        # It is there, and another user's.
         pass
     return True

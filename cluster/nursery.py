@@ -155,6 +155,7 @@ class Nursery:
         assert self._process is not None and self._control is not None
         pipes = _Pipes.opened(told(self._process.pid, launch), log_path)
         try:
+            # One that has ended cannot be asked, and gives no answer below.
             with suppress(OSError):
                 socket.send_fds(self._control, [launch.role.encode()], pipes.theirs)
         finally:

@@ -116,6 +116,7 @@ class Nursery:
             if pid == 0:
                 return
             end = self._statuses.pop(pid)
+            # Who started it may have ended.
             with suppress(BrokenPipeError):
                 os.write(end, b"%d" % os.waitstatus_to_exitcode(status))
             os.close(end)

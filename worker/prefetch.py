@@ -24,6 +24,7 @@ def begin(model: str, revision: str, rank: int, ranks: int) -> None:
 
 
 def _prefetch(model: str, revision: str, rank: int, ranks: int) -> None:
+    # What is missing or broken is told by whoever loads it.
     with suppress(OSError, ValueError):
         files = model_files.weight_files(model_files.locate(model, revision, weights=True))
         if sum(path.stat().st_size for path in files) <= _room():

@@ -107,6 +107,7 @@ class Serving:
         try:
             await self._handle()
         except grpc.aio.AbortError:
+            # The status says so.
             pass
         except asyncio.CancelledError:
             if self._status.code is grpc.StatusCode.OK:

@@ -121,6 +121,7 @@ class Console:
             counts, num_silent = await self._peers.counts()
             self._snapshot.hear(counts, num_silent, now())
         except LedgerUnavailable:
+            # It knows who the others are: until it is back their last counts stand.
             pass
         except Exception:
             self._log_failure("the console's question to other routers failed")

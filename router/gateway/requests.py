@@ -545,6 +545,7 @@ class Requests:
         await self._keep_what_was_seen()
         for live in self._custody:
             live.settle(now(), RouterStopping("this router stops: attach through another one"))
+        # There is no time to wait for a ledger that is away.
         with suppress(LedgerUnavailable):
             await self.quotas.tell()
             await self._deliveries.tell()

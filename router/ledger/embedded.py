@@ -239,6 +239,7 @@ class EmbeddedLedger:
                     # It reads its data: that takes as long as it takes.
                     give_up = time.monotonic() + _START_S
                 except RedisError:
+                    # It does not listen yet.
                     pass
                 time.sleep(_POLL_S)
         raise LedgerSetupError(

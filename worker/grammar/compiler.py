@@ -137,6 +137,7 @@ class GrammarCompiler:
         except (EOFError, OSError):
             raise EngineFailed("no grammar can be compiled: the worker's log says why") from None
         request = {"do": "compile", "kind": grammar.kind.value, "texts": grammar.texts}
+        # A keeper that has ended meanwhile gives no answer below.
         with suppress(ConnectionError):
             await loop.sock_sendall(sock, encode_request(request))
         try:

@@ -146,6 +146,7 @@ async def _forget(inference: Inference, caller: Caller, opened: Sequence[Opened]
     """Those that came with this call and may come again under the same names."""
     for each in opened:
         if each.is_new and is_named(each.request_id):
+            # What cannot be forgotten now goes when its retention is over.
             with suppress(EverliftError):
                 await inference.forget(caller, pb.ForgetRequest(request_id=each.request_id))
 
