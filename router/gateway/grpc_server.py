@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import grpc
@@ -14,6 +13,7 @@ from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
 from router.gateway import fields, headers
 from router.gateway.caller import Scope
+from router.gateway.closable import Closable
 from router.gateway.door import Door
 from router.gateway.handlers import Call, Handlers, parse
 from router.gateway.inference import Inference, Opened
@@ -49,7 +49,7 @@ class InferenceServer:
             raise
         return _told(call, opened)
 
-    def generate_many(self, data: bytes, call: Call) -> AsyncIterator[pb.GenerateManyResponse]:
+    def generate_many(self, data: bytes, call: Call) -> Closable[pb.GenerateManyResponse]:
         message = self._submitted(pb.GenerateManyRequest, data, most_fields=2 * MAX_REQUESTS)
         return self._inference.generate_many(
             call.caller, message, call.headers, call.came, _timeout_s(call)

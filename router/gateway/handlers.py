@@ -21,6 +21,7 @@ from everlift.errors import InvalidRequest, NotUtf8
 from router.clock import now
 from router.gateway import headers as request_headers
 from router.gateway.caller import Caller, Scope
+from router.gateway.closable import Closable
 from router.gateway.door import Door
 from router.gateway.failures import answerable
 from router.gateway.inference import Opened
@@ -84,30 +85,30 @@ class Handlers:
         self._door = door
 
     def streaming(
-        self, handler: Callable[[bytes, Call], AsyncIterator[Message]], *scopes: Scope
+        self, handler: Callable[[bytes, Call], Closable[Message]], *scopes: Scope
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """One message, answered with any number of them."""
 
-        async def begin(messages: AsyncIterator[bytes], call: Call) -> AsyncIterator[Message]:
+        async def begin(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
             return handler(await _only(messages), call)
 
         return self._stream(begin, scopes)
 
     def bidirectional(
         self,
-        handler: Callable[[AsyncIterator[bytes], Call], AsyncIterator[Message]],
+        handler: Callable[[AsyncIterator[bytes], Call], Closable[Message]],
         *scopes: Scope,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Any number of messages, of which some come after the first answers went."""
 
-        async def begin(messages: AsyncIterator[bytes], call: Call) -> AsyncIterator[Message]:
+        async def begin(messages: AsyncIterator[bytes], call: Call) -> Closable[Message]:
             return handler(messages, call)
 
         return self._stream(begin, scopes)
 
     def _stream(
         self,
-        begin: Callable[[AsyncIterator[bytes], Call], Awaitable[AsyncIterator[Message]]],
+        begin: Callable[[AsyncIterator[bytes], Call], Awaitable[Closable[Message]]],
         scopes: Sequence[Scope],
     ) -> grpc.RpcMethodHandler[Any, Any]:
         async def answer(
@@ -116,7 +117,7 @@ class Handlers:
             try:
                 call = self._admit(context, scopes)
                 await call.greet()
-                async with aclosing(await begin(messages, call)) as pieces:  # type: ignore[type-var]
+                async with aclosing(await begin(messages, call)) as pieces:
                     async for piece in pieces:
                         yield piece
             except Exception as error:
@@ -138,7 +139,7 @@ class Handlers:
                     opened = await handler(await _only(messages), call)
                 finally:
                     await call.greet()
-                async with aclosing(opened.pieces):  # type: ignore[type-var]
+                async with aclosing(opened.pieces):
                     await _send(opened.pieces, context)
             except Exception as error:
                 await _abort(context, error)
@@ -176,7 +177,7 @@ class Handlers:
         return call
 
 
-async def _send(pieces: AsyncIterator[Message], context: Context) -> None:
+async def _send(pieces: Closable[Message], context: Context) -> None:
     if isinstance(pieces, Pieces) and isinstance(context, rpc.Call):
         await context.write_from(pieces)
         return

@@ -11,7 +11,7 @@ can be attached to.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection
 from typing import Protocol
 
 import grpc
@@ -60,7 +60,7 @@ class HealthServer:
             await call.context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
         return answer
 
-    async def watch(self, data: bytes, call: Call) -> AsyncIterator[pb.HealthCheckResponse]:
+    async def watch(self, data: bytes, call: Call) -> AsyncGenerator[pb.HealthCheckResponse, None]:
         service, told = parse(pb.HealthCheckRequest, data).service, None
         self._num_watching += 1
         try:

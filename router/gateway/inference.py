@@ -4,7 +4,7 @@ is an EverliftError."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -24,6 +24,7 @@ from router.clock import now
 from router.gateway import aside, many, page_token
 from router.gateway import headers as request_headers
 from router.gateway.caller import Caller
+from router.gateway.closable import Closable
 from router.gateway.counterfactuals import NO_COUNTERFACTUALS, WhatIf
 from router.gateway.custody import Elsewhere
 from router.gateway.journal import Journal
@@ -51,7 +52,7 @@ class Opened:
 
     request_id: str
     trace: TraceContext | None
-    pieces: AsyncIterator[pb.GenerateResponse]
+    pieces: Closable[pb.GenerateResponse]
     is_new: bool = False
 
 
@@ -203,7 +204,7 @@ class Inference:
 
     async def _known_elsewhere(
         self, address: str, message: pb.AttachRequest
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         try:
             async for piece in self._relay.attach(address, message):
                 yield piece

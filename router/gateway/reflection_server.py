@@ -6,7 +6,7 @@ Versions v1 and v1alpha of the protocol have the same messages. What is told is 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 
 import grpc
 from grpc_reflection.v1alpha import reflection_pb2 as pb
@@ -26,7 +26,7 @@ class ReflectionServer:
 
     async def converse(
         self, messages: AsyncIterator[bytes], call: Call
-    ) -> AsyncIterator[pb.ServerReflectionResponse]:
+    ) -> AsyncGenerator[pb.ServerReflectionResponse, None]:
         requests = (parse(pb.ServerReflectionRequest, data) async for data in messages)
         async for response in self._servicer.ServerReflectionInfo(requests, call.context):
             yield response

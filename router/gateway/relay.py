@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TypeVar
 
 import grpc
@@ -35,7 +35,7 @@ class Relay:
 
     async def attach(
         self, address: str, message: pb.AttachRequest
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         async with self._transport.channel(address) as channel:
             call = _stub(channel).Attach(message, metadata=(_RELAYED,))
             while (piece := await wire.read(call)) is not None:

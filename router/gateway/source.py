@@ -4,16 +4,17 @@ for each."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from everlift.v1 import inference_pb2 as pb
+from router.gateway.closable import Closable
 from router.gateway.pieces import Pieces
 
 
 class Carried:
     """Pieces that another router makes, as Pieces are taken: one of them waits here."""
 
-    def __init__(self, pieces: AsyncIterator[pb.GenerateResponse]) -> None:
+    def __init__(self, pieces: Closable[pb.GenerateResponse]) -> None:
         self.on_more: Callable[[], None] = lambda: None
         self.is_over = False
         self._pieces = pieces
@@ -39,11 +40,11 @@ class Carried:
         if self._coming is not None:
             self._coming.cancel()
             await asyncio.gather(self._coming, return_exceptions=True)
-        await self._pieces.aclose()  # type: ignore[attr-defined]
+        await self._pieces.aclose()
 
 
 Source = Pieces | Carried
 
 
-def source_of(pieces: AsyncIterator[pb.GenerateResponse]) -> Source:
+def source_of(pieces: Closable[pb.GenerateResponse]) -> Source:
     return pieces if isinstance(pieces, Pieces) else Carried(pieces)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
 from router.gateway.kserve.v2 import open_inference_pb2 as pb
@@ -11,7 +11,7 @@ from router.gateway.kserve.v2 import open_inference_pb2 as pb
 #: Requests that go on at once. The next one is read when one of them has ended.
 MAX_AT_ONCE = 256
 
-Answers = AsyncIterator[pb.ModelStreamInferResponse]
+Answers = AsyncGenerator[pb.ModelStreamInferResponse, None]
 
 
 class InferStream:
@@ -51,7 +51,7 @@ class InferStream:
         self._slots.release()
 
     async def _tell(self, answers: Answers) -> None:
-        async with aclosing(answers):  # type: ignore[type-var]
+        async with aclosing(answers):
             async for answer in answers:
                 await self._answers.put(answer)
 

@@ -3,7 +3,7 @@ with Triton's streams."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from router.gateway.inference import Inference, Opened
 from router.gateway.journal import Journal
 from router.gateway.kserve import description, infer_request, tensors
 from router.gateway.kserve.infer_response import FINAL, Answer
-from router.gateway.kserve.infer_stream import InferStream
+from router.gateway.kserve.infer_stream import Answers, InferStream
 from router.gateway.kserve.parameters import Wanted
 from router.gateway.kserve.v2 import open_inference_pb2 as pb
 from router.gateway.model import ServedModel
@@ -76,19 +76,17 @@ class KserveServer:
         [answer] = [answer async for answer in _answers(opened, is_streamed=False)]
         return _response(head, wanted, answer)
 
-    def model_stream_infer(
-        self, messages: AsyncIterator[bytes], call: Call
-    ) -> AsyncIterator[pb.ModelStreamInferResponse]:
-        def answers(data: bytes) -> AsyncIterator[pb.ModelStreamInferResponse]:
+    def model_stream_infer(self, messages: AsyncIterator[bytes], call: Call) -> Answers:
+        def answers(data: bytes) -> Answers:
             return self._told(data, replace(call, came=now()))
 
         return InferStream(answers).answers(messages)
 
-    async def _told(self, data: bytes, call: Call) -> AsyncIterator[pb.ModelStreamInferResponse]:
+    async def _told(self, data: bytes, call: Call) -> Answers:
         """What is said to one request of a stream. What goes wrong with it ends nothing else."""
         head = self._head()
         try:
-            async with aclosing(self._responses(data, head, call)) as responses:  # type: ignore[type-var]
+            async with aclosing(self._responses(data, head, call)) as responses:
                 async for response in responses:
                     yield pb.ModelStreamInferResponse(infer_response=response)
         except Exception as error:
@@ -96,11 +94,11 @@ class KserveServer:
 
     async def _responses(
         self, data: bytes, head: pb.ModelInferResponse, call: Call
-    ) -> AsyncIterator[pb.ModelInferResponse]:
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
         wanted = self._read(data, head)
         opened = await self._open(wanted, head, call)
         is_streamed = wanted.is_streamed is not False
-        async with aclosing(_answers(opened, is_streamed=is_streamed)) as answers:  # type: ignore[type-var]
+        async with aclosing(_answers(opened, is_streamed=is_streamed)) as answers:
             async for answer in answers:
                 response = _response(head, wanted, answer)
                 is_last = answer.is_final and not wanted.has_empty_final
@@ -231,10 +229,10 @@ def _refusal(method: str, cause: str) -> Callable[[bytes, Call], Awaitable[Messa
     return refuse
 
 
-async def _answers(opened: Opened, *, is_streamed: bool) -> AsyncIterator[Answer]:
+async def _answers(opened: Opened, *, is_streamed: bool) -> AsyncGenerator[Answer, None]:
     """Each piece that says something, or all of them together."""
     whole = Answer()
-    async with aclosing(opened.pieces) as pieces:  # type: ignore[type-var]
+    async with aclosing(opened.pieces) as pieces:
         async for piece in pieces:
             if not is_streamed:
                 whole.add(piece)
