@@ -25,9 +25,9 @@ from router.leader import Arriving, Leader, Reservation
 
 log = logs.get(__name__)
 
-#: A leader speaks five times a second. Who is silent for so long may lead no more;
+#: A leader speaks five times a second. One that is silent for so long may lead no more.
 _QUIET_S = 0.6
-#: and whatever leads to one that is silent for so long leads nowhere.
+#: The line to one that is silent for so long leads nowhere.
 _DEAD_S = 2.0
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import TypeAlias
 
-#: Whether it is slow, its pending prefill, its committed tokens, its id.
+#: A worker's burden (``WorkerView``), and its id.
 Rank: TypeAlias = tuple[bool, int, int, str]
 
 

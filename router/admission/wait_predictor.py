@@ -108,9 +108,7 @@ class WaitPredictor:
 
 def _next_of(workers: list[WorkerView]) -> WorkerView | None:
     """Where a newcomer would go, about."""
-    return min(
-        workers, key=lambda it: (it.is_slow, it.pending_prefill, it.committed_tokens), default=None
-    )
+    return min(workers, key=lambda it: it.burden, default=None)
 
 
 def _full_rate(worker: WorkerView) -> float | None:

@@ -8,7 +8,7 @@ back from another worker.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Generic, Protocol, Self, TypeVar
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.step_fit import FittedStepTime
@@ -17,6 +17,8 @@ from everlift.v1 import session_pb2
 from router.admission.batch_size import batch_of
 from router.admission.pace import Pace, Work
 from router.admission.prefill import prefill_s
+
+K = TypeVar("K")
 
 
 class Need(Protocol):
@@ -98,31 +100,31 @@ class Claim:
     since: float
 
 
-class Claims:
+class Claims(Generic[K]):
     """By epoch, or by request id."""
 
     def __init__(self) -> None:
-        self._claims: dict[int | str, Claim] = {}
+        self._claims: dict[K, Claim] = {}
         self.tokens = 0
         self.choices = 0
 
-    def add(self, key: int | str, claim: Claim) -> None:
+    def add(self, key: K, claim: Claim) -> None:
         self.drop(key)
         self._claims[key] = claim
         self.tokens += claim.tokens
         self.choices += claim.choices
 
-    def __contains__(self, key: int | str) -> bool:
+    def __contains__(self, key: K) -> bool:
         return key in self._claims
 
-    def drop(self, key: int | str) -> Claim | None:
+    def drop(self, key: K) -> Claim | None:
         claim = self._claims.pop(key, None)
         if claim is not None:
             self.tokens -= claim.tokens
             self.choices -= claim.choices
         return claim
 
-    def expire(self, before: float) -> list[int | str]:
+    def expire(self, before: float) -> list[K]:
         """Drops those from before that moment; returns their keys."""
         late = [key for key, claim in self._claims.items() if claim.since < before]
         for key in late:
@@ -143,9 +145,9 @@ class WorkerView:
     #: the epoch of a suspect that has not shown yet that one survives it; 0 for none
     trial: int = 0
     #: dispatched, by epoch
-    unacknowledged: Claims = field(default_factory=Claims)
+    unacknowledged: Claims[int] = field(default_factory=Claims)
     #: kept free, by request id
-    held: Claims = field(default_factory=Claims)
+    held: Claims[str] = field(default_factory=Claims)
 
     def __post_init__(self) -> None:
         self.slots = self.slots or self.capacity.max_num_seqs
@@ -197,6 +199,12 @@ class WorkerView:
         running = self.load.num_running
         tokens = max(0, self.load.committed_tokens - self.load.pending_prefill_tokens)
         return StepSize(running, running, tokens, tokens)
+
+    @property
+    def burden(self) -> tuple[bool, int, int]:
+        """Of two workers the one with the smaller one is preferred: who is not slow, has less
+        prefill pending, and then fewer committed tokens."""
+        return self.is_slow, self.pending_prefill, self.committed_tokens
 
     @property
     def is_calm(self) -> bool:
