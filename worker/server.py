@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from everlift import logs
 from everlift.address import joined
+from everlift.channels import MAX_MESSAGE_BYTES
 from everlift.transport import Transport, internal
 from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
 from worker.config import WorkerConfig
@@ -29,13 +30,12 @@ log = logs.get(__name__)
 
 _Context: TypeAlias = grpc.aio.ServicerContext[session_pb2.RouterFrame, session_pb2.WorkerFrame]
 
-_MAX_MESSAGE = 64 << 20
 #: Starts that were under way when the routers heard of the drain are answered for so long.
 _LINGER_S = 0.2
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE),
-    ("grpc.max_send_message_length", _MAX_MESSAGE),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A router that is frozen, or behind a cut wire, loses its sequences in ten seconds.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),

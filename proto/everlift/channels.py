@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-_MAX_MESSAGE_BYTES = 64 << 20
+#: Of one message, at either end: also between routers and workers.
+MAX_MESSAGE_BYTES = 64 << 20
 _KEEPALIVE_MS = 10_000
 
 _BOTH_ENDS = [
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
 
 CLIENT_OPTIONS: list[tuple[str, int]] = [
