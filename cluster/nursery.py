@@ -29,7 +29,9 @@ from worker.config import WorkerConfig
 
 log = logs.get(__name__)
 
+#: To import all that a rank needs takes no longer.
 _LOAD_S = 120.0
+#: Of a nursery's answer, at most: a process id, or why there is none.
 _ANSWER_BYTES = 256
 #: Nurseries that are asked for a rank.
 _TRIES = 2

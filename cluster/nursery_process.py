@@ -22,8 +22,8 @@ from cluster import process
 from everlift import heap
 from worker.parent import die_with_parent
 
-_NUM_DESCRIPTORS = 4
-_ROLE_BYTES = 64
+#: What an order brings, at most.
+_NUM_DESCRIPTORS, _ROLE_BYTES = 4, 64
 
 
 def main() -> None:

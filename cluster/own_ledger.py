@@ -14,8 +14,8 @@ from router.ledger.embedded import EmbeddedLedger
 
 log = logs.get(__name__)
 
-_LOOK_S = 0.2
-_RESTART_S = 1.0
+#: Between two looks whether the server runs, and after a start of it that failed.
+_LOOK_S, _RESTART_S = 0.2, 1.0
 
 
 def url_file(config: Config) -> Path:

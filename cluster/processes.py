@@ -35,8 +35,9 @@ from router.ledger.config import LedgerConfig
 
 log = logs.get(__name__)
 
-_SETTLE_S = 60.0
-_LOOK_S = 0.05
+#: Until every router is connected with every worker, at most; and between two looks.
+_SETTLE_S, _LOOK_S = 60.0, 0.05
+#: Between two looks whether a replica runs that is to be kept alive.
 _RESTART_S = 1.0
 
 

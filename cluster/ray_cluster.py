@@ -35,6 +35,7 @@ log = logs.get(__name__)
 
 LOCAL = "local"
 APPLICATION = "everlift"
+#: Little passes through Ray, and no token.
 _OBJECT_STORE_BYTES = 100 << 20
 _POLL_S = 0.1
 

@@ -17,6 +17,7 @@ from everlift.v1 import session_pb2, session_pb2_grpc
 
 log = logs.get(__name__)
 
+#: How often it is said.
 _SAY_S = 1.0
 #: To import torch holds up the event loop for seconds.
 _HOLDS_S = 15.0

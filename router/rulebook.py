@@ -68,7 +68,7 @@ class Subject(Protocol):
 
 
 class Engines(Protocol):
-    """Those of all workers. Must not block."""
+    """The engines of all workers. Must not block."""
 
     def set_policy(self, policy: session_pb2.EnginePolicy) -> None: ...
 
@@ -125,8 +125,8 @@ class Rulebook:
         return config
 
     async def keep_up(self, version: int) -> None:
-        """With the policy that the ledger has under this version. One that its server forgot is put
-        back. Raises LedgerUnavailable."""
+        """Goes over to the policy that the ledger has under this version. One that its server
+        forgot is put back. Raises LedgerUnavailable."""
         if version > self._policy.version:
             self._take(await self._ledger.policy())
         elif version < self._policy.version:
@@ -157,7 +157,7 @@ class Rulebook:
             engines.set_policy(self.engine_policy)
 
     def _apply(self, policy: ClusterPolicy) -> None:
-        """But for what only a newer version knows."""
+        """Goes over to ``policy``, but for settings that only a newer version knows."""
         ruling, overridden = self._configured, []
         for name, text in policy.values.items():
             try:

@@ -25,6 +25,7 @@ from router.stalls import FREEZE_S
 
 log = logs.get(__name__)
 
+#: Between two dials of the same worker.
 _RECONNECT_S = 0.2
 #: A worker that answers a dial at all does so within this time.
 _ANSWER_S = 5.0

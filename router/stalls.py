@@ -9,6 +9,7 @@ from router.clock import now
 
 log = logs.get(__name__)
 
+#: The event loop is asked for a turn so often.
 _LOOK_S = 0.1
 #: The event loop stood still for so long: the process was frozen, or others had its core.
 FREEZE_S = 0.5

@@ -14,6 +14,7 @@ from router.ledger.base import Ledger
 
 Tell: TypeAlias = Callable[[str, session_pb2.LeaderMessage], None]
 
+#: Orphans that are asked for at once.
 _AT_ONCE = 256
 #: What was given to a gateway is not given to another one for so long.
 _ADOPTION_S = 5.0

@@ -224,7 +224,7 @@ class Accounts:
     # a step
 
     def _charge(self, rows: Rows, now: float) -> None:
-        """It is over."""
+        """It was over ``now``: its time goes to those that are there."""
         seconds, costs, chunks = now - self._now, self._costs.now, self._chunks(rows)
         chunk_costs = [costs.row(chunk.start, chunk.num_tokens) for chunk in chunks]
         prompts, together = sum(chunk_costs), costs.rows(rows)
@@ -267,7 +267,7 @@ class Accounts:
         return is_absent.nonzero()[0]
 
     def _charge_chunk(self, chunk: _Chunk, own_s: float) -> None:
-        """To a prompt its own chunk."""
+        """Its prompt is not stalled by it: ``own_s`` are its prefill, or recompute."""
         slot, start, num_tokens, num_drafts = chunk
         computed_before = min(max(self._computed_before[slot] - start, 0), num_tokens)
         again_s = own_s * computed_before / num_tokens
@@ -312,7 +312,8 @@ class Accounts:
             self._decodes.begin_anew()
 
     def _charge_each(self, rows: Rows, together: float, seconds: float) -> None:
-        """The same where not all are one position further by it: with drafts, or in vain."""
+        """``_charge_decodes`` row by row, where not all are one position further by the step: with
+        drafts, or in vain."""
         is_decode: Flags = rows.starts >= self._prompt_ends[rows.slots]
         costs = self._costs.now
         alone_s: Floats | float = seconds

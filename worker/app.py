@@ -27,6 +27,7 @@ from worker.rank_actor import RankActor
 
 log = logs.get(__name__)
 
+#: Between two looks whether some router knows the worker, and two words that it starts.
 _ANNOUNCE_S = 1.0
 #: A start that is not heard again for so long is none.
 _STARTS_S = 5.0

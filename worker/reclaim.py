@@ -15,8 +15,8 @@ from everlift import logs
 
 log = logs.get(__name__)
 
-_POLL_S = 2.0
-_ANSWER_S = 1.0
+#: Between two looks for the notice, and until one is given up.
+_POLL_S, _ANSWER_S = 2.0, 1.0
 
 
 async def notice_at(url: str) -> None:

@@ -63,7 +63,7 @@ class Sequence:
     grammar: object | None = None
     #: the most that was computed when it last lost its blocks, here or where it was before
     num_computed_before: int = 0
-    #: the same, here alone: what it wants to find again
+    #: the most that was computed here when it last lost its blocks: what it wants to find again
     num_wanted: int = 0
     is_preempted: bool = False
     #: when it came here, on the clock of who has its first step begin

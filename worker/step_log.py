@@ -26,8 +26,10 @@ from everlift.v1 import session_pb2
 log = logs.get(__name__)
 
 _LENGTH = struct.Struct(">I")
+#: Bytes of who a rank says it is; more are not taken from whoever connects.
 _MAX_HELLO = 1024
 _BEAT = b"b"
+#: Beats that are read at once, a byte each.
 _MANY_BEATS = 4096
 #: Whoever connects has so long to say who it is.
 _HELLO_S = 5.0

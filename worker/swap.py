@@ -21,6 +21,7 @@ from worker.streams import cuda_streams
 
 log = logs.get(__name__)
 
+#: Times that each piece of work is timed, beside a first one.
 _ROUNDS = 5
 #: Copied in one go, as the few blocks of one preempted sequence are.
 _BLOCKS = 8

@@ -16,6 +16,7 @@ from functools import partial
 from worker.step_log import StepLogReader, StepLogWriter
 from worker.watchdog import WakingTime, Watchdog
 
+#: Between two looks at the step and at the other ranks.
 _LOOK_S = 0.2
 #: A rank that has beaten once and is silent for so long is frozen.
 _SILENCE_S = 1.0

@@ -22,8 +22,8 @@ from worker.parent import die_with_parent
 if TYPE_CHECKING:
     from cluster.explain.launch import Answer, Launch
 
-_NICE = 10
-_MAX_MEMORY_MIB = 1024
+#: What it takes of a core that others want, and of memory at most.
+_NICE, _MAX_MEMORY_MIB = 10, 1024
 
 
 def main() -> None:

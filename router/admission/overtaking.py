@@ -7,8 +7,8 @@ three sums over short stretches, however many wait.
 
 from __future__ import annotations
 
-_BLOCK = 512
-_ROW = 64
+#: Tickets of a block, and blocks of a row.
+_BLOCK, _ROW = 512, 64
 
 
 class Overtaking:

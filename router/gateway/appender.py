@@ -22,6 +22,7 @@ Answered = tuple[LiveRequest, Append, Appended]
 
 #: A request, one of its choices, and an epoch.
 _Key = tuple[LiveRequest, int, int]
+#: Until a ledger that is away is asked again.
 _RETRY_S = 0.1
 #: Answers before others have their turn of the event loop.
 _AT_ONCE = 64

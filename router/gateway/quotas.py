@@ -20,8 +20,8 @@ from router.ledger.quota import Charge, Settlement
 
 #: Longer than an heir needs to come, and a router to be restarted.
 _LEASE_S = 30.0
-_HOLD_S = _LEASE_S / 3
-_RETRY_S = 0.1
+#: Between two renewals, and until a ledger that is away is told again.
+_HOLD_S, _RETRY_S = _LEASE_S / 3, 0.1
 
 
 def unlimited(tenant: str) -> Limits:
@@ -63,7 +63,7 @@ class Quotas:
             self._held.add(request_id)
 
     def let_go(self, request_id: str) -> None:
-        """It is not any more."""
+        """It is in this gateway's hands no more."""
         self._held.discard(request_id)
 
     def settle(self, request_id: str, output_tokens: int | None) -> None:

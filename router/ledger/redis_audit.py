@@ -17,6 +17,7 @@ from router.ledger.shards import Shards
 
 T = TypeVar("T")
 
+#: Keys or members that one SCAN asks for, about.
 _KEYS_AT_ONCE = 512
 #: Looked at by one call: it keeps others waiting for some tenths of a millisecond.
 _PLACES_AT_ONCE = 32

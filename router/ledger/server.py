@@ -16,6 +16,7 @@ Info = Mapping[str, Any]
 SCHEMA = 4
 
 _OLDEST = {"Valkey": (7, 2), "Redis": (7, 0)}
+#: The first Redis that has it.
 _WAITAOF = (7, 2)
 #: What appendfsync may be, by durability class.
 _FSYNCS = {

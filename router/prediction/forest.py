@@ -20,7 +20,9 @@ from math import isfinite
 
 import numpy as np
 
+#: A tree has so many leaves at most: a set of them is a number of as many bits.
 _LEAVES = 16
+#: Of a model, all sums together.
 _MOST_TREES = 512
 #: By a number of one bit, which one it is.
 _PLACE_OF_BIT = np.zeros(1 << _LEAVES, np.intp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+#: The last ones that are looked at.
 _STEPS = 16
 
 
