@@ -15,6 +15,7 @@ from everlift import logs
 
 log = logs.get(__name__)
 
+#: Of what is no report, so much is shown.
 _SHOWN_BYTES = 80
 
 
@@ -45,12 +46,12 @@ class Child:
         """Its next report. Raises ClusterFailed when that is a failure, or when it has ended."""
         assert self._running.stdout is not None
         line = await self._running.stdout.readline()
-        report = _read(line) if line else {"error": await self._end()}
+        report = _read(line) if line else {"error": await self._how_it_ended()}
         if "error" in report:
             raise ClusterFailed(f"{self.name}: {report['error']} (its log: {self._log_path})")
         return report
 
-    async def _end(self) -> str:
+    async def _how_it_ended(self) -> str:
         return f"ended with status {await self._running.wait()}"
 
     async def wait(self) -> None:

@@ -181,15 +181,19 @@ class ProcessCluster:
         await self.stop()
 
     def _router(self, index: int, ledger: LedgerConfig) -> RouterReplica:
-        config = self.config
+        def own(port: int) -> int:
+            """The first router has the port that is set, 0 for any, and the others those behind."""
+            return port + index if port else 0
+
+        router = self.config.router
         router = replace(
-            config.router,
-            port=config.router.port and config.router.port + index,
-            internal_port=config.router.internal_port and config.router.internal_port + index,
-            http_port=config.router.http_port and config.router.http_port + index,
-            metrics_port=config.router.metrics_port and config.router.metrics_port + index,
+            router,
+            port=own(router.port),
+            internal_port=own(router.internal_port),
+            http_port=own(router.http_port),
+            metrics_port=own(router.metrics_port),
         )
-        launch = RouterLaunch(f"router-{index}", config.log_level, router, ledger)
+        launch = RouterLaunch(f"router-{index}", self.config.log_level, router, ledger)
         return RouterReplica(launch, PlainStarter({}), self._log_dir)
 
     def _worker(self, index: int) -> WorkerReplica:

@@ -42,7 +42,7 @@ _Method: TypeAlias = Callable[[], grpc.aio.UnaryUnaryMultiCallable[Q, A]]
 
 #: A router that does not answer a single call in time may be frozen: the next one is asked.
 _TRY_TIMEOUT_S = 10.0
-#: But simulations take their time, and wait for each other.
+#: One that is asked to simulate takes its time, and simulations wait for each other.
 _SIMULATION_TIMEOUT_S = 180.0
 
 
@@ -445,7 +445,7 @@ class AsyncClient:
         return Patience(self._routers, self._retries(), deadline)
 
     def _retries(self) -> Retries:
-        """Of a stream."""
+        """For the calls of one stream."""
         return Retries(self._reconnect_s, self._retry_s, random.random)
 
 

@@ -29,8 +29,9 @@ _MAX_BYTES = 1 << 20
 _UNREAD = 64
 #: A further call is worth its while when there is room for so much of all that may be under way.
 _REFILL = 0.25
-_CANCELS_AT_ONCE = 64
-_CANCEL_ALL_S = 5.0
+#: Of a stream that is closed, and until it no longer waits for the answers.
+_CANCELS_AT_ONCE, _CANCEL_ALL_S = 64, 5.0
+#: Behind the last chunk.
 _DONE = None
 
 

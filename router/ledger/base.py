@@ -52,10 +52,10 @@ class Membership:
 
     ``leader`` and ``leader_address`` are empty while nobody leads. ``workers_version`` changes with
     every change of the worker table, ``policy_version`` with every one of the policy, 0 while none
-    was set. ``generation`` is another one after each restart or failover
-    of a server, which may have lost what it had acknowledged. ``memory_used`` is the part of its
-    bound that the fullest server uses, 0 where there is none. ``unfit`` is why it could not be
-    connected to now, as a server that took over may promise less; empty if it could.
+    was set. ``generation`` is another one after each restart or failover of a server, which may
+    have lost what it had acknowledged. ``memory_used`` is the part of its bound that the fullest
+    server uses, 0 where there is no bound. ``unfit`` is why a router that started now would not
+    take this ledger: a server that took over may promise less; empty if it would.
     """
 
     now: float
@@ -243,7 +243,7 @@ class Ledger(Protocol):
     async def explain(self, explained: Sequence[Explained]) -> None:
         """Stores them in the place of what was told with the requests' ends. One whose request is
         not known, not final, another gateway's, or another one under the same id changes nothing.
-        One round trip for all of them. Raises LedgerUnavailable."""
+        One round trip for all of them."""
         ...
 
     async def forget(self, request_id: str) -> Entry | None:
@@ -381,6 +381,7 @@ class Ledger(Protocol):
 
     async def put_access(self, changes: Mapping[str, str | None]) -> None:
         """Changes records by their names; None removes one."""
+        ...
 
     # policy
 
