@@ -91,21 +91,25 @@ def plan(
         "seed": seed,
         "weights": asked.weights,
     }
-    console = Console(highlight=False, markup=False)
     plans: dict[str, Plan] = {}
     for name in kind or (machines.DEFAULT_KIND,):
         one = machines.kind_of(name, model)
         spec = machines.spec_of(one, config, assignments)
         plans[one.name] = _plan(one.name, asked, spec, how, targets, most)
-    console.print(plan_views.table(plans, targets))
-    for name, each in plans.items():
-        console.print(plan_views.verdict(name, each, targets), soft_wrap=True)
+    _show(plans, targets)
     if json_file is not None:
         as_json.write(plan_views.as_json(plans, targets), json_file)
     if picture is not None:
         plan_views.draw(plans, targets, picture)
     if all(each.workers is None for each in plans.values()):
         raise typer.Exit(1)
+
+
+def _show(plans: Mapping[str, Plan], targets: Sequence[Target]) -> None:
+    console = Console(highlight=False, markup=False)
+    console.print(plan_views.table(plans, targets))
+    for name, each in plans.items():
+        console.print(plan_views.verdict(name, each, targets), soft_wrap=True)
 
 
 def _plan(

@@ -205,10 +205,19 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", bare(self.host))
+        self._check_addresses()
+        self._check_counts()
+        self._check_numbers()
+
+    def _check_addresses(self) -> None:
         if self.host in _WILDCARDS:
             raise ValueError(f"host must be an address that routers can dial, not {self.host!r}")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
+        if self.reclaim_url and urlsplit(self.reclaim_url).scheme not in ("http", "https"):
+            raise ValueError(f"reclaim_url must be an http address, not {self.reclaim_url!r}")
+
+    def _check_counts(self) -> None:
         for name in _COUNTS:
             _at_least(name, getattr(self, name), 1)
         _at_least("swap_mib", self.swap_mib, 0)
@@ -223,8 +232,8 @@ class WorkerConfig:
                 f"max_num_batched_tokens ({tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): each sequence decodes one token a step"
             )
-        if self.reclaim_url and urlsplit(self.reclaim_url).scheme not in ("http", "https"):
-            raise ValueError(f"reclaim_url must be an http address, not {self.reclaim_url!r}")
+
+    def _check_numbers(self) -> None:
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark:g}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
