@@ -23,8 +23,9 @@ from typing import Self
 
 from cluster.errors import ClusterFailed
 from cluster.launch import Launch
-from cluster.starter import Started, full_environment, python_module, told
+from cluster.starter import Started, python_module, told
 from everlift import logs
+from worker.child_process import full_environment
 from worker.config import WorkerConfig
 
 log = logs.get(__name__)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.launch import Launch, encode
+from worker.child_process import full_environment
 
 
 class Started(Protocol):
@@ -83,9 +84,3 @@ def told(parent: int, launch: Launch) -> bytes:
 def python_module(name: str) -> list[str]:
     """The command that runs it. What lies in the working directory is not in its place ("-P")."""
     return [sys.executable, "-P", "-m", name]
-
-
-def full_environment(more: Mapping[str, str]) -> dict[str, str]:
-    # What this process can import, however it came to that, its children can too.
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return {**os.environ, "PYTHONPATH": path, **more}

@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from cluster.explain.launch import Launch, decode_answer, encode
-from cluster.starter import full_environment, python_module, tell
+from cluster.starter import python_module, tell
 from router.gateway.what_if import Estimates, Question
 from router.ledger.config import LedgerConfig
+from worker.child_process import full_environment
 
 #: Its libraries are not to take more than one core.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

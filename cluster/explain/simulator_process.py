@@ -13,10 +13,9 @@ import asyncio
 import os
 import resource
 import sys
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from worker.child_process import go_first
 from worker.parent import die_with_parent
 
 if TYPE_CHECKING:
@@ -36,11 +35,9 @@ def main() -> None:
 
 
 def _step_back() -> None:
-    """What is short goes to others; of all processes here this is the first to be ended."""
+    """What is short goes to others."""
     os.nice(_NICE)
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    go_first()
     limit = _MAX_MEMORY_MIB << 20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 

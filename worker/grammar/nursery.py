@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
 import sys
 
 from everlift import logs
+from worker.child_process import full_environment
 from worker.config import WorkerConfig
 from worker.grammar.launch import Budget, Launch
 
@@ -71,7 +71,7 @@ class Nursery:
                 [*command, self._launch(theirs)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=_environment(),
+                env=full_environment(_ENVIRONMENT),
                 # Ctrl-C is for the worker.
                 start_new_session=True,
             )
@@ -90,9 +90,3 @@ class Nursery:
             budget=Budget(settings.compile_timeout, settings.step_budget),
             process_mib=settings.process_mib,
         ).encode()
-
-
-def _environment() -> dict[str, str]:
-    # What this process can import, however it came to that, its children can too.
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return {**os.environ, "PYTHONPATH": path, **_ENVIRONMENT}

@@ -14,12 +14,12 @@ import signal
 import socket
 import sys
 import traceback
-from contextlib import suppress
 from pathlib import Path
 
 import xgrammar
 
 from everlift import model_files
+from worker.child_process import go_first
 from worker.grammar.keeper import Keeper, Model
 from worker.grammar.launch import Launch
 from worker.grammar.vocabulary import token_bytes
@@ -65,13 +65,11 @@ def _keep(sock: socket.socket, model: Model, launch: Launch) -> None:
 
 
 def _bound_memory(mib: int) -> None:
-    """``mib`` more than the nursery has; of all processes here, these are the first to go. Linux
-    alone tells and bounds it so."""
+    """``mib`` more than the nursery has; where memory is short for all, these are the first to go.
+    Linux alone tells and bounds it so."""
     if sys.platform != "linux":
         return
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    go_first()
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     limit = used + (mib << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
