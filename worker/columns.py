@@ -64,7 +64,7 @@ class Columns:
         )
 
     def extend(self, slot: int, blocks: Several[int]) -> None:
-        """They are added to its block table."""
+        """Adds ``blocks`` to its block table."""
         begin = self._num_blocks[slot]
         end = begin + len(blocks)
         self._tables[slot, begin:end] = blocks

@@ -35,7 +35,7 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty: float | None
     #: taken from the logits of tokens that occurred in the output; default 0
     presence_penalty: float | None
-    #: the same, for each time that they occurred
+    #: taken from the logits of tokens, for each time that they occurred in the output; default 0
     frequency_penalty: float | None
     #: added to the logits of these tokens
     logit_bias: Mapping[int, float] | None
@@ -43,7 +43,7 @@ class GenerateOptions(TypedDict, total=False):
     min_tokens: int | None
     #: each token's log probability, and so many of the likeliest tokens at its place
     logprobs: int | None
-    #: the same for the tokens of the prompt
+    #: as logprobs, for each token of the prompt but the first
     prompt_logprobs: int | None
     #: the output is JSON of this schema. Of this one and the next three only one may be given
     json_schema: str | Mapping[str, Any] | None

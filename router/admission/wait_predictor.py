@@ -38,14 +38,12 @@ class WaitPredictor:
         self.drain = Drain()
         self.least = Least()
         self.least_of_tpot = Least()
-        #: work that leaves the queue in a second while anybody waits; 0: not known
-        self.tokens_per_s = 0.0
+        #: work that leaves the queue in a second while anybody waits, and requests; 0: not known
+        self.tokens_per_s = self.rooms_per_s = 0.0
         self._next: WorkerView | None = None
         #: mean work of a request
         self._usual_tokens = 0.0
         self._num_came = 0
-        #: the same in requests
-        self.rooms_per_s = 0.0
 
     def look(self, num_queued: int, now: float) -> None:
         """At the workers, and at what has left. O(workers)."""

@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 from everlift.v1 import session_pb2
 from router.admission.wanted import Wanted
 
-#: By which the requests of a class are ordered: a number first. The smallest leaves first.
+#: By which the requests of a class are ordered, a number first: the smallest place leaves first.
 Place: TypeAlias = tuple[float, *tuple[float | str, ...]]
 
-#: The same for those of all classes.
+#: By which the requests of all classes are ordered.
 Key: TypeAlias = tuple[float | str, ...]
 
 

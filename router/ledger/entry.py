@@ -207,7 +207,7 @@ class Explained:
 class Appended(Enum):
     #: stored, or already there: a repeated append changes nothing
     OK = "ok"
-    #: the same, and the request is finished
+    #: stored, or already there, and with it the request is finished
     FINISHED = "finished"
     #: the epoch is not the request's: somebody else goes on with it
     FENCED = "fenced"

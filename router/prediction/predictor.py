@@ -36,7 +36,7 @@ class Prediction:
 
     length: LengthDistribution
     rank: float = _NO_RANK
-    #: the same of its prompt and all its outputs
+    #: as ``rank``, of its prompt and all its outputs
     work_rank: float = _NO_RANK
     #: seconds that what waited when it came will take
     foreseen_wait_s: float = 0.0

@@ -61,7 +61,7 @@ class GrammarCompiler:
         self._compiling: dict[Grammar, asyncio.Task[None]] = {}
         #: used last comes last
         self._kept: OrderedDict[Grammar, CompiledGrammar | InvalidGrammar] = OrderedDict()
-        #: the same, and what only sequences hold
+        #: what is kept, and what only sequences hold
         self._alive: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
 
     def compile(self, grammar: Grammar, done: Done) -> None:

@@ -73,5 +73,5 @@ class Policy(ABC):
         return slots, slots[:0]
 
     def prefills(self, sequences: Several[Sequence]) -> Several[Sequence]:
-        """The same ones, which come by arrival, in the order in which they are served."""
+        """``sequences``, which come by arrival, in the order in which they are served."""
         return sequences

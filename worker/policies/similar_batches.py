@@ -40,7 +40,7 @@ class WaitingBatch:
         return BatchSize(len(self), prompt, max(sequence.expected_output for sequence in self))
 
     def has_room(self, sequence: Sequence, limits: Limits) -> bool:
-        """Also for the blocks that all of it are predicted to fill."""
+        """For one more, and for the blocks that all of the batch are then predicted to fill."""
         num_blocks = self._num_blocks + _expected_blocks(sequence)
         has_blocks = num_blocks + limits.watermark_blocks <= limits.num_blocks
         return len(self) < limits.max_num_seqs and (has_blocks or not self._sequences)
