@@ -43,15 +43,19 @@ OPTIONS: Mapping[str, Any] = {
     "temperature": _number(float, "0 is greedy; default 1."),
     "top_p": _number(float, "Nucleus sampling."),
     "top_k": _number(int, "Only the K likeliest tokens."),
-    "min_p": _number(float, "Only tokens so likely as the best."),
+    "min_p": _number(float, "Only tokens at least so many times as likely as the best."),
     "seed": _number(int, "Same seed, same output."),
     "repetition_penalty": _number(float, "Divides logits of tokens that occurred; default 1."),
     "presence_penalty": _number(float, "Taken from logits of tokens in the output; default 0."),
-    "frequency_penalty": _number(float, "The same, for each time that they occurred."),
+    "frequency_penalty": _number(
+        float, "Taken from a token's logit for each time that it is in the output; default 0."
+    ),
     "logit_bias": _texts("Added to a token's logit.", _SAMPLING, metavar="ID=VALUE"),
     "min_tokens": _number(int, "So many tokens before a stop counts."),
     "logprobs": _number(int, "Show log probabilities, and so many alternatives.", _FORM),
-    "prompt_logprobs": _number(int, "The same for the prompt's tokens.", _FORM),
+    "prompt_logprobs": _number(
+        int, "Show those of the prompt's tokens, and so many alternatives.", _FORM
+    ),
     "json_schema": _text("JSON of this schema.", _FORM, metavar=_TEXT_OR_FILE),
     "regex": _text("What this regular expression matches.", _FORM),
     "ebnf": _text('A grammar in GBNF, its rule "root" first.', _FORM, metavar=_TEXT_OR_FILE),

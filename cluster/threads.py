@@ -23,8 +23,9 @@ def threads_per_rank(config: Config, cores: int) -> int:
 
 
 def rank_environment(threads: int) -> dict[str, str]:
-    """A waiting OpenMP thread that spins on would take the cores of everybody else there. numpy's
-    own threads, which begin with its import, would do nothing but be in the way of a fork."""
+    """What a rank's process starts with. A waiting OpenMP thread that spins on would take the cores
+    of everybody else there. numpy's own threads, which begin with its import, would do nothing but
+    be in the way of a fork."""
     return {
         **WAITING,
         "OMP_NUM_THREADS": str(threads),
@@ -33,8 +34,9 @@ def rank_environment(threads: int) -> dict[str, str]:
 
 
 def wait_passively() -> None:
-    """The same for a rank in this process. Who has set something has decided. OpenMP reads it once,
-    when torch is imported: where that is done nothing can be changed any more, only said."""
+    """Lets the threads of a rank in this process wait as those of one in its own. Who has set
+    something has decided. OpenMP reads it once, when torch is imported: where that is done nothing
+    can be changed any more, only said."""
     policy = os.environ.get(_WAIT_POLICY)
     if policy not in (None, WAITING[_WAIT_POLICY]):
         return

@@ -124,7 +124,7 @@ class Life:
 
     @property
     def predicted_total(self) -> int:
-        """The same where requests are ordered by it."""
+        """``predicted_work`` where requests are ordered by that; 0 where they leave by arrival."""
         return 0 if self.foretold.is_distrusted else self.predicted_work
 
     def waiting(self, moves_left: int, is_suspect: bool) -> session_pb2.Waiting:

@@ -24,8 +24,11 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens: int | None
     #: 0 is greedy; default 1
     temperature: float | None
+    #: of the likeliest tokens, as few as have this probability together; default 1
     top_p: float | None
+    #: of the likeliest tokens, so many; default 0: no limit
     top_k: int | None
+    #: tokens at least so many times as likely as the likeliest; default 0
     min_p: float | None
     #: same seed, same random numbers
     seed: int | None
