@@ -195,17 +195,14 @@ def log_dir(config: Config) -> Path:
 def application(config: Config) -> Application:
     """The Serve application of a configuration. Routers find a ledger without a url in their
     environment. Ray must run."""
-    import ray
+    return _workers(config, _routers(config))
 
+
+def _routers(config: Config) -> Application:
     from cluster.explain.simulator import ProcessSimulator
     from router.app import RouterDeployment
-    from worker.app import WorkerDeployment
 
-    size = config.worker.tensor_parallel
-    threads = threads_per_rank(config, _cores() if config.ray_address == LOCAL else 1)
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    resources = _rank_resources(config.worker.device, nodes, threads)
-    router = RouterDeployment.options(  # type: ignore[attr-defined]
+    routers: Application = RouterDeployment.options(  # type: ignore[attr-defined]
         num_replicas=config.num_routers,
         max_replicas_per_node=1,
         ray_actor_options={"num_cpus": 0, "resources": _router_resources(config)},
@@ -217,7 +214,19 @@ def application(config: Config) -> Application:
         log_dir(config),
         ProcessSimulator,
     )
-    worker: Application = WorkerDeployment.options(  # type: ignore[attr-defined]
+    return routers
+
+
+def _workers(config: Config, routers: Application) -> Application:
+    import ray
+
+    from worker.app import WorkerDeployment
+
+    size = config.worker.tensor_parallel
+    threads = threads_per_rank(config, _cores() if config.ray_address == LOCAL else 1)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    resources = _rank_resources(config.worker.device, nodes, threads)
+    workers: Application = WorkerDeployment.options(  # type: ignore[attr-defined]
         **_replicas(config),
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=[resources] * size,
@@ -225,13 +234,13 @@ def application(config: Config) -> Application:
         graceful_shutdown_timeout_s=config.worker.drain_timeout + 5.0,
     ).bind(
         replace(config.worker, num_threads=threads),
-        router,
+        routers,
         resources,
         rank_environment(threads),
         config.log_level,
         log_dir(config),
     )
-    return worker
+    return workers
 
 
 def _replicas(config: Config) -> dict[str, Any]:

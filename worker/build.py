@@ -56,29 +56,32 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
         f"a KV cache of {num_blocks} blocks", "num_blocks or kv_cache_mib says how many"
     ):
         parts = Assembly.of(config, loaded, place, num_blocks)
-    cache = parts.cache
     if device.type == "cpu":
-        cache.take_memory()
-    log.info(
-        "model loaded",
-        model=config.name,
-        revision=config.model_revision,
-        rank=group.rank,
-        device=str(device),
-        dtype=str(place.dtype),
-        attention=parts.attention.name,
-        parameter_mib=loaded.parameter_bytes >> 20,
-        kv_blocks=cache.num_blocks,
-        kv_cache_mib=cache.tensor.nbytes >> 20,
-        max_num_batched_tokens=config.batched_tokens(kind_of(device)),
-    )
-    host_cache = build_host_cache(config, cache, group, parts.runner())
+        parts.cache.take_memory()
+    _log_loaded(config, loaded, place, parts)
+    host_cache = build_host_cache(config, parts.cache, group, parts.runner())
     graphs = parts.capture()
     if graphs is not None:
         log.info("decoding captured", buckets=decode_buckets(config.max_num_seqs))
     if device.type == "cuda":
         _warm_up(parts.runner(), config)
     return parts.runner(host_cache, stopwatch, graphs)
+
+
+def _log_loaded(config: WorkerConfig, loaded: Loaded, place: Placement, parts: Assembly) -> None:
+    log.info(
+        "model loaded",
+        model=config.name,
+        revision=config.model_revision,
+        rank=place.group.rank,
+        device=str(place.device),
+        dtype=str(place.dtype),
+        attention=parts.attention.name,
+        parameter_mib=loaded.parameter_bytes >> 20,
+        kv_blocks=parts.cache.num_blocks,
+        kv_cache_mib=parts.cache.tensor.nbytes >> 20,
+        max_num_batched_tokens=config.batched_tokens(kind_of(place.device)),
+    )
 
 
 @contextmanager
