@@ -273,7 +273,7 @@ class Leader:
         heard = self._tenure.hear(gateway, message, now())
         self._refuse(heard.refused)
         for taken in heard.taken:
-            self._tell(taken.gateway, session_pb2.LeaderMessage(stale=[taken.request_id]))
+            self._tell_stale(taken)
         if heard.withdrawn:
             self._tell(gateway, session_pb2.LeaderMessage(withdrawn=heard.withdrawn))
         self._wake.set()
@@ -399,13 +399,12 @@ class Leader:
             self._wake.set()
 
     async def _try_dispatch(self, placed: Placed, tenure: Tenure, term: int) -> None:
-        waiting = placed.waiting
+        asked = now()
         try:
-            asked = now()
             entry = await self._ask(placed, term)
         except NotQueued:
             self._placement.acknowledge(placed.worker_id, placed.epoch)
-            self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
+            self._tell_stale(placed.waiting)
             return
         except StaleTerm:
             # Who took it from the queue is told of it again: by its gateway, on its next line.
@@ -415,6 +414,13 @@ class Leader:
         # A gateway that is gone says itself what it has when it comes again.
         if entry.gateway in self._lines.gateways:
             tenure.begun(placed, entry.gateway)
+        self._tell_dispatched(placed, entry, now() - asked)
+        if entry.gateway != placed.waiting.gateway:
+            self._tell_stale(placed.waiting)
+        self._tell_victims(placed)
+
+    def _tell_dispatched(self, placed: Placed, entry: Entry, dispatch_s: float) -> None:
+        waiting = placed.waiting
         told = dispatched(
             entry,
             placed.overtaken,
@@ -423,13 +429,18 @@ class Leader:
             placed.stay,
         )
         if placed.stay is not None:
-            told.stay.dispatch_s = now() - asked
+            told.stay.dispatch_s = dispatch_s
         self._tell(entry.gateway, session_pb2.LeaderMessage(dispatched=[told]))
-        if entry.gateway != waiting.gateway:
-            self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
+
+    def _tell_stale(self, waiting: Waiting) -> None:
+        """To the gateway that had it in the queue: it does not wait there any more."""
+        self._tell(waiting.gateway, session_pb2.LeaderMessage(stale=[waiting.request_id]))
+
+    def _tell_victims(self, placed: Placed) -> None:
+        request_id = placed.waiting.request_id
         for victim in placed.victims:
-            log.info("makes room", request_id=victim.request_id, to=waiting.request_id)
-            eviction = session_pb2.Eviction(epoch=victim.epoch, request_id=waiting.request_id)
+            log.info("makes room", request_id=victim.request_id, to=request_id)
+            eviction = session_pb2.Eviction(epoch=victim.epoch, request_id=request_id)
             self._tell(victim.gateway, session_pb2.LeaderMessage(evictions=[eviction]))
 
     async def _ask(self, placed: Placed, term: int) -> Entry:

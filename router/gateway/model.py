@@ -190,13 +190,7 @@ class ServedModel:
         """
         self.check_asked(submission.model)
         prompt_ids = self._prompt_ids(submission.prompt)
-        room = self.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt_ids)} tokens; the context of {self.max_model_len} "
-                "(worker.max_model_len) has to hold at least one more",
-                field="prompt",
-            )
+        room = self._room_behind(len(prompt_ids))
         max_tokens = min(room, submission.max_tokens or room)
         self._check_ids("stop_token_ids", submission.stop_token_ids)
         self._check_sampling(submission.sampling, max_tokens)
@@ -225,6 +219,17 @@ class ServedModel:
             x_request_id=submission.x_request_id,
             application=submission.application,
         )
+
+    def _room_behind(self, num_prompt: int) -> int:
+        """Tokens that the context can hold behind so long a prompt. Raises PromptTooLong."""
+        room = self.max_model_len - num_prompt
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt} tokens; the context of {self.max_model_len} "
+                "(worker.max_model_len) has to hold at least one more",
+                field="prompt",
+            )
+        return room
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
