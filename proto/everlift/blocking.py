@@ -16,8 +16,8 @@ from typing import Any, Self, TypeVar, Unpack
 
 from everlift.client import AsyncClient
 from everlift.errors import EverliftError
-from everlift.many import MAX_REQUESTS, ManyStream, Outcome
-from everlift.messages import FinishReason
+from everlift.many import ManyStream, Outcome
+from everlift.messages import MAX_REQUESTS, FinishReason
 from everlift.options import GenerateOptions, Prompt
 from everlift.reception import Chunk
 from everlift.retries import RECONNECT_S, RETRY_S

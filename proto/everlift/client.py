@@ -21,7 +21,8 @@ from everlift import wire
 from everlift.checks import sendable
 from everlift.deadline import Deadline
 from everlift.errors import DeadlineExceeded, EverliftError, InvalidRequest, Unreachable
-from everlift.many import MAX_REQUESTS, ManyStream
+from everlift.many import ManyStream
+from everlift.messages import MAX_REQUESTS
 from everlift.options import GenerateOptions, Prompt, submission_message
 from everlift.patience import Patience
 from everlift.reception import Reception

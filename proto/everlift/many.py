@@ -12,7 +12,7 @@ from typing import Self
 from everlift import wire
 from everlift.deadline import Deadline
 from everlift.errors import Cancelled, EverliftError, Unreachable, from_slug
-from everlift.messages import FinishReason
+from everlift.messages import MAX_REQUESTS, FinishReason
 from everlift.patience import Patience
 from everlift.reading import DEADLINE_MARGIN_S, Reading, cancel, limit
 from everlift.reception import Chunk, Reception
@@ -21,8 +21,6 @@ from everlift.routers import Metadata, Routers
 from everlift.sampling import TokenLogprobs
 from everlift.v1 import inference_pb2 as pb
 
-#: Requests in one call: what a router takes.
-MAX_REQUESTS = 1024
 #: In one call of several: far below what any router takes.
 _MAX_BYTES = 1 << 20
 #: Chunks that wait for their reader; more stay with the routers.

@@ -26,6 +26,8 @@ from everlift.trace_context import TraceContext
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import ledger_pb2
 
+#: of one call: clients send no more, and routers take no more
+MAX_REQUESTS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64

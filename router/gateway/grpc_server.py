@@ -8,6 +8,7 @@ import grpc
 from google.protobuf.message import Message
 
 from everlift.errors import EverliftError, OutOfRange
+from everlift.messages import MAX_REQUESTS
 from everlift.request_id import is_request_id
 from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
@@ -18,7 +19,6 @@ from router.gateway.door import Door
 from router.gateway.handlers import Call, Handlers, parse
 from router.gateway.inference import Inference, Opened
 from router.gateway.journal import Journal
-from router.gateway.many import MAX_REQUESTS
 from router.gateway.relay import is_relayed
 from router.gateway.status import Status
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from everlift import error_details
 from everlift.errors import EverliftError, InvalidRequest, OutOfRange, TooManyRequests
+from everlift.messages import MAX_REQUESTS
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.failures import answerable
 from router.gateway.source import Source, source_of
@@ -16,7 +17,6 @@ from router.gateway.source import Source, source_of
 if TYPE_CHECKING:
     from router.gateway.inference import Opened
 
-MAX_REQUESTS = 1024
 #: The ledger answers so many at the same time; more of one call would only keep others waiting.
 _OPENED_AT_ONCE = 32
 #: Of one message. A piece alone may be larger.

@@ -31,7 +31,6 @@ from worker.sessions import Compiled, Grammars
 _STEP_S = 0.01
 _TOLERANCE = 1e-4
 _NAME = "count from 17 to 40:"
-_EOS = 0
 
 WORKERS = WorkerConfig(
     model=str(DEMO_MODEL),

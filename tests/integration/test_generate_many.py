@@ -14,10 +14,10 @@ import pytest
 from everlift import error_details, wire
 from everlift.client import AsyncClient
 from everlift.errors import EverliftError, InvalidRequest, OutOfRange, TooManyRequests
+from everlift.messages import MAX_REQUESTS
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.gateway import grpc_server
-from router.gateway.many import MAX_REQUESTS
 from tests.in_process import ROUTER, cluster, receive, right_tokens, until
 
 

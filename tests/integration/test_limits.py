@@ -15,7 +15,13 @@ import pytest
 
 from everlift import error_details, wire
 from everlift.errors import BY_SLUG
-from everlift.messages import MAX_N, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from everlift.messages import (
+    MAX_N,
+    MAX_REQUESTS,
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from everlift.sampling import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
@@ -23,7 +29,6 @@ from router.gateway.http import connection, server
 from router.gateway.http.fields import MAX_PROMPTS
 from router.gateway.kserve.v2 import open_inference_pb2 as kserve_pb
 from router.gateway.kserve.v2 import open_inference_pb2_grpc as kserve_grpc
-from router.gateway.many import MAX_REQUESTS
 from router.rpc.limits import Limits
 from tests.http_client import JSON, ask, get
 from tests.in_process import ROUTER, WORKER, Cluster, cluster

@@ -13,6 +13,7 @@ from everlift.messages import (
     MAX_LABEL_BYTES,
     MAX_N,
     MAX_PRIORITY,
+    MAX_REQUESTS,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -24,7 +25,6 @@ from router.config import RouterConfig
 from router.gateway import counterfactuals, model
 from router.gateway.http import body, connection, endpoint, fields, server, submissions
 from router.gateway.kserve.infer_stream import MAX_AT_ONCE
-from router.gateway.many import MAX_REQUESTS
 from router.rpc.limits import Limits
 
 README = Path(__file__).resolve().parents[2] / "proto" / "README.md"

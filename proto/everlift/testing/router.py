@@ -27,8 +27,7 @@ from everlift.errors import (
     UnknownRequest,
     UnknownWorker,
 )
-from everlift.many import MAX_REQUESTS
-from everlift.messages import Submission
+from everlift.messages import MAX_REQUESTS, Submission
 from everlift.testing.faults import (
     Break,
     BreakOff,
