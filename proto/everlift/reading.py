@@ -74,17 +74,31 @@ class Reading:
 
     async def recover(self, error: EverliftError) -> None:
         """Waits for the next try after ``error``. Raises EverliftError where there is none."""
-        if self._heard_since is not None and now() - self._heard_since > _STEADY_S:
+        refused = is_refusal(error)
+        # Whoever was refused after a long wait had no success.
+        if self._is_steady and not refused:
             self._patience.succeeded()
         self._hang_up()
         try:
-            if is_refusal(error) and self._reception.is_accepted:
-                raise error
+            if refused:
+                self._take_back(error)
             await self._patience.wait(error, self._router)
         except EverliftError as final:
             self.is_over = True
             raise self._named(final) from final.__cause__
         _tell(self._reception, error)
+
+    @property
+    def _is_steady(self) -> bool:
+        return self._heard_since is not None and now() - self._heard_since > _STEADY_S
+
+    def _take_back(self, refusal: EverliftError) -> None:
+        """What was refused in the queue is as if it had never come. Raises ``refusal`` where it
+        cannot be submitted again, or more than its name has come."""
+        if self._reception.is_accepted:
+            if self._submission is None or self._reception.has_begun:
+                raise refusal
+            self._reception.is_accepted = False
 
     async def _read(self) -> pb.GenerateResponse:
         if self._call is None:

@@ -58,6 +58,11 @@ class Reception:
     def is_complete(self) -> bool:
         return self.usage is not None
 
+    @property
+    def has_begun(self) -> bool:
+        """A token has come, or a choice's end."""
+        return any(self._next.values()) or bool(self.finish_reasons)
+
     def offsets(self) -> list[int]:
         """By choice, the first one that has not come."""
         return [self._next[choice] for choice in range(max(self._next, default=-1) + 1)]

@@ -54,3 +54,17 @@ async def test_who_has_waited_for_as_long_as_it_may_is_told_so() -> None:
         assert isinstance(await refusal(client, "a"), QueueTimeout)
         await parts.add_worker()
         assert await refusal(client, "a") is None, "its name is free"
+
+
+async def test_who_was_refused_in_the_queue_comes_again_and_is_served() -> None:
+    config = replace(ROUTER, queue_ttl=0.3)
+    async with cluster(workers=0, router_config=config) as parts:
+        counters = parts.routers[0]._requests.counters
+        async with AsyncClient(parts.address) as client:
+            one = asyncio.create_task(client.generate([1], max_tokens=2).text())
+            many = asyncio.create_task(client.generate_many([[1], [2]], max_tokens=2).texts())
+            await until(lambda: parts.routers[0]._line.queued == 3)
+            await until(lambda: parts.routers[0]._line.queued == 0)
+            await parts.add_worker()
+            assert all([await one, *await many])
+        assert counters.completed == 3

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -13,21 +14,29 @@ from cluster.sim.clock import Clock
 from everlift import (
     AsyncClient,
     DeadlineExceeded,
+    EverliftError,
     InvalidRequest,
     LedgerFull,
     LedgerUnavailable,
     NoWorker,
     QueueFull,
+    QueueTimeout,
     RateLimited,
     RouterStopping,
+    Shed,
     UnknownRequest,
     Unreachable,
+    wire,
 )
 from everlift.deadline import Deadline
 from everlift.patience import Patience
+from everlift.reading import Reading
+from everlift.reception import Reception
 from everlift.retries import Retries
-from everlift.testing import FakeTransport, Hold, Refuse
+from everlift.testing import Break, FakeRouter, FakeTransport, Hold, Refuse
+from everlift.testing.router import Context
 from everlift.v1 import chaos_pb2
+from everlift.v1 import inference_pb2 as pb
 
 
 def retries(unavailable_s: float = 30.0, refused_s: float = 10.0, jitter: float = 0.0) -> Retries:
@@ -115,6 +124,74 @@ async def test_a_submission_that_found_no_room_comes_again_under_its_id() -> Non
         assert await client.generate("a b", request_id="r").text() == "a b"
     assert transport.router.calls == ["Generate"] * 4
     assert list(transport.router.requests) == ["r"]
+
+
+class Crowded(FakeRouter):
+    """Says the name of what is submitted, and after ``wait_s`` seconds in the queue that there is
+    no room, as often as there are ``refusals``."""
+
+    def __init__(self, transport: FakeTransport, *refusals: EverliftError, wait_s: float) -> None:
+        super().__init__(transport=transport)
+        self._refusals = deque(refusals)
+        self._wait_s = wait_s
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        if not self._refusals:
+            async for piece in super().Generate(request, context):
+                yield piece
+            return
+        self.calls.append("Generate")
+        yield pb.GenerateResponse(request_id=request.request_id)
+        await asyncio.sleep(self._wait_s)
+        await wire.abort(context, self._refusals.popleft())
+
+
+def crowded(*refusals: EverliftError, wait_s: float = 0.0) -> FakeTransport:
+    transport = FakeTransport()
+    transport.router = Crowded(transport, *refusals, wait_s=wait_s)
+    transport.router.listen()
+    return transport
+
+
+@in_virtual_time
+async def test_what_was_refused_in_the_queue_comes_again_under_its_id() -> None:
+    transport = crowded(Shed(retry_after_s=SOON), QueueTimeout(retry_after_s=SOON), wait_s=0.1)
+    async with AsyncClient("fake", transport=transport) as client:
+        assert await client.generate("a b", request_id="r").text() == "a b"
+    assert transport.router.calls == ["Generate"] * 3
+
+
+@in_virtual_time
+async def test_a_long_wait_for_a_refusal_is_no_success() -> None:
+    transport = crowded(*[QueueTimeout(retry_after_s=SOON)] * 9, wait_s=3.0)
+    async with AsyncClient("fake", transport=transport) as client:
+        with pytest.raises(QueueTimeout):
+            await client.generate("a b").text()
+    assert transport.router.calls == ["Generate"] * 5
+
+
+@in_virtual_time
+async def test_who_attached_has_nothing_to_submit() -> None:
+    async with AsyncClient("fake", transport=FakeTransport()) as client:
+        reception = Reception("r")
+        reading = Reading(client._routers, reception, client._patience(Deadline(None)))
+        reception.take(pb.GenerateResponse(request_id="r"))
+        with pytest.raises(Shed):
+            await reading.recover(Shed())
+        assert reading.is_over
+
+
+@in_virtual_time
+async def test_a_refusal_behind_tokens_stays() -> None:
+    transport = FakeTransport(faults=[Break(1), Refuse(Shed())])
+    async with AsyncClient("fake", transport=transport) as client:
+        stream = client.generate("a b")
+        assert (await anext(stream)).text == "a"
+        with pytest.raises(Shed):
+            await stream.text()
+    assert transport.router.calls == ["Generate", "Attach 1"]
 
 
 @in_virtual_time
