@@ -6,6 +6,7 @@ local gateway, address, lease = unpack(ARGV)
 -- A gateway without a lease is as dead as one whose lease is over.
 local FORGOTTEN_AFTER = 86400 * 1000000
 
+write_though_full()
 local moment = now()
 for _, dead in ipairs(redis.call(
     'ZRANGEBYSCORE', ROOT .. 'leases', '-inf', digits(moment - FORGOTTEN_AFTER)))

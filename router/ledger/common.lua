@@ -95,6 +95,10 @@ end
 -- All digits of a whole number; tostring keeps 14.
 local function digits(number) return string.format('%.0f', number) end
 
+-- A server that is full refuses a script's first write if that needs memory, and none after it. What
+-- changes a few fields that are there already begins with this one, which needs none.
+local function write_though_full() redis.call('DEL', ROOT .. 'nothing') end
+
 local function is_final(state) return state ~= 'queued' and state ~= 'running' end
 
 -- The fields of ENTRY and the number of tokens of each choice.
@@ -223,8 +227,7 @@ local function explain(id, explanation)
     if explanation ~= '' then redis.call('HSET', request_key(id), 'explanation', explanation) end
 end
 
--- A server that is full refuses a script's first write if that needs memory, and none after it. The
--- two moves below begin with one that needs none: what lets go of a request always works.
+-- The two moves below begin with a write that needs no memory: what lets go of a request always works.
 
 -- queued or running -> a final state, with what else is to be set.
 local function finish(id, gateway, state, retention_ms, ...)

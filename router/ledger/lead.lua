@@ -14,6 +14,7 @@ if its_term ~= term then
     -- Grows from leader to leader, even if the clock does not.
     since = math.max(moment, since + 1)
 end
+write_though_full()
 redis.call('HSET', ROOT .. 'leader', 'router', router, 'address', address, 'term', term,
     'since', digits(since), 'ends', digits(moment + lease))
 return digits(since)

@@ -2,6 +2,7 @@
 -- ARGV: term
 
 if redis.call('HGET', ROOT .. 'leader', 'term') == ARGV[1] then
+    write_though_full()
     redis.call('HSET', ROOT .. 'leader', 'ends', '0')
 end
 return {'ok'}

@@ -4,6 +4,7 @@
 local term, load = unpack(ARGV)
 
 if redis.call('HGET', ROOT .. 'leader', 'term') == term then
+    write_though_full()
     redis.call('HSET', ROOT .. 'load', 'load', load, 'moment', digits(now()))
 end
 return {'ok'}

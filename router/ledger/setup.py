@@ -69,7 +69,10 @@ async def _cluster_id(shards: Shards, config: LedgerConfig) -> str:
     """Checks the layout. The first router of a ledger writes it down, with the cluster's new id."""
     key = _layout_key(config)
     asking = Command(key, ("HMGET", key, "schema", "shards", "cluster_id"))
-    *_, stored = await shards.ask("connect", *layout(config, secrets.token_hex(8)), asking)
+    [stored] = await shards.ask("connect", asking)
+    if None in stored:
+        # A server that is full would refuse to write what is there already, too.
+        *_, stored = await shards.ask("connect", *layout(config, secrets.token_hex(8)), asking)
     schema, num_shards, cluster_id = stored
     check_layout(config, int(schema), int(num_shards))
     return str(cluster_id.decode())

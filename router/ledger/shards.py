@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from redis.exceptions import (
     ConnectionError,
     NoPermissionError,
     NoScriptError,
+    OutOfMemoryError,
     ReadOnlyError,
     RedisClusterException,
     RedisError,
@@ -115,8 +116,8 @@ class Shards:
         self, call: Call, sections: Sequence[str], more: Sequence[Command]
     ) -> tuple[Any, list[Info]]:
         """What the script answers, and these sections of INFO of every server that has a shard;
-        ``more`` is done too. In one round trip, so that the answer and its server are of the same
-        life. Raises LedgerUnavailable."""
+        ``more`` is done too, but by a server that is full. In one round trip, so that the answer
+        and its server are of the same life. Raises LedgerUnavailable."""
         info = ("INFO", *sections)
 
         async def run() -> tuple[Any, list[Info]]:
@@ -210,7 +211,12 @@ class Shards:
             await self._load(missing)
             answers = await send(asked)
         kept = len(commands) + len(more)
-        _raise_first(answers[:kept])
+        _raise_first(answers[: len(commands)])
+        _raise_first(
+            answer
+            for answer in answers[len(commands) : kept]
+            if not isinstance(answer, OutOfMemoryError)
+        )
         _check_settled(answers[kept:], per_shard)
         return answers[:kept]
 
@@ -269,7 +275,7 @@ def kind(error: BaseException) -> str:
     return type(error).__name__
 
 
-def _raise_first(answers: Sequence[Any]) -> None:
+def _raise_first(answers: Iterable[Any]) -> None:
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer

@@ -16,7 +16,7 @@ from redis import Redis
 
 from everlift.errors import LedgerFull, LedgerUnavailable, UnknownRequest
 from everlift.messages import FinishReason
-from everlift.v1.session_pb2 import WorkerInfo
+from everlift.v1.session_pb2 import ClusterLoad, WorkerInfo
 from router.ledger import scripts
 from router.ledger.base import StaleTerm
 from router.ledger.config import LedgerConfig, LedgerSetupError
@@ -260,6 +260,28 @@ async def test_a_full_server_takes_nothing_new_and_lets_go_of_what_it_has(redis_
             with pytest.raises(UnknownRequest):
                 await ledger.get("queued")
         assert (await ledger.open(make_request("new"), "gateway")).created
+
+
+async def test_who_lives_and_who_leads_is_said_to_a_full_server_too(redis_url: str) -> None:
+    """Else it would be as if nobody were there: no router would be ready, and none could read."""
+    async with connected(redis_url) as ledger:
+        assert await ledger.lead("router", "address", TERM, 60.0)
+        await ledger.beat("gateway", "address", 60.0)
+        with full(redis_url):
+            assert await ledger.lead("router", "address", TERM, 60.0, is_new=False)
+            membership = await ledger.beat("gateway", "address", 60.0)
+            assert (membership.leader, membership.unfit) == ("router", "")
+            assert membership.memory_used > 1.0
+            await ledger.put_load(ClusterLoad(term=TERM, queued=3))
+            report = await ledger.load()
+            assert report is not None and report.load.queued == 3
+            await ledger.resign(TERM)
+            assert await ledger.lead("other", "address", TERM + 1, 60.0)
+            await ledger.leave("gateway")
+            assert await ledger.gateways() == {}
+            another = await connect(ledger._config)
+            assert await another.cluster_id() == await ledger.cluster_id()
+            await another.close()
 
 
 @contextmanager
