@@ -61,6 +61,8 @@ class Agreement:
         self._attempts.drop(live)
         entry = await self._custody.move(live, lambda: self._taken(live))
         if not live.is_ending:
+            # And from whom it was given to meanwhile, by a leader whose word was late.
+            self._attempts.drop(live)
             self._attempts.queue_again(live, entry)
 
     async def _taken(self, live: LiveRequest) -> Entry:

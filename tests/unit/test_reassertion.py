@@ -20,6 +20,7 @@ from everlift.errors import (
 )
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
+from router.dispatched import dispatched
 from router.gateway.live import LiveRequest
 from router.ledger.base import Membership, NotQueued
 from router.ledger.entry import Append, Appended, Entry, Reasserted, State, Stored
@@ -464,6 +465,35 @@ async def test_a_dispatch_that_is_on_its_way_is_waited_for(
     )
     gateway.make(7, 0, "a", EOS)
     assert texts(await gateway.read(live)) == "a"
+
+
+async def test_a_dispatch_that_is_heard_of_while_it_is_taken_back_leaves_nothing(
+    ledger: ForgetfulLedger, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leader has asked again for an answer that was late; another one was told stale before."""
+    live = await gateway.submit()
+    entry = await ledger.dispatch("r", "w", 7, TERM)
+    take_over, is_asked, is_answered = ledger.take_over, asyncio.Event(), asyncio.Event()
+
+    async def slow(*arguments: str) -> Stored:
+        is_asked.set()
+        await is_answered.wait()
+        return await take_over(*arguments)
+
+    monkeypatch.setattr(ledger, "take_over", slow)
+    gateway.requests.stale("r")
+    await is_asked.wait()
+    gateway.requests.dispatched(dispatched(entry))
+    assert [start.epoch for start in gateway.workers.started] == [7]
+    is_answered.set()
+    await until(lambda: len(gateway.line.enqueued) == 2)
+    assert gateway.workers.aborted == [(7, ())]
+    assert gateway.requests.running() == []
+    gateway.requests.attempts.worker_lost("w")
+    gateway.make(await gateway.dispatch(), 0, "a", EOS)
+    assert texts(await gateway.read(live)) == "a"
+    assert gateway.requests.running() == []
+    assert (await ledger.get("r")).losses == 0
 
 
 async def test_a_dispatch_that_the_ledger_made_twice_runs_once(
