@@ -54,22 +54,27 @@ class Adoption:
                 raise Elsewhere(address)
 
     async def _adopt(self, request_id: str) -> LiveRequest:
-        async with self._turns, self._custody.moving.hold(request_id):
+        async with self._custody.moving.hold(request_id):
             if (live := self._custody.get(request_id)) is not None:
                 return live
-            if self._custody.is_closing:
-                raise RouterStopping("this router is stopping: attach through another one")
-            stored = await self._take_over(request_id)
-            if stored.entry.state.is_final:
-                return await self._ended(stored)
-            if stored.entry.gateway != self._custody.router_id:
-                raise Moved("another router goes on with this request: attach again")
-            return await self._go_on(stored)
+            owner = (await self._custody.persist(lambda: self._ledger.get(request_id))).gateway
+            await self.check_ownerless(owner)
+            # Who waits for a part of the ledger that is away keeps no turn from others.
+            async with self._turns:
+                return await self._take_up(request_id, owner)
 
-    async def _take_over(self, request_id: str) -> Stored:
+    async def _take_up(self, request_id: str, owner: str) -> LiveRequest:
+        if self._custody.is_closing:
+            raise RouterStopping("this router is stopping: attach through another one")
+        stored = await self._take_over(request_id, owner)
+        if stored.entry.state.is_final:
+            return await self._ended(stored)
+        if stored.entry.gateway != self._custody.router_id:
+            raise Moved("another router goes on with this request: attach again")
+        return await self._go_on(stored)
+
+    async def _take_over(self, request_id: str, owner: str) -> Stored:
         me = self._custody.router_id
-        owner = (await self._custody.persist(lambda: self._ledger.get(request_id))).gateway
-        await self.check_ownerless(owner)
         return await self._custody.persist(lambda: self._ledger.take_over(request_id, me, owner))
 
     async def _go_on(self, stored: Stored) -> LiveRequest:

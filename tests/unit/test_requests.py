@@ -353,6 +353,32 @@ async def test_a_dead_gateways_request_goes_on_where_a_client_attaches(
     run.cancel()
 
 
+async def test_adoptions_that_wait_for_the_ledger_keep_no_others_waiting(
+    ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard of it may be away, and the others not."""
+    gone = Gateway(ledger, "gone")
+    for number in range(9):
+        await gone.submit(request_id=f"r{number}")
+    get = ledger.get
+    asked: list[str] = []
+
+    async def away_but_for_the_last(request_id: str) -> Entry:
+        if request_id != "r8":
+            asked.append(request_id)
+            raise LedgerUnavailable("its shard is away")
+        return await get(request_id)
+
+    monkeypatch.setattr(ledger, "get", away_but_for_the_last)
+    other = Gateway(ledger, "other")
+    for number in range(8):
+        other.requests.adopt_soon(f"r{number}")
+    await until(lambda: len(set(asked)) == 8)
+    adopted = await other.requests.attach("r8")
+    assert adopted.phase is Phase.WAITING
+    await other.requests.stop(0.0)
+
+
 async def test_an_adopted_request_has_the_grace_even_if_its_client_was_plain(
     ledger: MemoryLedger,
 ) -> None:
