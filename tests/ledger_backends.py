@@ -129,7 +129,7 @@ async def check_keys(client: Redis, root: str, lives: Mapping[str, Life]) -> Non
             is_final = life.entry.state.is_final
             assert 0 < left <= RETENTION_MS if is_final else left > RETENTION_MS
     for key in keys:
-        assert not key.startswith("f:") or await client.pttl(root + key) > 0
+        assert not key.startswith(("f:", "g:")) or await client.pttl(root + key) > 0
     await check_listings(client, root, [life.entry for life in lives.values()])
     unfinished = [life.entry for life in lives.values() if not life.entry.state.is_final]
     owners = {entry.gateway for entry in unfinished}

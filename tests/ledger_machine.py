@@ -105,6 +105,7 @@ class Kept:
 
     lives: dict[str, Life]
     seen: dict[str, Stored]
+    forgotten: frozenset[tuple[str, float]]
     leases: dict[str, bool]
     leader: int
     term: int
@@ -132,6 +133,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.policies = [ClusterPolicy()]
         #: what was read before
         self.seen: dict[str, Stored] = {}
+        #: ids and arrivals of what was forgotten
+        self.forgotten: frozenset[tuple[str, float]] = frozenset()
         self.kept: Kept | None = None
         #: what gateways have in their hands of what the ledger lost
         self.held: dict[str, Life] = {}
@@ -334,6 +337,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.expect(request_id, answer, lambda life: life.entry)
             return
         assert answer is None
+        self.forgotten |= {(request_id, life.entry.arrived)}
         self._lose(request_id)
         # Only within one call is its second try known as such.
         self.again = None
@@ -358,6 +362,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.kept = Kept(
             copied(self.lives),
             dict(self.seen),
+            self.forgotten,
             dict(self.leases),
             self.leader,
             self.term,
@@ -372,6 +377,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.held |= self.lives
         kept = self.kept
         self.lives, self.seen, self.leases = copied(kept.lives), dict(kept.seen), dict(kept.leases)
+        self.forgotten = kept.forgotten
         self.leader, self.term, self.policy = kept.leader, kept.term, kept.policy
         self.again = None
 
@@ -382,6 +388,9 @@ class LedgerMachine(RuleBasedStateMachine):
         told = self.held[request_id if request_id in self.held else next(iter(self.held))]
         request_id = told.entry.request_id
         answer = self.ask(lambda: self.ledger.reassert(told.stored))
+        if (request_id, told.entry.arrived) in self.forgotten:
+            assert answer == (Reasserted.FORGOTTEN, told.entry)
+            return
         before = self.lives.get(request_id)
         life = self.lives[request_id] = before.copy() if before else self._unheard_of(told)
         for _ in range(self.tries):

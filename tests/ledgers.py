@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import secrets
 import shutil
@@ -21,10 +22,12 @@ from redis.exceptions import RedisError
 
 from everlift.messages import OnDisconnect, Request
 from everlift.sampling import Grammar, GrammarKind, SamplingParams, TokenLogprobs
-from router.ledger import embedded
+from router.ledger import codec, embedded
 from router.ledger.base import Ledger
 from router.ledger.config import LedgerConfig
+from router.ledger.connections import Command
 from router.ledger.embedded import EmbeddedLedger
+from router.ledger.entry import Entry
 from router.ledger.memory import MemoryLedger
 from router.ledger.redis_ledger import RedisLedger, connect
 from router.ledger.shards import Call
@@ -153,6 +156,18 @@ def redis_server(*options: str) -> Iterator[str]:
         finally:
             process.terminate()
             process.wait()
+
+
+async def unbury(ledger: Ledger, entry: Entry) -> None:
+    """What was forgotten is as if it had been lost."""
+    if isinstance(ledger, MemoryLedger):
+        del ledger._forgotten[entry.request_id, entry.arrived]
+        return
+    assert isinstance(ledger, RedisLedger)
+    named = f"{entry.request_id} {codec.microseconds(entry.arrived)}".encode()
+    name = f"g:{hashlib.sha1(named, usedforsecurity=False).hexdigest()}"
+    key = ledger._shards.key(name, ledger._shards.of(entry.request_id))
+    assert await ledger._shards.ask("unbury", Command(key, ("DEL", key))) == [1]
 
 
 def redis_binary() -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from operator import ge
 from typing import Any, TypeVar
 
 from everlift import logs
 from everlift.errors import (
+    Cancelled,
     DataLoss,
     EverliftError,
     LedgerUnavailable,
@@ -193,10 +195,12 @@ class Custody:
 
     async def _restore(self, live: LiveRequest) -> tuple[Reasserted, Entry]:
         """Tells the ledger again what it was told of a request. If what it has instead contradicts
-        what was streamed here, this is the request's end."""
+        what was streamed here, or it was forgotten, this is the request's end."""
+        answer, entry = await self.persist(lambda: self.ledger.reassert(live.held()))
+        if answer is Reasserted.FORGOTTEN:
+            return answer, _forgotten(entry)
         self.health.lost()
         log.warning("told again", request_id=live.request_id, tokens=live.num_tokens)
-        answer, entry = await self.persist(lambda: self.ledger.reassert(live.held()))
         if answer is Reasserted.DIVERGED:
             error = DataLoss("the ledger came back with other tokens than were streamed")
             entry = await self._end_as_failed(live, error) or entry
@@ -304,6 +308,20 @@ def _has_all(entry: Entry, had: tuple[int, ...]) -> bool:
     """It may be of an older request that had the same id, and other choices."""
     has = (entry.moves, *entry.num_tokens, *map(bool, entry.finish_reasons))
     return len(has) == len(had) and all(map(ge, has, had))
+
+
+def _forgotten(entry: Entry) -> Entry:
+    """Its end, of which the ledger knows nothing: there is nobody who had it."""
+    error = Cancelled("it was forgotten")
+    return replace(
+        entry,
+        state=State.CANCELLED,
+        gateway="",
+        worker="",
+        epoch=0,
+        error_slug=error.slug,
+        error_message=str(error),
+    )
 
 
 def _error_of(entry: Entry) -> EverliftError:

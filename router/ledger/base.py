@@ -257,8 +257,9 @@ class Ledger(Protocol):
         of it: record, state, epoch, owner, tokens, log probabilities and ends. ``stored`` has every
         choice from offset 0 on. What is missing is created; tokens and ends beyond the ledger's are
         added; state, owner, arrival and deadline become those of ``stored`` if it knows of more
-        moves than the ledger. With the end of its last choice it is finished. Answers the entry as
-        it is then."""
+        moves than the ledger. With the end of its last choice it is finished. What was forgotten
+        stays so, for as long as it would have been kept. Answers the entry as it is then; of what
+        is forgotten as it was told."""
         ...
 
     async def events(self, request_id: str) -> tuple[Event, ...]:

@@ -19,6 +19,7 @@
 --   p:<request id>           STRING  those of the prompt's tokens from the second on, or empty
 --   e:<request id>           LIST    its last moves: "<µs> <move> <detail>"
 --   f:<nonce>                STRING  empty: this call of forget was made
+--   g:<hash of id, arrival>  STRING  empty: this request was forgotten, and is not told again
 --   owned:<gateway>          SET     unfinished requests of a gateway
 --   owners                   SET     gateways that own some
 --   arrivals                 ZSET    requests, by arrival (µs): what listings go through
@@ -67,6 +68,8 @@ local function tokens_key(id, choice) return ROOT .. 't:' .. id .. ':' .. choice
 local function logprobs_key(id, choice) return ROOT .. 'l:' .. id .. ':' .. choice end
 
 local function prompt_logprobs_key(id) return ROOT .. 'p:' .. id end
+
+local function grave_key(id, arrived) return ROOT .. 'g:' .. redis.sha1hex(id .. ' ' .. arrived) end
 
 local function events_key(id) return ROOT .. 'e:' .. id end
 

@@ -231,6 +231,8 @@ class Reasserted(Enum):
     #: it is final in the ledger, and here it is not: nothing is changed, unless what was told is
     #: what the ledger lacked for the end of its last choice
     ENDED = "ended"
+    #: somebody had it forgotten, when its gateway was taken for dead: nothing is changed
+    FORGOTTEN = "forgotten"
     #: the ledger has other tokens at the same offsets, another end of a choice or another body:
     #: nothing is changed
     DIVERGED = "diverged"

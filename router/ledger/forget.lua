@@ -1,10 +1,10 @@
 -- final -> gone, with prompt, outputs and events. Answers gone; ok and the entry of one that is not
 -- final; or unknown.
--- ARGV: id, call, how long the call may be tried again in ms
+-- ARGV: id, call, how long the call may be tried again in ms, retention_ms
 
-local id, call, call_ms = unpack(ARGV)
+local id, call, call_ms, retention_ms = unpack(ARGV)
 
-local state = redis.call('HGET', request_key(id), 'state')
+local state, arrived = unpack(redis.call('HMGET', request_key(id), 'state', 'arrived'))
 if redis.call('EXISTS', ROOT .. 'f:' .. call) == 1 then
     -- The same call again: its answer was lost. Who has the id by now is another request.
     return {'gone'}
@@ -16,4 +16,5 @@ end
 redis.call('DEL', unpack(all_keys(id)))
 unlist(id)
 redis.call('SET', ROOT .. 'f:' .. call, '', 'PX', call_ms)
+redis.call('SET', grave_key(id, arrived), '', 'PX', retention_ms)
 return {'gone'}

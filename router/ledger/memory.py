@@ -89,6 +89,8 @@ class MemoryLedger:
         self._owned: dict[str, dict[str, None]] = {}
         #: final requests in the order of their ends, with the time when each is forgotten
         self._ended: OrderedDict[str, float] = OrderedDict()
+        #: ids and arrivals of what was forgotten, with the time when nobody knows that any more
+        self._forgotten: OrderedDict[tuple[str, float], float] = OrderedDict()
         self._leases: dict[str, _Lease] = {}
         self._leader = _NOBODY
         self._term = 0
@@ -110,6 +112,8 @@ class MemoryLedger:
         now = self._clock()
         while self._ended and next(iter(self._ended.values())) <= now:
             del self._records[self._ended.popitem(last=False)[0]]
+        while self._forgotten and next(iter(self._forgotten.values())) <= now:
+            self._forgotten.popitem(last=False)
 
     def _get(self, request_id: str) -> Record:
         if (record := self._find(request_id)) is None:
@@ -285,11 +289,15 @@ class MemoryLedger:
         if entry.state not in Move.FORGET.sources:
             return entry
         del self._records[request_id], self._ended[request_id]
+        self._forgotten[request_id, entry.arrived] = self._clock() + self._retention_s
         return None
 
     async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
         told = check_told(stored)
-        record = self._find(told.entry.request_id) or self._restore(told)
+        known = self._find(told.entry.request_id)
+        if (told.entry.request_id, told.entry.arrived) in self._forgotten:
+            return Reasserted.FORGOTTEN, told.entry
+        record = known or self._restore(told)
         answer = record.judge(told)
         if answer is Reasserted.OK and not record.entry.state.is_final:
             answer = self._learn(record, told)

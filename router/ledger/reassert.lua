@@ -1,5 +1,5 @@
 -- (any) -> as its gateway has it, where the server came back with less than it had acknowledged.
--- Answers one word of Reasserted, and the entry.
+-- Answers one word of Reasserted, and the entry of what is not forgotten.
 -- ARGV: id, the fields of ENTRY, deadline in µs or '', body, request, max_tokens, 1 if it has log
 --       probabilities else 0, retention_ms, unfinished_ms, prompt_logprobs, explanation, and for each choice all
 --       its tokens and logprobs
@@ -99,6 +99,9 @@ local function known()
     return state, gateway, tonumber(moves), its_body, finishes
 end
 
+if redis.call('EXISTS', grave_key(id, told.arrived)) == 1 then
+    return {'forgotten'}
+end
 if not known() then
     -- What is told knows of more moves than that, and all else is set by it.
     create(id, told.gateway, #told.finishes,

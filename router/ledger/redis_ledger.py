@@ -270,14 +270,14 @@ class RedisLedger:
 
     async def forget(self, request_id: str) -> Entry | None:
         word, rest = await self._move(
-            scripts.FORGET, request_id, os.urandom(8).hex(), self._call_ms
+            scripts.FORGET, request_id, os.urandom(8).hex(), self._call_ms, self._retention_ms
         )
         return None if word == "gone" else codec.entry(request_id, rest[0])
 
     async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
-        request_id = check_told(stored).entry.request_id
-        word, rest = await self._move(scripts.REASSERT, request_id, *await self._told(stored))
-        return Reasserted(word), codec.entry(request_id, rest[0])
+        told = check_told(stored).entry
+        word, rest = await self._move(scripts.REASSERT, told.request_id, *await self._told(stored))
+        return Reasserted(word), codec.entry(told.request_id, rest[0]) if rest else told
 
     async def _told(self, stored: Stored) -> list[Argument]:
         def pack() -> list[Argument]:

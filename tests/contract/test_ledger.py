@@ -49,6 +49,7 @@ from tests.ledgers import (
     make_request,
     scored,
     tokens_of,
+    unbury,
 )
 
 TERM = 2**63
@@ -866,6 +867,37 @@ async def test_a_move_whose_answer_was_lost_is_made_once(ledger: Ledger) -> None
     assert (await ledger.end("r", State.EXPIRED, "", "")).moves == 2
 
 
+async def test_what_was_forgotten_is_not_told_again(ledger: Ledger) -> None:
+    """Its gateway was frozen and taken for dead: it knows of more moves than the end of another."""
+    told = await run_rich(ledger)
+    known = replace(told, entry=replace(told.entry, moves=told.entry.moves + 7))
+    await ledger.end("r", State.CANCELLED, "", "")
+    assert await ledger.forget("r") is None
+    for _ in range(2):
+        assert await ledger.reassert(known) == (Reasserted.FORGOTTEN, known.entry)
+        assert await content(ledger) is None
+    # Whoever has its id since is another request.
+    again = await ledger.open(told.request, "other")
+    assert again.created
+    assert await ledger.reassert(known) == (Reasserted.FORGOTTEN, known.entry)
+    assert await ledger.get("r") == again.entry
+
+
+async def test_that_it_was_forgotten_is_known_for_as_long_as_it_would_have_been_kept(
+    forgetful: Ledger, tick: Tick
+) -> None:
+    await run(forgetful)
+    told = await forgetful.read("r")
+    await forgetful.end("r", State.CANCELLED, "", "")
+    assert await forgetful.forget("r") is None
+
+    async def is_taken() -> bool:
+        return (await forgetful.reassert(told))[0] is Reasserted.OK
+
+    assert not await is_taken()
+    await eventually(is_taken, tick)
+
+
 # what a gateway tells again
 
 
@@ -889,8 +921,9 @@ async def run_rich(ledger: Ledger) -> Stored:
 
 async def lose(ledger: Ledger, request_id: str = "r") -> None:
     """The ledger knows nothing of it any more."""
-    await ledger.end(request_id, State.CANCELLED, "", "")
+    entry = await ledger.end(request_id, State.CANCELLED, "", "")
     await ledger.forget(request_id)
+    await unbury(ledger, entry)
 
 
 def known_more(stored: Stored, *tokens: int, **changes: Any) -> Stored:

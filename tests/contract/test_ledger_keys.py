@@ -17,7 +17,7 @@ from router.ledger.config import DEFAULTS
 from router.ledger.entry import Append, Appended, Reasserted, State
 from router.ledger.quota import Charge, Settlement
 from router.ledger.redis_ledger import RedisLedger
-from tests.ledgers import connected, eventually, make_request, scored, valkey_server
+from tests.ledgers import connected, eventually, make_request, scored, unbury, valkey_server
 
 TERM = 1
 EPOCH = 5
@@ -194,6 +194,7 @@ async def test_what_is_told_again_of_an_end_is_kept_for_its_retention(
     await end(ledger)
     told = await ledger.read("r")
     await ledger.forget("r")
+    await unbury(ledger, told.entry)
     assert (await ledger.reassert(told))[0] is Reasserted.OK
     left = await keys.left_ms_of_request()
     assert 0 < min(left) <= max(left) <= RETENTION_MS
@@ -206,15 +207,17 @@ async def test_nothing_is_left_of_what_is_discarded(ledger: RedisLedger, keys: K
     assert await keys.names() == ALWAYS
 
 
-async def test_of_what_is_forgotten_that_it_was_is_left_for_a_moment(
+async def test_of_what_is_forgotten_that_it_was_is_left_for_a_while(
     ledger: RedisLedger, keys: Keys
 ) -> None:
     await run(ledger)
     await cancel(ledger)
     await ledger.forget("r")
-    [(call, left)] = (await keys.left_ms()).items()
+    (call, call_left), (grave, grave_left) = sorted((await keys.left_ms()).items())
     assert call.startswith("f:")
-    assert 0 < left <= 2000 * DEFAULTS.timeout
+    assert 0 < call_left <= 2000 * DEFAULTS.timeout
+    assert grave.startswith("g:") and "r" not in grave
+    assert 0 < grave_left <= RETENTION_MS
 
 
 async def test_whose_last_request_went_is_no_owner_any_more(

@@ -379,6 +379,26 @@ async def test_adoptions_that_wait_for_the_ledger_keep_no_others_waiting(
     await other.requests.stop(0.0)
 
 
+async def test_what_was_forgotten_while_its_gateway_was_frozen_stays_so(
+    gateway: Gateway, ledger: MemoryLedger
+) -> None:
+    live = await gateway.submit()
+    epoch = await gateway.dispatch()
+    gateway.make(epoch, 0, "ab")
+    await until(lambda: live.choices[0].stored == 2)
+    await ledger.leave("gateway")
+    other = Gateway(ledger, "other")
+    await other.requests.forget("r")
+    gateway.make(epoch, 2, "cd")
+    with pytest.raises(Cancelled, match="forgotten"):
+        await gateway.read(live)
+    assert gateway.workers.aborted == [(epoch, ())]
+    assert not ledger._records
+    assert gateway.requests.ledger_status().rollbacks == 0
+    assert (await gateway.submit()) is not live
+    await other.requests.stop(0.0)
+
+
 async def test_an_adopted_request_has_the_grace_even_if_its_client_was_plain(
     ledger: MemoryLedger,
 ) -> None:
