@@ -48,6 +48,8 @@ class Reassertion:
             yield self._agree_on(each)
         for ended in self._custody.recent.ended:
             yield self.tell_end(ended)
+        for request_id in self._custody.recent.refused:
+            yield self._discard_again(request_id)
         for request_id in self._custody.recent.forgotten:
             yield self._forget_again(request_id)
 
@@ -61,6 +63,12 @@ class Reassertion:
             if self._custody.recent.has(live):
                 ledger = self._custody.ledger
                 await self._custody.move(live, lambda: ledger.get(live.request_id))
+
+    async def _discard_again(self, request_id: str) -> None:
+        async with self._custody.moving.hold(request_id):
+            if self._custody.recent.was_refused(request_id):
+                ledger, me = self._custody.ledger, self._custody.router_id
+                await self._custody.persist(lambda: ledger.discard(request_id, me))
 
     async def _forget_again(self, request_id: str) -> None:
         async with self._custody.moving.hold(request_id):

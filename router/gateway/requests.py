@@ -505,6 +505,7 @@ class Requests:
             )
             if entry is None:
                 self.quotas.settle(live.request_id, None)
+                self._recent.refuse(live.request_id)
             else:
                 # Another gateway went on with it meanwhile, or it has ended.
                 self._custody.settle_as(live, entry)

@@ -15,6 +15,7 @@ from everlift.errors import (
     DataLoss,
     LedgerUnavailable,
     Moved,
+    QueueFull,
     RequestConflict,
     UnknownRequest,
 )
@@ -381,6 +382,35 @@ async def test_what_waits_with_tokens_that_the_ledger_lacks_keeps_them_until_it_
     gateway.make(third, 0, "x", EOS, choice=1)
     pieces = await gateway.read(history.live)
     assert texts([piece for piece in pieces if piece.choice == 0]) == "abc"
+
+
+async def test_what_was_refused_in_the_queue_stays_so(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    """Else it would wait for days in the hands of a gateway that knows nothing of it."""
+    live = await gateway.submit()
+    before = saved(ledger)
+    gateway.requests.refused(session_pb2.Refusal(request_id="r", slug=QueueFull.slug))
+    await until(lambda: live.is_over)
+    for generation in ("second", "third"):
+        roll_back(ledger, before)
+        await gateway.requests.generation_changed(generation)
+        assert not ledger._records
+    # A request that comes under its id is another one.
+    again = await gateway.submit()
+    await gateway.requests.generation_changed("fourth")
+    assert (await ledger.get("r")).arrived == again.arrived
+
+
+async def test_what_was_refused_and_came_again_elsewhere_is_not_discarded(
+    ledger: ForgetfulLedger, gateway: Gateway
+) -> None:
+    live = await gateway.submit()
+    gateway.requests.refused(session_pb2.Refusal(request_id="r", slug=QueueFull.slug))
+    await until(lambda: live.is_over)
+    await Gateway(ledger, "other").submit()
+    await gateway.requests.generation_changed("second")
+    assert (await ledger.get("r")).gateway == "other"
 
 
 async def test_what_was_forgotten_stays_so(ledger: ForgetfulLedger, gateway: Gateway) -> None:
