@@ -4,6 +4,7 @@
 local lease = ARGV[1]
 local ends = digits(now() + lease)
 
+write_though_full()
 for i = 2, #ARGV, 2 do
     redis.call('ZADD', slots_key(ARGV[i]), ends, ARGV[i + 1])
     keep_slots(ARGV[i], lease)

@@ -275,6 +275,7 @@ async def test_who_lives_and_who_leads_is_said_to_a_full_server_too(redis_url: s
             await ledger.put_load(ClusterLoad(term=TERM, queued=3))
             report = await ledger.load()
             assert report is not None and report.load.queued == 3
+            await ledger.hold(["tenant/r"], 60.0)
             await ledger.resign(TERM)
             assert await ledger.lead("other", "address", TERM + 1, 60.0)
             await ledger.leave("gateway")
