@@ -30,6 +30,7 @@ from tests.ledgers import (
     make_request,
     redis_server,
     tokens_of,
+    unbury,
     valkey_server,
     written,
 )
@@ -131,6 +132,7 @@ async def check_a_life(way: LossyWay, ledger: RedisLedger, request_id: str, losi
     assert told.choices[0].tokens == (1, 2, 3)
     way.lose_next = losing
     assert await ledger.forget(request_id) is None
+    await unbury(ledger, told.entry)
     way.lose_next = losing
     assert await ledger.reassert(told) == (Reasserted.OK, told.entry)
 
@@ -255,6 +257,7 @@ async def test_a_full_server_takes_nothing_new_and_lets_go_of_what_it_has(redis_
                 assert entry.state is State.CANCELLED
             told = await ledger.read("queued")
             assert await ledger.forget("queued") is None
+            await unbury(ledger, told.entry)
             with pytest.raises(LedgerUnavailable, match="reassert: OutOfMemoryError"):
                 await ledger.reassert(told)
             with pytest.raises(UnknownRequest):
