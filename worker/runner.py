@@ -189,10 +189,12 @@ class TorchRunner:
         return TorchStep(self, plan.rows, wanted, *self._hidden(plan.rows, parcel))
 
     def sample(self, rows: Rows, wanted: Wanted | None, hidden: Tensor) -> Drawn | None:
-        """Lets the device draw; None where nothing is drawn, or heard of. ``hidden`` are of the
-        rows' sites."""
+        """Lets the device draw; None where drafts or scores are heard of later. ``hidden`` are of
+        the rows' sites."""
         if wanted is None:
-            return None
+            # It is waited for all the same: else the host would launch all parts of a long prompt
+            # while the device computes the first, and whoever comes would have to wait for them.
+            return Hearing(hidden.new_empty(0, dtype=torch.int64))
         draw = partial(self._draw, rows, wanted, hidden)
         return self._together(draw, partial(self._left_of_draw, rows, wanted, len(hidden)))
 

@@ -381,6 +381,19 @@ def test_scores_of_prompts_are_waited_for_when_results_are(monkeypatch: pytest.M
     assert len(waited) == 2
 
 
+def test_a_step_that_draws_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the host launches all parts of a long prompt before the device has computed one: who
+    comes meanwhile waits for all of them, and the last looks like a step that does not end."""
+    waited = []
+    wait = Arriving.wait
+    monkeypatch.setattr(Arriving, "wait", lambda this: waited.append(this) or wait(this))
+    step = build()._launch(plan(row(0, PROMPT, samples=False)))
+    step.sample()
+    assert not waited
+    assert step.results() == [RowResult()]
+    assert len(waited) == 1
+
+
 def test_a_prompt_whose_logits_are_no_numbers_costs_its_own_row() -> None:
     model = TableModel()
     model.table[23] = math.nan
