@@ -70,6 +70,7 @@ class Static:
 
 class Continuous:
     def __init__(self, model: PreTrainedModel, longest: int, config: ContinuousBatchingConfig):
+        self._model = model
         self._manager = model.init_continuous_batching(
             generation_config=_greedy(longest), continuous_batching_config=config
         )
@@ -77,6 +78,17 @@ class Continuous:
             # As its own generate_batch does: its graphs are captured before anybody waits.
             self._manager.warmup()
         self._manager.start()
+
+    @property
+    def attention(self) -> str:
+        """What it attends with; once it is closed the model is as before."""
+        return str(self._model.config._attn_implementation)
+
+    @property
+    def graphs(self) -> str:
+        """Whether prompts are captured, and whether decoding is: of the configuration it has a copy
+        of its own, in which it says so."""
+        return str(self._manager.continuous_batching_config.use_cuda_graph)
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
         keys = [
@@ -90,6 +102,8 @@ class Continuous:
             result = self._manager.get_result(timeout=1)
             if result is None and not self._manager.is_running():
                 raise RuntimeError("continuous batching has ended")
+            if result is not None and result.error:
+                raise RuntimeError(result.error)
             if result is not None and result.is_finished():
                 outputs[result.request_id] = list(result.generated_tokens)
         return [outputs[key] for key in keys]

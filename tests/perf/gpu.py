@@ -19,8 +19,9 @@ idle_share_unwatched by what the GPU did then of what a step takes else; tok_s_v
 output tokens a second.
 
 A part has only so long, and what was found is written after each: one that fails or hangs costs no
-other's figures. ``failed`` says why something is missing. Without a GPU all of it runs in small, on
-a tiny model, to see that it does; the figures mean nothing then.
+other's figures, nor those that it had itself by then. ``failed`` says why something is missing.
+Without a GPU all of it runs in small, on a tiny model, to see that it does; the figures mean
+nothing then.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +72,7 @@ def parts(shape: str, small: str) -> list[Part]:
 
 @dataclass
 class Found:
-    """By a part's name, what it found, how long it took, and why it found nothing."""
+    """By a part's name, what it found, how long it took, and why that is not all."""
 
     raw: dict[str, dict[str, Any]] = field(default_factory=dict)
     took_s: dict[str, float] = field(default_factory=dict)
@@ -102,25 +105,39 @@ def run(planned: Sequence[Part], until: float) -> Iterator[Found]:
     found = Found()
     for part in planned:
         began = time.monotonic()
-        command = [sys.executable, "-m", "tests.perf.gpu_parts", part.function, part.shape]
-        try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=max(0.0, min(part.limit_s, until - began)),
-            )
-        except subprocess.TimeoutExpired as error:
-            # Bytes, whatever was asked for.
-            said = (error.stderr or b"").decode(errors="replace")[-2000:]
-            found.failed[part.name] = f"its {part.limit_s:.0f} s, or all time, were over\n{said}"
-        else:
-            if done.returncode:
-                found.failed[part.name] = done.stderr[-2000:]
-            else:
-                found.raw[part.name] = json.loads(done.stdout.splitlines()[-1])
+        said, cause = _run(part, min(part.limit_s, until - began))
+        if cause:
+            found.failed[part.name] = cause
+        if (raw := _last_found(said)) is not None:
+            found.raw[part.name] = raw
         found.took_s[part.name] = round(time.monotonic() - began, 1)
         yield found
+
+
+def _run(part: Part, limit_s: float) -> tuple[str, str]:
+    """What it wrote, and why it failed, if it did."""
+    if limit_s <= 0:
+        return "", "no time was left"
+    command = [sys.executable, "-m", "tests.perf.gpu_parts", part.function, part.shape]
+    # Files, and no pipes, which a process of the part's may hold open when the part is killed.
+    with TemporaryFile("w+", errors="replace") as out, TemporaryFile("w+", errors="replace") as err:
+        try:
+            status = subprocess.run(command, stdout=out, stderr=err, timeout=limit_s).returncode
+            cause = f"it ended with {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            cause = f"its {part.limit_s:.0f} s, or all time, were over"
+        for file in (out, err):
+            file.seek(0)
+        return out.read(), cause and f"{cause}\n{err.read()[-2000:]}"
+
+
+def _last_found(said: str) -> dict[str, Any] | None:
+    """Of the last line that is whole, and no library's."""
+    for line in reversed(said.splitlines()):
+        with suppress(ValueError):
+            if isinstance(found := json.loads(line), dict):
+                return found
+    return None
 
 
 def ratios(raw: Mapping[str, Any], shape: Shape, small: Shape) -> dict[str, float]:
@@ -130,13 +147,16 @@ def ratios(raw: Mapping[str, Any], shape: Shape, small: Shape) -> dict[str, floa
         found["idle_share"] = max(batch["idle"] for batch in raw["idle"].values())
     if "engine" in raw:
         if "idle" in raw:
+            decode_s = raw["engine"]["decode_s"]
             found["idle_share_unwatched"] = max(
-                1 - raw["idle"][batch]["busy_s"] / step_s
-                for batch, step_s in raw["engine"]["decode_s"].items()
+                1 - idle["busy_s"] / decode_s[batch]
+                for batch, idle in raw["idle"].items()
+                if batch in decode_s
             )
         for name in ("continuous", "static"):
-            if (theirs := raw.get(f"transformers_{name}")) is not None:
-                found[f"tok_s_vs_hf_{name}"] = raw["engine"]["mix_tok_s"] / theirs["tok_s"]
+            theirs, ours = raw.get(f"transformers_{name}"), raw["engine"].get("mix_tok_s")
+            if theirs is not None and ours is not None:
+                found[f"tok_s_vs_hf_{name}"] = ours / theirs["tok_s"]
     if "ceilings" not in raw:
         return found
     ceiling = Ceiling(**raw["ceilings"])

@@ -3,7 +3,8 @@ sizes of ../../benchmarks/gpu/README.md, beside torch's own.
 
 Of each: ``ours_s``, ``torch_s`` or, of attention, ``sdpa_s``, over keys and values that lie in one
 piece, which a step would have to gather first; ``fa3_s`` and ``flashinfer_s`` where these can
-attend to prompts; and the ``bytes`` that it must read and write.
+attend to prompts; and the ``bytes`` that it must read and write. One that fails costs no other's
+figures: ``failed`` says why.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from worker.model.spec import Rope
 from worker.plan import Row, Rows
 from worker.upload import Parcel
 
-Times = dict[str, float]
+Times = dict[str, Any]
 THEIRS: dict[str, BackendClass] = {"fa3_s": FlashAttention3, "flashinfer_s": FlashInfer}
 TOKENS = (BATCHES[0], BATCHES[-1], PREFILLS[-1])
 DRAWN = (BATCHES[0], BATCHES[-1])
@@ -60,30 +61,39 @@ _MOST_COPIES = 64
 
 
 @torch.inference_mode()
-def kernels(shape: Shape) -> dict[str, Times]:
+def kernels(shape: Shape) -> Iterator[dict[str, Times]]:
+    """By kernel and size, all that was found so far."""
     assert IS_SMALL or (cause := why_no_kernels(DEVICE)) == "", cause
-    return dict(_measured(shape))
+    found: dict[str, Times] = {}
+    for name, measure in _planned(shape):
+        try:
+            found[name] = measure()
+        except Exception as error:
+            found[name] = {"failed": repr(error)}
+        yield found
 
 
-def _measured(shape: Shape) -> Iterator[tuple[str, Times]]:
+def _planned(shape: Shape) -> Iterator[tuple[str, Callable[[], Times]]]:
     for batch in BATCHES:
-        yield f"attention, decode {batch} x {CONTEXT}", attention(shape, batch, 1, CONTEXT)
+        decode = partial(attention, shape, batch, 1, CONTEXT)
+        yield f"attention, decode {batch} x {CONTEXT}", decode
     for length in PREFILLS:
-        yield f"attention, prefill {length}", attention(shape, 1, length, length)
+        yield f"attention, prefill {length}", partial(attention, shape, 1, length, length)
     for tokens in TOKENS:
-        yield f"sum_and_norm {tokens}", sum_and_norm(shape, tokens)
-        yield f"turn_and_place {tokens}", turn_and_place(shape, tokens)
-        yield f"gate_and_multiply {tokens}", gate_and_multiply(shape, tokens)
+        yield f"sum_and_norm {tokens}", partial(sum_and_norm, shape, tokens)
+        yield f"turn_and_place {tokens}", partial(turn_and_place, shape, tokens)
+        yield f"gate_and_multiply {tokens}", partial(gate_and_multiply, shape, tokens)
     for rows in DRAWN:
-        yield f"draw_rows, greedy {rows}", draw_rows(shape, rows, GREEDY)
-        yield f"draw_rows, top_p {rows}", draw_rows(shape, rows, TOP_P)
+        yield f"draw_rows, greedy {rows}", partial(draw_rows, shape, rows, GREEDY)
+        yield f"draw_rows, top_p {rows}", partial(draw_rows, shape, rows, TOP_P)
 
 
-def shares(found: Mapping[str, Mapping[str, float]], bandwidth: float) -> dict[str, float]:
+def shares(found: Mapping[str, Mapping[str, Any]], bandwidth: float) -> dict[str, float]:
     """Of what a copy reads and writes in a second, by kernel."""
     return {
         f"bandwidth, {name}": times["bytes"] / times["ours_s"] / bandwidth
         for name, times in found.items()
+        if "ours_s" in times
     }
 
 
@@ -109,11 +119,14 @@ def attention(shape: Shape, rows: int, new: int, context: int) -> Times:
         return [attend(query, key, value) for key, value in zip(keys, values, strict=True)][-1]
 
     read = rows * context * shape.kv_bytes // shape.layers
-    return {
-        **{name: of_layers(backend) for name, backend in _backends(cache, new).items()},
-        "sdpa_s": replayed_s(torchs) / layers,
-        "bytes": read + 2 * flat.numel() * _BYTES,
-    }
+    found: Times = {"bytes": read + 2 * flat.numel() * _BYTES}
+    for name, backend in _backends(cache, new).items():
+        found[name] = of_layers(backend)
+    try:
+        found["sdpa_s"] = replayed_s(torchs) / layers
+    except RuntimeError as error:
+        found["failed"] = repr(error)
+    return found
 
 
 def _backends(cache: KVCache, new: int) -> dict[str, AttentionBackend]:

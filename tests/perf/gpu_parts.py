@@ -1,5 +1,6 @@
 """The parts of bench-gpu, each in a process of its own: ``python -m tests.perf.gpu_parts PART
-SHAPE`` writes what it found as the last line of its output, JSON."""
+SHAPE`` writes lines of JSON, each with all that it has found so far: the last that is whole counts,
+whatever becomes of the part."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -57,14 +58,17 @@ MEAN_PROMPT, MEAN_OUTPUT, MOST = (8, 6, 60) if IS_SMALL else (161, 338, 1024)
 FEW_TOKENS = 8
 GREEDY = SamplingParams(temperature=0.0).to_proto()
 
+#: What a part has found, each time that it has found more.
+Found = Iterator[dict[str, Any]]
 
-def ceilings(_: Shape) -> dict[str, Any]:
+
+def ceilings(_: Shape) -> Found:
     """A large copy, and a large product of random numbers."""
     size = 256 if IS_SMALL else 8192
     source = torch.empty(size * size * 32, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     one, other = (torch.randn(size, size, device=DEVICE, dtype=DTYPE) for _ in range(2))
-    return {
+    yield {
         "bandwidth": 2 * source.nbytes / seconds(lambda: target.copy_(source)),
         "flops": 2 * size**3 / seconds(lambda: one @ other),
     }
@@ -73,22 +77,33 @@ def ceilings(_: Shape) -> dict[str, Any]:
 # the engine
 
 
-def engine(shape: Shape) -> dict[str, Any]:
+def engine(shape: Shape) -> Found:
     """Decoding, prefill and the mix of requests."""
     with Bench(shape) as bench:
-        return {
+        decode_s: dict[str, float] = {}
+        prefill_s: dict[str, float] = {}
+        found: dict[str, Any] = {
             "context": CONTEXT,
-            "decode_s": {str(batch): bench.decode(batch) for batch in BATCHES},
-            "prefill_s": {str(n): bench.prefill(n) for n in PREFILLS},
-            "mix_tok_s": bench.mix(),
             "attention": bench.attention,
+            "decode_s": decode_s,
+            "prefill_s": prefill_s,
         }
+        for batch in BATCHES:
+            decode_s[str(batch)] = bench.decode(batch)
+            yield found
+        for length in PREFILLS:
+            prefill_s[str(length)] = bench.prefill(length)
+            yield found
+        yield found | {"mix_tok_s": bench.mix()}
 
 
-def idle(shape: Shape) -> dict[str, Any]:
+def idle(shape: Shape) -> Found:
     """A part of its own: nothing is timed once the profiler was there."""
     with Bench(shape) as bench:
-        return {str(batch): bench.idle(batch) for batch in BATCHES}
+        found: dict[str, Any] = {}
+        for batch in BATCHES:
+            found[str(batch)] = bench.idle(batch)
+            yield found
 
 
 class Bench:
@@ -249,30 +264,28 @@ def lengths(rng: Random, mean: float) -> list[int]:
 # transformers
 
 
-def transformers_continuous(shape: Shape) -> dict[str, Any]:
+def transformers_continuous(shape: Shape) -> Found:
     from transformers.generation import ContinuousBatchingConfig
 
     from tests.perf.engine_transformers import Continuous
 
     requests, longest = mix(shape), max(each.max_tokens for each in mix(shape))
-    model, config = random_transformer(shape), ContinuousBatchingConfig()
-    system = Continuous(model, longest, config)
+    system = Continuous(random_transformer(shape), longest, ContinuousBatchingConfig())
     try:
-        tok_s = rate(system.generate, requests)
+        # What it chose, by what is installed.
+        chosen = {"attention": system.attention, "graphs": system.graphs}
+        yield {"tok_s": rate(system.generate, requests), **chosen}
     finally:
         # Its thread would keep the process, and what failed would not be told.
         system.close()
-    # What it chose, by what is installed.
-    graphs = str(config.use_cuda_graph)
-    return {"tok_s": tok_s, "attention": model.config._attn_implementation, "graphs": graphs}
 
 
-def transformers_static(shape: Shape) -> dict[str, Any]:
+def transformers_static(shape: Shape) -> Found:
     """One batch: each takes as long as its longest request."""
     from tests.perf.engine_transformers import Static
 
     system = Static(random_transformer(shape), STATIC_BATCH, "arrival")
-    return {"tok_s": rate(system.generate, mix(shape)[:STATIC_BATCH])}
+    yield {"tok_s": rate(system.generate, mix(shape)[:STATIC_BATCH])}
 
 
 def random_transformer(shape: Shape) -> Any:
@@ -296,10 +309,11 @@ def rate(generate: Callable[[list[Request]], list[list[int]]], requests: list[Re
     return sum(map(len, outputs)) / passed_s
 
 
-PARTS: dict[str, Callable[[Shape], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Shape], Found]] = {
     part.__name__: part
     for part in (ceilings, engine, idle, transformers_continuous, transformers_static, kernels)
 }
 
 if __name__ == "__main__":
-    print(json.dumps(PARTS[sys.argv[1]](SHAPES[sys.argv[2]])))
+    for found in PARTS[sys.argv[1]](SHAPES[sys.argv[2]]):
+        print(json.dumps(found), flush=True)

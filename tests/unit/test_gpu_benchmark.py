@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -71,19 +73,37 @@ def test_ratios_are_shares_of_the_bound() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
 def test_the_engine_and_the_kernels_are_measured_in_small() -> None:
-    found = gpu_parts.engine(TINY)
-    assert {*found["decode_s"]} == {"1", "4"} and found["mix_tok_s"] > 0
-    assert all(0 <= batch["idle"] < 1 for batch in gpu_parts.idle(TINY).values())
+    first, *_, found = map(json.dumps, gpu_parts.engine(TINY))
+    assert json.loads(first)["decode_s"].keys() == {"1"}, "each figure is told when it is there"
+    assert {*json.loads(found)["decode_s"]} == {"1", "4"} and json.loads(found)["mix_tok_s"] > 0
+    *_, idle = gpu_parts.idle(TINY)
+    assert idle.keys() == {"1", "4"} and all(0 <= batch["idle"] < 1 for batch in idle.values())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
 def test_each_kernel_is_measured_beside_torchs_in_small() -> None:
-    found = gpu_kernels.kernels(TINY)
+    *_, found = gpu_kernels.kernels(TINY)
     kinds = ("attention", "sum_and_norm", "turn_and_place", "gate_and_multiply", "draw_rows")
     assert {name.split(",")[0].split()[0] for name in found} == {*kinds}
     for times in found.values():
         assert times.keys() in ({"ours_s", "torch_s", "bytes"}, {"ours_s", "sdpa_s", "bytes"})
         assert all(value > 0 for value in times.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
+def test_a_kernel_that_fails_costs_no_others_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(gpu_kernels, "sum_and_norm", fail)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fail)
+    *_, found = gpu_kernels.kernels(TINY)
+    norms = {name for name in found if name.startswith("sum_and_norm")}
+    assert all("no kernel image" in found[name]["failed"] for name in norms)
+    others = found.keys() - norms
+    assert all(found[name]["ours_s"] > 0 for name in others)
+    shares = gpu_kernels.shares(found, 1e9)
+    assert norms and shares.keys() == {f"bandwidth, {name}" for name in others}
 
 
 def test_a_kernels_share_is_of_what_a_copy_reads_and_writes() -> None:
@@ -97,17 +117,53 @@ def test_lengths_have_the_mean_that_is_asked_for_and_a_tail() -> None:
     assert 1 <= min(lengths) and max(lengths) <= gpu_parts.MOST
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is no small one then")
+def test_what_transformers_has_chosen_is_told_beside_its_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It keeps that in a copy of the configuration that it is given."""
+    from transformers import generation
+
+    few = partial(generation.ContinuousBatchingConfig, num_blocks=64, max_batch_tokens=64)
+    monkeypatch.setattr(generation, "ContinuousBatchingConfig", few)
+    [found] = gpu_parts.transformers_continuous(TINY)
+    assert found["tok_s"] > 0
+    assert found["attention"].endswith("sdpa") and found["graphs"] == "(False, False)"
+
+
+#: In the place of a Python that runs a part.
+PART = """#!/bin/sh
+[ "$3" = late ] && exec sleep 60
+[ "$3" = broken ] && exit 1
+echo '{"tok_s": 3}'
+[ "$3" = halfway ] && printf '{"tok_s": 3, "more' && exit 1
+echo noise
+"""
+
+
 def test_a_part_that_fails_or_has_no_time_left_says_why_and_costs_no_others_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\n[ "$3" = works ] && echo noise && echo "{\\"tok_s\\": 3}"\n')
+    python.write_text(PART)
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
-    names = ("late", "broken", "works")
-    planned = [gpu.Part(name, name, "tiny", 30.0 * (name != "late")) for name in names]
+    names = ("late", "broken", "halfway", "works", "not begun")
+    limits = {"late": 0.01, "not begun": 0.0}
+    planned = [gpu.Part(name, name, "tiny", limits.get(name, 30.0)) for name in names]
     *_, found = gpu.run(planned, time.monotonic() + 60)
-    assert found.raw == {"works": {"tok_s": 3}}
-    assert {*found.failed} == {"late", "broken"} and "were over" in found.failed["late"]
+    assert found.raw == {"halfway": {"tok_s": 3}, "works": {"tok_s": 3}}
+    assert found.failed.keys() == {*names} - {"works"}
+    assert "were over" in found.failed["late"] and "no time" in found.failed["not begun"]
     assert [*found.took_s] == [*names]
     assert gpu.ratios(found.raw, LLAMA, TINY) == {}
+
+
+def test_what_a_part_had_before_it_failed_has_its_ratios() -> None:
+    ceilings = {"bandwidth": 4e12, "flops": 8e14}
+    engine = {"context": 1000, "decode_s": {"1": 1.0}, "prefill_s": {}}
+    idle = {"1": {"idle": 0.1, "busy_s": 0.9}, "8": {"idle": 0.02, "busy_s": 1.9}}
+    raw = {"ceilings": ceilings, "engine": engine, "idle": idle}
+    raw["transformers_continuous"] = {"tok_s": 300.0}
+    found = gpu.ratios(raw, LLAMA, TINY)
+    assert found.keys() == {"decode_b1", "idle_share", "idle_share_unwatched"}
