@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from argparse import Namespace
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from everlift.sampling import TokenLogprobs
-from tests.perf.gpu_product import Phase, Text, compare, faults
+from tests.perf import gpu_product
+from tests.perf.gpu_product import Found, Phase, Text, compare, faults
 
 #: After token 5 the model wavers between 6 and 8.
 RIGHT = Text(
@@ -55,10 +59,28 @@ def phase(different: int = 0, migrations: int = 0, preemptions: int = 0) -> dict
 
 def test_a_text_that_differs_and_a_disturbance_that_disturbed_nobody_are_faults() -> None:
     good = {"load": phase(), "killed": phase(migrations=1), "short": phase(preemptions=1)}
-    assert not [*faults({"float32": good})]
+    assert not [*faults(Found({"float32": good}))]
     bad = {"load": phase(different=2), "killed": phase(), "short": phase()}
-    assert [*faults({"float32": bad})] == [
+    assert [*faults(Found({"float32": bad}))] == [
         "float32, load: 2 texts differ",
         "float32: nobody was moved when the worker was killed",
         "float32: nobody was preempted",
     ]
+
+
+def test_what_breaks_off_a_types_phases_is_a_fault_and_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def phases(_: object, dtype: str) -> AsyncIterator[tuple[str, Phase]]:
+        yield "undisturbed", Phase([RIGHT], 1.0)
+        if dtype == gpu_product.DTYPES[0]:
+            raise TimeoutError("no token came")
+        yield "load", Phase([RIGHT], 1.0)
+
+    monkeypatch.setattr(gpu_product, "phases", phases)
+    seen = asyncio.run(gpu_product.found(Namespace()))
+    assert [[*by_phase] for by_phase in seen.raw.values()] == [
+        ["undisturbed"],
+        ["undisturbed", "load"],
+    ]
+    assert [*faults(seen)] == ["float32: TimeoutError('no token came')"]
