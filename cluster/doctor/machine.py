@@ -124,7 +124,8 @@ def _kernels() -> Finding:
         return doubtful(
             "kernels",
             f"Triton's do not work here, and torch computes in their place, MUCH SLOWER: {cause}",
-            "install gcc and libc6-dev, or another C compiler, and the triton of torch's build",
+            "install a C compiler with headers, Python's too (gcc, libc6-dev, python3-dev), and "
+            "the triton of torch's build",
         )
     return fine("kernels", "Triton's work")
 
