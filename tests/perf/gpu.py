@@ -62,7 +62,7 @@ def parts(shape: str, small: str) -> list[Part]:
     return [
         Part("ceilings", "ceilings", shape, 60),
         Part("engine", "engine", shape, 200),
-        Part("transformers_continuous", "transformers_continuous", shape, 180),
+        Part("transformers_continuous", "transformers_continuous", shape, 240),
         Part("idle", "idle", shape, 90),
         Part("small_engine", "engine", small, 120),
         Part("kernels", "kernels", shape, 75),
