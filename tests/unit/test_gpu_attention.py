@@ -10,14 +10,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from everlift.blockhash import BLOCK_SIZE
-from tests.attention_support import FORMS, Batch, assert_formula, every_form, kernel
+from tests.attention_support import (
+    FORMS,
+    KERNELS_ON,
+    Batch,
+    assert_formula,
+    every_form,
+    kernel,
+)
 from worker.attention.backend import AttentionForm
 from worker.attention.tiles import FEW, MAX_SPLITS, num_splits, tiles_of
+from worker.kv_cache import KVCache
 from worker.model.rope import RotaryTable, rotate
 from worker.model.spec import Rope
-from worker.plan import Rows
+from worker.plan import Row, Rows
 
 #: Decodes at a block's edges, one row as with drafts, and chunks of prompts.
 FEW_ROWS = [(32, 1), (62, 4), (40, 22)]
@@ -86,6 +95,30 @@ def test_outputs_are_written_whatever_was_in_their_memory(monkeypatch: pytest.Mo
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
     assert all(map(torch.equal, batch.attend(everyone), expected))
+
+
+def test_a_cache_may_have_more_numbers_than_int32_counts() -> None:
+    """As those of large GPUs have. It is a prompt's last block and what is decoded that lie behind
+    the 2**31st; of nothing else memory is taken."""
+    numbers = 2 * 2 * 8 * BLOCK_SIZE * 128
+    last = (1 << 31) // numbers + 5
+    far, near = (written_and_attended(blocks, blocks - 1) for blocks in (last + 1, 4))
+    assert all(map(torch.equal, far, near)) and far[-1].isfinite().all()
+
+
+def written_and_attended(num_blocks: int, block: int) -> list[Tensor]:
+    """What a prompt makes whose second block is ``block``, and a token behind it."""
+    random = torch.Generator().manual_seed(3)
+    cache = KVCache(num_blocks, 2, 8, 128, torch.float16, KERNELS_ON)
+    backend, outs = kernel(cache, multiprocessors=1), []
+    for start, count in ((0, BLOCK_SIZE + 4), (BLOCK_SIZE + 4, 1)):
+        rows = Rows.of([Row(0, (0,) * count, start, (1, block), True)])
+        heads = torch.randn(count, 16 + 2 * 8, 128, generator=random).to(KERNELS_ON).half()
+        query, key, value = heads.split([16, 8, 8], dim=1)
+        step = backend.prepare(rows)
+        step.write(1, key, value)
+        outs.append(step.attend(1, query, AttentionForm(0.1)))
+    return outs
 
 
 @pytest.mark.parametrize("dim", [64, 24])
