@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -84,3 +85,36 @@ def test_what_breaks_off_a_types_phases_is_a_fault_and_costs_the_others_nothing(
         ["undisturbed", "load"],
     ]
     assert [*faults(seen)] == ["float32: TimeoutError('no token came')"]
+
+
+@pytest.mark.parametrize(("moved", "tries"), [([0, 1], 2), ([0, 0, 0], 3)])
+def test_a_worker_is_killed_again_where_nobody_was_there_to_be_moved(
+    moved: list[int], tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Load:
+        def __init__(self, *_: object) -> None:
+            self.moved = iter(moved)
+
+        async def one_by_one(self, client: object) -> Phase:
+            return Phase([RIGHT], 1.0)
+
+        at_once = one_by_one
+
+        async def at_random(self, client: object, disturb: object = None) -> Phase:
+            return Phase([Text(migrations=next(self.moved) if disturb else 0)], 1.0)
+
+    @asynccontextmanager
+    async def serving(*_: object) -> AsyncIterator[tuple[None, None]]:
+        yield None, None
+
+    async def all_phases() -> dict[str, Phase]:
+        options = Namespace(model=None, requests=1, tokens=4)
+        return {name: phase async for name, phase in gpu_product.phases(options, "float32")}
+
+    made: list[Load] = []
+    monkeypatch.setattr(gpu_product, "Load", lambda *_: made.append(Load()) or made[0])
+    monkeypatch.setattr(gpu_product, "serving", serving)
+    seen = asyncio.run(all_phases())
+    assert [*seen] == ["undisturbed", "load", "killed", "short"]
+    assert seen["killed"].texts[0].migrations == moved[tries - 1]
+    assert [*made[0].moved] == moved[tries:]
