@@ -118,6 +118,10 @@ class DecodeGraphs:
         parcel.arrive(self._inputs[len(described) :][: len(packed)])
         return self._replays[bucket]()[: len(rows)]
 
+    def close(self) -> None:
+        """Nothing is captured any more: a graph holds the group whose collectives it makes."""
+        self._replays.clear()
+
     def _work(self, bucket: int) -> Work:
         parts = Parts.of(bucket)
         width, tokens, slots, positions, counts, tables = (self._inputs[part] for part in parts)

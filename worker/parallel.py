@@ -147,15 +147,14 @@ class _SharedMemoryGroup(Group):
 
 
 class _CollectiveGroup(Group):
-    """A group over a torch.distributed backend: ProcessGroupGloo, or ProcessGroupNCCL, which has
-    ``host`` for what the hosts tell each other."""
+    """A group over a torch.distributed backend: ProcessGroupGloo."""
 
-    def __init__(self, backend: Any, rank: int, size: int, host: Group | None = None) -> None:
+    on_device = False
+
+    def __init__(self, backend: Any, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self.on_device = host is not None
         self._backend = backend
-        self._host = host
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self._backend.allreduce([tensor]).wait()
@@ -181,8 +180,6 @@ class _CollectiveGroup(Group):
         return tensor
 
     def agree(self, well: bool) -> bool:
-        if self._host is not None:
-            return self._host.agree(well)
         ill = torch.tensor([int(not well)])
         self._backend.allreduce([ill]).wait()
         return not ill.item()
@@ -192,10 +189,33 @@ class _CollectiveGroup(Group):
 
     def close(self) -> None:
         if self._backend is not None:
-            self._backend.shutdown()
+            self._end(self._backend)
             self._backend = None  # gloo listens until it is destroyed
-        if self._host is not None:
-            self._host.close()
+
+    def _end(self, backend: Any) -> None:
+        backend.shutdown()
+
+
+class _NcclGroup(_CollectiveGroup):
+    """Over ProcessGroupNCCL, with ``host`` for what the hosts tell each other. What was captured
+    with its collectives must be gone before it is closed: NCCL waits for that, and for good."""
+
+    on_device = True
+
+    def __init__(self, backend: Any, rank: int, size: int, host: Group) -> None:
+        super().__init__(backend, rank, size)
+        self._host = host
+
+    def agree(self, well: bool) -> bool:
+        return self._host.agree(well)
+
+    def close(self) -> None:
+        super().close()
+        self._host.close()
+
+    def _end(self, backend: Any) -> None:
+        # To shut it down would wait for collectives to which another rank may never come.
+        backend.abort()
 
 
 class _ThroughHost(Group):
@@ -274,7 +294,7 @@ def init_group(
         way, group = _host_group(store, rank, size, host)
     elif _have_a_gpu_each(store, rank, size, device):
         _, host_group = _host_group(store, rank, size, host)
-        way, group = "NCCL", _CollectiveGroup(_nccl(store, rank, size), rank, size, host_group)
+        way, group = "NCCL", _NcclGroup(_nccl(store, rank, size), rank, size, host_group)
     else:
         log.warning("ranks share a GPU: their sums go through the host, which is slow", rank=rank)
         way, host_group = _host_group(store, rank, size, host)

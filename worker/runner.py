@@ -172,6 +172,8 @@ class TorchRunner:
                 self._sampler.release(slot)
 
     def close(self) -> None:
+        if self._graphs is not None:
+            self._graphs.close()
         self._group.close()
 
     def _launch(self, plan: Plan) -> TorchStep:

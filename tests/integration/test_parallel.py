@@ -9,7 +9,7 @@ from itertools import count as count_from
 from pathlib import Path
 from random import Random
 from threading import Event
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -338,11 +338,25 @@ def test_ranks_that_share_a_gpu_go_through_the_host(
 def test_ranks_with_a_gpu_each_sum_on_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     names = count_from()
     monkeypatch.setattr(parallel, "_name_of", lambda device: f"GPU-{next(names)}")
-    monkeypatch.setattr(
-        parallel, "_nccl", lambda store, rank, size: _gloo(store, rank, size, "127.0.0.1")
-    )
+    aborted: list[int] = []
+
+    class Nccl:
+        def __init__(self, store: Any, rank: int, size: int) -> None:
+            self._rank = rank
+            self._gloo = _gloo(store, rank, size, "127.0.0.1")
+
+        def __getattr__(self, name: str) -> Any:
+            assert name != "shutdown", "it would wait for the others"
+            return getattr(self._gloo, name)
+
+        def abort(self) -> None:
+            aborted.append(self._rank)
+            self._gloo.shutdown()
+
+    monkeypatch.setattr(parallel, "_nccl", Nccl)
     told = on_ranks(2, all_collectives, device=torch.device("cuda"))
     assert told == [expected_of(rank, on_device=True) for rank in (0, 1)]
+    assert sorted(aborted) == [0, 1]
 
 
 def test_who_is_alone_has_everything_on_its_device_and_ranks_on_cpus_have_not(way: str) -> None:

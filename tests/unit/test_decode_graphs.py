@@ -133,6 +133,36 @@ def test_what_a_replay_reads_stays_where_it_is(
     assert graphs and len(steps) == 2 and all(step() is not None for step in steps)
 
 
+class Graph:
+    """It lives as long as somebody has it."""
+
+
+def test_what_was_captured_is_gone_at_once_when_it_is_closed(bench: Bench) -> None:
+    """NCCL waits for the graphs that make its collectives before it ends, collected or not."""
+    captured: list[weakref.ref[Graph]] = []
+
+    def capture(work: Work) -> Work:
+        result, graph = work(), Graph()
+        captured.append(weakref.ref(graph))
+
+        def replay() -> Tensor:
+            assert graph is not None
+            return result
+
+        return replay
+
+    graphs = DecodeGraphs(
+        bench.trunk, bench.attention, bench.last_tokens, [1, 2], 3, KERNELS_ON, capture
+    )
+    assert [graph() is None for graph in captured] == [False, False]
+    gc.disable()
+    try:
+        graphs.close()
+        assert [graph() is None for graph in captured] == [True, True]
+    finally:
+        gc.enable()
+
+
 @torch.inference_mode()
 def test_replayed_steps_make_what_eager_ones_make(bench: Bench) -> None:
     for slots in ([0, 1, 2, 4], [2, 3, 0], [4], [1, 3], [3, 2, 1]):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -404,6 +405,20 @@ def test_a_prompt_whose_logits_are_no_numbers_costs_its_own_row() -> None:
     assert isinstance(broken.error, EngineFailed)
     assert not broken.prompt_logprobs
     assert whole.tokens == (best(2),)
+
+
+def test_what_was_captured_goes_before_the_group_that_it_holds() -> None:
+    ended: list[str] = []
+
+    class Closed(Group):
+        def close(self) -> None:
+            ended.append("group")
+
+    runner = build(group=Closed())
+    graphs: Any = SimpleNamespace(close=lambda: ended.append("graphs"))
+    runner._graphs = graphs
+    runner.close()
+    assert ended == ["graphs", "group"]
 
 
 # ranks
