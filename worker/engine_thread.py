@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-from everlift import heap
+from everlift import heap, logs
 from worker.config import WorkerConfig
 from worker.engine import OF_ALL_RANKS, Engine
 from worker.fake_runner import FakeRunner
@@ -25,6 +25,8 @@ from worker.startup import Startup
 from worker.step_log import StepLogReader
 from worker.step_times import Stopwatch
 from worker.watchdog import Watchdog
+
+log = logs.get(__name__)
 
 
 class EngineThread:
@@ -81,7 +83,7 @@ class EngineThread:
         try:
             self._loop(self._build_engine(runner))
         finally:
-            runner.close()
+            _close(runner)
 
     def _build_engine(self, runner: Runner) -> Engine:
         """Of several ranks each goes on after an error only where all of them have it."""
@@ -104,6 +106,15 @@ class EngineThread:
             follow(engine, self.ties.log, self.ties.log.rank)
         else:
             LeadingLoop(engine, self._inbox, self._report, self.ties.log).run()
+
+
+def _close(runner: Runner) -> None:
+    """What ended the loop is the cause of the end: a device that is lost, or a group, fails to be
+    closed as well."""
+    try:
+        runner.close()
+    except Exception as error:
+        log.warning("the runner could not be closed", error=str(error))
 
 
 def _build_runner(

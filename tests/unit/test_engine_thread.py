@@ -1,0 +1,40 @@
+"""The thread that a rank's engine lives in."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker import engine_thread
+from worker.config import WorkerConfig
+from worker.engine import EngineBroken
+from worker.engine_thread import EngineThread
+from worker.fake_runner import FakeRunner
+from worker.meeting import Ties
+from worker.orders import Inbox
+from worker.startup import Startup
+
+
+def test_its_end_has_the_cause_though_the_runner_cannot_be_closed_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after an illegal access on a GPU, which answers everything with that."""
+
+    class Lost(FakeRunner):
+        def close(self) -> None:
+            raise RuntimeError("CUDA error")
+
+    class Breaking:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self) -> None:
+            raise EngineBroken("step 7")
+
+    config = WorkerConfig(model="fake")
+    monkeypatch.setattr(
+        engine_thread, "_build_runner", lambda *_: Lost(config.num_blocks or 8, config.fake)
+    )
+    monkeypatch.setattr(engine_thread, "LeadingLoop", Breaking)
+    thread = EngineThread(config, Ties, Inbox(), lambda _: None, Startup())
+    error = thread.ended.exception(timeout=60)
+    assert isinstance(error, EngineBroken) and str(error) == "step 7"
