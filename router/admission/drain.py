@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from math import exp
 
-#: The rates follow a change in about so long.
+#: The rates follow a change in about so long,
 _MEMORY_S = 10.0
+#: or in the time in which so many requests leave, where that is longer: between two departures of a
+#: slow queue a rate that forgot sooner would fall to nothing.
+_MEMORY_REQUESTS = 8
 #: What was watched for less is not known.
 _ENOUGH_S = 1.0
 
@@ -42,7 +45,8 @@ class Drain:
 
     def _blend(self, duration: float, num_workers: int) -> None:
         self._watched_s += duration
-        weight = max(1 - exp(-duration / _MEMORY_S), min(1.0, duration / self._watched_s))
+        forgets = min(1 / _MEMORY_S, self.requests_per_s(num_workers) / _MEMORY_REQUESTS)
+        weight = max(1 - exp(-duration * forgets), min(1.0, duration / self._watched_s))
         tokens = self._tokens / duration / num_workers
         requests = self._requests / duration / num_workers
         self._token_rate += weight * (tokens - self._token_rate)

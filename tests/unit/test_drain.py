@@ -44,3 +44,27 @@ def test_without_workers_nothing_is_learned() -> None:
 def test_the_rate_follows_a_change() -> None:
     drain = drained(30, tokens=80, drain=drained(30, tokens=40))
     assert drain.tokens_per_s(2) == pytest.approx(400, rel=0.05)
+
+
+@pytest.mark.parametrize("every", [5, 60, 600])
+def test_of_a_slow_queue_the_rate_is_known_also_between_two_departures(every: int) -> None:
+    drain, rates = Drain(), list[float]()
+    for second in range(20 * every):
+        drain.measure(5, 1, second)
+        rates.append(drain.requests_per_s(1))
+        if second % every == 0:
+            drain.left(40)
+    settled = rates[10 * every :]
+    assert 0.8 / every < min(settled) <= max(settled) < 1.25 / every
+
+
+def test_a_queue_that_stood_still_is_not_taken_to_stand_still_for_ever() -> None:
+    """It says no more than that fewer than some leave in so long, and is forgotten soon."""
+    drain = drained(30, tokens=40)
+    for tick in range(150, 150 + 5 * 600):
+        drain.measure(5, 2, tick / 5)
+    assert 1 / 600 < drain.requests_per_s(2) < 10 / 600
+    for tick in range(3150, 3150 + 5 * 40):
+        drain.left(40)
+        drain.measure(5, 2, tick / 5)
+    assert drain.requests_per_s(2) == pytest.approx(5, rel=0.05)
