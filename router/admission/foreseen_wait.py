@@ -16,12 +16,15 @@ _UNKNOWN_RATE = 1000.0
 class ForeseenWait:
     def __init__(self) -> None:
         self._outlook = session_pb2.Outlook()
+        #: tokens a second. The last one that was known holds while there is no worker
+        self._rate = _UNKNOWN_RATE
         #: by class, tokens that came since the leader's last word
         self._came: dict[int, int] = {}
 
     def hear(self, outlook: session_pb2.Outlook) -> None:
         """The leader's word."""
         self._outlook = outlook
+        self._rate = outlook.tokens_per_s or self._rate
         self._came.clear()
 
     def come(self, priority: int, work_tokens: int) -> float:
@@ -30,5 +33,4 @@ class ForeseenWait:
         waits = [it.work_tokens for it in self._outlook.waits if it.priority >= priority]
         came = sum(tokens for its, tokens in self._came.items() if its >= priority)
         self._came[priority] = self._came.get(priority, 0) + work_tokens
-        rate = self._outlook.tokens_per_s or _UNKNOWN_RATE
-        return (came + max(waits, default=0)) / rate
+        return (came + max(waits, default=0)) / self._rate
