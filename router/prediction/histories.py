@@ -71,8 +71,9 @@ class Histories:
             self._known.popitem(last=False)
 
     def learn(self, others: Mapping[str, History]) -> None:
-        """What is not known here yet."""
-        for group, history in others.items():
+        """What is not known here yet. ``others`` are as they were told: those of which something was
+        heard last are the last ones there, and are forgotten last here."""
+        for group, history in reversed([*others.items()]):
             if group == _ALL:
                 self._all = self._all if self._all.outputs else history
             elif group not in self._known and len(self._known) < _MOST:
@@ -80,5 +81,5 @@ class Histories:
                 self._known.move_to_end(group, last=False)
 
     def told(self) -> dict[str, History]:
-        """All that is known, for ``learn``."""
+        """All that is known, for ``learn``: what was heard of last comes last."""
         return {_ALL: self._all, **self._known}

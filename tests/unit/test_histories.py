@@ -69,3 +69,27 @@ def test_what_is_learnt_from_a_file_takes_nothing_from_what_is_known() -> None:
     fresh = Histories()
     fresh.learn(histories.told())
     assert fresh.told() == histories.told()
+
+
+def test_of_what_was_learnt_from_a_file_that_is_forgotten_first_which_was_heard_of_first() -> None:
+    """A file of many prompts, each another one, is full; whose tenants nothing came of lately are
+    forgotten, and not those of which something came last."""
+    trained, served = Histories(), Histories()
+    for number in range(_MOST):
+        trained.note(("acme", "", "", str(number)), 1.0)
+    served.learn(trained.told())
+    assert [*served.told()] == [*trained.told()]
+    served.note(("shop", "", "", "new"), 1.0)
+    known = served.told()
+    assert "acme" in known and str(_MOST - 1) in known
+    assert "1" not in known and "2" not in known and "3" in known
+
+
+def test_where_not_all_of_a_file_has_room_what_was_heard_of_last_is_learnt() -> None:
+    trained, served = Histories(), Histories()
+    for number in range(_MOST):
+        trained.note((str(number),), 1.0)
+        if number < 9:
+            served.note((f"own {number}",), 1.0)
+    served.learn(trained.told())
+    assert "8" not in served.told() and "9" in served.told()
