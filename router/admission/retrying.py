@@ -50,13 +50,17 @@ class Retrying:
         return self._told.get(request_id)
 
     def refused(self, request_id: str, told: Told) -> None:
+        """Who has no name is not remembered: it comes again as somebody else, and would take the
+        place of those that are known again."""
+        if not is_named(request_id):
+            return
         self._told.pop(request_id, None)
         self._told[request_id] = told
         while (oldest := next(iter(self._told))) != request_id and (
             self._told[oldest].due + GIVEN_UP_S < told.at or len(self._told) > _MOST_REFUSALS
         ):
             del self._told[oldest]
-            self._note(oldest, 0.0)
+            self._note(0.0)
 
     def forget(self, request_id: str) -> None:
         """It was not refused."""
@@ -71,7 +75,7 @@ class Retrying:
         if early_s > SLACK_S and not self._take(tenant_of(request_id), now):
             return early_s
         del self._told[request_id]
-        self._note(request_id, 1.0)
+        self._note(1.0)
         return 0.0
 
     def _take(self, tenant: str, now: float) -> bool:
@@ -83,7 +87,5 @@ class Retrying:
             del self._buckets[next(iter(self._buckets))]
         return has_one
 
-    def _note(self, request_id: str, came: float) -> None:
-        """Of who has no name nobody knows: it comes again as somebody else."""
-        if is_named(request_id):
-            self.part += (came - self.part) / _MEMORY
+    def _note(self, came: float) -> None:
+        self.part += (came - self.part) / _MEMORY

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.errors import DeadlineUnmeetable, EverliftError, QueueFull, RetriedTooSoon, Shed
+from everlift.request_id import unnamed
 from everlift.v1.session_pb2 import ClassWait, Outlook
 from router.admission.appointments import Appointments
 from router.admission.entrance import Entrance
@@ -146,6 +147,19 @@ def test_refusals_are_remembered_for_a_while_only(monkeypatch: pytest.MonkeyPatc
         retrying.too_soon_s(f"t{number}/r", now=0.0)
     assert retrying.too_soon_s("t89/r", now=0.0) == 0.0
     assert retrying.too_soon_s("t90/r", now=0.0) == 50.0
+
+
+def test_who_has_no_name_takes_nobody_s_place_among_those_that_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a flood of them made it look as if nobody came again, and let in who came too soon."""
+    monkeypatch.setattr("router.admission.retrying._MOST_REFUSALS", 10)
+    retrying = Retrying(rate=0.0, burst=0.0)
+    retrying.refused("r", Told("queue_full", 0.0, 50.0))
+    for number in range(100):
+        retrying.refused(unnamed(str(number)), Told("queue_full", 0.0, 50.0))
+    assert retrying.too_soon_s("r", now=0.0) == 50.0
+    assert retrying.part == 1.0
 
 
 def test_it_is_noted_who_finds_room_at_its_time_and_by_how_much_that_was_off() -> None:
