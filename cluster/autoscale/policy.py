@@ -38,6 +38,8 @@ _SIGNIFICANT = 3.0
 _CROWD = 4.0
 #: After a reversal another one takes more for so long.
 _CALM_S = 600.0
+#: A worker that has not come after so long may never: the others go without it.
+_COMES_S = 600.0
 #: Needs just above a whole number of workers are not worth another one.
 _SLACK = 0.05
 
@@ -70,6 +72,8 @@ class Autoscaler:
         self._calm_until = -inf
         #: since when all are up
         self._complete_at = inf
+        #: since when some are not, and no others were asked for
+        self._missing_at = inf
 
     def decide(self, load: ClusterLoad | None, age_s: float, workers: int, now: float) -> Decision:
         """``workers`` are there, or on their way. ``load`` was said ``age_s`` ago, if ever."""
@@ -82,7 +86,9 @@ class Autoscaler:
         self._capacity.note(load)
         if load.queued or load.running or self._busy_at is None:
             self._busy_at = now
-        self._complete_at = min(self._complete_at, now) if load.workers >= workers else inf
+        is_complete = load.workers >= workers
+        self._complete_at = min(self._complete_at, now) if is_complete else inf
+        self._missing_at = inf if is_complete else min(self._missing_at, now)
         flow, held = self._flow(load, self._arrivals.later), self._held(load)
         need, wait_s = max(flow, held), self._wait_s(load)
         self._needs.note(need, now)
@@ -154,12 +160,16 @@ class Autoscaler:
         """The last worker that came has shown what it changes."""
         return now - self._complete_at >= self._config.ttft_target
 
+    def _awaits_any(self, load: ClusterLoad, workers: int, now: float) -> bool:
+        """Some are on their way, and may still come."""
+        return load.workers < workers and now - self._missing_at < _COMES_S
+
     def _fewer(self, load: ClusterLoad, workers: int, now: float) -> tuple[int, str]:
         config = self._config
         busy_at = now if self._busy_at is None else self._busy_at
         if config.min_workers == 0 and now - busy_at >= config.idle_delay:
             return 0, "nothing to do"
-        if load.queued or load.workers < workers or now < self._calm_until:
+        if load.queued or self._awaits_any(load, workers, now) or now < self._calm_until:
             return workers, "enough"
         enough = max(1, ceil(self._needs.largest))
         if self._needs.covers(now) and enough < workers:
@@ -173,6 +183,7 @@ class Autoscaler:
         if self._direction == -direction:
             self._calm_until = now + _CALM_S
         self._direction = direction
+        self._missing_at = inf
         # What was enough before says nothing of how it is with others.
         self._needs.clear()
 

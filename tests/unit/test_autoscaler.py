@@ -95,6 +95,21 @@ def test_workers_go_when_fewer_would_do_for_a_while() -> None:
     assert fleet.target == 1
 
 
+def test_one_that_never_comes_up_keeps_the_others_for_ten_minutes() -> None:
+    """There is no room for it, or it cannot start, and Serve tries that without an end."""
+    scaler = Autoscaler(CONFIG)
+
+    def target(second: int, up: int, workers: int) -> int:
+        load = ClusterLoad(
+            term=1, workers=up, running=4, slots=16 * up, blocks_total=up, worker_rate=1000.0
+        )
+        return scaler.decide(load, 0.0, workers, float(second)).workers
+
+    assert {target(second, 3, 4) for second in range(600)} == {4}
+    assert target(600, 3, 4) == 1
+    assert target(601, 3, 1) == 1
+
+
 def test_a_square_wave_of_load_does_not_make_it_flap() -> None:
     fleet = Fleet(CONFIG).run(3600, load=lambda now: 3.0 if now % 120 < 60 else 0.3)
     windows = [
