@@ -21,7 +21,7 @@ from cluster.forecast.stretch import NOTHING, Stretch
 from cluster.forecast.timeline import Timeline
 from everlift.blockhash import BLOCK_SIZE
 from everlift.step_time import StepSize
-from router.admission.pace import Work
+from router.admission.pace import Work, spared_tokens
 from router.admission.worker_view import Load
 from worker.outcome import Outcome, SequenceKey, Stop
 from worker.pending import Pending
@@ -179,6 +179,7 @@ class SimulatedWorker(AnyWorker):
             load.counters.slot_steps + more.tokens,
             load.kv_tokens + more.kv_tokens,
             load.num_pairs + more.kv_tokens,
+            spared_tokens(load.counters),
         )
         return Load(
             self._frames,

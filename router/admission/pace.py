@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import exp, inf
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from everlift.blockhash import BLOCK_SIZE
 from everlift.step_time import StepSize
@@ -32,6 +32,29 @@ _OUTDATED_S = 10.0
 _SHORTEST_SLOW_S = 0.02
 
 
+class Counters(Protocol):
+    """Of an engine, as EngineCounters has them."""
+
+    @property
+    def prefix_hit_tokens(self) -> int: ...
+
+    @property
+    def recomputed_tokens(self) -> int: ...
+
+    @property
+    def draft_tokens(self) -> int: ...
+
+    @property
+    def accepted_tokens(self) -> int: ...
+
+
+def spared_tokens(counters: Counters) -> int:
+    """By how much requests got on without anything being computed, less what was computed without
+    their getting on."""
+    wrong_drafts = counters.draft_tokens - counters.accepted_tokens
+    return counters.prefix_hit_tokens - wrong_drafts - counters.recomputed_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a worker has done since it started."""
@@ -45,6 +68,12 @@ class Work:
     num_rows: int = 0
     kv_tokens: int = 0
     num_pairs: int = 0
+    spared_tokens: int = 0
+
+    @property
+    def done_tokens(self) -> int:
+        """By which requests got on, prompts' and outputs': as it is predicted what they take."""
+        return self.computed_tokens + self.spared_tokens
 
 
 class Sample(NamedTuple):
@@ -67,8 +96,9 @@ class _Steps:
 
 
 class Pace:
-    """``full_rate``: tokens that it computes in a second while it has all it can take, prompts' and
-    outputs' together; None as long as it never had."""
+    """``full_rate``: tokens by which requests get on there in a second while it has all that it can
+    take, prompts' and outputs' together, those of prefixes that it finds in its cache too; None as
+    long as it never had."""
 
     def __init__(self) -> None:
         self._usual: dict[int, _Steps] = {}
@@ -128,7 +158,7 @@ class Pace:
         if (duration := now - since) < _SAMPLE_S:
             return None
         if self._was_full:
-            self._measure_full((work.computed_tokens - before.computed_tokens) / duration, duration)
+            self._measure_full((work.done_tokens - before.done_tokens) / duration, duration)
         self._sample, self._was_full = (now, work), is_full
         self._measure_flow(before, work, duration)
         sample = _steps_between(before, work)

@@ -15,7 +15,7 @@ from everlift.step_fit import FittedStepTime
 from everlift.step_time import StepSize
 from everlift.v1 import session_pb2
 from router.admission.batch_size import batch_of
-from router.admission.pace import Pace, Work
+from router.admission.pace import Pace, Work, spared_tokens
 from router.admission.prefill import prefill_s
 
 K = TypeVar("K")
@@ -86,6 +86,7 @@ class Load:
                 num_rows=state.counters.slot_steps,
                 kv_tokens=state.kv_tokens,
                 num_pairs=state.num_pairs,
+                spared_tokens=spared_tokens(state.counters),
             ),
         )
 

@@ -379,7 +379,8 @@ _CLUSTER = (
         "everlift_full_worker_tokens_per_second",
         "gauge",
         "tokens/s",
-        "Leader: what a worker computes that has all it can take; 0 while that is not known.",
+        "Leader: by how much requests get on, found prefixes counted in, at a worker that has all "
+        "it can take; 0 while that is not known.",
     ),
 )
 

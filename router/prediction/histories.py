@@ -71,8 +71,8 @@ class Histories:
             self._known.popitem(last=False)
 
     def learn(self, others: Mapping[str, History]) -> None:
-        """What is not known here yet. ``others`` are as they were told: what was heard of last comes
-        last there, and is forgotten last here."""
+        """What is not known here yet. ``others`` are as they were told: what was heard of last
+        comes last there, and is forgotten last here."""
         for group, history in reversed([*others.items()]):
             if group == _ALL:
                 self._all = self._all if self._all.outputs else history

@@ -36,7 +36,7 @@ def test_who_comes_at_once_waits_for_those_before_it_until_the_leader_counts_the
 
 
 def test_a_cluster_that_has_lost_its_workers_will_be_as_fast_as_it_was() -> None:
-    """Who came meanwhile would give way to those that come later for as long as a slow one takes."""
+    """Who came meanwhile would give way to later ones for as long as a slow one takes."""
     wait = ForeseenWait()
     wait.hear(Outlook(tokens_per_s=50_000.0))
     wait.hear(Outlook(waits=[ClassWait(priority=0, work_tokens=100_000)]))

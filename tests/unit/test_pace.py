@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from everlift.blockhash import BLOCK_SIZE
-from router.admission.pace import Pace, Work, slow
+from everlift.v1 import session_pb2 as pb
+from router.admission.pace import Pace, Work, slow, spared_tokens
+from router.admission.worker_view import Load
+from tests.worker_support import engine, limits, prompt, run, sequence
+from worker.config import FakeModel, Speculation
 
 
 class Worker:
@@ -133,6 +137,35 @@ def test_what_a_full_worker_does_is_measured_only_while_it_is_full() -> None:
     assert worker.pace.full_rate == pytest.approx(2000, rel=0.05)
     worker.run(60.0, step_s=0.05, tokens=50, is_full=True)
     assert worker.pace.full_rate == pytest.approx(1000, rel=0.05)
+
+
+def test_what_a_full_worker_finds_in_its_cache_it_has_done_as_well() -> None:
+    """What comes and what waits is counted with whole prompts, so that a rate without them asks for
+    several times as many workers."""
+    pace = Pace()
+    for second in range(60):
+        state = pb.WorkerState(step=second, computed_tokens=20 * second, busy_s=second)
+        state.counters.prefix_hit_tokens = 200 * second
+        state.counters.draft_tokens, state.counters.accepted_tokens = 9 * second, 3 * second
+        state.counters.recomputed_tokens = 4 * second
+        pace.measure(Load.told(state).work, True, float(second))
+    assert pace.full_rate == pytest.approx(20 + 200 - 6 - 4)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_an_engine_has_done_what_its_requests_take_whatever_it_computed_of_it(
+    num_drafts: int,
+) -> None:
+    """All but the last token of each, which nobody goes on from."""
+    model = FakeModel(surprise_one_in=20)
+    bounds = limits(num_blocks=64, speculation=Speculation(num_drafts))
+    this = engine(bounds, model)
+    for epoch in range(1, 7):
+        this.add(sequence(bounds, epoch, [*prompt(96), epoch], max_tokens=90))
+        run(this)
+    load = this.load()
+    assert load.counters.prefix_hit_tokens == 5 * 96
+    assert load.computed_tokens + spared_tokens(load.counters) == 6 * (97 + 90 - 1)
 
 
 def test_a_worker_that_was_full_for_a_moment_was_not_full() -> None:
