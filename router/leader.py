@@ -496,8 +496,9 @@ class Leader:
         return self._load(self._tenure) if self._tenure is not None else None
 
     def _load(self, tenure: Tenure) -> session_pb2.ClusterLoad:
-        workers, ledger_now = self._placement.workers.values(), now() + self._ledger_ahead
-        return cluster_load(self._lease.term, tenure, workers, ledger_now)
+        workers, moment = self._placement.workers.values(), now()
+        ledger_now = moment + self._ledger_ahead
+        return cluster_load(self._lease.term, tenure, workers, moment, ledger_now)
 
     async def _recall(self, tenure: Tenure) -> None:
         """What tenants were served under the leader before. Raises LedgerUnavailable."""

@@ -55,7 +55,7 @@ class GlobalQueue:
 
     def load(self, now: float) -> session_pb2.ClusterLoad:
         """What the autoscaler is told."""
-        return cluster_load(_TERM, self._tenure, self._placement.workers.values(), now)
+        return cluster_load(_TERM, self._tenure, self._placement.workers.values(), now, now)
 
     def worker_up(self, worker_id: str, capacity: Capacity) -> None:
         self._placement.join(worker_id, capacity)

@@ -11,9 +11,9 @@ from router.admission.worker_view import WorkerView
 
 
 def cluster_load(
-    term: int, tenure: Tenure, workers: Iterable[WorkerView], ledger_now: float
+    term: int, tenure: Tenure, workers: Iterable[WorkerView], now: float, ledger_now: float
 ) -> session_pb2.ClusterLoad:
-    """``ledger_now`` in seconds. O(workers + tenants)."""
+    """``now`` and ``ledger_now`` as a tenure's. O(workers + tenants)."""
     staying = [worker for worker in workers if worker.is_open]
     rates = [worker.pace.full_rate for worker in staying if worker.pace.full_rate is not None]
     return session_pb2.ClusterLoad(
@@ -21,7 +21,7 @@ def cluster_load(
         workers=len(staying),
         queued=tenure.queued,
         queued_tokens=tenure.queued_tokens,
-        waited_s=tenure.waited_s(ledger_now),
+        waited_s=tenure.waited_s(now, ledger_now),
         running=sum(worker.load.num_running + worker.ahead for worker in staying),
         slots=sum(worker.slots for worker in staying),
         blocks_used=sum(worker.load.blocks_used for worker in staying),

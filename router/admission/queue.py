@@ -186,6 +186,11 @@ class AdmissionQueue:
         if not ticket % _FORGET_EVERY:
             self.stays.forget(next(iter(self._arrivals.values()), None))
 
+    def waited_s(self, waiting: Waiting, now: float) -> float:
+        """Since it came into the queue, or back into it."""
+        came: float = self._arrivals[self._ticket_of[waiting.request_id]][0]
+        return now - came
+
     def stay(self, waiting: Waiting, order: str, now: float, *, in_turns: bool) -> session_pb2.Stay:
         """Of one that leaves now by these rules."""
         arrival = self._arrivals[self._ticket_of[waiting.request_id]]

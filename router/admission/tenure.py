@@ -120,10 +120,14 @@ class Tenure:
         """How many wait, by tenant and class, of those of whom most do."""
         return self._fair_share.queues() if self._fair_share is not None else []
 
-    def waited_s(self, ledger_now: float) -> float:
-        """How long the request that leaves next has waited; 0 when none waits."""
+    def waited_s(self, now: float, ledger_now: float) -> float:
+        """How long the request that leaves next has waited, one that comes back from a worker since
+        then; 0 when none waits."""
         head = self._queue.peek(ledger_now)
-        return max(0.0, ledger_now - head.arrived) if head else 0.0
+        if head is None:
+            return 0.0
+        since_s = self._queue.waited_s(head, now) if head.has_run else ledger_now - head.arrived
+        return max(0.0, since_s)
 
     @property
     def running(self) -> int:

@@ -97,8 +97,8 @@ class Queue:
         self._come(len(gone))
 
     def load(self) -> session_pb2.ClusterLoad:
-        workers = self._leader.placement.workers.values()
-        return cluster_load(1, self._leader.tenure, workers, float(self._came))
+        workers, moment = self._leader.placement.workers.values(), float(self._came)
+        return cluster_load(1, self._leader.tenure, workers, moment, moment)
 
     def outlook(self) -> session_pb2.Outlook:
         return self._leader.tenure.outlook(1)

@@ -9,7 +9,9 @@ from tests.admission_support import Cluster, paced
 
 
 def say(cluster: Cluster, ledger_now: float = 0.0) -> pb.ClusterLoad:
-    return cluster_load(7, cluster.tenure, cluster.placement.workers.values(), ledger_now)
+    """The leader's clock is a hundred seconds behind."""
+    workers = cluster.placement.workers.values()
+    return cluster_load(7, cluster.tenure, workers, ledger_now - 100.0, ledger_now)
 
 
 def test_without_workers_or_requests_there_is_none() -> None:
@@ -24,6 +26,15 @@ def test_what_waits_is_told_in_tokens_and_since_when() -> None:
     load = say(cluster, ledger_now=6.5)
     assert (load.queued, load.queued_tokens, load.waited_s) == (2, 70, 2.5)
     assert load.offered_tokens == 70
+
+
+def test_who_comes_back_from_a_worker_has_waited_since_then() -> None:
+    """And not since it came at first: the autoscaler would see a queue of ten minutes."""
+    cluster = Cluster()
+    cluster.connect()
+    told = pb.Waiting(request_id="a", arrived=5.0, prompt_tokens=30, attempt=1, accepted=True)
+    cluster.tenure.hear("g", pb.GatewayMessage(enqueue=[told]), now=500.0)
+    assert say(cluster, ledger_now=600.5).waited_s == 0.5
 
 
 def test_what_came_counts_once_also_when_it_went() -> None:
