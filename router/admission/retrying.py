@@ -7,6 +7,7 @@ that who keeps asking gets no room before those that wait for their time.
 
 from __future__ import annotations
 
+import heapq
 from typing import NamedTuple
 
 from everlift.request_id import is_named, tenant_of
@@ -17,6 +18,8 @@ _MOST_REFUSALS, _MOST_TENANTS = 1 << 16, 1 << 12
 SLACK_S = 0.05
 #: Who has not come so long after its time does not come any more.
 GIVEN_UP_S = 5.0
+#: Moments that may be kept of those that have come since, beside as many as there are others.
+_FEW = 64
 #: The part that comes again is of the last so many.
 _MEMORY = 100
 
@@ -38,8 +41,10 @@ class Retrying:
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
-        #: by request id
+        #: by request id, who was refused last is last
         self._told: dict[str, Told] = {}
+        #: when each of them is due, and of others that have come since, as a heap
+        self._dues: list[tuple[float, str]] = []
         #: by tenant, tokens as of a moment
         self._buckets: dict[str, tuple[float, float]] = {}
         #: of those with names that were refused, the part that came again
@@ -56,11 +61,24 @@ class Retrying:
             return
         self._told.pop(request_id, None)
         self._told[request_id] = told
-        while (oldest := next(iter(self._told))) != request_id and (
-            self._told[oldest].due + GIVEN_UP_S < told.at or len(self._told) > _MOST_REFUSALS
-        ):
-            del self._told[oldest]
-            self._note(0.0)
+        heapq.heappush(self._dues, (told.due, request_id))
+        self._give_up(told.at)
+        if len(self._told) > _MOST_REFUSALS:
+            self._does_not_come(next(iter(self._told)))
+
+    def _give_up(self, now: float) -> None:
+        """Those whose time is over. Some are told to come after an hour: they keep no others."""
+        while self._dues[0][0] + GIVEN_UP_S < now:
+            due, request_id = heapq.heappop(self._dues)
+            if (told := self._told.get(request_id)) is not None and told.due == due:
+                self._does_not_come(request_id)
+        if len(self._dues) > 2 * len(self._told) + _FEW:
+            self._dues = [(told.due, request_id) for request_id, told in self._told.items()]
+            heapq.heapify(self._dues)
+
+    def _does_not_come(self, request_id: str) -> None:
+        del self._told[request_id]
+        self._note(0.0)
 
     def forget(self, request_id: str) -> None:
         """It was not refused."""

@@ -139,6 +139,24 @@ def test_who_does_not_come_again_is_not_waited_for() -> None:
     assert error is not None and error.retry_after_s == pytest.approx(0.5), "one room's time"
 
 
+def test_who_is_to_come_after_an_hour_hides_nobody_who_does_not_come_again() -> None:
+    door = entrance()
+    door.refuse("late", "deadline_unmeetable", 3600.0, now=0.0)
+    now = 0.0
+    for number in range(4000):
+        error = admit(door, f"r{number}", queued=10, now=now)
+        now += 0.1
+    assert error is not None and error.retry_after_s == pytest.approx(0.5), "one room's time"
+
+
+def test_of_who_comes_again_and_again_too_soon_no_moments_pile_up() -> None:
+    retrying = Retrying(rate=0.0, burst=2000.0)
+    for now in range(1000):
+        retrying.refused("r", Told("deadline_unmeetable", now, now + 3600.0))
+        assert retrying.too_soon_s("r", now) == 0.0
+    assert len(retrying._dues) <= 100
+
+
 def test_refusals_are_remembered_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.admission.retrying._MOST_REFUSALS", 10)
     retrying = Retrying(rate=0.0, burst=0.0)
