@@ -8,6 +8,10 @@ conformal inference, arXiv 2106.00170). Over n outputs in a row of a group it is
     (r + rate) / (rate * n)
 
 where r is how far the shift has to go: the range of ln(output / predicted).
+
+An output is held against the quantile as it is when it ends, and not as it was told when it came.
+Else each of those that were under way meanwhile would move the shift for the same reason: with a
+few hundred of a group it would swing by several orders of magnitude, however good the model is.
 """
 
 from __future__ import annotations
@@ -33,16 +37,16 @@ class Corrections:
         shifts = self._shifts.get(group, self._all)
         return [each + shift for each, shift in zip(logs, shifts, strict=True)]
 
-    def note(self, group: str, corrected: Sequence[float], log_length: float) -> None:
-        """An output ended of which ``corrected`` was predicted."""
-        is_longer = [log_length > each for each in corrected]
+    def note(self, group: str, logs: Sequence[float], log_length: float) -> None:
+        """An output ended of which ``logs`` were predicted, before any shift."""
+        is_longer = [log_length > each for each in self.apply(group, logs)]
         moves = zip(is_longer, self._quantiles, strict=True)
         self._move(group, [longer - (1 - quantile) for longer, quantile in moves])
 
-    def note_longer(self, group: str, corrected: Sequence[float], log_length: float) -> None:
+    def note_longer(self, group: str, logs: Sequence[float], log_length: float) -> None:
         """One was cut off, and had at least this length: whether it would have stayed within the
         quantiles above that nobody knows."""
-        is_longer = [log_length > each for each in corrected]
+        is_longer = [log_length > each for each in self.apply(group, logs)]
         moves = zip(is_longer, self._quantiles, strict=True)
         self._move(group, [longer * quantile for longer, quantile in moves])
 

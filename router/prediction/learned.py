@@ -30,9 +30,11 @@ _SHORTEST, _LONGEST = 0.0, log(1 << 30)
 class Guess:
     """What was predicted of a request's outputs, believed or not: ``logs``, the
     corrected quantiles' natural logarithms, ``least_log`` that of LEAST, and the ``length`` that
-    follows from ``logs``. Of the request it keeps its ``groups`` alone: a million may wait."""
+    follows from ``logs``; ``uncorrected`` are these three logarithms as the model has them. Of the
+    request it keeps its ``groups`` alone: a million may wait."""
 
     groups: tuple[str, ...]
+    uncorrected: tuple[float, ...]
     logs: tuple[float, ...]
     least_log: float
     length: LengthDistribution
@@ -55,25 +57,24 @@ class Learned:
 
     def guess(self, asked: Asked) -> Guess:
         logs = self._forest.sums(self._histories.features(asked))
-        group = narrowest(asked.groups)
-        *corrected, least_log = self._corrections.apply(group, [*logs, _least_log(logs)])
+        group, uncorrected = narrowest(asked.groups), (*logs, _least_log(logs))
+        *corrected, least_log = self._corrections.apply(group, uncorrected)
         length = _length(corrected)
         tokens = length.to_come(0, asked.max_tokens)
-        return Guess(asked.groups, tuple(corrected), least_log, length, tokens)
+        return Guess(asked.groups, uncorrected, tuple(corrected), least_log, length, tokens)
 
     def note(self, guess: Guess, num_tokens: int) -> None:
         """An output ended."""
         log_length = log(max(1, num_tokens))
         self._histories.note(guess.groups, log_length)
-        self._corrections.note(narrowest(guess.groups), (*guess.logs, guess.least_log), log_length)
+        self._corrections.note(narrowest(guess.groups), guess.uncorrected, log_length)
         within = [log_length <= each for each in guess.logs]
         self.trust.note(guess.tokens, within, num_tokens)
 
     def note_cut_off(self, guess: Guess, num_tokens: int) -> None:
         """An output had so many tokens, and would have got more."""
-        self._corrections.note_longer(
-            narrowest(guess.groups), (*guess.logs, guess.least_log), log(num_tokens + 1)
-        )
+        group = narrowest(guess.groups)
+        self._corrections.note_longer(group, guess.uncorrected, log(num_tokens + 1))
 
 
 def _least_log(logs: Sequence[float]) -> float:

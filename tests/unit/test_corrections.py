@@ -25,7 +25,7 @@ def test_whatever_is_predicted_and_comes_coverage_is_off_by_no_more_than_is_prom
     within = [0, 0]
     for low, high, actual in outputs:
         corrected = corrections.apply("g", (low, high))
-        corrections.note("g", corrected, actual)
+        corrections.note("g", (low, high), actual)
         within = [count + (actual <= it) for count, it in zip(within, corrected, strict=True)]
     bound = (HIGH - LOW + RATE) / (RATE * len(outputs))
     for count, quantile in zip(within, QUANTILES, strict=True):
@@ -40,11 +40,10 @@ def test_of_what_was_cut_off_is_learned_that_it_is_longer_and_nothing_else() -> 
     for _ in range(20_000):
         length = dice.gauss(5.0, 1.0)
         for corrections in (seen, alone):
-            corrected = corrections.apply("g", (6.0,))
             if length < 4.0:
-                corrections.note("g", corrected, length)
+                corrections.note("g", (6.0,), length)
             elif corrections is seen:
-                corrections.note_longer("g", corrected, 4.0)
+                corrections.note_longer("g", (6.0,), 4.0)
     quantile = 5.0 - 1.645
     assert seen.apply("g", (6.0,)) == [pytest.approx(quantile, abs=0.2)]
     assert alone.apply("g", (6.0,))[0] < quantile - 0.7
@@ -54,8 +53,7 @@ def test_a_template_that_became_longer_is_followed_and_others_are_not_disturbed(
     corrections, dice = Corrections(QUANTILES), random.Random(3)
     for _ in range(400):
         for group, mean in (("longer", 6.0), ("as before", 3.0)):
-            corrected = corrections.apply(group, (3.0, 3.9))
-            corrections.note(group, corrected, dice.gauss(mean, 0.5))
+            corrections.note(group, (3.0, 3.9), dice.gauss(mean, 0.5))
     assert corrections.apply("longer", (3.0, 3.9))[0] == pytest.approx(6.0, abs=0.3)
     assert corrections.apply("as before", (3.0, 3.9))[0] == pytest.approx(3.0, abs=0.3)
 
@@ -65,7 +63,7 @@ def test_a_group_of_which_nothing_ended_is_shifted_as_others_are() -> None:
     assert corrections.apply("new", (3.0, 4.0)) == [3.0, 4.0]
     for number in range(4000):
         group = f"g{number % 5}"
-        corrections.note(group, corrections.apply(group, (3.0, 4.0)), 5.0 + number % 2)
+        corrections.note(group, (3.0, 4.0), 5.0 + number % 2)
     assert 1.5 < corrections.apply("new", (3.0, 4.0))[0] - 3.0 < 3.5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -16,7 +17,7 @@ from router.admission.waiting import Waiting
 from router.config import Order, RouterConfig
 from router.gateway.told import arriving
 from router.prediction.model import Model
-from router.prediction.predictor import Predictor
+from router.prediction.predictor import Prediction, Predictor
 from router.prediction.rank_correlation import kendall_tau
 from tests import mixes
 from tests.mixes import Drawn
@@ -96,6 +97,24 @@ def test_when_all_outputs_get_longer_predictions_do() -> None:
     tokens = told(made, requests, factor=3.0)
     late = slice(600, None)
     assert sum(tokens[late]) == pytest.approx(3 * sum(lengths(requests)[late]), rel=0.35)
+    assert made.trust is not None
+    assert made.trust.coverage == pytest.approx([0.5, 0.9], abs=0.12)
+
+
+def test_however_many_are_under_way_a_correction_goes_no_further_than_it_has_to() -> None:
+    """Of one template, of which five hundred come between a prediction and what came of it."""
+    made, requests = predictor(), mixed(2, 3000, [mixes.DIGEST])
+    under_way, tokens = deque[Prediction](), list[int]()
+    for place, it in enumerate(requests):
+        prediction = made.predict(request(it), it.arrived)
+        assert prediction.guess is not None
+        under_way.append(prediction)
+        tokens.append(prediction.guess.tokens)
+        if place >= 500:
+            made.note(under_way.popleft(), requests[place - 500].output_tokens)
+    late = slice(1000, None)
+    assert max(tokens[late]) < 2 * min(tokens[late])
+    assert sum(tokens[late]) == pytest.approx(sum(lengths(requests)[late]), rel=0.15)
     assert made.trust is not None
     assert made.trust.coverage == pytest.approx([0.5, 0.9], abs=0.12)
 
