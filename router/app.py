@@ -16,7 +16,7 @@ from ray import serve
 from ray.util import get_node_ip_address
 
 from everlift import heap, logs
-from everlift.errors import EverliftError
+from everlift.errors import InvalidRequest
 from everlift.notice import on_signal
 from everlift.v1 import session_pb2
 from router.config import RouterConfig
@@ -63,10 +63,11 @@ class RouterDeployment:
         self._running.worker_starts(session_pb2.WorkerStart(name=name, seconds=seconds))
 
     async def announce(self, worker: bytes) -> str:
-        """A worker is ready: its WorkerInfo. Answers with the cause when it is refused, else ""."""
+        """A worker is ready: its WorkerInfo. Answers with the cause when it is refused, else "".
+        What may pass is raised: LedgerUnavailable, LedgerFull."""
         try:
             await self._running.announce(session_pb2.WorkerInfo.FromString(worker))
-        except EverliftError as error:
+        except InvalidRequest as error:
             return str(error)
         return ""
 

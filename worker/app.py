@@ -33,6 +33,10 @@ _ANNOUNCE_S = 1.0
 _STARTS_S = 5.0
 
 
+class Refused(RuntimeError):
+    """It does not fit those that are there."""
+
+
 @serve.deployment(name="worker", health_check_period_s=1.0, health_check_timeout_s=10.0)
 class WorkerDeployment:
     """``router`` is the handle of the router's deployment."""
@@ -62,7 +66,7 @@ class WorkerDeployment:
                 asyncio.create_task(self._end_with(number, rank))
                 for number, rank in enumerate(self._ranks)
             ]
-            await self._announce()
+            await self._join()
         self._announcing = asyncio.create_task(self._announce_when_alone())
 
     async def _end_with(self, number: int, rank: Any) -> None:
@@ -99,10 +103,26 @@ class WorkerDeployment:
         except Exception as error:
             log.info("start not told", cause=str(error))
 
+    async def _join(self) -> None:
+        """Until a router accepts it: what it has loaded may have taken minutes, and a ledger that
+        is away for a moment is no reason to do that again. Raises Refused."""
+        while not await self._is_announced():
+            await asyncio.sleep(_ANNOUNCE_S)
+
+    async def _is_announced(self) -> bool:
+        try:
+            await self._announce()
+        except Refused:
+            raise
+        except Exception as error:
+            log.warning("could not announce", cause=str(error))
+            return False
+        return True
+
     async def _announce(self) -> None:
         refusal = await self._router.announce.remote(self._info)
         if refusal:
-            raise RuntimeError(f"the router refuses this worker: {refusal}")
+            raise Refused(f"the router refuses this worker: {refusal}")
 
     async def _announce_when_alone(self) -> None:
         while True:

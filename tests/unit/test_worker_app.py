@@ -1,0 +1,57 @@
+"""A worker under Ray Serve says that it is ready; tests/e2e has the whole of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from everlift.errors import InvalidRequest, LedgerUnavailable
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+
+
+def ready_worker(monkeypatch: pytest.MonkeyPatch, answers: list[str | Exception]) -> Any:
+    """A replica that is about to join. The router's deployment answers so, one after the other."""
+    from worker import app
+
+    async def announce(info: bytes) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(app, "_ANNOUNCE_S", 0.0)
+    made: Any = object.__new__(app.WorkerDeployment.func_or_class)
+    made._router = SimpleNamespace(announce=SimpleNamespace(remote=announce))
+    made._info = b"info"
+    return made
+
+
+async def test_what_a_worker_has_loaded_is_kept_until_a_router_can_hear_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[str | Exception] = [LedgerUnavailable("away"), OSError("no replica"), ""]
+    await ready_worker(monkeypatch, answers)._join()
+    assert not answers
+
+
+async def test_a_worker_that_does_not_fit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="refuses this worker: another model"):
+        await ready_worker(monkeypatch, ["another model"])._join()
+
+
+async def test_a_router_refuses_what_does_not_fit_and_raises_what_may_pass() -> None:
+    from router import app
+
+    async def announce(info: object) -> None:
+        raise causes.pop(0)
+
+    causes = [InvalidRequest("another model"), LedgerUnavailable("away")]
+    router: Any = object.__new__(app.RouterDeployment.func_or_class)
+    router._router = SimpleNamespace(announce=announce)
+    assert await router.announce(b"") == "another model"
+    with pytest.raises(LedgerUnavailable):
+        await router.announce(b"")
+    router._router = None
