@@ -54,7 +54,7 @@ class Bounds:
         if waiting.has_run:
             return waiting
         self._waits.came(waiting)
-        wait_s = self._waits.wait_s(self._queue.backlog.work_from(waiting.priority))
+        wait_s = self._waits.wait_s(self._queue.work_before(waiting))
         prefill_s = self._waits.prefill_s(waiting)
         ttft_s = None if wait_s is None or not prefill_s else wait_s + prefill_s
         return waiting._replace(

@@ -45,6 +45,11 @@ class Classes:
         #: tokens of work
         self._owed: dict[int, float] = {}
 
+    @property
+    def in_turns(self) -> bool:
+        """Tenants take turns."""
+        return self._fair_share is not None
+
     def push(self, waiting: Waiting, ticket: int) -> None:
         lane = self._lanes.get(waiting.priority)
         if lane is None:

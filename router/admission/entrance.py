@@ -15,6 +15,7 @@ from everlift.errors import (
     Shed,
     from_slug,
 )
+from everlift.request_id import is_qualified
 from everlift.v1 import session_pb2
 from router.admission.appointments import Appointments
 from router.admission.policy import Rules
@@ -72,7 +73,7 @@ class Entrance:
         if not self.rules.refuse_late:
             return
         output_s = (least_tokens - 1) * self.outlook.least_tpot_s
-        late = wanted.late(self._wait_s(priority), 0.0, output_s)
+        late = wanted.late(self._wait_s(request_id, priority), 0.0, output_s)
         if late is not None:
             too_long = least_tokens if late.is_by_output else 0
             slug = DeadlineUnmeetable.slug
@@ -82,9 +83,12 @@ class Entrance:
         """Somebody of a lower class waits."""
         return self.outlook.HasField("lowest") and self.outlook.lowest < priority
 
-    def _wait_s(self, priority: int) -> float:
-        """At the least."""
-        before = [it.wait_s for it in self.outlook.waits if it.priority >= priority]
+    def _wait_s(self, request_id: str, priority: int) -> float:
+        """At the least. Where tenants take turns those of its class that wait may be others', who
+        do not go before it: who leads knows."""
+        in_turns = self.rules.fair_share and is_qualified(request_id)
+        first = priority + in_turns
+        before = [it.wait_s for it in self.outlook.waits if it.priority >= first]
         return before[-1] if before else 0.0
 
     def refuse(

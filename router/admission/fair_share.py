@@ -36,6 +36,8 @@ class FairShare:
         self._output_token = output_token
         self._weight_of = weight_of
         self._of_class: dict[int, TokenCounters] = {}
+        #: tokens to be computed for what waits, as predicted, by class and tenant
+        self._work: dict[tuple[int, str], int] = {}
         #: who waited under the leader before is not taken for one who comes
         self._lifts = False
 
@@ -50,10 +52,27 @@ class FairShare:
         """It waits."""
         tenant = tenant_of(waiting.request_id)
         self.counters(waiting.priority).come(tenant, lift=self._lifts)
+        key = waiting.priority, tenant
+        self._work[key] = self._work.get(key, 0) + waiting.work_tokens
 
     def go(self, waiting: Waiting) -> None:
         """It does not wait any more."""
-        self.counters(waiting.priority).go(tenant_of(waiting.request_id))
+        tenant = tenant_of(waiting.request_id)
+        self.counters(waiting.priority).go(tenant)
+        key = waiting.priority, tenant
+        self._work[key] -= waiting.work_tokens
+        if not self._work[key]:
+            del self._work[key]
+
+    def work_before(self, ordered: Ordered) -> int:
+        """Tokens of its class that leave before one that comes now, as predicted: its tenant's, and
+        what each other one that waits is served meanwhile, of weight 1, if it has as much."""
+        tenant = tenant_of(ordered.request_id)
+        own = self._work.get((ordered.priority, tenant), 0)
+        if not own:
+            return 0
+        others = len(self.counters(ordered.priority).waiting) - 1
+        return round(own * (1 + others / self._weight_of(tenant)))
 
     def of(self, ordered: Ordered) -> float:
         """What its tenant was served in its class; of two the one with less has its turn."""

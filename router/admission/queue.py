@@ -85,6 +85,16 @@ class AdmissionQueue:
         """To be computed for all that wait, as predicted."""
         return self.backlog.work_tokens
 
+    def work_before(self, waiting: Waiting) -> int:
+        """To be computed for those that probably leave before one that comes now, as predicted:
+        where tenants take turns those of others do not all go before it."""
+        ahead = self.backlog.work_from(waiting.priority)
+        if not self._classes.in_turns:
+            return ahead
+        assert self._fair_share is not None
+        higher = self.backlog.work_from(waiting.priority + 1)
+        return min(ahead, higher + self._fair_share.work_before(waiting))
+
     def push(self, waiting: Waiting, now: float = 0.0) -> Waiting | None:
         """Adds a request; the one that waited under this id before is replaced, and returned."""
         # First: who is replaced by itself does not go meanwhile.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,9 +17,9 @@ from tests.admission_support import CONFIG, Cluster, paced
 FULL = Load(1, num_running=4, num_waiting=2)
 
 
-def cluster(**settings: object) -> Cluster:
+def cluster(weight_of: Callable[[str], float] | None = None, **settings: object) -> Cluster:
     """Of one worker that has all that it can take, and computes 100 tokens a second then."""
-    made = Cluster(replace(CONFIG, **settings))
+    made = Cluster(replace(CONFIG, **settings), weight_of)
     made.connect()
     pace = paced()
     pace.full_rate = 100.0
@@ -161,6 +162,27 @@ def test_of_a_higher_class_only_what_goes_before_it_counts() -> None:
     strict = cluster(refuse_late=True)
     come(strict, "a", predicted_tokens=400)
     assert come(strict, "b", priority=1, ttft_deadline=0.5) == {}
+
+
+def test_where_tenants_take_turns_who_floods_the_queue_makes_nobody_else_too_late() -> None:
+    weights = {"heavy": 4.0}
+    crowded = cluster(weight_of=lambda it: weights.get(it, 1.0), refuse_late=True, max_queued=1000)
+    for number in range(100):
+        come(crowded, f"flood/{number}")
+    assert come(crowded, "flood/late", ttft_deadline=20.0) == {"flood/late": "deadline_unmeetable"}
+    assert come(crowded, "light/1", ttft_deadline=0.5) == {}
+    # A second of its own work waits, and two take turns: 1.6 s at the least, and its prompt.
+    assert come(crowded, "light/2", ttft_deadline=1.6) == {"light/2": "deadline_unmeetable"}
+    assert come(crowded, "light/3", ttft_deadline=1.8) == {}
+    crowded.hear(pb.GatewayMessage(withdraw=["light/1", "light/3"]))
+    come(crowded, "higher/1", priority=1, predicted_tokens=100)
+    assert come(crowded, "light/4", ttft_deadline=1.6) == {"light/4": "deadline_unmeetable"}
+    assert come(crowded, "light/5", ttft_deadline=1.8) == {}
+    crowded.hear(pb.GatewayMessage(withdraw=["light/5", "higher/1"]))
+    # A second of its own, and a quarter of one of the flood's.
+    assert come(crowded, "heavy/1") == {}
+    assert come(crowded, "heavy/2", ttft_deadline=1.0) == {"heavy/2": "deadline_unmeetable"}
+    assert come(crowded, "heavy/3", ttft_deadline=1.2) == {}
 
 
 def test_where_nobody_knows_how_long_it_takes_nobody_is_too_late() -> None:
