@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 from everlift.errors import EverliftError, UnknownRequest
@@ -59,6 +60,13 @@ class Example:
         plain["arrived"] = plain.pop("moment")
         optional = {"application": self.application, "expected_tokens": self.expected_tokens}
         return json.dumps(plain | {name: it for name, it in optional.items() if it})
+
+
+def by_request(examples: Iterable[Example]) -> Iterator[tuple[Asked, list[Example]]]:
+    """The outputs of each, all of which are predicted before any of them ends. Those of one stand
+    together."""
+    for what, alike in groupby(examples, key=lambda example: example.asked):
+        yield what, list(alike)
 
 
 def from_lines(lines: Iterable[str], model: ServedModel) -> list[Example]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from math import log
 from typing import Any
 
-from cluster.prediction.examples import Example
+from cluster.prediction.examples import Example, by_request
 from router.prediction.asked import narrowest
 from router.prediction.learned import Guess, Learned
 from router.prediction.model import QUANTILES
@@ -61,14 +61,15 @@ class Report:
 
 
 def examine(learned: Learned, held_out: Sequence[Example], learnt_from: int) -> Report:
-    """``held_out`` are by arrival; each is told as ended before the next one is asked about, so
-    that what is corrected in service is corrected here."""
-    mean, seen = OutputLengths(), []
-    for example in held_out:
-        guess = learned.guess(example.asked)
-        seen.append(_Seen(example, guess, mean.mean))
-        learned.note(guess, example.output_tokens)
-        mean.note(example.output_tokens)
+    """``held_out`` are by arrival; each request's are told as ended before the next one is asked
+    about, so that what is corrected in service is corrected here."""
+    mean, seen = OutputLengths(), list[_Seen]()
+    for asked, outputs in by_request(held_out):
+        guess = learned.guess(asked)
+        seen += [_Seen(output, guess, mean.mean) for output in outputs]
+        for output in outputs:
+            learned.note(guess, output.output_tokens)
+            mean.note(output.output_tokens)
     groups = defaultdict(list)
     for each in seen:
         groups[each.example.application or narrowest(each.example.asked.groups)].append(each)

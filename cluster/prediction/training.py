@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.errors import ClusterFailed
-from cluster.prediction.examples import Example
+from cluster.prediction.examples import Example, by_request
 from cluster.prediction.report import Report, examine
 from router.prediction.histories import FEATURES, Histories
 from router.prediction.learned import Learned
@@ -82,12 +82,13 @@ def trained(served: str, examples: Sequence[Example]) -> tuple[str, Report]:
 
 
 def table(examples: Sequence[Example], histories: Histories) -> tuple[Array, Array]:
-    """Features, a row for each example, and logarithms of lengths. Each is asked with what ended
-    before it; after it ``histories`` know of all."""
+    """Features, a row for each example, and logarithms of lengths. Each request is asked with what
+    ended before it; after it ``histories`` know of all."""
     rows = []
-    for example in examples:
-        rows.append(histories.features(example.asked))
-        histories.note(example.asked.groups, log(example.output_tokens))
+    for asked, outputs in by_request(examples):
+        rows += [histories.features(asked)] * len(outputs)
+        for output in outputs:
+            histories.note(asked.groups, log(output.output_tokens))
     return np.array(rows), np.log([example.output_tokens for example in examples])
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import islice
+from math import exp
 from random import Random
 
 import pytest
 
 from cluster.errors import ClusterFailed
+from cluster.prediction.examples import Example
 from cluster.prediction.training import trained
 from router.prediction.model import Model
 from tests import mixes
@@ -38,6 +40,19 @@ def test_where_nothing_can_be_known_nothing_is() -> None:
     _, report = learnt(2, 800, (NOISE,))
     assert abs(report.all.tau) < 0.15
     assert report.all.tau_oracle == 0
+
+
+def test_what_one_choice_became_does_not_tell_of_the_others_as_it_does_not_in_service() -> None:
+    """Each prompt has a length that nobody can know before its first choice ends; all four are
+    predicted before."""
+    dice, made = Random(4), list[Example]()
+    for number in range(400):
+        (one,) = examples(number, 1, (NOISE,))
+        asked, median = one.asked._replace(choices=4, moment=float(number)), dice.gauss(4.0, 1.0)
+        lengths = (round(exp(dice.gauss(median, 0.1))) for _ in range(4))
+        made += (replace(one, asked=asked, output_tokens=max(1, it)) for it in lengths)
+    _, report = trained("m", made)
+    assert abs(report.all.tau) < 0.15
 
 
 def test_it_is_told_for_each_application() -> None:
