@@ -317,6 +317,9 @@ def test_langchain_calls_tools_and_reads_json() -> None:
     tool = langchain().bind_tools([TOOL], tool_choice="note")
     [call] = tool.invoke("json name=ann:").tool_calls
     assert call["name"] == "note" and call["args"]["name"] in ("ann", "bob")
+    first, *rest = tool.stream("json name=ann:")
+    [told] = sum(rest, first).tool_calls
+    assert (told["name"], told["args"]) == (call["name"], call["args"])
     reader = langchain().with_structured_output(
         {"title": "person", **SCHEMA["json_schema"]["schema"]}, method="json_schema"
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from langchain_openai import ChatOpenAI
 from openai import OpenAI
 
 BASE = f"http://{os.environ['EVERLIFT_HTTP']}/v1"
@@ -147,6 +148,16 @@ def test_the_packages_own_sum_of_a_stream(client: OpenAI, text: str) -> None:
     assert called(streamed.message) == called(whole.message)
     assert (streamed.message.content or None) == whole.message.content
     assert streamed.finish_reason == whole.finish_reason
+
+
+@pytest.mark.parametrize("calls", [[END], [ANN, BOB]])
+def test_langchains_sum_of_a_stream(calls: Any) -> None:
+    asked = saying(written(*calls))
+    model = ChatOpenAI(model=asked["model"], base_url=BASE, api_key="none", temperature=0)  # type: ignore[arg-type]
+    first, *rest = model.bind_tools(asked["tools"]).stream(asked["messages"], max_tokens=200)
+    told = sum(rest, first)
+    assert [(call["name"], call["args"]) for call in told.tool_calls] == calls
+    assert not told.invalid_tool_calls
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])

@@ -124,7 +124,10 @@ def joined(chunks: Sequence[Any], num_choices: int) -> list[dict[str, Any]]:
         delta = shown.get("delta", {})
         into["text"] += shown.get("text", "") + delta.get("content", "")
         into["roles"] += [delta["role"]] if "role" in delta else []
-        for call in delta.get("tool_calls", []):
+        calls = delta.get("tool_calls", [])
+        # langchain takes a second entry of the same call for another call.
+        assert len({call["index"] for call in calls}) == len(calls)
+        for call in calls:
             known = into["calls"].setdefault(call["index"], {"id": [], "arguments": ""})
             known["id"] += [call["id"]] if "id" in call else []
             known["arguments"] += call["function"]["arguments"]

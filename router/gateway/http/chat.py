@@ -216,17 +216,20 @@ def _message(deltas: Sequence[Delta]) -> Message:
 
 
 def _message_delta(deltas: Sequence[Delta]) -> MessageDelta:
+    """Of each call there is one entry: langchain takes a second one of the same chunk for another
+    call."""
     message: MessageDelta = {}
-    calls: list[CallDelta] = []
+    calls: dict[int, CallDelta] = {}
     for delta in deltas:
         match delta:
             case Content(text):
                 message["content"] = message.get("content", "") + text
             case CallBegins(index, call_id, name):
                 begun: FunctionDelta = {"name": name, "arguments": ""}
-                calls.append({"index": index, "id": call_id, "type": "function", "function": begun})
+                calls[index] = {"index": index, "id": call_id, "type": "function", "function": begun}
             case Arguments(index, text):
-                calls.append({"index": index, "function": {"arguments": text}})
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
     if calls:
-        message["tool_calls"] = calls
+        message["tool_calls"] = list(calls.values())
     return message
