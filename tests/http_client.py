@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 JSON = {"content-type": "application/json"}
+#: A client of these reads all that an event has.
+EVENTS = "text/event-stream"
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ async def streamed(
     """``body`` is JSON, or bytes as they are."""
     host, port = address.rsplit(":", 1)
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    fields = {"host": address, "content-length": str(len(data)), **headers}
+    fields = {"host": address, "content-length": str(len(data)), "accept": EVENTS, **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

@@ -555,6 +555,15 @@ async def test_who_had_another_number_of_choices_is_refused(router: int) -> None
                         assert (error["code"], error["param"]) == ("invalid_request", "n")
 
 
+async def test_who_knows_nothing_but_data_is_told_nothing_else(address: str) -> None:
+    """As many clients do that take each line, or all that is before an empty one, for JSON."""
+    body = {**GREEDY, "stream": True}
+    async with streamed(address, "/v1/completions", body, {**JSON, "accept": "*/*"}) as stream:
+        *told, done, end = (await stream.rest()).decode().split("\n\n")
+    assert told and all(json.loads(each.removeprefix("data: "))["choices"] for each in told)
+    assert (done, end) == ("data: [DONE]", "")
+
+
 async def test_where_a_stream_is_must_be_right(address: str) -> None:
     body = {**GREEDY, "stream": True}
     for last, status, code in (

@@ -35,6 +35,7 @@ from router.gateway.model import ServedModel
 from router.gateway.requests import new_request_id
 
 _LAST_EVENT_ID = "last-event-id"
+_EVENTS = "text/event-stream"
 
 
 class Answer(StreamedAnswer, Protocol):
@@ -109,7 +110,14 @@ class Answering:
             return Response(whole, media_type="application/json")
         has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
         explains = any(message.explain for message in messages)
-        events = Events(generation, transcript, answer, has_usage=has_usage, explains=explains)
+        events = Events(
+            generation,
+            transcript,
+            answer,
+            has_usage=has_usage,
+            explains=explains,
+            has_ids=_reads_ids(call),
+        )
         return await EventStream.begin(events, call.params)
 
     async def _open(
@@ -184,6 +192,11 @@ def _named(call: Call) -> str:
     call.told[headers.IDEMPOTENCY_KEY] = name = named.request_id or new_request_id()
     call.told.setdefault(headers.X_REQUEST_ID, name)
     return name
+
+
+def _reads_ids(call: Call) -> bool:
+    """Its caller knows what else than data an event has."""
+    return _LAST_EVENT_ID in call.headers or _EVENTS in call.headers.get("accept", "").lower()
 
 
 def _request_ids(name: str, count: int) -> list[str]:

@@ -44,7 +44,10 @@ class StreamedAnswer(Protocol):
 
 
 class Events:
-    """The events of one answer, which can be taken as they come. Who has it closes it."""
+    """The events of one answer, which can be taken as they come. Who has it closes it.
+
+    With ``has_ids`` each says where the stream is. Clients that know no other line than ``data``
+    take an id for the beginning of their JSON."""
 
     def __init__(
         self,
@@ -54,10 +57,12 @@ class Events:
         *,
         has_usage: bool,
         explains: bool = False,
+        has_ids: bool = False,
     ) -> None:
         self._generation = generation
         self._transcript = transcript
         self._answer = answer
+        self._has_ids = has_ids
         #: what comes behind the last piece, the last of it first
         self._last: list[Callable[[], str]] = [lambda: "[DONE]"]
         if has_usage or explains:
@@ -90,7 +95,8 @@ class Events:
 
     def event(self, data: str) -> bytes:
         """One that tells ``data`` where the stream is now."""
-        return f"id: {self._transcript.event_id}\ndata: {data}\n\n".encode()
+        where = f"id: {self._transcript.event_id}\n" if self._has_ids else ""
+        return f"{where}data: {data}\n\n".encode()
 
     async def first(self) -> bytes:
         """Raises as ``take`` does."""
