@@ -224,11 +224,8 @@ class ServedModel:
         """Tokens that the context can hold behind so long a prompt. Raises PromptTooLong."""
         room = self.max_model_len - num_prompt
         if room < 1:
-            raise PromptTooLong(
-                f"the prompt has {num_prompt} tokens; the context of {self.max_model_len} "
-                "(worker.max_model_len) has to hold at least one more",
-                field="prompt",
-            )
+            what = f"the {num_prompt} tokens of the prompt leave no room for one of an output"
+            raise PromptTooLong(self._too_long(what), field="prompt")
         return room
 
     def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -256,14 +253,17 @@ class ServedModel:
         if isinstance(prompt, str):
             # A token stands for a few dozen characters at most.
             if len(prompt) > self.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
-                raise PromptTextTooLong(self._too_long(f"{len(prompt)} characters"), field="text")
+                what = f"{len(prompt)} characters do not fit"
+                raise PromptTextTooLong(self._too_long(what), field="text")
         elif len(prompt) > self.max_model_len:
-            raise PromptTooLong(self._too_long(f"{len(prompt)} tokens"), field="tokens")
+            what = f"{len(prompt)} tokens do not fit"
+            raise PromptTooLong(self._too_long(what), field="tokens")
 
     def _too_long(self, what: str) -> str:
+        """In words by which langchain, litellm and others know what to do about it."""
         return (
-            f"{what} are more than the context of {self.max_model_len} tokens "
-            "(worker.max_model_len) can hold"
+            f"the prompt is too long: this model's maximum context length is {self.max_model_len} "
+            f"tokens (worker.max_model_len), and {what}"
         )
 
     def decode(self, ids: Sequence[int]) -> str:

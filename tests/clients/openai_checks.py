@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI, OpenAI
@@ -324,3 +325,9 @@ def test_langchain_calls_tools_and_reads_json() -> None:
         {"title": "person", **SCHEMA["json_schema"]["schema"]}, method="json_schema"
     )
     assert reader.invoke("json name=ann age=31:") == {"name": "ann", "age": 31}
+
+
+@pytest.mark.parametrize("num_words", [500, 5_000, 200_000])
+def test_langchain_knows_a_prompt_that_is_too_long(num_words: int) -> None:
+    with pytest.raises(ContextOverflowError):
+        langchain().invoke("hello " * num_words)
