@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ log = logs.get(__name__)
 
 #: Between two looks while nobody watches: what happened lately is known to who comes.
 _IDLE_S = 1.0
-#: After a look it rests for so many times as long, however many workers there are.
+#: After a look it rests for so many times its CPU time, however many workers there are.
 _RESTS = 50
 #: Between two questions to the ledger.
 _ASK_S = 1.0
@@ -61,10 +62,11 @@ class Console:
         asking = [asyncio.create_task(it) for it in (self._ask_ledger(), self._ask_peers())]
         try:
             while True:
-                began = now()
+                # Not what others had of the core meanwhile: a busy router is looked at as often.
+                began = time.thread_time()
                 self._look()
                 rest_s = FRAME_S if self._audience else _IDLE_S
-                await asyncio.sleep(max(rest_s, _RESTS * (now() - began)))
+                await asyncio.sleep(max(rest_s, _RESTS * (time.thread_time() - began)))
         finally:
             for task in asking:
                 task.cancel()

@@ -1,0 +1,69 @@
+"""How often a console looks at its cluster: a part of the router's CPU time is for that."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+
+from cluster.sim.clock import Clock
+from router.console.console import Console
+
+
+class Looked:
+    """A cluster whose every look takes as much: of the core, and by the clock."""
+
+    def __init__(self, clock: Clock, cpu_s: float, wall_s: float) -> None:
+        self._clock = clock
+        self._cpu_s = cpu_s
+        self._wall_s = wall_s
+        self.spent_s = 0.0
+        self.num_looks = 0
+        self.load = self.scaling = None
+
+    def look(self, now: float) -> Mapping[str, Any]:
+        self.num_looks += 1
+        self.spent_s += self._cpu_s
+        self._clock.now += self._wall_s
+        return {}
+
+    def hear(self, counts: object, num_silent: int, now: float) -> None:
+        pass
+
+
+class Alone:
+    """There are no other routers."""
+
+    async def counts(self) -> tuple[list[Any], int]:
+        return [], 0
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "wall_s", "num_looks"),
+    [
+        (0.0, 0.0, 100),
+        # A fiftieth of a core.
+        (0.1, 0.1, 19),
+        # Others have the core meanwhile.
+        (0.0, 1.0, 50),
+    ],
+)
+def test_a_busy_router_is_looked_at_as_often(
+    cpu_s: float, wall_s: float, num_looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, nobody = Clock(), cast("Any", None)
+    looked = Looked(clock, cpu_s, wall_s)
+    monkeypatch.setattr(time, "thread_time", lambda: looked.spent_s)
+    process = clock.process("router")
+    console = Console(cast("Any", looked), nobody, nobody, nobody, cast("Any", Alone()))
+    running: asyncio.Task[None] = process.create_task(console.run())
+    clock.run_for(99.5)
+    assert abs(looked.num_looks - num_looks) <= 1
+    running.cancel()
+    clock.close()
