@@ -15,7 +15,7 @@ export class Admin {
     this.listen("drain-form", () => this.drain());
     this.listen("policy-form", () => this.setPolicy());
     this.listen("chaos-form", () => this.inject());
-    $("policy-reset").addEventListener("click", () => this.ask("policy", { reset: Object.keys(this.policy) }, "all is as configured"));
+    $("policy-reset").addEventListener("click", () => this.resetPolicy());
   }
 
   listen(id, act) {
@@ -45,9 +45,7 @@ export class Admin {
     if (!Object.keys(this.inputs).length) this.build(policy);
     for (const [name, value] of Object.entries(policy)) {
       const input = this.inputs[name];
-      if (input.type === "checkbox") {
-        if (this.policy[name] !== value) input.checked = value;
-      } else if (this.policy[name] !== value) input.value = value;
+      if (this.policy[name] !== value) write(input, value);
       input.labels[0].classList.toggle("overridden", overridden.includes(name));
     }
     this.policy = policy;
@@ -73,6 +71,12 @@ export class Admin {
       if (value !== this.policy[name]) changes[name] = value;
     }
     await this.ask("policy", changes, "the policy holds");
+  }
+
+  // What was written into a field and not set would be set with the next change.
+  async resetPolicy() {
+    for (const [name, value] of Object.entries(this.policy)) write(this.inputs[name], value);
+    await this.ask("policy", { reset: Object.keys(this.policy) }, "all is as configured");
   }
 
   async inject() {
@@ -105,7 +109,13 @@ function field(id, name, value) {
     box.checked = value;
     return box;
   }
-  return el("input", { id, type: "number", min: 0, step: "any", value });
+  // An empty one would count as 0, which is a setting too.
+  return el("input", { id, type: "number", min: 0, step: "any", value, required: true });
+}
+
+function write(input, value) {
+  if (input.type === "checkbox") input.checked = value;
+  else input.value = value;
 }
 
 function options(select, values) {
