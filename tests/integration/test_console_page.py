@@ -298,6 +298,39 @@ async def test_workers_are_chosen_with_the_keyboard_alone(
         await expect(chosen).to_have_count(2)
 
 
+async def test_what_is_said_of_a_worker_goes_with_it(
+    parts: Cluster, url: str, chromium: Browser
+) -> None:
+    first = min(parts.workers, key=lambda rank: rank.worker_id)
+    async with opened(chromium, url) as page:
+        await expect(page.locator("#grid .cell")).to_have_count(2)
+        await page.locator("#grid .cell").first.focus()
+        await expect(page.locator("#worker-line")).to_contain_text(first.worker_id[:8])
+        await parts.drain_worker(first)
+        # Its announcement holds for a while.
+        await expect(page.locator("#grid .cell")).to_have_count(1, timeout=30_000)
+        await expect(page.locator("#worker-line")).to_have_text("")
+
+
+async def test_what_is_written_into_the_policy_and_not_set_does_not_stay(
+    url: str, chromium: Browser
+) -> None:
+    async with opened(chromium, url) as page:
+        patience = page.locator("#policy-patience")
+        held = await patience.input_value()
+        await patience.fill("9")
+        await page.select_option("#policy-order", "hrrn")
+        await page.click("#policy-reset")
+        await expect(page.locator("#admin-status")).to_have_text("all is as configured")
+        await expect(patience).to_have_value(held)
+        await expect(page.locator("#policy-order")).to_have_value("fifo")
+        # Nothing at all is no setting.
+        await patience.fill("")
+        await page.click("#policy-form button[type=submit]")
+        assert await patience.evaluate("input => input.validity.valueMissing")
+        await expect(page.locator("#admin-status")).to_have_text("all is as configured")
+
+
 async def test_an_operator_drains_sets_the_policy_and_kills(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:

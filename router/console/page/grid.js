@@ -40,6 +40,7 @@ export class Grid {
     this.box.replaceChildren(...this.cells);
     if (this.cells.length) this.cells[0].tabIndex = 0;
     if (focused && this.ids.includes(focused)) this.focus(this.ids.indexOf(focused));
+    if (!this.ids.includes(this.described)) say($("worker-line"), "");
   }
 
   fill(values) {
@@ -51,7 +52,7 @@ export class Grid {
       const full = `${slots ? Math.ceil((100 * running) / slots) : 0}%`;
       if (cell.full !== full) cell.style.setProperty("--full", (cell.full = full));
     });
-    if (this.described !== undefined) this.describe(this.described);
+    this.describe(this.ids.indexOf(this.described));
   }
 
   mark() {
@@ -63,7 +64,7 @@ export class Grid {
 
   describe(place) {
     if (!this.cells[place] || !this.values?.[place]) return;
-    this.described = place;
+    this.described = this.ids[place];
     const [state, slots, running, waiting, used, cached, tokens] = this.values[place];
     const size = this.workers.sizes[place];
     const who = size > 1 ? `${size} workers from ${short(this.ids[place])} on` : `worker ${short(this.ids[place])}`;
