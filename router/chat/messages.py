@@ -30,8 +30,9 @@ _KEYS: Mapping[str, frozenset[str]] = {
 }
 _KEYS_OF_ALL = frozenset({"role", "content"})
 _TEXT_KEYS = ("name", "tool_call_id", *_REASONING)
-#: Clients send an answer back as they got it. These parts of it say nothing to a template.
-_PASSED_OVER = frozenset({"refusal", "annotations", "parsed", "id"})
+#: Clients send an answer back as they got it. These parts of it say nothing to a template, nor does
+#: the type that lm-eval gives each of its messages.
+_PASSED_OVER = frozenset({"refusal", "annotations", "parsed", "id", "type"})
 _UNSUPPORTED = ("audio", "function_call")
 #: So much of a name is looked at and told in an error.
 _MAX_NAME = 64

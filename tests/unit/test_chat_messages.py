@@ -48,6 +48,12 @@ def test_what_is_null_and_what_a_client_sends_back_unread_is_not_shown() -> None
     assert shown(answer) == [{"role": "assistant", "content": "yes"}]
 
 
+def test_the_type_that_lm_eval_gives_a_message_is_not_shown() -> None:
+    assert shown({"role": "user", "content": "hi", "type": "text"}) == [
+        {"role": "user", "content": "hi"}
+    ]
+
+
 def test_arguments_become_objects_and_results_know_their_function() -> None:
     messages = shown(
         USER,

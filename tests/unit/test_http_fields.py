@@ -226,6 +226,11 @@ def test_an_unknown_field_has_the_nearest_one_beside_it() -> None:
     assert caught.value.field == "stream_options.include"
 
 
+def test_what_guidellm_asks_of_every_stream_is_taken() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    assert completion(stream=True, stream_options=options) == completion(stream=True)
+
+
 def test_fields_of_openai_that_change_nothing_here_are_taken() -> None:
     harmless = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
     assert completion(**harmless) == completion()

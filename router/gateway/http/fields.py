@@ -70,7 +70,10 @@ F = TypeVar("F", bound=Fields)
 
 class StreamOptions(Fields):
     include_usage: bool | None = None
+
+    # What changes nothing here.
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(Fields):
