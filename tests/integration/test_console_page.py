@@ -331,6 +331,16 @@ async def test_what_is_written_into_the_policy_and_not_set_does_not_stay(
         await expect(page.locator("#admin-status")).to_have_text("all is as configured")
 
 
+async def test_without_workers_nothing_is_predicted(chromium: Browser) -> None:
+    async with cluster(1, 0) as parts, opened(chromium, url_of(parts)) as page:
+        await page.click("#try-start")
+        line = page.locator("#queue-line")
+        await expect(line).to_contain_text("when all will have left is not known.")
+        await expect(line).not_to_contain_text("A full worker")
+        await page.click("#try-stop")
+        await expect(page.locator("#try-status")).to_have_text("stopped")
+
+
 async def test_an_operator_drains_sets_the_policy_and_kills(
     parts: Cluster, url: str, chromium: Browser
 ) -> None:

@@ -26,7 +26,10 @@ function line(queue) {
   const waits = `${count(queue.queued)} wait, in order ${queue.policy.order}.`;
   if (!queue.is_known) return `${waits} The leader has not said more lately.`;
   if (!queue.queued) return waits;
-  return `${waits} ${count(queue.tokens)} tokens are to be computed for them; the next one has waited ${seconds(queue.waited_s)}; all will have left in ${seconds(queue.wait_s)}, as predicted. A full worker computes ${count(queue.worker_rate)} tokens a second.`;
+  // Without workers neither is known.
+  const left = queue.wait_s === null ? "when all will have left is not known" : `all will have left in ${seconds(queue.wait_s)}, as predicted`;
+  const rate = queue.worker_rate ? ` A full worker computes ${count(queue.worker_rate)} tokens a second.` : "";
+  return `${waits} ${count(queue.tokens)} tokens are to be computed for them; the next one has waited ${seconds(queue.waited_s)}; ${left}.${rate}`;
 }
 
 function rows(list, make) {

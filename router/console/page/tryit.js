@@ -49,8 +49,10 @@ export class TryIt {
       say($("try-status"), `streaming; the first token came after ${seconds(first / 1000)}`);
     }
     const all = (performance.now() - began) / 1000;
+    const pieces = first === null ? "No text" : `${chunks} pieces`;
+    const after = first === null ? "" : `, the first after ${seconds(first / 1000)}`;
     $("try-status").replaceChildren(
-      `${chunks} pieces in ${seconds(all)}, the first after ${first === null ? "none" : seconds(first / 1000)}. `,
+      `${pieces} in ${seconds(all)}${after}. `,
       el("button", { type: "button", class: "link", click: () => this.onBegun(name, true) }, `Look ${name} up`),
     );
   }
