@@ -23,9 +23,13 @@ def check_range(name: str, value: float, low: float, high: float, *, field: str 
     """Raises OutOfRange unless ``value`` is a number from ``low`` to ``high``. ``field`` is what
     clients call it where that is not ``name``."""
     if not (math.isfinite(value) and low <= value <= high):
-        raise OutOfRange(
-            f"{name} must be from {low:g} to {high:g}, not {value:g}", field=field or name
-        )
+        least, most, given = map(_written, (low, high, value))
+        raise OutOfRange(f"{name} must be from {least} to {most}, not {given}", field=field or name)
+
+
+def _written(number: float) -> str:
+    """Of a count every digit."""
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 @contextmanager

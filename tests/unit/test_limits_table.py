@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from everlift.checks import check_range
 from everlift.errors import BY_SLUG, OutOfRange
 from everlift.messages import (
     MAX_CACHE_SALT_BYTES,
@@ -109,3 +110,15 @@ def test_what_it_is_refused_with_is_an_error() -> None:
     named = {slug for *_, otherwise in table() for slug in re.findall(r"`(\w+)`", otherwise)}
     assert named <= BY_SLUG.keys()
     assert {cls.slug for cls in OutOfRange.__subclasses__()} <= named
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "told"),
+    [
+        (0, 1, 1 << 30, "it must be from 1 to 1073741824, not 0"),
+        (2.5, -2.0, 2.0, "it must be from -2 to 2, not 2.5"),
+    ],
+)
+def test_a_bound_is_told_with_every_digit(value: float, low: float, high: float, told: str) -> None:
+    with pytest.raises(OutOfRange, match=told):
+        check_range("it", value, low, high)
