@@ -163,6 +163,32 @@ def test_any_output_fits_its_schema(service: Service, schema: Any, seed: int) ->
     assert max((len(gap) for gap in re.findall(rb"\s+", text)), default=0) <= 16 + 1
 
 
+#: As pydantic writes a union that a field tells apart.
+UNION: dict[str, Any] = {
+    "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat"}},
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+    "$defs": {
+        "Cat": {
+            "type": "object",
+            "properties": {"kind": {"const": "cat", "type": "string"}, "lives": {"enum": [7, 9]}},
+            "required": ["kind", "lives"],
+        },
+        "Dog": {
+            "type": "object",
+            "properties": {"kind": {"const": "dog", "type": "string"}},
+            "required": ["kind"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_output_is_one_of_a_union(service: Service, seed: int) -> None:
+    grammar = service.compile(JSON_SCHEMA, json.dumps(UNION))
+    value = json.loads(ended(walk(grammar.matcher(frozenset({EOS}), ()), seed)))
+    Draft202012Validator(UNION).validate(value)
+
+
 ATOMS = st.sampled_from(["a", "[b-d]", "(ef|gh)", r"\d", "é", "[^a-y]", r"\.", "(i?j)"])
 REGEXES = st.lists(
     st.builds(lambda atom, times: atom + times, ATOMS, st.sampled_from(["", "?", "{2}", "{1,3}"])),

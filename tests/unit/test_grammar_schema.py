@@ -58,6 +58,35 @@ def test_what_it_would_pass_over_is_said_in_its_words(schema: Any, expected: Any
     assert narrowed(schema) == expected
 
 
+def tagged(*values: Any, **more: Any) -> dict[str, Any]:
+    """An object whose tag is one of these."""
+    properties = {"tag": {"enum": [*values]}}
+    described = {"type": "object", "properties": properties, "additionalProperties": False}
+    return described | {"required": ["tag"]} | more
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_apart"),
+    [
+        (tagged("cat"), tagged("dog", "wolf"), True),
+        ({"$ref": "#/$defs/a~1b"}, tagged("dog"), True),
+        (tagged("cat"), tagged("dog", "cat"), False),
+        # 1 and 1.0 are the same
+        (tagged("cat"), tagged(1), False),
+        # one without its tag may be either
+        (tagged("cat", required=[]), tagged("dog"), False),
+        (tagged("cat"), {"type": "object"}, False),
+        (tagged("cat", type=["object", "null"]), tagged("dog", type=["object", "null"]), False),
+        ({"$ref": "#/$defs/none"}, tagged("dog"), False),
+        ({"$ref": "#/oneOf/0"}, tagged("dog"), False),
+    ],
+)
+def test_what_a_tag_tells_apart_may_be_any(one: Any, other: Any, is_apart: bool) -> None:
+    schema = {"oneOf": [one, other], "$defs": {"a/b": tagged("cat")}}
+    expected = {"anyOf" if is_apart else "oneOf": [one, other], "$defs": {"a/b": tagged("cat")}}
+    assert narrowed(schema) == expected
+
+
 @pytest.mark.parametrize(
     ("schema", "cause"),
     [

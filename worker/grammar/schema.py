@@ -79,10 +79,11 @@ def enforceable(text: str) -> str:
         raise NotEnforceable(f"the schema is more than {_MAX_DEPTH} levels deep") from None
     except ValueError as error:
         raise NotEnforceable(f"the schema is not JSON: {error}") from None
-    return json.dumps(_narrowed(schema, depth=0))
+    return json.dumps(_narrowed(schema, schema, depth=0))
 
 
-def _narrowed(schema: Json, depth: int) -> Json:
+def _narrowed(schema: Json, root: Json, depth: int) -> Json:
+    """``root`` is what references lead from."""
     if depth > _MAX_DEPTH:
         raise NotEnforceable(f"the schema is more than {_MAX_DEPTH} levels deep")
     if isinstance(schema, bool):
@@ -93,7 +94,9 @@ def _narrowed(schema: Json, depth: int) -> Json:
     result = _with_type(schema)
     _narrow_values(result)
     _narrow_object(result)
-    _narrow_parts(result, depth + 1)
+    if "oneOf" in result and _are_apart(result["oneOf"], root):
+        result["anyOf"] = result.pop("oneOf")
+    _narrow_parts(result, root, depth + 1)
     return result
 
 
@@ -162,13 +165,69 @@ def _narrow_object(schema: Json) -> None:
         schema["additionalProperties"] = False
 
 
-def _narrow_parts(schema: Json, depth: int) -> None:
+def _are_apart(parts: Json, root: Json) -> bool:
+    """No value fits two of them: each requires a property whose texts no other one takes, such as
+    the tag of a union. xgrammar sees that of no reference."""
+    if not isinstance(parts, list) or not parts:
+        return False
+    tags = [_tags(part, root) for part in parts]
+    for name in set(tags[0]).intersection(*tags[1:]):
+        texts = [text for each in tags for text in each[name]]
+        if len(texts) == len(set(texts)):
+            return True
+    return False
+
+
+def _tags(schema: Json, root: Json) -> dict[str, set[str]]:
+    """The properties that an object requires and that are one of some texts."""
+    schema = _referred(schema, root)
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        return {}
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return {}
+    return {
+        name: texts
+        for name, value in properties.items()
+        if name in required and (texts := _texts(value))
+    }
+
+
+def _texts(schema: Json) -> set[str]:
+    """Those that alone fit; none where something else does."""
+    if not isinstance(schema, dict) or not ("enum" in schema or "const" in schema):
+        return set()
+    values = _listed(schema["enum"] if "enum" in schema else schema["const"])
+    return set(values) if all(isinstance(value, str) for value in values) else set()
+
+
+def _referred(schema: Json, root: Json) -> Json:
+    """What a reference leads to, if it leads anywhere."""
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return schema
+        schema = _at(str(schema["$ref"]), root)
+    return None
+
+
+def _at(pointer: str, root: Json) -> Json:
+    place, *names = pointer.split("/")
+    found = root if place == "#" else None
+    for name in names:
+        name = name.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def _narrow_parts(schema: Json, root: Json, depth: int) -> None:
     for key in _OF_SCHEMAS_BY_NAME:
         if isinstance(schema.get(key), dict):
-            schema[key] = {name: _narrowed(part, depth) for name, part in schema[key].items()}
+            schema[key] = {
+                name: _narrowed(part, root, depth) for name, part in schema[key].items()
+            }
     for key in _OF_SCHEMAS:
         if isinstance(schema.get(key), list):
-            schema[key] = [_narrowed(part, depth) for part in schema[key]]
+            schema[key] = [_narrowed(part, root, depth) for part in schema[key]]
     for key in _OF_A_SCHEMA:
         if key in schema:
-            schema[key] = _narrowed(schema[key], depth)
+            schema[key] = _narrowed(schema[key], root, depth)
