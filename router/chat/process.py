@@ -130,8 +130,9 @@ class RendererProcess:
                 raise TemplateFailed(cause)
             case {"too_long": int(length)}:
                 raise PromptTextTooLong(
-                    f"the prompt is too long: the chat becomes {length} characters, which is longer "
-                    f"than the model's context length ({self._launch.max_characters} at most)"
+                    f"the prompt is too long: the chat becomes {length} characters, which is "
+                    "longer than the model's context length "
+                    f"({self._launch.max_characters} at most)"
                 )
             # It ended over this chat, and another one has taken its place.
             case {"ready": signal.SIGPROF.name}:

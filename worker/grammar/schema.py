@@ -222,9 +222,7 @@ def _at(pointer: str, root: Json) -> Json:
 def _narrow_parts(schema: Json, root: Json, depth: int) -> None:
     for key in _OF_SCHEMAS_BY_NAME:
         if isinstance(schema.get(key), dict):
-            schema[key] = {
-                name: _narrowed(part, root, depth) for name, part in schema[key].items()
-            }
+            schema[key] = {name: _narrowed(part, root, depth) for name, part in schema[key].items()}
     for key in _OF_SCHEMAS:
         if isinstance(schema.get(key), list):
             schema[key] = [_narrowed(part, root, depth) for part in schema[key]]

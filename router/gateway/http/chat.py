@@ -226,7 +226,12 @@ def _message_delta(deltas: Sequence[Delta]) -> MessageDelta:
                 message["content"] = message.get("content", "") + text
             case CallBegins(index, call_id, name):
                 begun: FunctionDelta = {"name": name, "arguments": ""}
-                calls[index] = {"index": index, "id": call_id, "type": "function", "function": begun}
+                calls[index] = {
+                    "index": index,
+                    "id": call_id,
+                    "type": "function",
+                    "function": begun,
+                }
             case Arguments(index, text):
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += text
