@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, expect
+from playwright.async_api import Browser, Page, Route, expect
 
 from everlift.client import AsyncClient
 from everlift.v1.session_pb2 import Scaling, ScalingChange
@@ -278,6 +278,28 @@ async def test_a_request_is_looked_up_from_the_table_with_the_keyboard(
             await expect(name).to_be_focused()
             await page.keyboard.press("Enter")
             await expect(page.locator("#request-answer")).to_contain_text("running")
+
+
+async def test_an_answer_that_comes_late_is_not_taken_for_the_next_ones(
+    url: str, chromium: Browser
+) -> None:
+    late = asyncio.Event()
+
+    async def hold(route: Route) -> None:
+        await late.wait()
+        await route.continue_()
+
+    async with opened(chromium, url) as page:
+        await page.route("**/requests/first", hold)
+        for name in ("first", "second"):
+            await page.fill("#request-id", name)
+            await page.click("#request-form button")
+        answer = page.locator("#request-answer")
+        await expect(answer).to_contain_text("no request second")
+        async with page.expect_response("**/requests/first"):
+            late.set()
+        await page.evaluate("new Promise((resolve) => setTimeout(resolve))")
+        await expect(answer).to_contain_text("no request second")
 
 
 async def test_workers_are_chosen_with_the_keyboard_alone(

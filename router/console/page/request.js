@@ -22,13 +22,20 @@ export class Request {
   async look(name) {
     $("request-id").value = name;
     this.onFound(name);
-    const answer = $("request-answer");
+    this.asked = name;
+    const found = await this.find(name);
+    // Another one may be asked for by now, and have been answered.
+    if (this.asked === name) $("request-answer").replaceChildren(...found);
+  }
+
+  // What there is to show of it.
+  async find(name) {
     try {
       const record = await this.api.get(`requests/${encodeURIComponent(name)}`);
       const explanation = await this.explanation(name);
-      answer.replaceChildren(facts(record), ...(explanation ? this.breakdown(explanation, name) : []), moves(record.events));
+      return [facts(record), ...(explanation ? this.breakdown(explanation, name) : []), moves(record.events)];
     } catch (error) {
-      answer.replaceChildren(el("p", { class: "problem" }, `${error.slug || "failed"}: ${error.message}`));
+      return [el("p", { class: "problem" }, `${error.slug || "failed"}: ${error.message}`)];
     }
   }
 
