@@ -125,7 +125,8 @@ def _plan(
     wanted = [each.most_s for each in targets]
 
     def attempt(workers: int) -> Trial:
-        scenario = Scenario.uniform(workers, spec, **how)
+        with machines.as_modelled():
+            scenario = Scenario.uniform(workers, spec, **how)
         arrivals = watched(asked.arrivals(()), f"with {workers} of {name}")
         records = simulate(arrivals, scenario).records
         attained = tuple(each.attained(records) for each in targets)

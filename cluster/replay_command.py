@@ -75,7 +75,8 @@ def replay(
     asked = Requests(trace=trace, begin_s=begin, end_s=end, speed=speed, ledger=ledger)
     answers = {_WAS: comparison.past(ledger.records)} if ledger else {}
     arrivals = list(asked.arrivals(specs))
-    scenario = Scenario(specs, fluid=fluid, foresight_sigma=foresight, weights=asked.weights)
+    with machines.as_modelled():
+        scenario = Scenario(specs, fluid=fluid, foresight_sigma=foresight, weights=asked.weights)
     for name, router in policies.items():
         answers[name] = simulate(watched(arrivals, name), replace(scenario, router=router))
     console = Console(highlight=False, markup=False)

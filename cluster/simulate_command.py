@@ -110,7 +110,7 @@ def simulate(
     asked = Requests(workload, trace, begin, end, speed, *made_up, ledger)
     wanted = target.slo(slo)
     specs = faults.slowed(machines.specs_of(workers, model, config, assignments), slow)
-    try:
+    with machines.as_modelled():
         scenario = Scenario(
             specs,
             router=settings.router,
@@ -123,8 +123,6 @@ def simulate(
             seed=seed,
             weights=asked.weights,
         )
-    except ValueError as error:
-        raise ForecastFailed(str(error)) from None
     answer = simulation.simulate(watched(asked.arrivals(specs), "simulating"), scenario)
     _show(answer, wanted, json_file, picture_directory)
 

@@ -16,7 +16,7 @@ from everlift import settings
 from everlift.v1 import admin_pb2
 from router.gateway.what_if import Estimates, Question
 from router.ledger.base import Ledger
-from worker.config import WorkerConfig
+from worker.config import Scheduling, WorkerConfig
 
 #: Of outputs. Beyond, workers are simulated in a few numbers each, in a tenth of the time.
 _MAX_EXACT_TOKENS = 100_000
@@ -30,6 +30,8 @@ async def estimated(ledger: Ledger, question: Question) -> Estimates:
     router, *_ = question.policies.values()
     shares = await weights(ledger, router, {arrival.tenant for arrival in arrivals})
     is_fluid = sum(arrival.output_tokens for arrival in arrivals) > _MAX_EXACT_TOKENS
+    if is_fluid:
+        specs = [_continuous(spec) for spec in specs]
 
     def replay(policy: str, slowness: float) -> Sequence[Record]:
         workers = tuple(replace(spec, slowness=slowness) for spec in specs)
@@ -54,6 +56,11 @@ def _specs(kinds: Sequence[admin_pb2.WorkerKind]) -> list[WorkerSpec]:
     for kind in kinds:
         specs += [_spec(kind)] * kind.workers
     return specs
+
+
+def _continuous(spec: WorkerSpec) -> WorkerSpec:
+    """As fluid workers are. How far that is from what was, the estimates say."""
+    return replace(spec, config=replace(spec.config, scheduling=Scheduling()))
 
 
 def _spec(kind: admin_pb2.WorkerKind) -> WorkerSpec:

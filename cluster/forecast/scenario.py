@@ -37,6 +37,11 @@ class WorkerSpec:
             raise ValueError(f"slowness must be above 0, not {self.slowness:g}")
 
     @property
+    def is_continuous(self) -> bool:
+        """Whoever there is room for comes into its batch in any step."""
+        return self.config.scheduling.policy == "continuous"
+
+    @property
     def limits(self) -> Limits:
         assert self.config.num_blocks is not None and self.config.max_model_len is not None
         return Limits.of(self.config, _Device(self.config.num_blocks, self.config.max_model_len))
@@ -131,6 +136,8 @@ class Scenario:
             raise ValueError("a scenario needs a worker")
         if not self.link_s >= 0 or not self.sample_s > 0:
             raise ValueError("link_s must be at least 0 and sample_s above 0")
+        if self.fluid and any(not worker.is_continuous for worker in self.workers):
+            raise ValueError("worker.scheduling.policy: fluid workers know continuous alone")
         if self.early is not None and self.autoscale.is_on:
             raise ValueError("autoscale: it follows the global queue, which early binding has not")
 

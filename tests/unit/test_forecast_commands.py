@@ -125,6 +125,15 @@ async def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], sa
     assert said in output and output.startswith("error: ")
 
 
+@pytest.mark.parametrize("command", [("simulate",), ("plan", "--slo", "ttft_p99=1s"), ("replay",)])
+async def test_fluid_workers_with_another_policy_are_refused(
+    command: tuple[str, ...], trace: str
+) -> None:
+    how = ("--trace", trace, "--fluid", "--set", "worker.scheduling.policy=static")
+    said = await run(*command, *how, status=1)
+    assert said == "error: worker.scheduling.policy: fluid workers know continuous alone\n"
+
+
 async def test_a_trace_is_replayed_under_each_policy(tmp_path: Path, kind: str, trace: str) -> None:
     to_json = tmp_path / "answer.json"
     policies = ("--policy", "fifo,shortest", "--policy", "fifo router.local_depth=4")

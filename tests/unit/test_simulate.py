@@ -256,6 +256,8 @@ def test_what_is_not_modelled_is_refused() -> None:
         spec(preemption="swap")
     with pytest.raises(ValueError, match="autoscale"):
         scenario(early=EarlyBinding("jsq"), autoscale=AutoscaleConfig(max_workers=2))
+    with pytest.raises(ValueError, match=r"worker\.scheduling\.policy"):
+        scenario(spec(), spec(scheduling=Scheduling("static")), fluid=True)
 
 
 def test_a_summary_counts_what_kept_the_slo() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -113,8 +114,16 @@ def config_of(
 
 def spec_of(kind: Kind, file: Path | None, assignments: Sequence[str] | None) -> WorkerSpec:
     """Raises ForecastFailed and SettingsError."""
+    config = config_of(file, assignments, kind).worker
+    with as_modelled():
+        return WorkerSpec(config, kind.step_time)
+
+
+@contextmanager
+def as_modelled() -> Iterator[None]:
+    """Raises ForecastFailed where a worker or a scenario that is made within is not modelled."""
     try:
-        return WorkerSpec(config_of(file, assignments, kind).worker, kind.step_time)
+        yield
     except ValueError as error:
         raise ForecastFailed(str(error)) from None
 
