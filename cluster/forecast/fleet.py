@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from cluster.forecast.any_worker import AnyWorker
@@ -49,6 +50,11 @@ class Fleet:
     def staying(self) -> list[AnyWorker]:
         """The last one that came is the last one."""
         return [it for it, _ in self._up.values() if not it.is_draining and not it.is_gone]
+
+    @property
+    def rooms(self) -> Iterator[int]:
+        """Tokens of the longest sequence of each that the router takes to be there."""
+        return (worker.limits.max_model_len for worker, _ in self._up.values())
 
     @property
     def num_steps(self) -> int:

@@ -11,6 +11,8 @@ An attempt is known by its epoch: what is said of one that is over changes nothi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
 from typing import Protocol
 
@@ -42,6 +44,11 @@ from worker.outcome import NO_NEWS, News, Outcome, Residence, Stop
 class Workers(Protocol):
     """The streams to the workers."""
 
+    @property
+    def rooms(self) -> Iterable[int]:
+        """Of each, the tokens of the longest sequence that it can hold."""
+        ...
+
     def start(self, worker_id: str, sequence: NamedSequence) -> None: ...
 
     def abort(self, worker_id: str, epoch: int) -> None: ...
@@ -51,14 +58,14 @@ class Gateway:
     def __init__(
         self,
         config: RouterConfig,
-        max_model_len: int,
         dispatcher: Dispatcher,
         workers: Workers,
         timeline: Timeline,
         foresight: Foresight,
     ) -> None:
         self._config = config
-        self._max_model_len = max_model_len
+        #: tokens of prompt and output that each of the workers can hold
+        self._max_model_len = 0
         self._dispatcher = dispatcher
         self._workers = workers
         self._timeline = timeline
@@ -82,9 +89,12 @@ class Gateway:
 
     def arrive(self, arrival: Arrival) -> None:
         index = len(self.records)
+        room = self._max_model_len - arrival.prompt_tokens
+        if arrival.max_tokens > room > 0:
+            arrival = replace(arrival, max_tokens=room)
         record = Record(index, arrival)
         self.records.append(record)
-        if arrival.prompt_tokens >= self._max_model_len:
+        if room < 1:
             record.refused = PromptTooLong.slug
             return
         name = qualified(arrival.tenant, f"r{index}")
@@ -246,6 +256,7 @@ class Gateway:
 
     def worker_lost(self, worker_id: str) -> None:
         """Everything that ran there goes back into the queue, with its tokens."""
+        self._limit()
         for life in [it for it in self._by_epoch.values() if it.worker_id == worker_id]:
             self._leave(life)
             self._lose(life)
@@ -258,9 +269,14 @@ class Gateway:
         else:
             self._enqueue(life)
 
+    def _limit(self) -> None:
+        """Where there is no worker all stays as it was."""
+        self._max_model_len = min(self._workers.rooms, default=self._max_model_len)
+
     # no worker at all, as router.gateway.worker_wait has it
 
     def worker_up(self) -> None:
+        self._limit()
         if not self._has_worker:
             self._has_worker = True
             self._outages += 1

@@ -44,7 +44,6 @@ class _Simulation:
         self._dispatcher, self._scaler = self._parts()
         self._gateway = Gateway(
             scenario.router,
-            scenario.workers[0].limits.max_model_len,
             self._dispatcher,
             self._fleet,
             self._timeline,

@@ -143,6 +143,17 @@ def test_a_prompt_that_fits_nowhere_is_refused() -> None:
     assert forecast.summary().refused == {"prompt_too_long": 1}
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_the_smallest_worker_can_hold_bounds_every_request(first: int) -> None:
+    """As long as it is there, whichever of them is named first."""
+    sizes = [spec(), spec(max_model_len=256)]
+    cluster = scenario(sizes[first], sizes[1 - first], events=(WorkerLoss(5.0, 1 - first),))
+    load = [Arrival(0.1, 300, 5, 200), Arrival(0.2, 200, 100, 200), Arrival(9.0, 300, 5, 200)]
+    records = simulate(load, cluster).records
+    assert [record.refused for record in records] == ["prompt_too_long", "", ""]
+    assert [record.output_tokens for record in records] == [0, 56, 5]
+
+
 def test_prompts_that_begin_alike_share_blocks() -> None:
     one, other = Arrival(0.0, 200, 5, 200, prefix=(7, 8), prefix_part_tokens=64), (7, 9)
     load = [replace(one, at=at) for at in (0.0, 1.0)]
