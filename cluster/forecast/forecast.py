@@ -14,8 +14,9 @@ K = TypeVar("K", int, str)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The cluster at one moment. ``waiting`` are at workers, without a slot there; ``slots`` and
-    ``blocks`` are of all workers that take requests."""
+    """The cluster at one moment. ``waiting`` are at workers, without a slot there. All of it but
+    ``queued`` is of workers that take requests: what a lost one had runs nowhere, though the router
+    does not know it yet."""
 
     at: float
     #: in the admission queue

@@ -129,7 +129,8 @@ class _Simulation:
 
     def _sample(self, number: int) -> None:
         staying = self._fleet.staying
-        loads = [frame.load for frame in self._loads.values()]
+        names = (worker.worker_id for worker in staying)
+        loads = [self._loads[name].load for name in names if name in self._loads]
         self._samples.append(
             Sample(
                 at=self._timeline.now,

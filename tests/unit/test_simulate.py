@@ -290,6 +290,16 @@ def test_samples_show_the_cluster_over_time() -> None:
     assert [sample.at for sample in forecast.samples[:3]] == pytest.approx([0.0, 0.1, 0.2])
 
 
+@pytest.mark.parametrize("end", [WorkerLoss(1.0, 0), WorkerDrain(1.0, 0)])
+def test_no_sample_has_more_in_use_than_there_is(end: Event) -> None:
+    load = [Arrival(0.0, 100, 150, 200)] * 16
+    cluster = scenario(spec(), spec(), events=(end,), sample_s=0.01)
+    samples = simulate(load, cluster).samples
+    assert max(sample.running for sample in samples) == 2 * ENGINE.max_num_seqs
+    assert all(sample.running <= sample.slots for sample in samples)
+    assert all(sample.blocks_used <= sample.blocks for sample in samples)
+
+
 def test_step_times_are_asked_for_what_a_step_computes() -> None:
     (record,) = simulate([Arrival(0.0, 100, 2, 200)], scenario(spec(slowness=2))).records
     known = 101
