@@ -38,10 +38,9 @@ def groups(forecast: Forecast, slo: Slo | None = None) -> Iterator[tuple[str, Su
 
 def requests_table(forecast: Forecast, slo: Slo) -> Table:
     table = Table("", *_COLUMNS, box=SIMPLE_HEAD, padding=0)
-    for column in table.columns:
-        column.no_wrap = True
+    # Where it is too wide the names take more lines: no number is cut off.
     for column in table.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     for name, summary in groups(forecast, slo):
         table.add_row(name, *cells(summary))
     return table

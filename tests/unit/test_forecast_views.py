@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
+from itertools import cycle
 from pathlib import Path
 
 from matplotlib import image
@@ -17,8 +19,12 @@ from tests import forecasts
 
 
 def printed(*parts: object) -> str:
+    return within(160, *parts)
+
+
+def within(width: int, *parts: object) -> str:
     written = StringIO()
-    Console(width=160, file=written).print(*parts)
+    Console(width=width, file=written).print(*parts)
     return written.getvalue()
 
 
@@ -31,6 +37,16 @@ def test_the_tables_have_all_requests_and_each_group() -> None:
     assert {"class 0", "class 1", "tenant t0", "tenant t1", "tenant t2"} <= rows.keys()
     assert "application chat" not in text
     assert "ended by queue_full" in text and "3 requests" in text
+
+
+def test_a_long_name_cuts_no_number_off() -> None:
+    records = [
+        replace(record, arrival=replace(record.arrival, application=f"{name} log of a long name"))
+        for record, name in zip(forecasts.some().records, cycle(("API", "Chat")), strict=False)
+    ]
+    forecast = replace(forecasts.some(), records=tuple(records))
+    text = within(80, tables.requests_table(forecast, Slo()))
+    assert "…" not in text and "90.0%" in text
 
 
 def test_json_has_no_number_that_json_does_not_know() -> None:
