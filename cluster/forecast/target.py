@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil, inf
 from statistics import fmean
 
@@ -42,7 +43,8 @@ class Target:
             return inf
         if self.statistic == "mean":
             return fmean(ascending)
-        part = float(self.statistic[1:]) / 100
+        # Exactly: 0.999 of a thousand floats is more than 999.
+        part = Fraction(self.statistic[1:]) / 100
         return ascending[max(0, ceil(part * len(ascending)) - 1)]
 
 

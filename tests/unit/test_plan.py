@@ -93,6 +93,16 @@ def test_what_never_ended_took_for_ever() -> None:
     assert Target("ttft", "p99", 1.0).attained(()) == inf
 
 
+@pytest.mark.parametrize("statistic, place", [("p99.9", 998), ("p50", 499)])
+def test_a_percentile_is_the_first_value_that_so_many_do_not_exceed(
+    statistic: str, place: int
+) -> None:
+    """Also where a hundredth of a float is more than that."""
+    record = forecasts.some().records[0]
+    records = [replace(record, first_token=record.arrival.at + i) for i in range(1000)]
+    assert Target("ttft", statistic, 1.0).attained(records) == pytest.approx(place)
+
+
 # what a worker can do
 
 SLOW = Roofline(overhead_s=0.0, weights_s=1.0, token_s=0.0, kv_token_s=0.0)
