@@ -69,6 +69,16 @@ def test_mooncakes_format_with_its_whole_blocks(tmp_path: Path) -> None:
     assert (third.at, third.prefix) == (3.0, ())
 
 
+@pytest.mark.parametrize("text", [AZURE, BURSTGPT, "".join(f"{json.dumps(x)}\n" for x in MOONCAKE)])
+def test_empty_lines_and_another_systems_ends_of_lines_change_nothing(
+    tmp_path: Path, text: str
+) -> None:
+    expected = read(written(tmp_path, text))
+    path = tmp_path / "other"
+    path.write_bytes(text.replace("\n", "\r\n\r\n").encode() + b"\r\n")
+    assert read(path) == expected
+
+
 def test_a_window_faster_than_it_was(tmp_path: Path) -> None:
     path = written(tmp_path, BURSTGPT.replace(",0,1087", ",9,1087"))
     (only,) = read(path, begin_s=40.0, end_s=100.0, speed=2.0)

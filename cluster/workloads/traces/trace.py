@@ -70,6 +70,8 @@ def _read(path: Path) -> Iterator[tuple[Row, Arrival]]:
 
 def _json_lines(path: Path, file: TextIO) -> Iterator[tuple[Row, Arrival]]:
     for line, text in enumerate(file, start=1):
+        if text.isspace():
+            continue
         try:
             row = Row(path, line, json.loads(text))
         except (ValueError, RecursionError):
