@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -11,11 +11,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cluster import picture_file
 from cluster.errors import ForecastFailed
 from cluster.forecast import as_json, plan_views, target
 from cluster.forecast.command import ledger_requests, load, machines
 from cluster.forecast.command.load import Requests
 from cluster.forecast.command.progress import watched
+from cluster.forecast.hardware.kind import Kind
 from cluster.forecast.plan import Plan, Trial, fewest, is_kept
 from cluster.forecast.saturation import saturation_rate
 from cluster.forecast.scenario import Scenario, WorkerSpec
@@ -79,6 +81,8 @@ def plan(
     picture: Picture = None,
 ) -> None:
     """Find out how many workers are enough, of each kind."""
+    if picture is not None:
+        picture_file.check("--picture", picture)
     targets = target.targets(slo)
     settings = machines.config_of(config, assignments)
     ledger = ledger_requests.asked_for(from_ledger, settings, limit)
@@ -91,11 +95,9 @@ def plan(
         "seed": seed,
         "weights": asked.weights,
     }
-    plans: dict[str, Plan] = {}
-    for name in kind or (machines.DEFAULT_KIND,):
-        one = machines.kind_of(name, model)
-        spec = machines.spec_of(one, config, assignments)
-        plans[one.name] = _plan(one.name, asked, spec, how, targets, most)
+    kinds = _by_name(machines.kind_of(name, model) for name in kind or (machines.DEFAULT_KIND,))
+    specs = {name: machines.spec_of(one, config, assignments) for name, one in kinds.items()}
+    plans = {name: _plan(name, asked, spec, how, targets, most) for name, spec in specs.items()}
     _show(plans, targets)
     if json_file is not None:
         as_json.write(plan_views.as_json(plans, targets), json_file)
@@ -103,6 +105,15 @@ def plan(
         plan_views.draw(plans, targets, picture)
     if all(each.workers is None for each in plans.values()):
         raise typer.Exit(1)
+
+
+def _by_name(kinds: Iterable[Kind]) -> Mapping[str, Kind]:
+    """Raises ForecastFailed."""
+    found: dict[str, Kind] = {}
+    for kind in kinds:
+        if found.setdefault(kind.name, kind) is not kind:
+            raise ForecastFailed(f"--kind: two of them are called {kind.name}")
+    return found
 
 
 def _show(plans: Mapping[str, Plan], targets: Sequence[Target]) -> None:

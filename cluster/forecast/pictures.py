@@ -26,7 +26,6 @@ _LEAST_MS = 0.1
 
 def draw(forecast: Forecast, slo: Slo, directory: Path) -> list[Path]:
     """Writes the pictures there; which ones is the answer."""
-    directory.mkdir(parents=True, exist_ok=True)
     pictures = {
         "latency.png": latencies(forecast, slo),
         "over_time.png": over_time(forecast.samples),
@@ -36,6 +35,8 @@ def draw(forecast: Forecast, slo: Slo, directory: Path) -> list[Path]:
 
 
 def save(figure: Figure, path: Path) -> Path:
+    """Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(path, dpi=_DPI)
     pyplot.close(figure)

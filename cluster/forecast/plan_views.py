@@ -41,17 +41,19 @@ def table(plans: Mapping[str, Plan], targets: Sequence[Target]) -> Table:
 def verdict(kind: str, plan: Plan, targets: Sequence[Target]) -> str:
     """In a sentence or two."""
     if plan.workers is not None:
-        return (
-            f"{kind}: {plan.workers} {'worker is' if plan.workers == 1 else 'workers are'} enough"
-        )
+        return f"{kind}: {plan.workers} {_are(plan.workers)} enough"
     last = plan.trials[-1]
     missed = [
         f"{target.name} is {seconds(value) if isfinite(value) else 'never reached'}"
         for target, value in zip(targets, last.attained, strict=True)
         if value > target.most_s
     ]
-    said = f"{kind}: {last.workers} workers are not enough: {', '.join(missed)}"
+    said = f"{kind}: {last.workers} {_are(last.workers)} not enough: {', '.join(missed)}"
     return said + (", and more workers would not change that" if _is_flat(plan, targets) else "")
+
+
+def _are(workers: int) -> str:
+    return "worker is" if workers == 1 else "workers are"
 
 
 def _is_flat(plan: Plan, targets: Sequence[Target]) -> bool:

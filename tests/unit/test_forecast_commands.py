@@ -82,7 +82,7 @@ async def test_a_plan_says_how_many_workers_are_enough(
     tmp_path: Path, kind: str, trace: str
 ) -> None:
     """Four requests a second have four times as many tokens as one worker can do."""
-    to_json, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    to_json, picture = tmp_path / "plan.json", tmp_path / "drawn" / "plan.png"
     files = ("--json", str(to_json), "--picture", str(picture))
     load = ("--trace", trace, "--speed", "16", "--kind", kind)
     said = await run("plan", "--slo", "ttft_p99=1s,latency_p50=5s", *load, *files)
@@ -118,6 +118,11 @@ async def test_a_plan_says_that_no_number_is_enough(kind: str, trace: str) -> No
         (("plan", "--slo", "ttft=1s"), "must be ttft, tpot or latency"),
         (("plan", "--slo", "ttft_p99=1s, ttft_p99=2s"), "ttft_p99 stands there twice"),
         (("simulate", "--slo", "ttft=1s,ttft=2s"), "ttft stands there twice"),
+        (("plan", "--slo", "ttft_p99=1s", "--picture", "plan.xyz"), "must end with one of .png"),
+        (
+            ("plan", "--slo", "ttft_p99=1s", "--kind", "l4", "--kind", "l4"),
+            "two of them are called l4",
+        ),
     ],
 )
 async def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], said: str) -> None:
