@@ -113,7 +113,8 @@ class Scenario:
 
     workers: tuple[WorkerSpec, ...]
     router: RouterConfig = field(default_factory=RouterConfig)
-    #: with max_workers the product's autoscaler decides how many there are, all as the first
+    #: with max_workers the product's autoscaler decides how many there are; those that come are as
+    #: the first, at its usual speed
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     start_s: float = 30.0
     #: of tenants, 1 where there is none; None: tenants are not told apart

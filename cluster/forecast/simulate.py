@@ -8,6 +8,7 @@ arrivals --> Gateway --waiting--> Dispatcher --placed--> Gateway --start--> Simu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from cluster.autoscale.policy import Autoscaler
 from cluster.forecast.any_worker import AnyWorker
@@ -151,7 +152,8 @@ class _Scaler:
     """Does what the product's autoscaler decides."""
 
     def __init__(self, scenario: Scenario, queue: GlobalQueue, fleet: Fleet) -> None:
-        self._spec = scenario.workers[0]
+        # Slow is a machine that is there, and not those that come.
+        self._spec = replace(scenario.workers[0], slowness=1.0)
         self._start_s = scenario.start_s
         self._queue = queue
         self._fleet = fleet

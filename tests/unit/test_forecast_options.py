@@ -168,6 +168,20 @@ def test_a_worker_that_never_comes_cannot_go() -> None:
     assert faults.events(["3@5"], None, None, (H200,), 0.0, is_scaled=True) == (WorkerLoss(5.0, 3),)
 
 
+def test_a_worker_that_is_still_starting_cannot_go() -> None:
+    with pytest.raises(ForecastFailed, match="worker 2 cannot go at 40 s: it comes at 50 s"):
+        faults.events(None, ["2@40"], ["1@20"], (H200, H200), 30.0)
+    assert faults.events(None, ["2@50.1", "0@0"], ["1@20"], (H200, H200), 30.0)
+    with pytest.raises(ForecastFailed, match="worker 3"):
+        faults.events(["3@45"], None, ["1@20", "1@10"], (H200, H200), 30.0)
+    assert faults.events(["2@45"], None, ["1@20", "1@10"], (H200, H200), 30.0)
+
+
+def test_who_comes_is_not_as_slow_as_the_first_worker_is_made() -> None:
+    slow = faults.slowed((H200, H200), ["0=3"])
+    assert faults.events(None, None, ["1@20"], slow, 5.0) == (WorkerStart(20.0, H200, 5.0),)
+
+
 @pytest.mark.parametrize("text", ["2=2", "0=0", "0@2"])
 def test_slow_workers_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(ForecastFailed, match="--slow"):

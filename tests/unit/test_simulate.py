@@ -255,6 +255,14 @@ def test_the_autoscaler_adds_workers_and_takes_them_away() -> None:
     check_conserved(forecast)
 
 
+def test_workers_that_the_autoscaler_adds_are_not_as_slow_as_the_first() -> None:
+    scaling = AutoscaleConfig(min_workers=2, max_workers=2)
+    cluster = scenario(spec(slowness=4), autoscale=scaling, start_s=0.0)
+    records = simulate([Arrival(0.5, 10, 50, 200)] * 2, cluster).records
+    decode_s = {record.worker: record.tpot_s for record in records}
+    assert decode_s["worker-0"] == pytest.approx(4 * decode_s["worker-1"], rel=0.01)
+
+
 def test_arrivals_come_in_order() -> None:
     with pytest.raises(ValueError, match="comes after a later one"):
         simulate([Arrival(1.0, 1, 1, 1), Arrival(0.5, 1, 1, 1)], scenario())

@@ -22,7 +22,8 @@ def _events(text: str, example: str) -> object:
 Lose = Annotated[list[str] | None, _events("That worker (from 0) is lost then.", "WORKER@S")]
 Drain = Annotated[list[str] | None, _events("It hands back what it has, and leaves.", "WORKER@S")]
 Add = Annotated[
-    list[str] | None, _events("So many more are started then, like the first one.", "N@S")
+    list[str] | None,
+    _events("So many more are started then, like the first one without its --slow.", "N@S"),
 ]
 Slow = Annotated[
     list[str] | None, _events("All its steps take so many times as long.", "WORKER=FACTOR")
@@ -41,18 +42,26 @@ def events(
     start_s: float,
     is_scaled: bool = False,
 ) -> tuple[Event, ...]:
-    """``workers`` are there at the beginning, and those that are added are like the first one;
-    with ``is_scaled`` others may come. Raises ForecastFailed."""
+    """``workers`` are there at the beginning, and those that are added are like the first one, at
+    its usual speed; with ``is_scaled`` others may come. Raises ForecastFailed."""
     lost, drained, added = _pairs("lose", lose, 0), _pairs("drain", drain, 0), _pairs("add", add, 1)
-    most = len(workers) + sum(number for number, _ in added)
-    for worker, _ in (*lost, *drained):
-        if worker >= most and not is_scaled:
-            raise ForecastFailed(f"there is no worker {worker}: they count from 0")
+    if not is_scaled:
+        comings = sorted(at + start_s for number, at in added for _ in range(number))
+        for worker, at in (*lost, *drained):
+            _check_is_there(worker, at, [-inf] * len(workers) + comings)
     found: list[Event] = [WorkerLoss(at, worker) for worker, at in lost]
     found += [WorkerDrain(at, worker) for worker, at in drained]
     for number, at in added:
-        found += [WorkerStart(at, workers[0], start_s)] * number
+        found += [WorkerStart(at, replace(workers[0], slowness=1.0), start_s)] * number
     return tuple(sorted(found, key=lambda event: event.at))
+
+
+def _check_is_there(worker: int, at: float, comings: Sequence[float]) -> None:
+    """Workers have come at ``comings``, in the order of their numbers. Raises ForecastFailed."""
+    if worker >= len(comings):
+        raise ForecastFailed(f"there is no worker {worker}: they count from 0")
+    if at <= (came := comings[worker]):
+        raise ForecastFailed(f"worker {worker} cannot go at {at:g} s: it comes at {came:g} s")
 
 
 def slowed(workers: Sequence[WorkerSpec], slow: Sequence[str] | None) -> tuple[WorkerSpec, ...]:
