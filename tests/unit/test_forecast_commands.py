@@ -78,6 +78,12 @@ async def test_a_made_up_workload_on_gpus() -> None:
     assert "class 1" in said and "tenant t1" in said
 
 
+async def test_lengths_may_be_foreseen_as_badly_as_can_be(kind: str, trace: str) -> None:
+    where = ("simulate", "--workers", f"{kind}=1", "--trace", trace, "--foresight")
+    assert "100.0%" in await run(*where, "10")
+    assert "--foresight" in await run(*where, "500", status=2)
+
+
 async def test_a_plan_says_how_many_workers_are_enough(
     tmp_path: Path, kind: str, trace: str
 ) -> None:

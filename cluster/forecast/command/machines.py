@@ -71,6 +71,8 @@ Foresight = Annotated[
     float | None,
     typer.Option(
         min=0,
+        # Beyond nothing is foreseen at all, and a float does not hold such lengths.
+        max=10,
         metavar="SIGMA",
         help="How sharply the lengths of outputs are foreseen: the standard deviation of the "
         "error's logarithm, 0 being exact. Default: not at all.",
