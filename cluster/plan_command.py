@@ -139,9 +139,9 @@ def _plan(
         with machines.as_modelled():
             scenario = Scenario.uniform(workers, spec, **how)
         arrivals = watched(asked.arrivals(()), f"with {workers} of {name}")
-        records = simulate(arrivals, scenario).records
-        attained = tuple(each.attained(records) for each in targets)
-        return Trial(workers, attained, is_kept(attained, wanted))
+        answer = simulate(arrivals, scenario)
+        attained = tuple(each.attained(answer.records) for each in targets)
+        return Trial(workers, attained, is_kept(attained, wanted), answer.summary().refused)
 
     return fewest(attempt, _guess(asked, spec), most)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What so many workers attain: seconds by target, in their order."""
+    """What so many workers attain: seconds by target, in their order. ``refused`` are the requests
+    that did not come to their end, by the cause."""
 
     workers: int
     attained: tuple[float, ...]
     is_enough: bool
+    refused: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf, isfinite
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from cluster.forecast.as_json import plain
-from cluster.forecast.plan import Plan
+from cluster.forecast.plan import Plan, Trial
 from cluster.forecast.tables import seconds
 from cluster.forecast.target import Target
 
@@ -39,9 +40,10 @@ def table(plans: Mapping[str, Plan], targets: Sequence[Target]) -> Table:
 
 
 def verdict(kind: str, plan: Plan, targets: Sequence[Target]) -> str:
-    """In a sentence or two."""
+    """In a sentence or two, with what did not come to its end."""
     if plan.workers is not None:
-        return f"{kind}: {plan.workers} {_are(plan.workers)} enough"
+        enough = next(trial for trial in plan.trials if trial.workers == plan.workers)
+        return f"{kind}: {plan.workers} {_are(plan.workers)} enough{_refused(enough)}"
     last = plan.trials[-1]
     missed = [
         f"{target.name} is {seconds(value) if isfinite(value) else 'never reached'}"
@@ -49,7 +51,13 @@ def verdict(kind: str, plan: Plan, targets: Sequence[Target]) -> str:
         if value > target.most_s
     ]
     said = f"{kind}: {last.workers} {_are(last.workers)} not enough: {', '.join(missed)}"
-    return said + (", and more workers would not change that" if _is_flat(plan, targets) else "")
+    flat = ", and more workers would not change that" if _is_flat(plan, targets) else ""
+    return said + flat + _refused(last)
+
+
+def _refused(trial: Trial) -> str:
+    causes = sorted(trial.refused.items(), key=itemgetter(1), reverse=True)
+    return "".join(f"; {number} requests ended by {cause}" for cause, number in causes)
 
 
 def _are(workers: int) -> str:
@@ -62,6 +70,8 @@ def _is_flat(plan: Plan, targets: Sequence[Target]) -> bool:
     fewer = [trial for trial in plan.trials if 2 * trial.workers <= last.workers]
     if not fewer:
         return False
+    if last.refused and last.refused == fewer[-1].refused and inf in last.attained:
+        return True
     return any(
         target.most_s < now < inf and now > before * (1 - _SAME)
         for target, before, now in zip(targets, fewer[-1].attained, last.attained, strict=True)
@@ -80,6 +90,7 @@ def as_json(plans: Mapping[str, Plan], targets: Sequence[Target]) -> dict[str, o
                         "workers": trial.workers,
                         "attained_s": plain(dict(zip(names, trial.attained, strict=True))),
                         "is_enough": trial.is_enough,
+                        "refused": dict(trial.refused),
                     }
                     for trial in plan.trials
                 ],

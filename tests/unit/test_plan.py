@@ -168,6 +168,24 @@ def test_a_plan_says_how_many_are_enough_or_why_none_is() -> None:
     )
 
 
+def test_a_plan_says_what_did_not_come_to_its_end() -> None:
+    """By which a percentile is never reached, with however many workers."""
+    refused = {"deadline_exceeded": 3, "prompt_too_long": 7}
+    trials = [Trial(n, (inf, 0.04), False, refused) for n in (2, 4)]
+    assert plan_views.verdict("l4", Plan(None, tuple(trials)), TARGETS) == (
+        "l4: 4 workers are not enough: ttft_p99 is never reached, and more workers would not "
+        "change that; 7 requests ended by prompt_too_long; 3 requests ended by deadline_exceeded"
+    )
+    enough = Plan(1, (Trial(1, (0.8, 0.04), True, {"queue_full": 2}),))
+    assert plan_views.verdict("l4", enough, TARGETS) == (
+        "l4: 1 worker is enough; 2 requests ended by queue_full"
+    )
+    content = plan_views.as_json({"l4": enough}, TARGETS)
+    assert json.loads(json.dumps(content))["kinds"]["l4"]["trials"][0]["refused"] == {
+        "queue_full": 2
+    }
+
+
 def test_a_plan_as_json_has_every_trial() -> None:
     content = json.loads(json.dumps(plan_views.as_json({"l4": ENOUGH}, TARGETS), allow_nan=False))
     assert content["targets"] == {"ttft_p99": 1.0, "tpot_mean": 0.05}
