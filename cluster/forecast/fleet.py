@@ -8,7 +8,14 @@ from typing import Protocol
 from cluster.forecast.any_worker import AnyWorker
 from cluster.forecast.fluid_worker import FluidWorker
 from cluster.forecast.frame import Frame
-from cluster.forecast.scenario import Event, Scenario, WorkerLoss, WorkerSpec, WorkerStart
+from cluster.forecast.scenario import (
+    Event,
+    Scenario,
+    WorkerDrain,
+    WorkerLoss,
+    WorkerSpec,
+    WorkerStart,
+)
 from cluster.forecast.sequence import NamedSequence
 from cluster.forecast.timeline import Timeline
 from cluster.forecast.worker import SimulatedWorker
@@ -36,11 +43,12 @@ class Fleet:
         self._router = router
         self._timeline = timeline
         self._one_by_one = one_by_one
-        #: all that ever were
-        self._workers: list[AnyWorker] = []
-        #: those that the router takes to be there, with the moment of their coming
+        self._num_came = 0
+        #: those that the router takes to be there, with the moment of their coming; of others only
+        #: sums are kept
         self._up: dict[str, tuple[AnyWorker, float]] = {}
         self._worker_s = 0.0
+        self._num_steps = self._num_jumped = 0
         self.num_starting = 0
 
     def __len__(self) -> int:
@@ -58,11 +66,11 @@ class Fleet:
 
     @property
     def num_steps(self) -> int:
-        return sum(worker.num_steps for worker in self._workers)
+        return self._num_steps + sum(worker.num_steps for worker, _ in self._up.values())
 
     @property
     def num_jumped(self) -> int:
-        return sum(worker.num_jumped for worker in self._workers)
+        return self._num_jumped + sum(worker.num_jumped for worker, _ in self._up.values())
 
     @property
     def worker_s(self) -> float:
@@ -89,9 +97,9 @@ class Fleet:
     # coming and going
 
     def come(self, spec: WorkerSpec) -> None:
-        name = f"worker-{len(self._workers)}"
+        name = _name(self._num_came)
+        self._num_came += 1
         worker = self._worker(name, spec)
-        self._workers.append(worker)
         self._up[name] = worker, self._timeline.now
         self._router.worker_up(worker)
 
@@ -113,6 +121,8 @@ class Fleet:
         if worker.worker_id in self._up:
             _, came = self._up.pop(worker.worker_id)
             self._worker_s += self._timeline.now - came
+            self._num_steps += worker.num_steps
+            self._num_jumped += worker.num_jumped
             self._router.worker_lost(worker.worker_id)
 
     def drained(self, worker_id: str) -> None:
@@ -123,11 +133,16 @@ class Fleet:
     def happen(self, event: Event) -> None:
         if isinstance(event, WorkerStart):
             self.start_worker(event.spec, event.start_s)
-        elif event.worker >= len(self._workers):
-            return
-        elif isinstance(event, WorkerLoss):
-            worker = self._workers[event.worker]
+        elif (name := _name(event.worker)) in self._up:
+            self._end(event, self._up[name][0])
+
+    def _end(self, event: WorkerLoss | WorkerDrain, worker: Worker) -> None:
+        if isinstance(event, WorkerLoss):
             worker.lose()
             self._timeline.after(event.detection_s, self.gone, worker)
         else:
-            self._workers[event.worker].drain()
+            worker.drain()
+
+
+def _name(number: int) -> str:
+    return f"worker-{number}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
 
 import pytest
 
 from cluster.autoscale.config import AutoscaleConfig
+from cluster.forecast import fleet
 from cluster.forecast.forecast import Forecast
 from cluster.forecast.scenario import (
     Choice,
@@ -18,6 +22,7 @@ from cluster.forecast.scenario import (
 )
 from cluster.forecast.simulate import simulate
 from cluster.forecast.summary import Quantiles, Slo
+from cluster.forecast.worker import SimulatedWorker
 from cluster.workloads.arrival import Arrival
 from router.config import Order, RouterConfig
 from tests.small_clusters import ENGINE, STEP_TIME, arrivals, scenario, spec
@@ -261,6 +266,28 @@ def test_workers_that_the_autoscaler_adds_are_not_as_slow_as_the_first() -> None
     records = simulate([Arrival(0.5, 10, 50, 200)] * 2, cluster).records
     decode_s = {record.worker: record.tpot_s for record in records}
     assert decode_s["worker-0"] == pytest.approx(4 * decode_s["worker-1"], rel=0.01)
+
+
+def test_of_workers_that_are_gone_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a pool of blocks, and an autoscaler starts and ends them all the time."""
+    there: WeakSet[SimulatedWorker] = WeakSet()
+    most = 0
+
+    class Counted(SimulatedWorker):
+        def __init__(self, *parts: Any) -> None:
+            nonlocal most
+            super().__init__(*parts)
+            gc.collect()
+            there.add(self)
+            most = max(most, len(there))
+
+    monkeypatch.setattr(fleet, "SimulatedWorker", Counted)
+    events = [(WorkerStart(i, spec()), WorkerDrain(i + 0.5, i)) for i in range(10)]
+    cluster = scenario(events=tuple(it for pair in events for it in pair))
+    answer = simulate(arrivals(60, 6.0), cluster)
+    check_conserved(answer)
+    assert answer.num_steps > 100
+    assert most <= 3
 
 
 def test_arrivals_come_in_order() -> None:
