@@ -44,3 +44,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $threads := dig "worker" "num_threads" nil .Values.config | default 1 -}}
 {{ mul (int .Values.workers.tensorParallel) (int $threads) }}
 {{- end -}}
+
+{{/*
+Pods of a group, of which there are to be so many at first. Where Ray's autoscaler makes them, there are as many as
+Serve asks for, whose bounds hold at once: those of a Ray cluster that runs stay what they were. So it has none, which
+is KubeRay's largest number.
+*/}}
+{{- define "everlift.groupSize" -}}
+replicas: {{ .replicas }}
+{{- if include "everlift.autoscales" .root }}
+minReplicas: 0
+maxReplicas: 2147483647
+{{- else }}
+minReplicas: {{ .replicas }}
+maxReplicas: {{ .replicas }}
+{{- end }}
+{{- end -}}

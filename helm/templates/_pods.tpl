@@ -135,8 +135,8 @@ topologySpreadConstraints:
 {{- end -}}
 
 {{/*
-Takes "extra", the rest of the container, "token", whether the pod speaks to Kubernetes, and "grace", the seconds
-in which it has to end.
+Takes "extra", the rest of the container, "token", whether the pod speaks to Kubernetes, "grace", the seconds
+in which it has to end, and of a group of several pods "replicas", how many there are at first.
 */}}
 {{- define "everlift.podTemplate" -}}
 metadata:
@@ -145,6 +145,10 @@ metadata:
   annotations:
     # Another model is another ledger, and so another Ray cluster, not other settings in this one.
     everlift/ledger: {{ include "everlift.keyPrefix" .root | quote }}
+    {{- if and .replicas (not (include "everlift.autoscales" .root)) }}
+    # KubeRay tells a Ray cluster that runs nothing of another number of pods: it makes another one by this.
+    everlift/replicas: {{ .replicas | quote }}
+    {{- end }}
     {{- with .group.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

@@ -33,6 +33,8 @@ from tests.chart import CHART, NAMESPACE, Helm, Object, Refused, Rendered, conta
 
 #: Kubernetes' versions that objects are checked against; all of them those of the default values.
 OLDEST, NEWEST = "1.32", "1.37"
+#: Of a group's pods, as KubeRay writes it.
+NO_BOUND = (1 << 31) - 1
 #: Other projects' objects, of which no schema is at hand.
 UNCHECKED = {"RayService", "ServiceMonitor", "PrometheusRule", "GRPCRoute", "HTTPRoute"}
 
@@ -387,7 +389,8 @@ def test_everlift_takes_the_settings_of_serve(rendered: dict[str, Rendered], nam
     release = rendered[name]
     assert config.num_routers == release.group("routers")["replicas"]
     assert config.num_workers == release.group("workers")["replicas"]
-    assert config.most_workers == release.group("workers")["maxReplicas"]
+    # Where Ray's autoscaler makes pods it makes as many as Serve asks for.
+    assert release.group("workers")["maxReplicas"] in (config.most_workers, NO_BOUND)
     assert config.ledger.url == EMBEDDED
 
 
@@ -424,8 +427,11 @@ def test_large_numbers_stay_integers(helm: Helm) -> None:
     assert release.ray["autoscalerOptions"]["idleTimeoutSeconds"] == 2_000_000
     routers, workers = release.group("routers"), release.group("workers")
     replicas = ("replicas", "minReplicas", "maxReplicas")
-    assert [routers[name] for name in replicas] == [3_000_000] * 3
-    assert [workers[name] for name in replicas] == [1_000_000, 1_000_000, 4_000_000]
+    assert (routers["replicas"], workers["replicas"]) == (3_000_000, 1_000_000)
+    assert release.settings["autoscale"]["max_workers"] == 4_000_000
+    fixed = helm.render({"workers": {"min": 1_000_000, "max": 1_000_000}}).group("workers")
+    assert [fixed[name] for name in replicas] == [1_000_000] * 3
+    assert fixed["template"]["metadata"]["annotations"]["everlift/replicas"] == "1000000"
     assert workers["rayStartParams"]["num-gpus"] == "1048576"
     budget = release.the("PodDisruptionBudget", "-routers")["spec"]
     assert budget["maxUnavailable"] == 1 << 20
@@ -552,8 +558,8 @@ def test_workers_on_cpus_take_no_gpu(rendered: dict[str, Rendered]) -> None:
     [
         ("defaults", (1, 1, 1), None),
         ("fixed workers", (3, 3, 3), None),
-        ("autoscaling", (2, 2, 8), {"min_workers": 2, "max_workers": 8}),
-        ("from no worker", (1, 0, 3), {"min_workers": 0, "max_workers": 3}),
+        ("autoscaling", (2, 0, NO_BOUND), {"min_workers": 2, "max_workers": 8}),
+        ("from no worker", (1, 0, NO_BOUND), {"min_workers": 0, "max_workers": 3}),
     ],
 )
 def test_pods_follow_the_number_of_workers(
@@ -567,6 +573,52 @@ def test_pods_follow_the_number_of_workers(
     # Ray's autoscaler speaks to Kubernetes from the head's pod; nobody else does.
     tokens = [each["template"]["spec"]["automountServiceAccountToken"] for each in release.groups]
     assert tokens == [autoscale is not None, False, False]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"routers": {"replicas": 4}},
+        {"workers": {"min": 2, "max": 2}},
+        {"workers": {"min": 2, "max": 5}},
+        {"workers": {"min": 1, "max": 1}},
+    ],
+)
+def test_another_number_of_pods_reaches_kuberay(helm: Helm, other: Object) -> None:
+    """It compares Ray clusters without the sizes of their groups, and changes none in one that runs
+    (RayServiceReconciler): pods that it makes itself must differ for it to make another cluster."""
+    before = helm.render({"workers": {"min": 3, "max": 3}})
+    after = helm.render({"workers": {"min": 3, "max": 3}} | other)
+    assert _as_compared(before) != _as_compared(after)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"routers": {"replicas": 4}},
+        {"workers": {"min": 1, "max": 9}},
+        {"workers": {"min": 0, "max": 8}},
+    ],
+)
+def test_where_the_number_follows_the_queue_its_bounds_hold_in_the_cluster_that_runs(
+    helm: Helm, other: Object
+) -> None:
+    before = helm.render({"workers": {"min": 1, "max": 8}})
+    after = helm.render({"workers": {"min": 1, "max": 8}} | other)
+    assert before.settings != after.settings
+    assert _as_compared(before) == _as_compared(after)
+    # So no bound stands in the Ray cluster, which would be the old one.
+    for group in before.groups[1:]:
+        assert (group["minReplicas"], group["maxReplicas"]) == (0, NO_BOUND)
+
+
+def _as_compared(release: Rendered) -> Object:
+    """By KubeRay."""
+    spec = deepcopy(release.ray)
+    for group in spec["workerGroupSpecs"]:
+        for name in ("replicas", "minReplicas", "maxReplicas"):
+            group.pop(name, None)
+    return spec
 
 
 def test_ray_reads_what_its_nodes_have(rendered: dict[str, Rendered]) -> None:
