@@ -157,6 +157,10 @@ spec:
   # A Service named everlift would otherwise set EVERLIFT_PORT, which is no setting.
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ .grace }}
+  {{- if and .replicas (include "everlift.autoscales" .root) }}
+  # Ray's autoscaler ends Ray in a pod that is to go: started again there, it would be a node that stays.
+  restartPolicy: Never
+  {{- end }}
   securityContext:
     {{- toYaml .root.Values.podSecurityContext | nindent 4 }}
   {{- with .root.Values.image.pullSecrets }}

@@ -621,6 +621,17 @@ def _as_compared(release: Rendered) -> Object:
     return spec
 
 
+def test_a_pod_of_which_the_autoscaler_ends_ray_stays_ended(rendered: dict[str, Rendered]) -> None:
+    """Else its container starts Ray again, and the pod is never given back."""
+
+    def policies(name: str) -> list[str]:
+        groups = rendered[name].groups
+        return [each["template"]["spec"].get("restartPolicy", "Always") for each in groups]
+
+    assert policies("autoscaling") == ["Always", "Never", "Never"]
+    assert policies("fixed workers") == ["Always", "Always", "Always"]
+
+
 def test_ray_reads_what_its_nodes_have(rendered: dict[str, Rendered]) -> None:
     from ray.autoscaler._private.kuberay.autoscaling_config import (
         _get_ray_resources_from_group_spec as resources,
