@@ -4,6 +4,8 @@
 ports:
   - {name: gcs-server, containerPort: 6379}
   - {name: dashboard, containerPort: 8265}
+  # Where KubeRay has Ray export its metrics.
+  - {name: metrics, containerPort: 8080}
 readinessProbe:
   httpGet: {path: /api/gcs_healthz, port: dashboard}
   periodSeconds: 5

@@ -30,6 +30,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ include "everlift.fullname" . }}-ledger.{{ .Release.Namespace }}.svc:6379
 {{- end -}}
 
+{{/* Prometheus' job of the release. */}}
+{{- define "everlift.job" -}}
+{{ .Release.Namespace }}/{{ include "everlift.fullname" . }}
+{{- end -}}
+
 {{- define "everlift.autoscales" -}}
 {{- if gt (int .Values.workers.max) (int .Values.workers.min) }}true{{ end -}}
 {{- end -}}

@@ -29,7 +29,17 @@ from router.gateway.http import openapi
 from router.gateway.kserve.v2 import open_inference_pb2
 from router.ledger.config import EMBEDDED
 from router.metrics.http_server import READY
-from tests.chart import CHART, NAMESPACE, Helm, Object, Refused, Rendered, container, running_helm
+from tests.chart import (
+    CHART,
+    NAMESPACE,
+    RELEASE,
+    Helm,
+    Object,
+    Refused,
+    Rendered,
+    container,
+    running_helm,
+)
 
 #: Kubernetes' versions that objects are checked against; all of them those of the default values.
 OLDEST, NEWEST = "1.32", "1.37"
@@ -197,7 +207,12 @@ def rendered(helm: Helm) -> dict[str, Rendered]:
 def test_alerts_and_dashboard_are_those_of_deploy(rendered: dict[str, Rendered]) -> None:
     watched, deploy = rendered["watched"], CHART.parent / "deploy"
     rule = watched.the("PrometheusRule")
-    assert rule["spec"] == yaml.safe_load((deploy / "prometheus" / "alerts.yaml").read_text())
+    alerts = (deploy / "prometheus" / "alerts.yaml").read_text()
+    # The routers of another release are none of this one.
+    ours = f'absent(everlift_router_ready{{job="{NAMESPACE}/{RELEASE}-everlift"}})'
+    assert "absent(everlift_router_ready)" in alerts
+    expected = alerts.replace("absent(everlift_router_ready)", ours)
+    assert rule["spec"] == yaml.safe_load(expected)
     assert rule["metadata"]["labels"]["team"] == "ml"
     dashboard = watched.the("ConfigMap", "-dashboard")
     shown = json.loads(dashboard["data"]["everlift.json"])
@@ -1006,8 +1021,9 @@ def test_others_reach_what_the_values_say(rendered: dict[str, Rendered]) -> None
     assert peers == given["clients"]
     assert selects(test["podSelector"]["matchLabels"], rendered["closed"].the("Pod"))
     assert metrics == {"ports": [{"port": "router-metrics"}], "from": given["monitoring"]}
-    [operator] = rendered["closed"].the("NetworkPolicy", "-head")["spec"]["ingress"]
+    operator, ray = rendered["closed"].the("NetworkPolicy", "-head")["spec"]["ingress"]
     assert operator == {"ports": [{"port": "dashboard"}], "from": given["operator"]}
+    assert ray == {"ports": [{"port": "metrics"}], "from": given["monitoring"]}
     anybody, _ = rendered["defaults"].the("NetworkPolicy", "-routers")["spec"]["ingress"]
     assert "from" not in anybody
     assert "NetworkPolicy" not in rendered["open"].kinds
@@ -1041,6 +1057,29 @@ def test_prometheus_finds_the_routers(rendered: dict[str, Rendered]) -> None:
     assert not selects(
         monitor["spec"]["selector"]["matchLabels"], release.the("Service", "-everlift")
     )
+
+
+def test_prometheus_finds_what_the_autoscaler_says(helm: Helm) -> None:
+    """Ray exports it on the head, where Serve's controller is."""
+    monitoring = {"monitoring": VALUES["watched"]["monitoring"]}
+    release = helm.render({"workers": {"min": 1, "max": 4}} | monitoring)
+    service, monitor = release.the("Service", "-ray-metrics"), release.the("ServiceMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    [port], head = service["spec"]["ports"], release.group("head")
+    assert port["name"] in [each["port"] for each in monitor["spec"]["endpoints"]]
+    # KubeRay's default, of which it is told nothing else.
+    assert named_port(head, port["targetPort"]) == 8080
+    assert "metrics-export-port" not in head["rayStartParams"]
+    assert selects(service["spec"]["selector"], head["template"])
+    policy = release.the("NetworkPolicy", "-head")["spec"]
+    assert {"ports": [{"port": port["targetPort"]}]} in policy["ingress"]
+
+
+def test_alerts_tell_releases_of_one_name_apart(rendered: dict[str, Rendered]) -> None:
+    """They are by job, which would be the Service's name."""
+    for endpoint in rendered["watched"].the("ServiceMonitor")["spec"]["endpoints"]:
+        [relabeling] = endpoint["relabelings"]
+        assert relabeling == {"targetLabel": "job", "replacement": f"{NAMESPACE}/ev-everlift"}
 
 
 def prefix(helm: Helm, release: str = "ev", **values: Any) -> str:
