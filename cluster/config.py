@@ -158,7 +158,7 @@ def _read(file: Path) -> Mapping[str, object]:
     import yaml
 
     try:
-        loaded = yaml.safe_load(file.read_text())
+        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"{file}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -354,6 +355,24 @@ async def test_help_shows_an_example(command: str) -> None:
     result = await run(command, "--help", COLUMNS="200")
     assert result.exit_code == 0
     assert f"everlift {command}" in result.stdout
+
+
+def test_a_terminal_that_has_not_every_character_shows_the_others() -> None:
+    command = [sys.executable, "-m", "cluster.cli", "attach", "--help"]
+    environ = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    shown = subprocess.run(command, env=environ, check=True, capture_output=True).stdout
+    assert b"everlift attach 3f2a?" in shown
+
+
+def test_settings_are_utf_8_whatever_the_terminal_is(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_bytes("state_dir: /srv/f\u00fcr_alle".encode())
+    script = "import sys, cluster.config as c; print(ascii(c.load(c.Path(sys.argv[1]), {})))"
+    # What says ASCII is UTF-8 to Python, unless it is told that it is not.
+    environ = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", script, str(file)]
+    shown = subprocess.run(command, env=environ, check=True, capture_output=True).stdout
+    assert rb"/srv/f\xfcr_alle" in shown
 
 
 async def test_every_command_stands_in_the_help() -> None:
