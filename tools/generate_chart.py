@@ -63,7 +63,8 @@ _SHAPES: dict[str, Json] = {
     "ledger.durabilityClass": {"enum": list(PROMISES)},
     "ledger.embedded.maxMemoryMiB": {"type": "integer", "minimum": 1},
     "maxUnavailable": {"type": ["integer", "string"], "pattern": "^[0-9]+%$", "minimum": 0},
-    "monitoring.port": _PORT,
+    # Who is not root may listen there.
+    "monitoring.port": _PORT | {"minimum": 1024},
     "nodeSelector": _TEXTS,
     "podAnnotations": _TEXTS,
     "podSecurityContext": {"type": "object"},

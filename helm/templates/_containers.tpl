@@ -22,9 +22,10 @@ have none. A pod is alive before it has one: Serve places it, asks after its hea
 and starts another, and the kubelet asks after Ray.
 */}}
 {{- define "everlift.routerContainer" -}}
+{{- $listens := include "everlift.routerPorts" . | fromYaml -}}
 ports:
-  - {name: serve, containerPort: {{ .Values.service.port }}}
-  - {name: http, containerPort: {{ .Values.service.httpPort }}}
+  - {name: serve, containerPort: {{ int $listens.grpc }}}
+  - {name: http, containerPort: {{ int $listens.http }}}
   - {name: router-metrics, containerPort: {{ .Values.monitoring.port }}}
 readinessProbe:
   httpGet: {path: /ready, port: router-metrics}

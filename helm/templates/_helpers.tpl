@@ -30,6 +30,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ include "everlift.fullname" . }}-ledger.{{ .Release.Namespace }}.svc:6379
 {{- end -}}
 
+{{/*
+Where routers listen in their pods, whatever the Service's ports are: below 1024 they may not, and 8080 is Ray's there.
+*/}}
+{{- define "everlift.routerPorts" -}}
+{grpc: 50051, http: 8000}
+{{- end -}}
+
 {{/* Prometheus' job of the release. */}}
 {{- define "everlift.job" -}}
 {{ .Release.Namespace }}/{{ include "everlift.fullname" . }}

@@ -14,8 +14,28 @@
     {{- fail (printf "workers.max (%v) must be at least workers.min (%v) and 1" .max .min) -}}
   {{- end -}}
 {{- end -}}
-{{- if and .Values.model.volume.persistentVolumeClaim .Values.model.volume.image -}}
-  {{- fail "model.volume: set persistentVolumeClaim or image, not both" -}}
+{{- with .Values.model -}}
+  {{- if and .volume.persistentVolumeClaim .volume.image -}}
+    {{- fail "model.volume: set persistentVolumeClaim or image, not both" -}}
+  {{- end -}}
+  {{- if and (or .volume.persistentVolumeClaim .volume.image) (not .name) -}}
+    {{- fail "model.name: must be set with model.volume; else the image's demo model is served" -}}
+  {{- end -}}
+  {{- if and .revision (or (not .name) (hasPrefix "/" .name)) -}}
+    {{- fail "model.revision: is for a hub id (org/name) in model.name" -}}
+  {{- end -}}
+{{- end -}}
+{{- with .Values.service -}}
+  {{- if eq (int .port) (int .httpPort) -}}
+    {{- fail (printf "service.httpPort (%v) must be another port than service.port" .httpPort) -}}
+  {{- end -}}
+{{- end -}}
+{{- /* Those of a router's pod: the router's, and Ray's for metrics and health. */ -}}
+{{- $taken := append (values (include "everlift.routerPorts" . | fromYaml)) 8080 | concat (list 52365) -}}
+{{- range $taken -}}
+  {{- if eq (int .) (int $.Values.monitoring.port) -}}
+    {{- fail (printf "monitoring.port: %v is taken in a router's pod" .) -}}
+  {{- end -}}
 {{- end -}}
 {{- with .Values.access -}}
   {{- if and (eq .mode "file") (not .existingSecret) -}}
@@ -96,8 +116,9 @@ Written out or not, a default is the same.
 
 {{- define "everlift.settings" -}}
 {{- $worker := dict "device" .Values.workers.device "tensor_parallel" (int .Values.workers.tensorParallel) -}}
-{{- $router := dict "host" "0.0.0.0" "port" (int .Values.service.port)
-      "http_host" "0.0.0.0" "http_port" (int .Values.service.httpPort)
+{{- $listens := include "everlift.routerPorts" . | fromYaml -}}
+{{- $router := dict "host" "0.0.0.0" "port" (int $listens.grpc)
+      "http_host" "0.0.0.0" "http_port" (int $listens.http)
       "metrics_host" "0.0.0.0" "metrics_port" (int .Values.monitoring.port) -}}
 {{- if ne .Values.access.mode "off" -}}
   {{- $_ := set $router "access" .Values.access.mode -}}

@@ -28,7 +28,6 @@ def release() -> Rendered:
     with running_helm() as helm:
         return helm.render(
             {
-                "service": {"port": free_port()},
                 "monitoring": {"port": free_port()},
                 "routers": {"replicas": 1},
                 "workers": {"device": "cpu"},
@@ -103,11 +102,13 @@ def test_the_rendered_settings_serve_a_request(
     application = release.application
     module, _, function = application["import_path"].partition(":")
     settings = application["args"]
-    # On this machine, and nowhere beyond it.
+    # On this machine, where its ports may be taken, and nowhere beyond it.
     settings["state_dir"] = str(tmp_path)
     settings["router"] |= {
         "host": "127.0.0.1",
+        "port": free_port(),
         "http_host": "127.0.0.1",
+        "http_port": free_port(),
         "metrics_host": "127.0.0.1",
     }
     serve.run(
@@ -115,8 +116,7 @@ def test_the_rendered_settings_serve_a_request(
         name=application["name"],
         route_prefix=application["route_prefix"],
     )
-    port, _ = release.the("Service", "ev-everlift")["spec"]["ports"]
-    asyncio.run(serves(f"127.0.0.1:{port['port']}"))
+    asyncio.run(serves(f"127.0.0.1:{settings['router']['port']}"))
     assert placed("router") == {"everlift_router"}
     # By these names the hooks of pods find whom to tell (helm/files/leave.sh).
     assert {"ray::RankActor", "ray::ServeReplica:everlift:router"} <= titles()

@@ -316,6 +316,13 @@ def test_kuberays_schema_finds_what_is_wrong(
             "gcsFaultTolerance.existingSecret: must be set with gcsFaultTolerance.usernameKey",
         ),
         ({"model": {"volume": {"image": "a", "persistentVolumeClaim": "b"}}}, "not both"),
+        ({"model": {"volume": {"persistentVolumeClaim": "a"}}}, "model.name: must be set"),
+        ({"model": {"revision": "v1"}}, r"is for a hub id \(org/name\)"),
+        ({"model": {"name": "/models/x", "revision": "v1"}}, r"is for a hub id \(org/name\)"),
+        ({"service": {"port": 8000}}, r"service.httpPort \(8000\) must be another port"),
+        ({"monitoring": {"port": 443}}, "/monitoring/port"),
+        ({"monitoring": {"port": 8000}}, "monitoring.port: 8000 is taken in a router's pod"),
+        ({"monitoring": {"port": 8080}}, "monitoring.port: 8080 is taken in a router's pod"),
         ({"tls": {"clients": {"mutual": True}}}, "tls.clients.existingSecret: must be set"),
         ({"tls": {"clients": {"testSecret": "x"}}}, "tls.clients.mutual: must be set"),
         ({"gateway": {"enabled": True}}, "gateway.parentRefs: must be set"),
@@ -475,7 +482,11 @@ def test_what_looks_like_something_else_stays_a_string(helm: Helm, text: str) ->
     secret = {"existingSecret": text, "key": text}
     release = {"nameOverride": text, "image": {"tag": text}}
     inside = {
-        "model": {"volume": {"persistentVolumeClaim": text, "mountPath": text}, "hub": secret},
+        "model": {
+            "name": text,
+            "volume": {"persistentVolumeClaim": text, "mountPath": text},
+            "hub": secret,
+        },
         "access": {"mode": "file", **secret, "test": secret},
         "tls": {
             "clients": {"existingSecret": text, "mutual": True, "testSecret": text},
@@ -684,12 +695,13 @@ def test_clients_reach_routers_and_no_other_pod(rendered: dict[str, Rendered]) -
     assert (http["port"], http["targetPort"]) == (8000, "http")
     assert named_port(release.group("routers"), "http") == 8000
     assert release.settings["router"]["http_port"] == 8000
-    assert named_port(release.group("routers"), "serve") == 443
-    assert release.settings["router"]["port"] == 443
+    # Who is not root may not listen on 443.
+    assert named_port(release.group("routers"), "serve") == 50051
+    assert release.settings["router"]["port"] == 50051
     # KubeRay would take the head's port of that name before ours.
     assert named_port(release.group("head"), "serve") is None
     [serve] = release.the("RayService")["spec"]["serveService"]["spec"]["ports"]
-    assert serve == {"name": "serve", "port": 443}
+    assert serve == {"name": "serve", "port": 50051}
 
 
 def selects(selector: Object, pod: Object) -> bool:
@@ -1101,8 +1113,7 @@ def test_clusters_that_may_share_a_ledger_do(helm: Helm) -> None:
     [
         {"model": {"name": "org/name"}},
         {"model": {"name": "org/name", "revision": "v2"}},
-        {"model": {"volume": {"image": "example/llama:2"}}},
-        {"model": {"volume": {"persistentVolumeClaim": "models-2"}}},
+        {"model": {"name": "/models/llama", "volume": {"image": "example/llama:2"}}},
         {"config": {"worker": {"dtype": "float32"}}},
         {"config": {"worker": {"load_format": "dummy"}}},
         {"config": {"worker": {"max_model_len": 1024}}},
@@ -1114,6 +1125,9 @@ def test_another_model_has_a_ledger_of_its_own(helm: Helm, other: Any) -> None:
     assert prefix(helm, model={"name": "org/name"}) != prefix(
         helm, model={"name": "org/name", "revision": "v2"}
     )
+    volumes = [{"image": "llama:1"}, {"image": "llama:2"}, {"persistentVolumeClaim": "llama:2"}]
+    models = [{"name": "/models/llama", "volume": volume} for volume in volumes]
+    assert len({prefix(helm, model=model) for model in models}) == 3
 
 
 def test_another_model_is_another_ray_cluster(helm: Helm) -> None:
@@ -1139,7 +1153,9 @@ def test_the_notes_and_the_test_hook_send_a_request(rendered: dict[str, Rendered
     release = rendered["exposed"]
     assert "create secret generic ev-everlift-ledger" in release.notes
     assert "create secret" not in rendered["durable"].notes
-    assert "everlift generate --address 127.0.0.1:443" in release.notes
+    # Nor may who reads this.
+    assert "port-forward service/ev-everlift 50051:443 &" in release.notes
+    assert "everlift generate --address 127.0.0.1:50051" in release.notes
     pod = release.the("Pod")
     assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
     [test] = pod["spec"]["containers"]
