@@ -37,6 +37,16 @@ Where routers listen in their pods, whatever the Service's ports are: below 1024
 {grpc: 50051, http: 8000}
 {{- end -}}
 
+{{/* A quantity of memory in whole MiB; nothing of one that is written in a way that nobody writes memory in. */}}
+{{- define "everlift.mebibytes" -}}
+{{- $text := kindIs "string" . | ternary . (int64 . | toString) -}}
+{{- if regexMatch "^[0-9.]+([kMGT]|[KMGT]i)?$" $text -}}
+{{- $number := regexFind "^[0-9.]+" $text -}}
+{{- $units := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- divf (mulf (float64 $number) (get $units (trimPrefix $number $text))) 1048576 | int64 -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Prometheus' job of the release. */}}
 {{- define "everlift.job" -}}
 {{ .Release.Namespace }}/{{ include "everlift.fullname" . }}

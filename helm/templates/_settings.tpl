@@ -55,6 +55,13 @@
     {{- if eq .durabilityClass "replicated" -}}
       {{- fail "ledger.durabilityClass: the chart's own server has no replica; replicated needs ledger.external" -}}
     {{- end -}}
+    {{- with dig "limits" "memory" nil .embedded.resources -}}
+      {{- $most := include "everlift.mebibytes" . -}}
+      {{- if and $most (le (int64 $most) (int64 $.Values.ledger.embedded.maxMemoryMiB)) -}}
+        {{- fail (printf "ledger.embedded.resources.limits.memory (%v) must be above ledger.embedded.maxMemoryMiB (%v)"
+              . (int64 $.Values.ledger.embedded.maxMemoryMiB)) -}}
+      {{- end -}}
+    {{- end -}}
   {{- else if not .external.existingSecret -}}
     {{- fail "ledger.external.existingSecret: must be set where ledger.embedded.enabled is false" -}}
   {{- end -}}

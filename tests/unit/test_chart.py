@@ -115,6 +115,7 @@ VALUES: dict[str, Object] = {
             "embedded": {
                 "existingSecret": "passwords",
                 "maxMemoryMiB": 4096,
+                "resources": {"limits": {"memory": "8G"}},
                 "persistence": {"size": "50Gi", "storageClassName": "fast"},
             },
         }
@@ -317,6 +318,10 @@ def test_kuberays_schema_finds_what_is_wrong(
         ),
         ({"model": {"volume": {"image": "a", "persistentVolumeClaim": "b"}}}, "not both"),
         ({"model": {"volume": {"persistentVolumeClaim": "a"}}}, "model.name: must be set"),
+        (
+            {"ledger": {"embedded": {"maxMemoryMiB": 4096}}},
+            r"limits.memory \(2Gi\) must be above ledger.embedded.maxMemoryMiB \(4096\)",
+        ),
         ({"model": {"revision": "v1"}}, r"is for a hub id \(org/name\)"),
         ({"model": {"name": "/models/x", "revision": "v1"}}, r"is for a hub id \(org/name\)"),
         ({"service": {"port": 8000}}, r"service.httpPort \(8000\) must be another port"),
@@ -351,6 +356,34 @@ def test_a_setting_of_the_charts_own_is_refused_with_the_value_to_set(
         config = {section: config}
     with pytest.raises(Refused, match=rf"config\.{path}: is set by {SET_BY_CHART[path]}"):
         helm.render({"config": config})
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_enough"),
+    [
+        ("1Gi", False),
+        ("1025Mi", True),
+        ("1.5Gi", True),
+        ("1.1G", True),
+        ("1073M", False),
+        ("1048576Ki", False),
+        (1 << 30, False),
+        (1 << 31, True),
+        # Whoever writes so knows what that is.
+        ("1500000000000m", True),
+        ("1e3", True),
+        (None, True),
+    ],
+)
+def test_the_ledgers_pod_has_room_for_what_its_server_may_keep(
+    helm: Helm, memory: object, is_enough: bool
+) -> None:
+    values = {"ledger": {"embedded": {"resources": {"limits": {"memory": memory}}}}}
+    if is_enough:
+        helm.render(values)
+    else:
+        with pytest.raises(Refused, match=r"must be above ledger.embedded.maxMemoryMiB \(1024\)"):
+            helm.render(values)
 
 
 def test_what_the_chart_sets_and_how_it_says_so_exist() -> None:
@@ -431,7 +464,9 @@ def test_large_numbers_stay_integers(helm: Helm) -> None:
     """Helm's numbers are floating point, and print as 2.097152e+06."""
     release = helm.render(
         {
-            "ledger": {"embedded": {"maxMemoryMiB": 2 << 20}},
+            "ledger": {
+                "embedded": {"maxMemoryMiB": 2 << 20, "resources": {"limits": {"memory": "4Ti"}}}
+            },
             "config": {"router": {"max_queued": 10_000_000}},
         }
     )
