@@ -136,7 +136,7 @@ class Fleet:
         elif (name := _name(event.worker)) in self._up:
             self._end(event, self._up[name][0])
 
-    def _end(self, event: WorkerLoss | WorkerDrain, worker: Worker) -> None:
+    def _end(self, event: WorkerLoss | WorkerDrain, worker: AnyWorker) -> None:
         if isinstance(event, WorkerLoss):
             worker.lose()
             self._timeline.after(event.detection_s, self.gone, worker)
