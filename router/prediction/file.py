@@ -30,10 +30,10 @@ class PredictorFile:
         self._cause = ""
 
     async def run(self) -> None:
-        """Follows it until cancelled."""
+        """Follows it from now on until cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_S)
             await self.look()
+            await asyncio.sleep(_LOOK_S)
 
     async def look(self) -> None:
         """Takes it if it is another one."""

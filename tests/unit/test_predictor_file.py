@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,22 @@ async def test_a_new_file_is_loaded_once(
     await file.look()
     assert len(loaded) == 2
     assert [line for line, _ in told[1:]] == ["info: predictor loaded"] * 2
+
+
+async def test_what_is_there_is_in_use_from_the_beginning(
+    tmp_path: Path, told: list[tuple[str, dict[str, object]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who came in the first second was predicted without it."""
+    monkeypatch.setattr("router.prediction.file._LOOK_S", 3600.0)
+    write(tmp_path / "lengths.json", learnt()[0])
+    loaded = asyncio.Event()
+    file = PredictorFile(tmp_path / "lengths.json", lambda _: loaded.set())
+    following = asyncio.create_task(file.run())
+    async with asyncio.timeout(60.0):
+        await loaded.wait()
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
 
 
 async def test_a_broken_file_is_told_once_and_the_old_one_stays(
