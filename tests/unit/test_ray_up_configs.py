@@ -46,6 +46,13 @@ def test_ray_takes_every_cluster(path: Path) -> None:
         assert command.endswith(f"node.sh {role}")
 
 
+def test_containers_are_of_the_image_that_the_dockerfile_makes() -> None:
+    first, *_ = re.findall(r"docker build .* -t (\S+)", (FILES.parent / "Dockerfile").read_text())
+    clusters = [yaml.safe_load(path.read_text()) for path in CLUSTERS]
+    images = {cluster["docker"]["image"] for cluster in clusters if "docker" in cluster}
+    assert images == {f"registry.example/{first}"}
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_ray_does_not_know_is_refused(tmp_path: Path) -> None:
     wrong = yaml.safe_load((FILES / "aws.yaml").read_text()) | {"idle_timeout": 5}
