@@ -96,9 +96,15 @@ class Helm:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def render(self, values: Mapping[str, Any] | None = None, release: str = RELEASE) -> Rendered:
+    def render(
+        self,
+        values: Mapping[str, Any] | None = None,
+        release: str = RELEASE,
+        namespace: str = NAMESPACE,
+    ) -> Rendered:
         """Raises Refused."""
-        return Rendered(self._ask({"values": values or {}, "release": release}))
+        question = {"values": values or {}, "release": release, "namespace": namespace}
+        return Rendered(self._ask(question))
 
     def lint(self) -> list[str]:
         """What Helm finds wrong, or worth a warning."""
@@ -130,7 +136,9 @@ def _answer(question: Mapping[str, Any]) -> Any:
         found = helm_python.lint(CHART, strict=True)["messages"]
         return [each["error"] for each in found if each["severity"] > _INFORMATION]
     with helm_python.Chart.load(CHART) as chart:
-        return chart.render(question["values"], name=question["release"], namespace=NAMESPACE)
+        return chart.render(
+            question["values"], name=question["release"], namespace=question["namespace"]
+        )
 
 
 _INFORMATION = 1

@@ -25,6 +25,11 @@
     {{- fail "model.revision: is for a hub id (org/name) in model.name" -}}
   {{- end -}}
 {{- end -}}
+{{- range .Values.env -}}
+  {{- if hasPrefix "EVERLIFT_" (toString .name) -}}
+    {{- fail (printf "env: %s: Serve reads no settings from the environment; they go below config" .name) -}}
+  {{- end -}}
+{{- end -}}
 {{- with .Values.service -}}
   {{- if eq (int .port) (int .httpPort) -}}
     {{- fail (printf "service.httpPort (%v) must be another port than service.port" .httpPort) -}}

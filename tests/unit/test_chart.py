@@ -324,6 +324,10 @@ def test_kuberays_schema_finds_what_is_wrong(
         ),
         ({"model": {"revision": "v1"}}, r"is for a hub id \(org/name\)"),
         ({"model": {"name": "/models/x", "revision": "v1"}}, r"is for a hub id \(org/name\)"),
+        (
+            {"env": [{"name": "EVERLIFT_WORKER__MAX_NUM_SEQS", "value": "8"}]},
+            "env: EVERLIFT_WORKER__MAX_NUM_SEQS: Serve reads no settings",
+        ),
         ({"service": {"port": 8000}}, r"service.httpPort \(8000\) must be another port"),
         ({"monitoring": {"port": 443}}, "/monitoring/port"),
         ({"monitoring": {"port": 8000}}, "monitoring.port: 8000 is taken in a router's pod"),
@@ -1196,6 +1200,22 @@ def test_the_notes_and_the_test_hook_send_a_request(rendered: dict[str, Rendered
     [test] = pod["spec"]["containers"]
     assert test["command"][:2] == ["everlift", "generate"]
     assert {"name": "EVERLIFT_ADDRESS", "value": f"ev-everlift.{NAMESPACE}.svc:443"} in test["env"]
+
+
+def test_the_guide_has_the_notes_of_its_values(helm: Helm) -> None:
+    guide = (CHART.parent / "deploy" / "guides" / "kubernetes.md").read_text()
+    [values] = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    [notes] = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)
+    rendered = helm.render(yaml.safe_load(values), "chat", "llm")
+    assert rendered.notes.endswith(notes.rstrip() + "\n")
+
+
+def test_the_notes_speak_of_a_test_that_gets_in(helm: Helm) -> None:
+    keys = {"mode": "ledger"}
+    assert "helm test" in helm.render().notes
+    assert "helm test" not in helm.render({"access": keys}).notes
+    with_key = keys | {"test": {"existingSecret": "probe"}}
+    assert "helm test" in helm.render({"access": with_key}).notes
 
 
 ROUTER, RANK = "ray::ServeReplica:everlift:router.wait", "ray::RankActor.wait"
