@@ -17,10 +17,13 @@ LEDGER_PORT=6380
 unset EVERLIFT_VENV
 export PATH="$VENV/bin:$PATH"
 
-# For `ray down` and `ray exec`, which log in and call ray by its name.
+# For `ray down` and `ray exec`, which log in and call ray and everlift by their names.
 remember() {
-    printf 'export PATH=%q:$PATH RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=%q\n' "$VENV/bin" "$SECRETS/auth_token" \
-        >~/.everlift.sh
+    {
+        printf 'export PATH=%q:$PATH RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=%q\n' "$VENV/bin" "$SECRETS/auth_token"
+        # A ledger that this node runs is found without.
+        printf 'if [ -f %q ]; then export EVERLIFT_LEDGER__URL="$(cat %q)"; fi\n' "$SECRETS/ledger.url"{,}
+    } >~/.everlift.sh
     grep -qs everlift.sh ~/.bashrc || echo '. ~/.everlift.sh' >>~/.bashrc
 }
 

@@ -121,6 +121,31 @@ def running(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+def test_who_logs_in_finds_the_ledger_that_secrets_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `ray exec` does, whose `everlift key create` is for the cluster's ledger."""
+    home, url = tmp_path / "a home", "rediss://u:p$w@redis.example:6379"
+    programs, given = home / "everlift" / ".venv" / "bin", home / "everlift-secrets"
+    programs.mkdir(parents=True)
+    given.mkdir()
+    (programs / "ray").symlink_to("/bin/true")
+    (given / "ledger.url").write_text(url)
+    monkeypatch.setenv("RAY_HEAD_IP", "10.0.0.10")
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 5 10.0.0.11 22")
+    assert node(home, "worker").returncode == 0
+
+    def told() -> list[str]:
+        asked = '. ~/.bashrc; echo "${EVERLIFT_LEDGER__URL-none}"; command -v ray'
+        environment = {"HOME": str(home), "PATH": os.environ["PATH"]}
+        shell = subprocess.run(["bash", "-c", asked], env=environment, capture_output=True)
+        return shell.stdout.decode().splitlines()
+
+    assert told() == [url, str(programs / "ray")]
+    (given / "ledger.url").unlink()
+    assert told() == ["none", str(programs / "ray")]
+
+
 def test_the_ledger_is_ended_by_its_number_and_nobody_else(tmp_path: Path) -> None:
     assert node(tmp_path, "stop-ledger").returncode == 0
     here = f"{tmp_path}/everlift/deploy/ray-up/settings.yaml"
