@@ -34,7 +34,7 @@ from everlift.errors import (
     UnknownRequest,
 )
 from everlift.messages import Request
-from everlift.request_id import is_named, unnamed
+from everlift.request_id import bare, is_named, unnamed
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.access.limits import Limits
@@ -584,5 +584,5 @@ def new_request_id() -> str:
 
 def _same(live: LiveRequest, request: Request) -> LiveRequest:
     if live.request.body_hash != request.body_hash:
-        raise RequestConflict("this request_id belongs to a request with another body")
+        raise RequestConflict(f"request id {bare(request.request_id)} is taken by another body")
     return live
