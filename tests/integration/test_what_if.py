@@ -9,6 +9,7 @@ import pytest
 
 from cluster.config import Config, load
 from cluster.errors import ForecastFailed
+from cluster.explain import replayed
 from cluster.explain.simulator import ProcessSimulator
 from cluster.forecast import history
 from cluster.forecast import surroundings as around
@@ -16,6 +17,7 @@ from cluster.forecast.history import surroundings
 from cluster.processes import ProcessCluster
 from everlift.client import AsyncClient
 from everlift.errors import LedgerUnavailable, UnknownRequest
+from everlift.v1 import admin_pb2
 from router.config import RouterConfig
 from router.gateway.what_if import Question
 from router.ledger.config import LedgerConfig
@@ -73,6 +75,27 @@ async def test_only_what_finished_has_something_to_compare_with() -> None:
             await surroundings(parts.ledger, "r")
         held.release()
         await going
+
+
+async def test_of_many_tokens_workers_of_any_policy_are_simulated_in_a_few_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """These know one policy."""
+    monkeypatch.setattr(replayed, "_MAX_EXACT_TOKENS", 0)
+    kind = admin_pb2.WorkerKind(
+        workers=1,
+        num_blocks=100,
+        max_model_len=1024,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        step_time=admin_pb2.StepTimeModel(overhead_s=0.01),
+        engine_policy="static",
+    )
+    async with cluster(workers=1) as parts:
+        await ask(parts, "r")
+        question = Question("r", {"fifo": RouterConfig()}, [kind])
+        estimates = await replayed.estimated(parts.ledger, question)
+    assert estimates.num_requests == 1 and estimates.seconds["fifo"] > 0
 
 
 @pytest.fixture
