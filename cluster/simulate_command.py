@@ -125,6 +125,7 @@ def simulate(
         )
     answer = simulation.simulate(watched(asked.arrivals(specs), "simulating"), scenario)
     _show(answer, wanted, json_file, picture_directory)
+    _say_what_came_too_late(answer, scenario)
 
 
 def _early(choice: Choice | None, age_s: float) -> EarlyBinding | None:
@@ -147,3 +148,13 @@ def _show(
 
         for path in pictures.draw(answer, wanted, picture_directory):
             console.print(f"drawn: {path}", soft_wrap=True)
+
+
+def _say_what_came_too_late(answer: Forecast, scenario: Scenario) -> None:
+    """Nobody is to take a loss for harmless that was none."""
+    last = answer.samples[-1].at
+    if late := sum(event.at > last + scenario.sample_s for event in scenario.events):
+        typer.echo(
+            f"{late} of what was to happen came too late: all requests were at their end by "
+            f"{last + scenario.sample_s:g} s"
+        )

@@ -56,10 +56,17 @@ async def test_a_simulation_is_shown_written_and_drawn(
 async def test_a_lost_worker_is_seen(tmp_path: Path, kind: str, trace: str) -> None:
     to_json = tmp_path / "answer.json"
     options = ("--lose", "0@5", "--add", "1@6", "--start-time", "2", "--json", str(to_json))
-    await run("simulate", "--workers", f"{kind}=2", "--trace", trace, *options)
+    said = await run("simulate", "--workers", f"{kind}=2", "--trace", trace, *options)
     answer = json.loads(to_json.read_text())
+    assert "too late" not in said
     assert {sample["workers"] for sample in answer["samples"]} == {1, 2}
     assert answer["all"]["finished"] == 20
+
+
+async def test_a_loss_after_the_last_request_is_named(kind: str, trace: str) -> None:
+    late = ("--lose", "0@600", "--lose", "1@5")
+    said = await run("simulate", "--workers", f"{kind}=2", "--trace", trace, *late)
+    assert "1 of what was to happen came too late: all requests were at their end by 2" in said
 
 
 async def test_settings_decide_what_becomes_of_a_workload(
