@@ -154,5 +154,5 @@ def _finish(panels: Sequence[Axes], times: Sequence[float]) -> None:
     for panel in panels:
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3, linewidth=0.4)
-    panels[-1].set_xlim(0.0, max(times, default=1.0))
+    panels[-1].set_xlim(0.0, max(times, default=0.0) or 1.0)
     panels[-1].set_xlabel("seconds")

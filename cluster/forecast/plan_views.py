@@ -119,12 +119,14 @@ def draw(plans: Mapping[str, Plan], targets: Sequence[Target], path: Path) -> Pa
                 if isfinite(trial.attained[place])
             ]
             _line(panel, kind, points, plan.workers)
+        panel.set_yscale("log")
+        if not any(isfinite(it.attained[place]) for plan in plans.values() for it in plan.trials):
+            panel.set_ylim(target.most_s * 1e2, target.most_s * 1e4)
         panel.axhline(target.most_s * 1e3, color="grey", linestyle="--", linewidth=1)
         panel.set_title(target.name)
         panel.set_xlabel("workers")
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(alpha=0.3, which="both", linewidth=0.4)
-        panel.set_yscale("log")
         plain_numbers(panel.yaxis)
     panels[0][0].set_ylabel("ms")
     panels[0][0].legend(frameon=False)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cluster.forecast import pictures, tables
 from cluster.forecast.as_json import forecast_as_json
-from cluster.forecast.forecast import Forecast
+from cluster.forecast.forecast import Forecast, Sample
 from cluster.forecast.summary import Slo
 from tests import forecasts
 
@@ -67,7 +67,8 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
 
 
 def test_a_forecast_in_which_nothing_happened_is_shown_too(tmp_path: Path) -> None:
-    nothing = Forecast((forecasts.refused(0, 0.0),), (), 0, 0, 0.0)
+    idle = Sample(0.0, 0, 0, 0, 1, 8, 0, 200)
+    nothing = Forecast((forecasts.refused(0, 0.0),), (idle,), 0, 0, 0.0)
     printed(tables.requests_table(nothing, Slo()), tables.cluster_table(nothing))
     json.dumps(forecast_as_json(nothing, Slo()), allow_nan=False)
     assert len(pictures.draw(nothing, Slo(), tmp_path)) == 3

@@ -195,6 +195,9 @@ def test_a_plan_as_json_has_every_trial() -> None:
 
 
 def test_a_plan_is_drawn_and_tabulated(tmp_path: Path) -> None:
+    never = Plan(None, (Trial(1, (inf, inf), False),))
+    hard = (Target("ttft", "p99", 10.0), Target("tpot", "mean", 1.0))
+    assert plan_views.draw({"l4": never}, hard, tmp_path / "never.png").exists()
     plans = {"h100": ENOUGH, "l4": HOPELESS}
     path = plan_views.draw(plans, TARGETS, tmp_path / "plan.png")
     assert image.imread(path).std() > 0.05
