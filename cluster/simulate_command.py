@@ -48,7 +48,7 @@ EarlyAge = Annotated[
     typer.Option(
         min=0,
         metavar="S",
-        help="With --early: how old it is what is known of workers.",
+        help="With --early jsq or p2c: how old it is what is known of workers.",
         rich_help_panel="The cluster",
     ),
 ]
@@ -129,8 +129,8 @@ def simulate(
 
 
 def _early(choice: Choice | None, age_s: float) -> EarlyBinding | None:
-    if choice is None and age_s:
-        raise ForecastFailed("--early-age needs --early")
+    if age_s and choice not in ("jsq", "p2c"):
+        raise ForecastFailed("--early-age needs --early jsq or p2c: others look at no worker")
     return EarlyBinding(choice, age_s) if choice else None
 
 

@@ -122,6 +122,7 @@ async def test_a_plan_says_that_no_number_is_enough(kind: str, trace: str) -> No
         (("simulate", "--set", "router.ordr=hrrn"), "did you mean router.order?"),
         (("simulate", "--slo", "ttft=1"), "must be a time"),
         (("simulate", "--early-age", "1"), "needs --early"),
+        (("simulate", "--early-age", "1", "--early", "random"), "needs --early jsq or p2c"),
         (("simulate", "--from-ledger", "--trace", "some.csv"), "not from both"),
         (("simulate", "--from-ledger", "--load", "0.9"), "not for recorded requests"),
         (("simulate", "--from-ledger", "--set", "state_dir=/nowhere"), "no ledger has ever run"),
