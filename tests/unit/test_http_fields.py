@@ -7,7 +7,23 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from everlift.errors import InvalidRequest, OutOfRange, UnknownField, Unsupported
+from everlift.errors import (
+    AttemptsExhausted,
+    DataLoss,
+    DeadlineExceeded,
+    EngineFailed,
+    EverliftError,
+    Forbidden,
+    InvalidRequest,
+    NoWorker,
+    OutOfRange,
+    QueueFull,
+    RequestConflict,
+    RouterStopping,
+    Unauthenticated,
+    UnknownField,
+    Unsupported,
+)
 from everlift.messages import Submission
 from everlift.sampling import Grammar, GrammarKind
 from everlift.v1 import inference_pb2 as pb
@@ -286,8 +302,6 @@ def test_a_cause_never_quotes_what_was_sent() -> None:
 
 
 def test_errors_as_openais_clients_know_them() -> None:
-    from everlift.errors import Forbidden, QueueFull, RequestConflict, Unauthenticated
-
     error = OutOfRange("too much", field="logprobs")
     assert described(error, ChatFields.PARAMS) == {
         "error": {
@@ -302,7 +316,10 @@ def test_errors_as_openais_clients_know_them() -> None:
     assert kinds == ["authentication_error", "permission_error", "rate_limit_error"]
     assert headers(QueueFull(retry_after_s=0.2)) == {"retry-after": "1"}
     assert headers(Unauthenticated()) == {"www-authenticate": "Bearer"}
-    assert headers(RequestConflict()) == {"x-should-retry": "false"}
+    for final in (RequestConflict, DataLoss, DeadlineExceeded, AttemptsExhausted, NoWorker):
+        assert headers(final()) == {"x-should-retry": "false"}
+    for passing in (RouterStopping, EngineFailed, EverliftError):
+        assert headers(passing()) == {}
 
 
 MILLION = 1_000_000

@@ -8,8 +8,18 @@ from collections.abc import Mapping
 from typing_extensions import TypedDict
 
 from everlift.error_details import cause
-from everlift.errors import DataLoss, EverliftError, RequestConflict
+from everlift.errors import (
+    AttemptsExhausted,
+    DataLoss,
+    DeadlineExceeded,
+    EverliftError,
+    NoWorker,
+    RequestConflict,
+)
 
+#: OpenAI's clients take these for something that passes, and would ask again twice: for as long as
+#: the first time, or for the next workers that a request ends.
+_FINAL = RequestConflict | DataLoss | DeadlineExceeded | AttemptsExhausted | NoWorker
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -45,7 +55,6 @@ def headers(error: EverliftError) -> dict[str, str]:
         told["retry-after"] = str(math.ceil(error.retry_after_s))
     if error.http_status == 401:
         told["www-authenticate"] = "Bearer"
-    if isinstance(error, RequestConflict | DataLoss):
-        # OpenAI's clients take these for something that passes.
+    if isinstance(error, _FINAL):
         told["x-should-retry"] = "false"
     return told
