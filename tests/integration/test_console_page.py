@@ -165,10 +165,14 @@ async def test_a_preempted_request_is_seen_to_come_back(chromium: Browser) -> No
     ):
         await expect(page.locator("#connection")).to_have_text("live")
         for number in range(3):
-            await load.begin(f"r{number}", min_tokens=1000, max_tokens=1000)
+            await load.begin(f"r{number}".ljust(128, "x"), min_tokens=1000, max_tokens=1000)
         arrow = page.locator("#lanes-arrows path.resumed").first
         await expect(arrow).to_be_attached(timeout=60_000)
         await expect(arrow).to_have_attribute("data-cause", "preempted")
+        # However long a name is, nothing of it is out of sight.
+        happened = page.locator("#happened")
+        await expect(happened.locator("[data-kind=resumed]").first).to_contain_text("xxx")
+        assert await happened.evaluate("list => list.scrollWidth <= list.clientWidth")
 
 
 async def test_the_page_is_accessible_dark_and_light_wide_and_narrow(
