@@ -242,6 +242,20 @@ async def test_every_refusal_has_openais_form(address: str, name: str, is_stream
     assert (await ask(address, "/v1/completions", GREEDY)).status == 200
 
 
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"prompt": "a"}, ("unknown_field", "prompt")),
+        ({"logprobs": 5}, ("invalid_request", "logprobs")),
+    ],
+)
+async def test_a_field_that_is_wrong_in_a_chat_is_named(
+    address: str, asked: dict[str, Any], error: Any
+) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], **asked}
+    assert (await ask(address, "/v1/chat/completions", body)).error == error
+
+
 async def test_nothing_is_decoded_of_a_prompt_that_cannot_be_echoed(
     parts: Cluster, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,8 +59,10 @@ class Call:
 
     async def fields(self, kind: type[F]) -> F:
         """Of its body. Raises InvalidRequest."""
+        fields = parse(kind, await self.json())
+        # What is wrong until here has the name that the body gives it.
         self.params = kind.PARAMS
-        return parse(kind, await self.json())
+        return fields
 
     async def json(self) -> body.Json:
         """Its body. Raises InvalidRequest."""
