@@ -195,3 +195,6 @@ class _View:
             return await self._server.call(self._process, name, *args, **options)
 
         return call
+
+    async def close(self) -> None:
+        """No server is asked for that."""

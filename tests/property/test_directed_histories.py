@@ -597,3 +597,12 @@ def test_a_missing_fence_is_seen(
 def test_without_a_mutant_the_same_history_is_right() -> None:
     with pytest.raises(pytest.fail.Exception):
         test_a_mutant_is_caught(lambda patch: None, pytest.MonkeyPatch())
+
+
+def test_a_router_that_is_told_to_go_ends_though_the_ledger_is_away() -> None:
+    with cluster() as it:
+        it.until_has(it.ask(), 20)
+        it.ledger.leave(20.0)
+        it.stop_router(0)
+        it.start_router(0)
+        it.settle(60)
