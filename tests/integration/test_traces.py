@@ -234,7 +234,7 @@ async def test_who_is_refused_by_the_leader_is_told_too() -> None:
         async with cluster(workers=0, router_config=config) as parts:
             # What waits when the leader is found is not refused.
             await until(lambda: parts.routers[0]._line.is_open)
-            async with AsyncClient(parts.address, reconnect_s=0.0) as client:
+            async with AsyncClient(parts.address, reconnect_s=0.0, retry_s=0.0) as client:
                 asked = [
                     asyncio.create_task(client.generate("hi", timeout_s=2.0).text())
                     for _ in range(6)
