@@ -1,14 +1,19 @@
 """Rank 1 of a worker of two over a real model, which launches its steps ahead as on a GPU: MODEL,
-RENDEZVOUS and the starter's process id."""
+RENDEZVOUS and the starter's process id, and perhaps at which of its sums it has no memory."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from itertools import count
+
+import torch
+from torch import Tensor
 
 from worker import build
 from worker.config import WorkerConfig
 from worker.last_tokens import LastTokens
+from worker.model.layers import RowLinear
 from worker.parallel import Group
 from worker.parent import die_with_parent
 from worker.rank import Rank
@@ -42,6 +47,18 @@ def build_ahead(config: WorkerConfig, group: Group, stopwatch: Stopwatch) -> Tor
 BUILD_RUNNER = build.build_runner
 
 
+def lack_memory(every: int) -> None:
+    """For one of so many sums, of those of more than a token."""
+    compute, sums = RowLinear.__call__, count(1)
+
+    def computed(linear: RowLinear, x: Tensor) -> Tensor:
+        if len(x) > 1 and next(sums) % every == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return compute(linear, x)
+
+    RowLinear.__call__ = computed  # type: ignore[assignment, method-assign]
+
+
 async def main(model: str, rendezvous: str) -> None:
     build.build_runner = build_ahead
     rank = Rank(config(model), 1, rendezvous)
@@ -51,4 +68,6 @@ async def main(model: str, rendezvous: str) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[3]))
+    if len(sys.argv) > 4:
+        lack_memory(int(sys.argv[4]))
     asyncio.run(main(*sys.argv[1:3]))

@@ -167,12 +167,15 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ahead")
-async def test_a_worker_of_two_ranks_serves_the_tokens_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shortage", [(), ("37",)], ids=["", "though one lacks memory at times"])
+async def test_a_worker_of_two_ranks_serves_the_tokens_of_one(
+    shortage: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = str(save_llama(tmp_path))
     jobs = greedy_jobs(prompts(), 24)
     alone = TorchEngine(tmp_path, NUM_BLOCKS).serve(jobs)
     rank = Rank(config(model))
-    with rank_process(WORKER, model, await rank.open(), str(os.getpid())) as other:
+    with rank_process(WORKER, model, await rank.open(), str(os.getpid()), *shortage) as other:
         try:
             router = Router((await rank.start()).address)
             await router.hello(*starts(jobs, stop_token_ids=[SIZES["eos_token_id"]]))
@@ -183,6 +186,7 @@ async def test_a_worker_of_two_ranks_serves_the_tokens_of_one(tmp_path: Path) ->
         assert await asyncio.to_thread(other.wait, PATIENCE_S) == 0
     assert [router.tokens[epoch] for epoch in range(1, len(jobs) + 1)] == alone
     assert router.state.preemptions > 0
+    assert ("out of memory" in caplog.messages) == bool(shortage)
 
 
 @pytest.mark.usefixtures("ahead")
