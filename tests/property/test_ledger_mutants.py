@@ -28,7 +28,7 @@ from tests.ledgers import connected, valkey_server
 History = Callable[..., Coroutine[Any, Any, None]]
 
 #: Random histories that are given to find a mutant.
-_PATIENCE = 600
+_PATIENCE = 1_500
 
 
 def histories(module: object) -> dict[str, History]:
