@@ -37,7 +37,7 @@ log = logs.get(__name__)
 TIMEOUT = timedelta(minutes=5)
 
 _GPU_KEY = "everlift/gpu"
-#: NCCL's keys have no beginning of their own
+#: Before gloo's keys in the store, which would else be those of NCCL.
 _GLOO_KEY = "everlift/gloo"
 
 #: What shared memory sums, by its number for collectives.cpp.

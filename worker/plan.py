@@ -298,7 +298,7 @@ Launch = Callable[[Plan], Launched]
 
 
 class TooLittleMemory(MemoryError):
-    """Of one rank at the least, for a part of a step: all ranks raise it there."""
+    """A rank has too little memory for a part of a step. All ranks raise it there."""
 
 
 class DeviceLost(Exception):
