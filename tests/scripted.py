@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -61,10 +61,14 @@ class ScriptedRunner:
 
 
 @asynccontextmanager
-async def scripted_cluster(directory: Path, template: str) -> AsyncIterator[Cluster]:
-    """``directory`` gets the demo model with that chat template."""
+async def scripted_cluster(
+    directory: Path, template: str, change: Callable[[Path], None] = lambda directory: None
+) -> AsyncIterator[Cluster]:
+    """Serve the demo model with ``template`` as its chat template from ``directory``, after
+    ``change`` has edited its files there."""
     shutil.copytree(DEMO_MODEL, directory, dirs_exist_ok=True)
     (directory / "chat_template.jinja").write_text(template)
+    change(directory)
     config = WorkerConfig(
         model=str(directory), device="cpu", dtype="float32", num_blocks=256, num_threads=1
     )
@@ -73,7 +77,7 @@ async def scripted_cluster(directory: Path, template: str) -> AsyncIterator[Clus
         [rank] = parts.workers
         assert rank._thread is not None
         engine = rank._thread.ready.result()
-        eos_id = json.loads((directory / "config.json").read_text())["eos_token_id"]
+        eos_id = json.loads((DEMO_MODEL / "config.json").read_text())["eos_token_id"]
         tokenizer = HuggingFaceTokenizer(directory / "tokenizer.json")
         engine._runner = ScriptedRunner(engine._runner, tokenizer, eos_id)
         yield parts

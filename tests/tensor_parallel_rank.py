@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from everlift.end_tokens import end_token_ids
 from tests.decoder_steps import Step, SteppedDecoder
 from tests.sampled_jobs import sampled_jobs
 from tests.tensor_parallel_worker import NUM_BLOCKS
@@ -60,7 +61,9 @@ def engine(model: str, group: Group, ahead: bool = False) -> TorchEngine:
 
 def sampled(model: str, group: Group, ahead: bool) -> list[list[int]]:
     spec = ModelSpec.from_hf(model)
-    return engine(model, group, ahead).serve(sampled_jobs(spec.vocab_size, *spec.eos_token_ids))
+    return engine(model, group, ahead).serve(
+        sampled_jobs(spec.vocab_size, *end_token_ids(Path(model)))
+    )
 
 
 def save_logits(family: Path, task: dict[str, Any], group: Group) -> None:

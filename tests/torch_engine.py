@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everlift.end_tokens import end_token_ids
 from everlift.sampling import SamplingParams
 from everlift.v1 import session_pb2
 from tests.worker_support import Collected, run, start
@@ -16,7 +17,6 @@ from worker.counters import Counters
 from worker.engine import OF_ALL_RANKS, Engine
 from worker.last_tokens import LastTokens
 from worker.limits import Limits
-from worker.model.end_tokens import end_token_ids
 from worker.outcome import SequenceKey
 from worker.parallel import Group
 from worker.plan import Launched, Plan, RowResult

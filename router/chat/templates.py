@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from everlift.chat_templates import Templates
 from everlift.errors import QueueFull
 from router.chat import frames
 from router.chat.formats import ToolFormat, tool_format
 from router.chat.launch import Launch
 from router.chat.messages import Message, shown_messages
 from router.chat.process import RendererProcess
-from router.chat.sources import Templates
 from router.chat.variables import checked
 from router.config import RouterConfig
 

@@ -13,6 +13,7 @@ import tokenizers
 from everlift import model_files, text
 from everlift.blockhash import BLOCK_SIZE
 from everlift.checks import check_range
+from everlift.end_tokens import end_token_ids
 from everlift.errors import (
     EmptyPrompt,
     OutOfRange,
@@ -138,7 +139,7 @@ class ServedModel:
         return cls(
             name=name_for_clients(model, revision),
             tokenizer=HuggingFaceTokenizer(tokenizer),
-            eos_ids=_eos_ids(directory, facts),
+            eos_ids=end_token_ids(directory),
             vocab_size=_number(facts, ["vocab_size"], _UNBOUNDED),
             context=_context(facts),
             directory=directory,
@@ -340,12 +341,3 @@ def _yarn_context(facts: Mapping[str, Any], written: int) -> int:
         return 0
     original = _number(facts, ["original_max_position_embeddings"], written)
     return int((facts.get("factor") or 0) * original)
-
-
-def _eos_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    generation = directory / "generation_config.json"
-    facts = json.loads(generation.read_text()) if generation.is_file() else {}
-    eos = facts.get("eos_token_id", config.get("eos_token_id"))
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)

@@ -10,9 +10,9 @@ from random import Random
 import pytest
 import torch
 
+from everlift.end_tokens import end_token_ids
 from tests.families import CHECKPOINTS, VOCAB, Checkpoint, greedy, load_family, save_family
 from tests.torch_engine import TorchEngine, greedy_jobs
-from worker.model.spec import ModelSpec
 
 #: Fewer blocks than the engine's sequences grow into, enough for each alone.
 TINY = 9
@@ -32,7 +32,7 @@ def test_greedy_tokens_are_those_of_transformers(
     checkpoint: Checkpoint, tmp_path: Path, record_testsuite_property: Record
 ) -> None:
     directory = save_family(tmp_path, checkpoint)
-    stops = ModelSpec.from_hf(directory).eos_token_ids
+    stops = end_token_ids(directory)
     jobs = greedy_jobs(prompts(), max_tokens=24)
     engine = TorchEngine(directory, num_blocks=TINY)
     outputs = engine.serve(jobs)

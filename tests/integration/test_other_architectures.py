@@ -22,7 +22,6 @@ from tests.torch_engine import TorchEngine, greedy_jobs
 from worker.attention.choice import choose_attention
 from worker.build import build_runner
 from worker.config import WorkerConfig
-from worker.model.end_tokens import end_token_ids
 from worker.model.layers import Placement
 from worker.model.spec import UnsupportedModel
 from worker.model.transformers_decoder import TransformersDecoder
@@ -171,14 +170,6 @@ def test_what_the_engine_asks_of_a_runner_is_read_from_the_model(tmp_path: Path)
     assert (runner.vocab_size, runner.max_model_len) == (VOCAB, MAX_POSITION)
     # 3 layers, keys and values, 4 heads of 12, 32 positions, 4 bytes
     assert runner.num_blocks == (config.cpu_kv_cache_mib << 20) // (3 * 2 * 4 * 12 * 32 * 4)
-
-
-def test_the_generation_config_knows_the_end_tokens_better(tmp_path: Path) -> None:
-    directory = save_other(tmp_path, "gpt2")
-    (directory / "generation_config.json").unlink()
-    assert end_token_ids(directory) == (5,)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
-    assert end_token_ids(directory) == (7, 8)
 
 
 @pytest.mark.parametrize("one_kv_head", [True, False])

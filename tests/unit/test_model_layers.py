@@ -146,7 +146,6 @@ def no_layers(embedding_multiplier: float) -> ModelSpec:
         norm_eps=1e-6,
         max_position=8,
         tied_embeddings=True,
-        eos_token_ids=(),
         attention_scale=1.0,
         embedding_multiplier=embedding_multiplier,
     )

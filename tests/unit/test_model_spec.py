@@ -39,7 +39,6 @@ LLAMA = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 1024,
     },
-    "eos_token_id": [7, 9],
 }
 
 
@@ -63,7 +62,6 @@ def test_a_config_of_transformers_4_is_read(tmp_path: Path) -> None:
         norm_eps=1e-5,
         max_position=4096,
         tied_embeddings=False,
-        eos_token_ids=(7, 9),
         attention_scale=8**-0.5,
     )
 
@@ -83,7 +81,6 @@ def test_a_config_of_transformers_5_is_read(tmp_path: Path) -> None:
         tie_word_embeddings=True,
         attention_bias=True,
         mlp_bias=True,
-        eos_token_id=4,
     ).save_pretrained(tmp_path)
     assert ModelSpec.from_hf(tmp_path) == ModelSpec(
         vocab_size=300,
@@ -96,22 +93,11 @@ def test_a_config_of_transformers_5_is_read(tmp_path: Path) -> None:
         norm_eps=1e-6,
         max_position=128,
         tied_embeddings=True,
-        eos_token_ids=(4,),
         attention_scale=16**-0.5,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
     )
-
-
-def test_the_generation_config_knows_the_end_tokens_better(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2, 3]}')
-    assert ModelSpec.from_hf(write(tmp_path)).eos_token_ids == (1, 2, 3)
-
-
-def test_a_generation_config_without_end_tokens_leaves_the_configs(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text("{}")
-    assert ModelSpec.from_hf(write(tmp_path)).eos_token_ids == (7, 9)
 
 
 def test_an_unknown_architecture_is_told_apart_from_a_known_one_that_asks_too_much(
@@ -148,7 +134,6 @@ GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
         ({"hidden_size": None}, ["hidden_size"]),
         ({"vocab_size": "many"}, ["vocab_size", "many"]),
         ({"rms_norm_eps": "small"}, ["rms_norm_eps", "small"]),
-        ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
         ({"num_key_value_heads": 3}, ["8 heads", "3 KV heads"]),
         ({"head_dim": 7}, ["7 features of a head"]),
         (QWEN | {"layer_types": ["full_attention"]}, ["layer_types", "1 layers", "2"]),

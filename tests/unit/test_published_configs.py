@@ -41,7 +41,6 @@ LLAMA_2 = config(
     max_position_embeddings=4096,
     rms_norm_eps=1e-5,
     rope_scaling=None,
-    eos_token_id=2,
 )
 del LLAMA_2["num_key_value_heads"]
 LLAMA_3_1 = config(
@@ -60,7 +59,6 @@ LLAMA_3_1 = config(
         "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
     },
-    eos_token_id=[128001, 128008, 128009],
 )
 MISTRAL_V0_1 = config(
     "MistralForCausalLM",
@@ -72,7 +70,6 @@ MISTRAL_V0_1 = config(
     rope_theta=10000.0,
     sliding_window=4096,
     tie_word_embeddings=False,
-    eos_token_id=2,
 )
 MISTRAL_V0_3 = MISTRAL_V0_1 | {"vocab_size": 32768, "sliding_window": None, "rope_theta": 1e6}
 QWEN_2_5 = config(
@@ -86,7 +83,6 @@ QWEN_2_5 = config(
     sliding_window=131072,
     use_sliding_window=False,
     tie_word_embeddings=False,
-    eos_token_id=151643,
 )
 QWEN_2_5_YARN = QWEN_2_5 | {
     "max_position_embeddings": 32768,
@@ -110,7 +106,6 @@ QWEN_3 = config(
     sliding_window=None,
     use_sliding_window=False,
     tie_word_embeddings=True,
-    eos_token_id=151645,
 )
 GEMMA_2 = config(
     "Gemma2ForCausalLM",
@@ -128,7 +123,6 @@ GEMMA_2 = config(
     rope_theta=10000.0,
     sliding_window=4096,
     sliding_window_size=4096,
-    eos_token_id=1,
 )
 GEMMA_3_1B = config(
     "Gemma3ForCausalLM",
@@ -146,12 +140,10 @@ GEMMA_3_1B = config(
     rope_theta=1000000,
     sliding_window=512,
     sliding_window_pattern=6,
-    eos_token_id=[1, 106],
 )
 GEMMA_3_4B: Json = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "model_type": "gemma3",
-    "eos_token_id": [1, 106],
     "text_config": {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -173,7 +165,6 @@ PHI_3_MINI_128K = config(
     rope_scaling={"type": "longrope", "long_factor": [1.5] * 48, "short_factor": [1.05] * 48},
     sliding_window=262144,
     tie_word_embeddings=False,
-    eos_token_id=32000,
 )
 PHI_4_MINI = PHI_3_MINI_128K | {
     "vocab_size": 200064,
@@ -182,7 +173,6 @@ PHI_4_MINI = PHI_3_MINI_128K | {
     "partial_rotary_factor": 0.75,
     "rope_scaling": {"type": "longrope", "long_factor": [2] * 48, "short_factor": [1] * 48},
     "tie_word_embeddings": True,
-    "eos_token_id": 199999,
 }
 GRANITE_3 = config(
     "GraniteForCausalLM",
@@ -197,7 +187,6 @@ GRANITE_3 = config(
     rms_norm_eps=1e-5,
     rope_theta=10000000.0,
     tie_word_embeddings=True,
-    eos_token_id=0,
 )
 
 PUBLISHED: dict[str, Json] = {
@@ -227,7 +216,6 @@ OPTIONAL = {
     "use_sliding_window",
     "max_window_layers",
     "original_max_position_embeddings",
-    "eos_token_id",
     "hidden_act",
     "hidden_activation",
     "query_pre_attn_scalar",
@@ -265,9 +253,6 @@ def test_a_config_comes_to_what_transformers_makes_of_it(content: Json, tmp_path
     assert spec.logits_softcap == getattr(text, "final_logit_softcapping", None)
     assert spec.attention_softcap == getattr(text, "attn_logit_softcapping", None)
     assert spec.activation == getattr(text, "hidden_activation", getattr(text, "hidden_act", ""))
-    eos = config.eos_token_id if hasattr(config, "eos_token_id") else text.eos_token_id
-    eos = [] if eos is None else eos
-    assert spec.eos_token_ids == tuple(eos if isinstance(eos, list) else [eos])
 
 
 def sizes(spec: ModelSpec) -> Json:
@@ -292,7 +277,6 @@ def windows_of(config: PreTrainedConfig) -> list[int | None]:
 def test_llama(tmp_path: Path) -> None:
     spec = read(LLAMA_3_1, tmp_path)
     assert {layer.rope.scaling for layer in spec.layers} == {Llama3Scaling(8.0, 1.0, 4.0, 8192)}
-    assert spec.eos_token_ids == (128001, 128008, 128009)
     assert spec.attention_scale == 128**-0.5
 
 
@@ -361,7 +345,6 @@ def test_the_text_model_of_a_gemma_3_that_sees_has_other_names(tmp_path: Path) -
         unread=("vision_tower.", "multi_modal_projector."),
     )
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (8, 4, 256)
-    assert spec.eos_token_ids == (1, 106)
 
 
 def test_phi_turns_a_part_of_a_head_by_longrope(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from pathlib import Path
 import xgrammar
 
 from everlift import model_files
+from everlift.end_tokens import end_token_ids
 from worker.child_process import go_first
 from worker.grammar.keeper import Keeper, Model
 from worker.grammar.launch import Launch
 from worker.grammar.vocabulary import token_bytes
-from worker.model.end_tokens import end_token_ids
 from worker.parent import die_with_parent
 
 

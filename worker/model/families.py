@@ -33,7 +33,6 @@ _LLAMA: Json = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-    "eos_token_id": 2,
 }
 _MISTRAL: Json = _LLAMA | {
     "num_key_value_heads": 8,
@@ -45,7 +44,6 @@ _QWEN: Json = _LLAMA | {
     "max_position_embeddings": 32768,
     "sliding_window": 4096,
     "max_window_layers": 28,
-    "eos_token_id": None,
 }
 _QWEN3: Json = _QWEN | {"head_dim": 128}
 _GEMMA: Json = {
@@ -55,7 +53,6 @@ _GEMMA: Json = {
     "hidden_activation": "gelu_pytorch_tanh",
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
-    "eos_token_id": 1,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
@@ -75,7 +72,6 @@ _PHI3: Json = _LLAMA | {
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
-    "eos_token_id": 32000,
 }
 _GRANITE: Json = _LLAMA | {
     "embedding_multiplier": 1.0,
@@ -88,13 +84,7 @@ _GRANITE: Json = _LLAMA | {
 def read_spec(directory: Path) -> ModelSpec:
     """See ModelSpec.from_hf."""
     config = HfConfig.read(directory / "config.json")
-    spec = _adapter(config)(config)
-    generation = directory / "generation_config.json"
-    if generation.exists():
-        # It knows the end tokens better: those of a chat, where the model was made for one.
-        stops = HfConfig.read(generation).token_ids("eos_token_id")
-        spec = replace(spec, eos_token_ids=stops or spec.eos_token_ids)
-    return spec
+    return _adapter(config)(config)
 
 
 def _adapter(config: HfConfig) -> Callable[[HfConfig], ModelSpec]:
@@ -173,9 +163,8 @@ def _gemma3_multimodal(config: HfConfig) -> ModelSpec:
         head="language_model.lm_head",
         unread=("vision_tower.", "multi_modal_projector."),
     )
-    stops = config.token_ids("eos_token_id") or spec.eos_token_ids
     tied = config.over(_GEMMA3).flag("tie_word_embeddings")
-    return replace(spec, tensors=names, eos_token_ids=stops, tied_embeddings=tied)
+    return replace(spec, tensors=names, tied_embeddings=tied)
 
 
 def _gemma(config: HfConfig, layers: Sequence[LayerSpec]) -> ModelSpec:
@@ -274,7 +263,6 @@ def _spec(
         norm_eps=config.number("rms_norm_eps"),
         max_position=max(_max_position(config, layer.rope) for layer in layers),
         tied_embeddings=config.flag("tie_word_embeddings"),
-        eos_token_ids=config.token_ids("eos_token_id"),
         attention_scale=head_dim**-0.5,
         activation=_activation(config, activation),
     )

@@ -113,14 +113,6 @@ class HfConfig:
             raise self._wrong(key, "a list of strings")
         return tuple(values)
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """One token id or a list of them; none where it is missing or null."""
-        values = self.get(key, [])
-        values = values if isinstance(values, list) else [values]
-        if not all(type(value) is int for value in values):
-            raise self._wrong(key, "a token id or a list of them")
-        return tuple(values)
-
     def refuse_unless(self, key: str, *supported: object) -> None:
         """Raises UnsupportedModel where ``key`` has a value other than null and ``supported``."""
         value = self.get(key)

@@ -130,7 +130,6 @@ class ModelSpec:
     norm_eps: float
     max_position: int
     tied_embeddings: bool
-    eos_token_ids: tuple[int, ...]
     attention_scale: float
     attention_softcap: float | None = None
     qkv_bias: bool = False
@@ -157,10 +156,10 @@ class ModelSpec:
 
     @classmethod
     def from_hf(cls, directory: str | Path) -> ModelSpec:
-        """Reads ``config.json`` (and ``generation_config.json``, where there is one).
+        """Read ``config.json``.
 
         Raises UnsupportedModel, naming what is not supported and what is; UnsupportedArchitecture
-        where it is the architecture.
+        for an unknown architecture.
         """
         from worker.model import families  # which are written in the words of this module
 

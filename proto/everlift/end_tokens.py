@@ -1,0 +1,96 @@
+"""End tokens of a checkpoint: the tokens with which its model ends an output.
+
+The router stops outputs at these tokens, and the worker allows them where a grammar is complete.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from everlift.chat_templates import Templates, read_object, special_tokens
+from everlift.errors import UnknownModel
+
+_KEY = "eos_token_id"
+#: Names of end-of-turn tokens, without brackets, separators and upper case: <|im_end|> is imend.
+_END_OF_TURN = frozenset(
+    {"imend", "end", "eot", "eotid", "eom", "eomid", "eos", "/s", "return"}
+    | {"endofturn", "endofturntoken", "endturn", "turnend", "endofmessage", "endofassistant"}
+    | {"endoftext", "endofsentence", "endofutterance"}
+)
+_NOT_IN_A_NAME = re.compile(r"[^a-z0-9/]")
+
+
+def end_token_ids(directory: Path) -> tuple[int, ...]:
+    """Return the ids of the end tokens of the model in ``directory``, each once.
+
+    The set is the union of the ids in generation_config.json (or, if it names none, in
+    config.json), the tokenizer's eos_token, and the tokens that end a turn in the chat template.
+    Null means absent. Raises UnknownModel for a malformed file.
+    """
+    configured = _configured(directory)
+    tokenizer = read_object(directory / "tokenizer.json")
+    added = {
+        token["content"]: token["id"]
+        for token in tokenizer.get("added_tokens") or ()
+        if isinstance(token, dict) and {"content", "id"} <= token.keys()
+    }
+    ids = [*configured, *_eos_token(directory, tokenizer, added), *_ends_of_turn(directory, added)]
+    return tuple(dict.fromkeys(ids))
+
+
+def _configured(directory: Path) -> tuple[int, ...]:
+    """Return the ids of the first section that names any."""
+    generation, config = directory / "generation_config.json", directory / "config.json"
+    facts = read_object(config)
+    text = facts.get("text_config")
+    sections = (
+        (generation, read_object(generation)),
+        (config, facts),
+        (config, text if isinstance(text, dict) else {}),
+    )
+    return next((ids for path, section in sections if (ids := _ids(path, section))), ())
+
+
+def _ids(path: Path, section: Mapping[str, Any]) -> tuple[int, ...]:
+    """Raises UnknownModel."""
+    given = section.get(_KEY)
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token) is int and 0 <= token < 1 << 32 for token in ids):
+        raise UnknownModel(f"{path}: {_KEY} must be a token id or a list of them, not {given!r}")
+    return tuple(ids)
+
+
+def _eos_token(
+    directory: Path, tokenizer: Mapping[str, Any], added: Mapping[str, int]
+) -> Iterator[int]:
+    """Yield the id of the tokenizer's eos_token, if its vocabulary has that token."""
+    if (text := special_tokens(directory).get("eos_token")) is None:
+        return
+    if text in added:
+        yield added[text]
+        return
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict) and text in vocabulary:
+        yield vocabulary[text]
+    elif isinstance(vocabulary, list):  # of pairs of a piece and its score, in the order of the ids
+        yield from (index for index, (piece, _) in enumerate(vocabulary) if piece == text)
+
+
+def _ends_of_turn(directory: Path, added: Mapping[str, int]) -> Iterator[int]:
+    """Yield the ids of the added tokens that the chat template writes and that end a turn by name.
+
+    A name that is not in the list is not guessed: a wrong end token would cut outputs short.
+    """
+    if (templates := Templates.read(directory)) is None:
+        return
+    source = templates.default + templates.tool_use
+    for text, index in added.items():
+        name = _NOT_IN_A_NAME.sub("", text.lower())
+        # With <|return|> as the end of a turn, <|end|> ends a message within it (gpt-oss).
+        ends_message = name == "end" and "<|return|>" in added
+        if name in _END_OF_TURN and not ends_message and text in source:
+            yield index
