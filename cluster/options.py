@@ -40,12 +40,14 @@ def _switch(name: str, text: str, panel: str) -> object:
 OPTIONS: Mapping[str, Any] = {
     "max_tokens": _number(int, "Most tokens to generate.", _REQUEST),
     "n": _number(int, "So many outputs of the same prompt; default 1.", _REQUEST),
-    "temperature": _number(float, "0 is greedy; default 1."),
+    "temperature": _number(float, "0 is greedy; default: the model's, else 1."),
     "top_p": _number(float, "Nucleus sampling."),
     "top_k": _number(int, "Only the K likeliest tokens."),
     "min_p": _number(float, "Only tokens at least so many times as likely as the best."),
     "seed": _number(int, "Same seed, same output."),
-    "repetition_penalty": _number(float, "Divides logits of tokens that occurred; default 1."),
+    "repetition_penalty": _number(
+        float, "Divides logits of tokens that occurred; default: the model's, else 1."
+    ),
     "presence_penalty": _number(float, "Taken from logits of tokens in the output; default 0."),
     "frequency_penalty": _number(
         float, "Taken from a token's logit for each time that it is in the output; default 0."

@@ -60,9 +60,12 @@ async def _models(address: str | None, as_json: bool) -> None:
         shown = [MessageToDict(model, preserving_proto_field_name=True) for model in served]
         typer.echo(json.dumps(shown))
         return
-    table = Table("model", "longest request, tokens", "vocabulary", box=SIMPLE_HEAD)
+    columns = ("model", "longest request, tokens", "vocabulary", "sampling defaults")
+    table = Table(*columns, box=SIMPLE_HEAD)
     for model in served:
-        table.add_row(model.name, str(model.max_model_len), str(model.vocab_size))
+        defaults = [f"{it.name} {value:g}" for it, value in model.sampling_defaults.ListFields()]
+        sizes = (str(model.max_model_len), str(model.vocab_size))
+        table.add_row(model.name, *sizes, ", ".join(defaults))
     Console(highlight=False, markup=False).print(table)
 
 

@@ -169,6 +169,9 @@ class RouterConfig:
     #: what ended so short a while ago is told to the ledger again if its server lost its last
     #: second
     reassert: float = 5.0
+    #: source of the defaults for sampling parameters that a request does not set: the model's
+    #: generation_config.json (model), or Everlift's own defaults (none)
+    sampling_defaults: Literal["model", "none"] = "model"
     #: how the model writes a tool call; auto: as its chat template shows
     tool_format: Literal["auto", "hermes", "llama3"] = "auto"
     #: CPU time that the model's chat template may take over one chat; then its process is killed

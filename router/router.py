@@ -127,7 +127,9 @@ class Router:
         ``memory_limit`` is the ledger's; the ``simulator`` estimates what would have been. Raises
         UnknownModel, ModelUnavailable, LedgerUnavailable, SettingsError, OSError (port taken)."""
         await model_files.fetch(config.model, config.model_revision, weights=False)
-        model = ServedModel.load(config.model, config.model_revision)
+        model = ServedModel.load(
+            config.model, config.model_revision, sampling_defaults=config.sampling_defaults
+        )
         if (last := await ledger.last_worker()) is not None:
             model.expect(last)
         store = store_of(config, ledger)

@@ -190,7 +190,11 @@ def _model(config: Config) -> Finding:
     try:
         if is_hub_id(config.model, config.model_revision):
             return fine("model", f"{config.model}: fetched from the hub when a worker starts")
-        model = ServedModel.load(config.model, config.model_revision)
+        model = ServedModel.load(
+            config.model,
+            config.model_revision,
+            sampling_defaults=config.router.sampling_defaults,
+        )
         if missing := _missing_weights(config):
             return broken("model", f"{config.model} lacks {', '.join(missing)}", mend)
         is_tried = _try_architecture(config)

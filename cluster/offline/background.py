@@ -76,7 +76,11 @@ class Background:
     async def _serve(self) -> None:
         """Until it is cancelled. Raises what keeps the worker from its start."""
         config = await fetched(self._config)
-        model = ServedModel.load(config.model, config.model_revision)
+        model = ServedModel.load(
+            config.model,
+            config.model_revision,
+            sampling_defaults=config.router.sampling_defaults,
+        )
         self._worker = LocalWorker(config, model.tokenizer)
         try:
             info = await self._worker.start()

@@ -133,7 +133,12 @@ class LLM:
 
     def _task(self, prompt: Prompt, options: GenerateOptions) -> Task:
         message = submission_message(prompt, options)
-        submission = Submission.from_proto(message, message.request_id, secrets.randbits(63))
+        submission = Submission.from_proto(
+            message,
+            message.request_id,
+            secrets.randbits(63),
+            sampling_defaults=self._model.sampling_defaults,
+        )
         return Task(self._model.resolve(submission), submission.timeout_s)
 
     def _begin(self, task: Task) -> Future[Completion]:

@@ -40,7 +40,11 @@ async def _found(
 ) -> tuple[ServedModel, list[Example]]:
     """By arrival."""
     await model_files.fetch(config.model, config.model_revision, weights=False)
-    model = ServedModel.load(config.model, config.model_revision)
+    model = ServedModel.load(
+        config.model,
+        config.model_revision,
+        sampling_defaults=config.router.sampling_defaults,
+    )
     if files:
         found = [each for file in files for each in _of_file(file, model)]
     else:

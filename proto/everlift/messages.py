@@ -127,16 +127,20 @@ class Submission:
         seed: int,
         trace: TraceContext | None = None,
         x_request_id: str = "",
+        sampling_defaults: SamplingParams | None = None,
     ) -> Self:
-        """``request_id`` is its name inside the cluster; ``seed`` is used where the message has
-        none. Raises InvalidRequest."""
+        """Return the submission that ``message`` describes.
+
+        ``request_id`` is its name inside the cluster. ``seed`` and ``sampling_defaults`` are used
+        for sampling parameters that the message does not set. Raises InvalidRequest.
+        """
         _check_best_of(message)
         submission = cls(
             request_id=request_id,
             model=message.model,
             prompt=_prompt(message),
             max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-            sampling=SamplingParams.from_proto(message.sampling, seed),
+            sampling=SamplingParams.from_proto(message.sampling, seed, sampling_defaults),
             stop=one_too_many(message.stop, MAX_STOP_STRINGS),
             stop_token_ids=one_too_many(message.stop_token_ids, MAX_STOP_TOKEN_IDS),
             ignore_eos=message.ignore_eos,

@@ -18,7 +18,11 @@ Prompt: TypeAlias = str | Sequence[int]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What may be said about a request. What is not said, or None, takes its default."""
+    """Options of a request. An option that is missing or None has its default.
+
+    The defaults of temperature, top_p, top_k, min_p and repetition_penalty are the served model's
+    (``models()`` shows them), or those named here if the model has none.
+    """
 
     #: most tokens to generate; default: what the context leaves
     max_tokens: int | None

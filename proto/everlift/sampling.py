@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, Self, get_args
 
@@ -14,6 +14,7 @@ MAX_TOP_K = 1 << 20
 _OptionalField = Literal[
     "temperature",
     "top_p",
+    "top_k",
     "min_p",
     "seed",
     "repetition_penalty",
@@ -133,14 +134,17 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @classmethod
-    def from_proto(cls, message: pb.Sampling, seed: int) -> Self:
-        """``seed`` is used where the message has none. Raises InvalidRequest."""
+    def from_proto(
+        cls, message: pb.Sampling, seed: int, defaults: SamplingParams | None = None
+    ) -> SamplingParams:
+        """Return the parameters of ``message``; fields that it does not set are taken from
+        ``defaults``, and the seed from ``seed``. Raises InvalidRequest."""
         given = {
             name: getattr(message, name) for name in _OPTIONAL_FIELDS if message.HasField(name)
         }
-        return cls(
+        return replace(
+            defaults or cls(),
             **{"seed": seed} | given,
-            top_k=message.top_k,
             logit_bias=tuple(sorted(one_too_many(message.logit_bias.items(), MAX_LOGIT_BIAS))),
             min_tokens=message.min_tokens,
             grammar=Grammar.from_proto(message.grammar) if message.HasField("grammar") else None,
@@ -150,7 +154,6 @@ class SamplingParams:
         """Every field set."""
         return pb.Sampling(
             **{name: getattr(self, name) for name in _OPTIONAL_FIELDS},
-            top_k=self.top_k,
             logit_bias=dict(self.logit_bias),
             min_tokens=self.min_tokens,
             grammar=self.grammar.to_proto() if self.grammar is not None else None,

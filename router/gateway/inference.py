@@ -21,7 +21,7 @@ from everlift.trace_context import TraceContext
 from everlift.transport import Transport
 from everlift.v1 import inference_pb2 as pb
 from router.clock import now
-from router.gateway import aside, many, page_token
+from router.gateway import aside, many, page_token, sampling_defaults
 from router.gateway import headers as request_headers
 from router.gateway.caller import Caller
 from router.gateway.closable import Closable
@@ -139,7 +139,12 @@ class Inference:
             request_id = caller.qualify(message.request_id)
             self._model.check_fits(message.text or message.tokens.ids)
             submission = Submission.from_proto(
-                message, request_id, secrets.randbits(63), trace, x_request_id
+                message,
+                request_id,
+                secrets.randbits(63),
+                trace,
+                x_request_id,
+                self._model.sampling_defaults,
             )
             fitted = caller.limits.fitted(submission)
             request = await aside.with_text(len(message.text), lambda: self._model.resolve(fitted))
@@ -285,6 +290,7 @@ class Inference:
                     name=model.name,
                     max_model_len=model.max_model_len,
                     vocab_size=model.vocab_size,
+                    sampling_defaults=sampling_defaults.changed(model.sampling_defaults),
                 )
             ]
         )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import tokenizers
 
@@ -26,6 +26,7 @@ from everlift.model_name import name_for_clients
 from everlift.sampling import SamplingParams
 from everlift.text import REPLACEMENT
 from everlift.v1 import session_pb2
+from router.gateway.sampling_defaults import of_model
 
 #: The longest tokens of common vocabularies are runs of 128 spaces.
 _MAX_CHARACTERS_PER_TOKEN = 128
@@ -108,7 +109,8 @@ class ByteTokenizer:
 class ServedModel:
     """``max_model_len`` is the most tokens of prompt and output together that each of its workers
     can hold, ``context`` what is taken for it before there was one. ``fingerprint`` is the
-    workers', empty before there was one. ``directory`` has its files, where it has any."""
+    workers', empty before there was one. ``directory`` has its files, where it has any.
+    ``sampling_defaults`` apply to parameters that a request does not set."""
 
     name: str
     tokenizer: Tokenizer
@@ -116,6 +118,7 @@ class ServedModel:
     vocab_size: int
     context: int
     directory: Path | None = None
+    sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
     max_model_len: int = field(init=False)
     fingerprint: str = ""
 
@@ -123,8 +126,15 @@ class ServedModel:
         self.max_model_len = self.context
 
     @classmethod
-    def load(cls, model: str, revision: str = "") -> Self:
-        """``model`` is a Hugging Face directory, a hub id whose files were fetched, or "fake".
+    def load(
+        cls,
+        model: str,
+        revision: str = "",
+        *,
+        sampling_defaults: Literal["model", "none"] = "model",
+    ) -> Self:
+        """Return the model in a Hugging Face directory, of a hub id whose files were fetched, or
+        "fake". ``sampling_defaults`` is the router's setting.
 
         Raises UnknownModel, ModelUnavailable.
         """
@@ -143,6 +153,9 @@ class ServedModel:
             vocab_size=_number(facts, ["vocab_size"], _UNBOUNDED),
             context=_context(facts),
             directory=directory,
+            sampling_defaults=(
+                of_model(directory) if sampling_defaults == "model" else SamplingParams()
+            ),
         )
 
     def expect(self, last: session_pb2.WorkerInfo) -> None:

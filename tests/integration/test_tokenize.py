@@ -63,7 +63,10 @@ async def test_the_served_model_is_listed(model: ServedModel) -> None:
     async with stub() as router:
         [only] = (await router.ListModels(pb.ListModelsRequest())).models
     assert only == pb.Model(
-        name=model.name, max_model_len=model.max_model_len, vocab_size=model.vocab_size
+        name=model.name,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        sampling_defaults=pb.Sampling(),
     )
 
 

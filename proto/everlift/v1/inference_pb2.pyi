@@ -238,7 +238,9 @@ Global___SpanKind: typing_extensions.TypeAlias = SpanKind
 
 @typing.final
 class Sampling(google.protobuf.message.Message):
-    """How the next token is drawn. Unset fields take the defaults named here."""
+    """How the next token is drawn. Unset fields take the defaults named here.
+    Defaults are those of the served model (Model.sampling_defaults), else the ones named here.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1471,18 +1473,27 @@ class Model(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
+    SAMPLING_DEFAULTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     max_model_len: builtins.int
     """so many tokens may prompt and output have together"""
     vocab_size: builtins.int
+    @property
+    def sampling_defaults(self) -> Global___Sampling:
+        """Defaults of the model for sampling parameters that a request does not set; a field that is unset
+        here has the default of the message Sampling.
+        """
+
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         max_model_len: builtins.int = ...,
         vocab_size: builtins.int = ...,
+        sampling_defaults: Global___Sampling | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["sampling_defaults", b"sampling_defaults"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["max_model_len", b"max_model_len", "name", b"name", "sampling_defaults", b"sampling_defaults", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___Model: typing_extensions.TypeAlias = Model
 

@@ -12,7 +12,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from everlift.errors import RouterStopping, UnknownModel, UnknownPath
-from router.gateway import caller
+from router.gateway import caller, sampling_defaults
 from router.gateway.door import Door
 from router.gateway.http import openapi
 from router.gateway.http.answering import Answering
@@ -122,6 +122,7 @@ class Api:
             "created": self._started,
             "owned_by": "everlift",
             "max_model_len": self._model.max_model_len,
+            "sampling_defaults": sampling_defaults.as_json(self._model.sampling_defaults),
         }
 
     async def _exposed(self, call: Call) -> Response:

@@ -34,6 +34,7 @@ class Model(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    sampling_defaults: dict[str, float]
 
 
 class ModelList(TypedDict):

@@ -1,0 +1,57 @@
+"""Sampling defaults of a model, from its generation_config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from everlift.chat_templates import read_object
+from everlift.errors import OutOfRange, UnknownModel
+from everlift.sampling import SamplingParams
+from everlift.v1 import inference_pb2 as pb
+
+_FILE = "generation_config.json"
+_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def of_model(directory: Path) -> SamplingParams:
+    """Return the sampling defaults of the model in ``directory``.
+
+    Null means absent, and top_k -1 means no limit. do_sample is ignored, as in vLLM: a request
+    that wants greedy outputs sets temperature 0. Raises UnknownModel for values out of range.
+    """
+    path = directory / _FILE
+    given = {name: value for name, value in read_object(path).items() if value is not None}
+    try:
+        return SamplingParams(**{name: _number(name, given) for name in _FIELDS if name in given})
+    except (TypeError, OutOfRange) as error:
+        raise UnknownModel(
+            f"{path}: {error}; correct the file, or set router.sampling_defaults to none"
+        ) from None
+
+
+def _number(name: str, given: dict[str, Any]) -> Any:
+    """Raises TypeError."""
+    value = given[name]
+    is_integer = type(value) is int
+    if not is_integer and (name == "top_k" or type(value) is not float):
+        kind = "an integer" if name == "top_k" else "a number"
+        raise TypeError(f"{name} must be {kind}")
+    if name == "top_k":
+        return 0 if value == -1 else value
+    return float(value)
+
+
+def changed(defaults: SamplingParams) -> pb.Sampling:
+    """Return the parameters whose default differs from Everlift's own."""
+    return pb.Sampling(**as_json(defaults))  # type: ignore[arg-type]
+
+
+def as_json(defaults: SamplingParams) -> dict[str, float]:
+    """Return the parameters whose default differs from Everlift's own, by name."""
+    own = SamplingParams()
+    return {
+        name: getattr(defaults, name)
+        for name in _FIELDS
+        if getattr(defaults, name) != getattr(own, name)
+    }
