@@ -14,7 +14,6 @@ import hashlib
 import json
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +21,7 @@ from typing import Any, cast
 from cluster.errors import BatchFailed
 from everlift.errors import EverliftError, InvalidRequest
 from everlift.options import GenerateOptions, Prompt, submission_message
+from everlift.typos import did_you_mean
 
 #: A batch's requests go on to their end, so that the same batch finds them when it comes again.
 _OPTIONS = GenerateOptions.__annotations__.keys() - {"on_disconnect"}
@@ -175,9 +175,7 @@ def _openai_body(fields: dict[str, Any]) -> dict[str, Any]:
 def _check_option(name: str) -> None:
     if name in _OPTIONS:
         return
-    near = get_close_matches(name, _OPTIONS, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise InvalidRequest(f"there is no option {name!r}{hint}")
+    raise InvalidRequest(f"there is no option {name!r}{did_you_mean(name, _OPTIONS)}")
 
 
 def _by_token(bias: object) -> dict[int, float]:

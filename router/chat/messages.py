@@ -8,8 +8,7 @@ is not there.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import Any
 
 from everlift.errors import InvalidRequest, OutOfRange, UnsupportedContent
@@ -21,21 +20,17 @@ MAX_MESSAGES = 8192
 MAX_BYTES = 4 << 20
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_KEYS: Mapping[str, frozenset[str]] = {
-    "system": frozenset({"name"}),
-    "developer": frozenset({"name"}),
-    "user": frozenset({"name"}),
-    "assistant": frozenset({"name", "tool_calls", *_REASONING}),
-    "tool": frozenset({"name", "tool_call_id"}),
+#: Text members that a template receives, by role, beside the content. Other members are ignored:
+#: clients send answers back as they received them, and add members of their own.
+_TEXTS: Mapping[str, tuple[str, ...]] = {
+    "system": ("name",),
+    "developer": ("name",),
+    "user": ("name",),
+    "assistant": ("name", *_REASONING),
+    "tool": ("name", "tool_call_id"),
 }
-_KEYS_OF_ALL = frozenset({"role", "content"})
-_TEXT_KEYS = ("name", "tool_call_id", *_REASONING)
-#: Clients send an answer back as they got it. These parts of it say nothing to a template, nor does
-#: the type that lm-eval gives each of its messages.
-_PASSED_OVER = frozenset({"refusal", "annotations", "parsed", "id", "type"})
+#: Members that hold a part of the conversation which a template cannot receive.
 _UNSUPPORTED = ("audio", "function_call")
-#: So much of a name is looked at and told in an error.
-_MAX_NAME = 64
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -56,41 +51,37 @@ def _message(at: str, given: object) -> Message:
     if not isinstance(given, dict):
         raise InvalidRequest(f"{at} must be an object")
     role = given.get("role")
-    if not isinstance(role, str) or role not in _KEYS:
-        raise InvalidRequest(f"{at}.role must be one of {', '.join(_KEYS)}")
+    if not isinstance(role, str) or role not in _TEXTS:
+        raise InvalidRequest(f"{at}.role must be one of {', '.join(_TEXTS)}")
     message = {key: value for key, value in given.items() if value is not None}
-    _check_keys(at, message, _KEYS_OF_ALL | _KEYS[role])
-    shown: Message = {"role": role, **_content(f"{at}.content", message)}
-    for key in _TEXT_KEYS:
+    for key in _UNSUPPORTED:
+        if key in message:
+            raise UnsupportedContent(f"{at}.{key} is not supported")
+    shown: Message = {"role": role, "content": _content(at, message)}
+    for key in _TEXTS[role]:
         if key in message:
             shown[key] = _text(f"{at}.{key}", message[key])
-    if calls := _tool_calls(f"{at}.tool_calls", message.get("tool_calls", [])):
+    if role == "assistant" and (calls := _tool_calls(at, message.get("tool_calls", []))):
         shown["tool_calls"] = calls
     if role == "tool" and "tool_call_id" not in shown:
         raise InvalidRequest(f"{at}.tool_call_id must say which call this is the result of")
     return shown
 
 
-def _check_keys(at: str, message: Message, known: Collection[str]) -> None:
-    for key in message.keys() - known - _PASSED_OVER:
-        if key in _UNSUPPORTED:
-            raise UnsupportedContent(f"{at}.{key} is not supported")
-        near = get_close_matches(key[:_MAX_NAME], known, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise InvalidRequest(f"{at}.{key[:_MAX_NAME]} is unknown in a message of this role{hint}")
+def _content(at: str, message: Message) -> str:
+    """Return the content as one text.
 
-
-def _content(at: str, message: Message) -> Message:
-    """The content, if there is any: an answer may consist of calls alone."""
-    if "content" in message:
-        return {"content": _joined(at, message["content"])}
-    if message["role"] != "assistant":
-        raise InvalidRequest(f"{at} must be a text or a list of parts")
-    return {} if message.get("tool_calls") else {"content": ""}
+    An assistant's message may have none, beside tool calls or a refusal. Templates read the content
+    of every message, so it is then the refusal, or empty.
+    """
+    content = message.get("content")
+    if message["role"] == "assistant" and content in (None, []):
+        return _text(f"{at}.refusal", message.get("refusal", ""))
+    return _joined(f"{at}.content", content)
 
 
 def _joined(at: str, content: object) -> str:
-    """A template for text alone takes no list."""
+    """Return a text, or the texts of a list of parts, one a line."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -117,31 +108,31 @@ def _text(at: str, value: object) -> str:
 
 def _tool_calls(at: str, given: object) -> list[Message]:
     if not isinstance(given, list):
-        raise InvalidRequest(f"{at} must be a list")
-    return [_tool_call(f"{at}[{i}]", call) for i, call in enumerate(given)]
+        raise InvalidRequest(f"{at}.tool_calls must be a list")
+    return [_tool_call(f"{at}.tool_calls[{i}]", call) for i, call in enumerate(given)]
 
 
 def _tool_call(at: str, call: object) -> Message:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise InvalidRequest(f"{at} must be an object with a function")
-    if call.get("type", "function") != "function":
+    if call.get("type") not in (None, "function"):
         raise InvalidRequest(f"{at}.type must be function")
     return {
         "id": _text(f"{at}.id", call.get("id")),
         "type": "function",
         "function": {
             "name": check_function_name(f"{at}.function.name", function.get("name")),
-            "arguments": _arguments(f"{at}.function.arguments", function.get("arguments", {})),
+            "arguments": _arguments(f"{at}.function.arguments", function.get("arguments")),
         },
     }
 
 
 def _arguments(at: str, given: object) -> object:
-    """An object, also where it comes as JSON. What a model wrote that is no JSON remains the text
-    that it is: the client can only send back what it got."""
-    if isinstance(given, dict):
-        return given
+    """Return the arguments as an object, or as the text that the model wrote if that is not a JSON
+    object: a client can only send back what it received."""
+    if given is None or isinstance(given, dict):
+        return given or {}
     text = _text(at, given)
     try:
         value = json.loads(text or "{}", parse_constant=_refuse_constant)

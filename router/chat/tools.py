@@ -33,7 +33,8 @@ MAX_TOOLS = 128
 #: Of one tool, and of all together.
 MAX_TOOL_BYTES = 64 << 10
 MAX_BYTES = 512 << 10
-_KEYS = frozenset({"name", "description", "parameters", "strict"})
+#: Members of a function that the template receives. Others, which clients add, are ignored.
+_SHOWN = ("name", "description", "parameters")
 _NO_PARAMETERS: Mapping[str, Json] = {
     "type": "object",
     "properties": {},
@@ -195,6 +196,8 @@ def _functions(tools: object) -> tuple[Function, ...]:
         return ()
     if not isinstance(tools, list):
         raise InvalidRequest("tools must be a list")
+    if not tools:
+        raise InvalidRequest("tools must have at least one tool, not []", field="tools")
     if len(tools) > MAX_TOOLS:
         raise OutOfRange(f"at most {MAX_TOOLS} tools, not {len(tools)}")
     check_json("tools", tools, MAX_BYTES)
@@ -214,15 +217,12 @@ def _read(at: str, tool: object) -> Function:
         raise InvalidRequest(f"{at}.function must be an object")
     at = f"{at}.function"
     check_json(at, function, MAX_TOOL_BYTES)
-    for key in function.keys() - _KEYS:
-        raise InvalidRequest(f"{at}.{key[:64]} is unknown")
     name = check_function_name(f"{at}.name", function.get("name"))
     _check_types(at, function)
     parameters = function.get("parameters") or _NO_PARAMETERS
     if parameters.get("type", "object") != "object":
         raise InvalidRequest(f"{at}.parameters must be the schema of an object")
-    # strict is for this server, and not for the model.
-    shown = {key: value for key, value in function.items() if value is not None and key != "strict"}
+    shown = {key: function[key] for key in _SHOWN if function.get(key) is not None}
     return Function(
         name,
         {"type": "function", "function": {**shown, "parameters": parameters}},

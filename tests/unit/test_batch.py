@@ -73,7 +73,7 @@ def test_openais_line_is_one_too(tmp_path: Path) -> None:
         ({"id": "i", "prompt": 5}, "the prompt must be text or a list"),
         ({"id": "i", "prompt": ["a", "b"]}, "wrong type"),
         ({"id": "i", "prompt": [-1]}, "-1"),
-        ({"id": "i", "prompt": "x", "max_token": 1}, "did you mean max_tokens?"),
+        ({"id": "i", "prompt": "x", "max_token": 1}, "did you mean 'max_tokens'?"),
         ({"id": "i", "prompt": "x", "max_tokens": "1"}, "wrong type"),
         ({"id": "i", "prompt": "x", "on_disconnect": "cancel"}, "no option 'on_disconnect'"),
         ({"id": "i", "prompt": "x", "logit_bias": {"a": 1}}, "no token id"),

@@ -63,7 +63,7 @@ def test_arguments_become_objects_and_results_know_their_function() -> None:
     )
 
     assert messages[1:] == [
-        {"role": "assistant", "tool_calls": [call({"city": "Bern"})]},
+        {"role": "assistant", "content": "", "tool_calls": [call({"city": "Bern"})]},
         {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"},
         {"role": "tool", "tool_call_id": "c2", "content": "?"},
     ]
@@ -93,6 +93,71 @@ def test_an_answer_may_be_empty() -> None:
     assert shown({"role": "assistant"}) == [{"role": "assistant", "content": ""}]
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ({"tool_calls": [call({})]}, ""),
+        ({"tool_calls": []}, ""),
+        ({"tool_calls": None, "function_call": None, "audio": None}, ""),
+        ({"reasoning_content": "2 and 2"}, ""),
+        ({"refusal": None}, ""),
+    ],
+)
+def test_assistant_without_content_has_empty_content(
+    content: Any, members: Any, expected: str
+) -> None:
+    [message] = shown({"role": "assistant", **content, **members})
+
+    assert message["content"] == expected
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}])
+def test_assistant_refusal_is_content_without_content(content: Any) -> None:
+    refused = {"role": "assistant", "refusal": "I cannot.", **content}
+
+    assert shown(refused) == [{"role": "assistant", "content": "I cannot."}]
+    assert shown({**refused, "content": "No."}) == [{"role": "assistant", "content": "No."}]
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "tool"])
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_other_roles_must_have_content(role: str, content: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content must be a text"):
+        shown({"role": role, "tool_call_id": "c1", **content})
+
+
+@pytest.mark.parametrize("value", [None, "x", 1, {"type": "ephemeral"}, [1]])
+@pytest.mark.parametrize("name", ["cache_control", "provider_specific_fields", "reasoning_details"])
+def test_unknown_members_are_ignored(name: str, value: Any) -> None:
+    extra = {name: value}
+    function = {"name": "weather", "arguments": "{}"}
+    calls = [
+        {"id": "c1", "type": None, "index": 0, "function": {**function, **extra}, **extra},
+        {"id": "c2", "function": {"name": "weather", "arguments": None}},
+    ]
+    messages = shown(
+        {"role": "system", "content": [{"type": "text", "text": "brief", **extra}], **extra},
+        {**USER, **extra, "tool_calls": [], "tool_call_id": "x", "reasoning": 1},
+        {"role": "assistant", "content": None, "tool_calls": calls, **extra},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain", "tool_name": "w", **extra},
+    )
+
+    assert messages == [
+        {"role": "system", "content": "brief"},
+        USER,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": each, "type": "function", "function": {"name": "weather", "arguments": {}}}
+                for each in ("c1", "c2")
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"},
+    ]
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
 def test_reasoning_is_shown(key: str) -> None:
     message = {"role": "assistant", "content": "4", key: "2 and 2"}
@@ -114,8 +179,6 @@ def test_reasoning_is_shown(key: str) -> None:
         ([{"role": "user", "content": []}], InvalidRequest, "messages[0].content must be"),
         ([{"role": "user", "content": ["a"]}], InvalidRequest, "content[0] must be an object"),
         ([{"role": "user", "content": [{"type": "text"}]}], InvalidRequest, "content[0].text"),
-        ([{**USER, "contents": ""}], InvalidRequest, "did you mean content?"),
-        ([{**USER, "tool_calls": [call({})]}], InvalidRequest, "messages[0].tool_calls is unknown"),
         ([{"role": "tool", "content": ""}], InvalidRequest, "messages[0].tool_call_id"),
         ([{"role": "assistant", "tool_calls": {}}], InvalidRequest, "tool_calls must be a list"),
         ([{"role": "assistant", "tool_calls": [{}]}], InvalidRequest, "tool_calls[0]"),

@@ -52,7 +52,6 @@ def test_a_template_is_shown_what_is_the_models_to_know() -> None:
         (TOOLS, NAMED, Choice.NAMED),
         (TOOLS, "none", Choice.NONE),
         (None, None, Choice.NONE),
-        ([], "auto", Choice.NONE),
     ],
 )
 def test_choices(tools: Any, tool_choice: Any, choice: Choice) -> None:
@@ -77,14 +76,14 @@ def test_choices(tools: Any, tool_choice: Any, choice: Choice) -> None:
         ([tool(parameters={"type": "string"})], None, "must be the schema of an object"),
         ([tool(description=1)], None, "description must be a text"),
         ([tool(strict="yes")], None, "strict must be true or false"),
-        ([tool(code="x")], None, "tools[0].function.code is unknown"),
         ([tool(), tool()], None, "tools[1] has the name of an earlier one"),
         (TOOLS, "always", "tool_choice must be none, auto, required"),
         (TOOLS, [], "tool_choice must be none, auto, required"),
         (TOOLS, {"type": "function"}, "tool_choice.function.name"),
         (TOOLS, {"type": "function", "function": {"name": "x"}}, "is none of the tools"),
         (None, "required", "there are no tools"),
-        ([], NAMED, "there are no tools"),
+        ([], None, "tools must have at least one tool"),
+        ([], NAMED, "tools must have at least one tool"),
     ],
 )
 def test_what_is_wrong_is_refused(tools: Any, tool_choice: Any, words: str) -> None:
@@ -92,6 +91,13 @@ def test_what_is_wrong_is_refused(tools: Any, tool_choice: Any, words: str) -> N
         ToolUse.of(tools, tool_choice, True)
 
     assert words in str(caught.value)
+
+
+def test_unknown_members_of_tools_are_ignored() -> None:
+    extra = {"cache_control": {"type": "ephemeral"}, "strict": None, "eager": True, "x": None}
+    given = [{**TOOLS[0], **extra, "function": {**TOOLS[0]["function"], **extra}}, TOOLS[1]]
+
+    assert ToolUse.of(given, None, True) == USE
 
 
 def deep(levels: int) -> Any:

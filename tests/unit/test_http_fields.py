@@ -29,7 +29,14 @@ from everlift.sampling import Grammar, GrammarKind
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.http import fields, submissions
 from router.gateway.http.errors import described, headers
-from router.gateway.http.fields import ChatFields, CompletionFields, DetokenizeFields, Fields, parse
+from router.gateway.http.fields import (
+    ChatFields,
+    CompletionFields,
+    DetokenizeFields,
+    Fields,
+    TokenizeFields,
+    parse,
+)
 
 USER = {"role": "user", "content": "hi"}
 
@@ -191,11 +198,18 @@ def test_forms_of_the_output(asked: dict[str, Any], form: pb.Grammar | None) -> 
     assert (sampling.grammar if sampling.HasField("grammar") else None) == form
 
 
-def test_a_call_that_must_come_has_no_other_form() -> None:
+@pytest.mark.parametrize("kind", ["text", "json_object", "json_schema"])
+def test_chat_tool_grammar_wins_over_response_format(kind: str) -> None:
     calls = Grammar(GrammarKind.JSON_SCHEMA, ("{}",))
-    assert chat(calls).sampling.grammar.json_schema == "{}"
-    with pytest.raises(InvalidRequest, match="no other can be asked for"):
-        chat(calls, response_format={"type": "json_object"})
+    form = {"type": kind, "json_schema": {"schema": {"type": "array"}}}
+    assert chat(calls, response_format=form).sampling.grammar.json_schema == "{}"
+
+
+def test_chat_tool_grammar_excludes_structured_outputs() -> None:
+    calls = Grammar(GrammarKind.JSON_SCHEMA, ("{}",))
+    with pytest.raises(InvalidRequest, match="cannot be combined with a tool_choice") as caught:
+        chat(calls, structured_outputs={"regex": "a"})
+    assert caught.value.field == "structured_outputs"
 
 
 @pytest.mark.parametrize(
@@ -233,8 +247,8 @@ def test_what_is_wrong_is_named(asked: dict[str, Any], field: str) -> None:
 
 
 def test_an_unknown_field_has_the_nearest_one_beside_it() -> None:
-    with pytest.raises(UnknownField, match="'tempratur'; did you mean 'temperature'"):
-        completion(tempratur=1)
+    with pytest.raises(UnknownField, match="'temperatur'; did you mean 'temperature'"):
+        completion(temperatur=1)
     with pytest.raises(UnknownField, match="unknown field 'promt'; did you mean 'prompt'"):
         fields.parse(CompletionFields, {"promt": "hi"})
     with pytest.raises(UnknownField) as caught:
@@ -253,6 +267,62 @@ def test_fields_of_openai_that_change_nothing_here_are_taken() -> None:
     assert chat(reasoning_effort="low", modalities=["text"], **harmless) == chat()
     with pytest.raises(InvalidRequest):
         chat(modalities=["audio"])
+
+
+#: All fields of OpenAI's API, by the types of its Python library 3.57.
+OPENAI_COMPLETION = """
+best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty seed stop
+stream stream_options suffix temperature top_p user
+""".split()
+OPENAI_CHAT = """
+audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens
+metadata modalities model moderation n parallel_tool_calls prediction presence_penalty
+prompt_cache_key prompt_cache_options prompt_cache_retention reasoning_effort response_format
+safety_identifier seed service_tier stop store stream stream_options temperature tool_choice tools
+top_logprobs top_p user verbosity web_search_options
+""".split()
+
+
+@pytest.mark.parametrize("name", OPENAI_COMPLETION)
+def test_completion_null_field_is_absent(name: str) -> None:
+    assert completion(**{name: None}) == completion()
+
+
+@pytest.mark.parametrize("name", [*OPENAI_CHAT, "add_generation_prompt", "chat_template_kwargs"])
+def test_chat_null_field_is_absent(name: str) -> None:
+    given = fields.parse(ChatFields, {"messages": [USER], name: None})
+    assert given == fields.parse(ChatFields, {"messages": [USER]})
+
+
+def test_nested_null_fields_are_absent() -> None:
+    options = {"include_usage": None, "include_obfuscation": None}
+    assert completion(stream=True, stream_options=options) == completion(stream=True)
+    form = {"type": "text", "json_schema": None}
+    assert chat(response_format=form) == chat()
+    assert completion(structured_outputs={"json": None, "regex": "a"}) == completion(
+        structured_outputs={"regex": "a"}
+    )
+    assert parse(TokenizeFields, {"prompt": "a", "return_token_strs": None}).prompt == "a"
+
+
+@pytest.mark.parametrize("name", ChatFields.UNSUPPORTED)
+@pytest.mark.parametrize("value", [{}, [], "none", False])
+def test_unsupported_openai_field_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(Unsupported, match=f"^{name} is not supported: ") as caught:
+        chat(**{name: value})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("ask", [completion, chat])
+def test_unknown_null_field_is_refused(ask: Any) -> None:
+    with pytest.raises(UnknownField, match=r"unknown field 'allowed_token_ids'$"):
+        ask(allowed_token_ids=None)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(ChatFields, "messages"), (CompletionFields, "prompt")])
+def test_null_required_field_is_missing(kind: type[Fields], name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name} is missing$"):
+        parse(kind, {name: None})
 
 
 def test_what_cannot_be_done_is_said() -> None:

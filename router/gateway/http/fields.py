@@ -10,7 +10,6 @@ has room for millions of them, which the event loop would stand still for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -24,8 +23,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from everlift.errors import InvalidRequest, LogitBiasTooLarge, UnknownField
+from everlift.errors import InvalidRequest, LogitBiasTooLarge, UnknownField, Unsupported
 from everlift.sampling import MAX_LOGIT_BIAS
+from everlift.typos import did_you_mean
 
 T = TypeVar("T")
 List = Annotated[list[T], Field(fail_fast=True)]
@@ -47,13 +47,30 @@ class Fields(BaseModel):
     #: what a field of everlift.messages is called here, where that is something else
     PARAMS: ClassVar[Mapping[str, str]] = {}
 
+    #: fields of OpenAI's API that only null is accepted for, and why
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of all fields, as bodies have them."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
     @model_validator(mode="before")
     @classmethod
-    def _without_the_rest(cls, given: Any) -> Any:
-        """Of more names than there are one is unknown, wherever the rest is cut off."""
-        if isinstance(given, dict) and len(given) > len(cls.model_fields):
-            return dict(islice(given.items(), len(cls.model_fields) + 1))
-        return given
+    def _without_nulls(cls, given: Any) -> Any:
+        """Remove known fields that are null: they count as absent.
+
+        Of an object with more members than there are fields, only one member more is read: one of
+        those is unknown. Raises Unsupported.
+        """
+        if not isinstance(given, dict):
+            return given
+        known = {*cls.names(), *cls.UNSUPPORTED}
+        read = dict(islice(given.items(), len(known) + 1))
+        for name, reason in cls.UNSUPPORTED.items():
+            if read.get(name) is not None:
+                raise Unsupported(f"{name} is not supported: {reason}", field=name)
+        return {name: it for name, it in read.items() if it is not None or name not in known}
 
 
 def _few(bias: Any) -> Any:
@@ -138,6 +155,7 @@ class Generation(Fields):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
 
     PARAMS: ClassVar[Mapping[str, str]] = {
@@ -190,6 +208,13 @@ class ChatFields(Generation, Chat):
     prediction: Any = None
     modalities: List[Literal["text"]] | None = None
 
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "audio": "models produce text only",
+        "function_call": "use tool_choice",
+        "functions": "use tools",
+        "moderation": "there is no moderation model",
+        "web_search_options": "there is no web search",
+    }
     PARAMS: ClassVar[Mapping[str, str]] = {
         **Generation.PARAMS,
         "logprobs": "top_logprobs",
@@ -230,11 +255,12 @@ def _refusal(details: Sequence[ErrorDetails], kind: type[Fields], body: Object) 
     """Of the first field that is not as it should be; one that does not exist may be why another
     one is missing."""
     first = next((each for each in details if each["type"] == "extra_forbidden"), details[0])
-    where = _path(first["loc"], body)
+    is_missing = first["type"] == "missing"
+    where = _path(first["loc"][:-1] if is_missing else first["loc"], body)
     if first["type"] == "extra_forbidden":
-        hint = _hint(str(first["loc"][-1]), kind)
+        hint = did_you_mean(str(first["loc"][-1]), kind.names())
         return UnknownField(f"unknown field {where!r}{hint}", field=where)
-    if first["type"] == "missing":
+    if is_missing:
         where = f"{where}.{first['loc'][-1]}".removeprefix(".")
         return InvalidRequest(f"{where} is missing", field=where)
     # One that may be several things is none of them.
@@ -253,8 +279,3 @@ def _path(location: Iterable[int | str], body: Any) -> str:
             continue
         path += f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_NAME]}"
     return path.removeprefix(".")
-
-
-def _hint(name: str, kind: type[Fields]) -> str:
-    near = get_close_matches(name[:_MAX_NAME], list(kind.model_fields), 1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -57,8 +57,11 @@ def _prompted(message: pb.GenerateRequest, prompt: str | list[int]) -> pb.Genera
 def of_chat(
     fields: ChatFields, prompt: tuple[int, ...], tools: Grammar | None
 ) -> pb.GenerateRequest:
-    """``prompt`` is the conversation as the model reads it, ``tools`` the form that its calls
-    must have, if they must. Raises InvalidRequest."""
+    """Return the request for a chat whose rendered conversation is ``prompt``.
+
+    ``tools`` is the grammar of tool calls, if the output must be a tool call. It replaces the form
+    that response_format asks for. Raises InvalidRequest.
+    """
     message = _message(fields)
     if fields.max_completion_tokens is not None:
         message.max_tokens = fields.max_completion_tokens
@@ -67,10 +70,10 @@ def of_chat(
     if fields.logprobs:
         message.sampling.logprobs = fields.top_logprobs or 0
     if tools is not None:
-        if message.sampling.HasField("grammar"):
+        if fields.structured_outputs is not None:
             raise InvalidRequest(
-                "a call of a tool has a form of its own: no other can be asked for",
-                field="tool_choice",
+                "structured_outputs cannot be combined with a tool_choice that requires a call",
+                field="structured_outputs",
             )
         message.sampling.grammar.CopyFrom(tools.to_proto())
     message.tokens.ids.extend(prompt)

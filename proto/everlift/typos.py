@@ -1,0 +1,45 @@
+"""Suggestions for misspelt names. Pure.
+
+A suggestion that is only similar may mean the opposite (allowed_token_ids, stop_token_ids;
+min_tokens, max_tokens). Hence a name is suggested only for one typing error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+#: Longer names are not compared.
+_MAX_NAME = 64
+#: In shorter names, an added letter, or a changed one (top_k and top_p), makes another name.
+_MIN_ADDED = 4
+_MIN_CHANGED = 6
+_SEPARATORS = re.compile(r"[-_. ]")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'NAME'?" for the known name that ``name`` misspells, or ""."""
+    if len(name) > _MAX_NAME:
+        return ""
+    near = next((each for each in known if _is_typo(name, each)), None)
+    return f"; did you mean {near!r}?" if near is not None else ""
+
+
+def _is_typo(name: str, known: str) -> bool:
+    """Return whether ``name`` differs from ``known`` in case and separators, or by one letter that
+    is missing, added, changed or swapped with its neighbour."""
+    short, long = sorted((_letters(name), _letters(known)), key=len)
+    if short == long:
+        return True
+    if len(short) < _MIN_ADDED or len(long) - len(short) > 1:
+        return False
+    at = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
+    if len(short) < len(long):
+        return short[at:] == long[at + 1 :]
+    is_swapped = short[at : at + 2] == long[at : at + 2][::-1]
+    is_changed = len(short) >= _MIN_CHANGED and short[at + 1 :] == long[at + 1 :]
+    return is_changed or (is_swapped and short[at + 2 :] == long[at + 2 :])
+
+
+def _letters(name: str) -> str:
+    return _SEPARATORS.sub("", name).lower()
