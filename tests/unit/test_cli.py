@@ -21,6 +21,7 @@ from everlift.errors import Forbidden, RequestConflict
 from everlift.options import GenerateOptions
 from everlift.sampling import Grammar, GrammarKind
 from everlift.testing import Break, FakeRouter, Refuse
+from everlift.v1 import inference_pb2 as pb
 from router.gateway.model import ByteTokenizer
 from tests.restored_logging import restored_logging
 from worker.fake_runner import expected_tokens
@@ -289,6 +290,17 @@ async def test_models_and_tokens_are_shown() -> None:
         answer = await run("detokenize", "97", "--json", *place)
         assert json.loads(answer.stdout) == {"text": "a"}
         assert "none of the model" in await failure("detokenize", "1114112", *place)
+
+
+async def test_models_shows_sampling_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = pb.Sampling(temperature=0.6, top_k=20)
+    served = pb.Model(name="m", max_model_len=64, vocab_size=512, sampling_defaults=defaults)
+    monkeypatch.setattr("everlift.testing.router._MODEL", served)
+    async with FakeRouter() as router:
+        place = ("--address", router.address)
+        assert "temperature 0.6, top_k 20" in (await run("models", *place)).stdout
+        [model] = json.loads((await run("models", "--json", *place)).stdout)
+    assert model["sampling_defaults"] == {"temperature": 0.6, "top_k": 20}
 
 
 async def test_status_shows_the_cluster() -> None:
