@@ -62,7 +62,8 @@ async def _models(address: str | None, as_json: bool) -> None:
         return
     table = Table("model", "longest request, tokens", "vocabulary", box=SIMPLE_HEAD)
     for model in served:
-        table.add_row(model.name, str(model.max_model_len), str(model.vocab_size))
+        longest = str(model.max_model_len or "not known yet")
+        table.add_row(model.name, longest, str(model.vocab_size))
     Console(highlight=False, markup=False).print(table)
 
 

@@ -77,6 +77,7 @@ class Background:
         """Until it is cancelled. Raises what keeps the worker from its start."""
         config = await fetched(self._config)
         model = ServedModel.load(config.model, config.model_revision)
+        model.clamps_max_tokens = config.router.clamp_max_tokens
         self._worker = LocalWorker(config, model.tokenizer)
         try:
             info = await self._worker.start()

@@ -59,7 +59,8 @@ class FinishReason(Enum):
 class Submission:
     """A client's request as it came, checked as far as this is possible without the model.
 
-    ``max_tokens`` and ``timeout_s`` are None where the client set none. ``body_hash`` names
+    ``max_tokens`` and ``timeout_s`` are None where the client set none; with ``clamp_max_tokens``,
+    ``max_tokens`` is lowered to what the context leaves. ``body_hash`` names
     everything that shapes the result, so that a repeated request id can be told from a reused one.
     ``request_id`` has its tenant's name before it (request_id.py). ``x_request_id`` is what logs
     and traces elsewhere call the call that it came with; it names nothing here.
@@ -86,6 +87,7 @@ class Submission:
     fairness_id: str = ""
     x_request_id: str = ""
     application: str = ""
+    clamp_max_tokens: bool = False
 
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
@@ -153,6 +155,7 @@ class Submission:
             fairness_id=message.fairness_id,
             application=message.application,
             x_request_id=x_request_id,
+            clamp_max_tokens=message.clamp_max_tokens,
         )
         # Only of what has been checked: a list that is too long is not hashed.
         object.__setattr__(submission, "body_hash", _body_hash(message))
@@ -233,7 +236,8 @@ class Request:
     ``ttft_target_s`` counts from arrival.
 
     ``stop_token_ids`` holds the model's eos ids too, unless they are to be ignored. Each of the
-    ``n`` choices may have ``max_tokens``. ``trace`` is of its own span.
+    ``n`` choices may have ``max_tokens``; with ``clamp_max_tokens`` the context of a worker may end
+    an output earlier. ``trace`` is of its own span.
     """
 
     request_id: str
@@ -257,6 +261,7 @@ class Request:
     fairness_id: str = ""
     x_request_id: str = ""
     application: str = ""
+    clamp_max_tokens: bool = False
 
     def to_bytes(self) -> bytes:
         return ledger_pb2.StoredRequest(
@@ -281,6 +286,7 @@ class Request:
             fairness_id=self.fairness_id,
             x_request_id=self.x_request_id,
             application=self.application,
+            clamp_max_tokens=self.clamp_max_tokens,
         ).SerializeToString()
 
     @classmethod
@@ -308,4 +314,5 @@ class Request:
             fairness_id=stored.fairness_id,
             x_request_id=stored.x_request_id,
             application=stored.application,
+            clamp_max_tokens=stored.clamp_max_tokens,
         )

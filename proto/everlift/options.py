@@ -22,6 +22,8 @@ class GenerateOptions(TypedDict, total=False):
 
     #: most tokens to generate; default: what the context leaves
     max_tokens: int | None
+    #: lower max_tokens to what the context leaves instead of refusing the request
+    clamp_max_tokens: bool
     #: 0 is greedy; default 1
     temperature: float | None
     #: of the likeliest tokens, as few as have this probability together; default 1
@@ -105,6 +107,7 @@ def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
         request_id=check_request_id(options.get("request_id") or uuid.uuid4().hex),
         model=options.get("model", ""),
         max_tokens=options.get("max_tokens"),
+        clamp_max_tokens=options.get("clamp_max_tokens", False),
         n=options.get("n"),
         sampling=_sampling(options),
         include_stop=options.get("include_stop", False),

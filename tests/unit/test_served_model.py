@@ -56,7 +56,7 @@ def test_families_spell_their_limits_differently(
     config: object, vocab_size: int, max_model_len: int, tmp_path: Path
 ) -> None:
     served = ServedModel.load(model(tmp_path / "m", config))
-    assert (served.vocab_size, served.max_model_len) == (vocab_size, max_model_len)
+    assert (served.vocab_size, served.context) == (vocab_size, max_model_len)
 
 
 def test_a_worker_says_what_a_configuration_does_not(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_context_that_yarn_lengthens_is_the_same_here_and_at_a_worker(tmp_path
     yarn = YARN | {"original_max_position_embeddings": sizes["max_position_embeddings"]}
     directory = model(tmp_path / "m", {**sizes, "rope_scaling": yarn})
     served, held = ServedModel.load(directory), ModelSpec.from_hf(directory).max_position
-    assert served.max_model_len == held == 4 * sizes["max_position_embeddings"]
+    assert served.context == held == 4 * sizes["max_position_embeddings"]
     served.limit([worker(held)])
     assert served.max_model_len == held
 
@@ -97,7 +97,7 @@ def test_what_the_last_worker_held_is_expected_of_the_next(tmp_path: Path) -> No
     facts = {"vocab_size": 512, "max_position_embeddings": 1000}
     served = ServedModel.load(model(tmp_path / "m", facts))
     served.expect(worker(max_model_len=100, model="another"))
-    assert served.max_model_len == 1000
+    assert (served.max_model_len, served.longest_sequence) == (None, 1000)
     served.expect(worker(max_model_len=100, model=served.name))
     # The next one may have other weights: nothing is refused because of the last one's.
     assert (served.max_model_len, served.fingerprint) == (100, "")

@@ -47,6 +47,11 @@ class Fields(BaseModel):
     #: what a field of everlift.messages is called here, where that is something else
     PARAMS: ClassVar[Mapping[str, str]] = {}
 
+    @property
+    def params(self) -> Mapping[str, str]:
+        """Return the names that fields of everlift.messages have in this body."""
+        return self.PARAMS
+
     @model_validator(mode="before")
     @classmethod
     def _without_the_rest(cls, given: Any) -> Any:
@@ -195,6 +200,12 @@ class ChatFields(Generation, Chat):
         "logprobs": "top_logprobs",
         **dict.fromkeys(("prompt", "text", "tokens"), "messages"),
     }
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        if self.max_completion_tokens is None:
+            return self.PARAMS
+        return {**self.PARAMS, "max_tokens": "max_completion_tokens"}
 
 
 class TokenizeFields(Chat):

@@ -37,7 +37,7 @@ def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
         raise Unsupported("echo has no log probabilities", field="echo")
     message = _message(fields)
     if fields.max_tokens is None:
-        message.max_tokens = _COMPLETION_TOKENS
+        message.max_tokens, message.clamp_max_tokens = _COMPLETION_TOKENS, True
     message.best_of = fields.best_of or 0
     if fields.logprobs is not None:
         message.sampling.logprobs = fields.logprobs
