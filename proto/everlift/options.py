@@ -7,12 +7,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
-from everlift.checks import sendable
+from everlift.checks import Range, sendable
 from everlift.errors import InvalidRequest
-from everlift.messages import OnDisconnect
+from everlift.messages import MAX_TIMEOUT_S, RANGES, OnDisconnect, check_field
 from everlift.request_id import check_request_id
+from everlift.sampling import unsigned_seed
 from everlift.v1 import inference_pb2 as pb
 
+_SECONDS = Range(0.001, MAX_TIMEOUT_S)
 #: Text, or token ids.
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -90,6 +92,7 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
         raise TypeError(f"generate() has no option {name!r}")
     if isinstance(prompt, bytes):
         raise TypeError("a prompt is text or token ids, not bytes")
+    _check_numbers(options)
     with sendable():
         message = _unprompted(options)
         if isinstance(prompt, str):
@@ -97,6 +100,20 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
         else:
             message.tokens.ids.extend(prompt)
     return message
+
+
+def _check_numbers(options: GenerateOptions) -> None:
+    """Raise OutOfRange for a number outside its field's range."""
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name == "stop_token_ids":
+            for token in options["stop_token_ids"]:
+                check_field(name, token)
+        elif name in RANGES:
+            check_field(name, value)  # type: ignore[arg-type]
+        elif name in ("timeout_s", "ttft_target_s"):
+            _SECONDS.check(name, value)  # type: ignore[arg-type]
 
 
 def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
@@ -128,12 +145,13 @@ def _listed(texts: str | Sequence[str]) -> Sequence[str]:
 
 
 def _sampling(options: GenerateOptions) -> pb.Sampling:
+    seed = options.get("seed")
     return pb.Sampling(
         temperature=options.get("temperature"),
         top_p=options.get("top_p"),
         top_k=options.get("top_k"),
         min_p=options.get("min_p"),
-        seed=options.get("seed"),
+        seed=None if seed is None else unsigned_seed(seed),
         repetition_penalty=options.get("repetition_penalty"),
         presence_penalty=options.get("presence_penalty"),
         frequency_penalty=options.get("frequency_penalty"),

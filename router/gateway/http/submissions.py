@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from everlift.errors import InvalidRequest, OutOfRange, TooManyRequests, Unsupported
-from everlift.messages import check_num_choices
-from everlift.sampling import Grammar
+from everlift.sampling import Grammar, unsigned_seed
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.http.fields import (
     MAX_PROMPTS,
@@ -102,8 +101,6 @@ def _num_logprobs(message: pb.GenerateRequest, context: int) -> int:
 def _message(fields: Generation) -> pb.GenerateRequest:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
-    # Before anything is made for each of them.
-    check_num_choices(fields.n or 1)
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     return pb.GenerateRequest(
         model=fields.model or "",
@@ -128,8 +125,7 @@ def _sampling(fields: Generation) -> pb.Sampling:
         top_p=fields.top_p,
         top_k=0 if fields.top_k == -1 else fields.top_k,
         min_p=fields.min_p,
-        # A negative one is as good as any other.
-        seed=None if fields.seed is None else fields.seed % (1 << 64),
+        seed=None if fields.seed is None else unsigned_seed(fields.seed),
         repetition_penalty=fields.repetition_penalty,
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
