@@ -29,6 +29,11 @@ from everlift.v1 import session_pb2
 
 #: The longest tokens of common vocabularies are runs of 128 spaces.
 _MAX_CHARACTERS_PER_TOKEN = 128
+#: A text with more bytes for each token of the context is counted before it is tokenised. Prose has
+#: 3 to 5, so that few texts that fit are counted.
+_COUNTED_BYTES_PER_TOKEN = 6
+#: Characters that are counted at once.
+_COUNTED_AT_ONCE = 1 << 14
 #: What families call the longest context in their configuration.
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 #: Where a configuration does not say it: a worker does, and no request outgrows that.
@@ -264,7 +269,7 @@ class ServedModel:
         if not isinstance(prompt, str):
             self._check_ids("prompt", prompt)
             return prompt
-        ids = self.encode(prompt)
+        ids = self.encode_prompt(prompt)
         if not ids:
             raise EmptyPrompt("the prompt has no token", field="prompt")
         return ids
@@ -275,8 +280,39 @@ class ServedModel:
         if not isinstance(prompt, str):
             self._check_ids("prompt", prompt)
 
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a prompt. Raises PromptTooLong, for a text that exceeds the
+        context by far before all of it is tokenised."""
+        self.check_fits(text)
+        self._check_count(text)
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_count(self, text: str) -> None:
+        """Raise PromptTooLong as soon as the text's beginning has twice the tokens of the context.
+
+        The text is counted in pieces, and a cut can split the tokens next to it. Tokenizers first
+        cut a text into words, so a cut changes the tokens of one word, among some thousand tokens
+        of a piece. A word that is longer than a piece is split into tokens without such cuts; for
+        it, a count of twice the true number would need a vocabulary whose tokens become half as
+        long within a piece of 16,384 characters. The factor of two covers both: a text that fits
+        is not refused.
+        """
+        limit = self.longest_sequence
+        if len(text.encode()) <= _COUNTED_BYTES_PER_TOKEN * limit:
+            return
+        num_tokens = 0
+        for start in range(0, len(text), _COUNTED_AT_ONCE):
+            piece = text[start : start + _COUNTED_AT_ONCE]
+            num_tokens += len(self.tokenizer.encode(piece, add_special_tokens=False))
+            if num_tokens > 2 * limit:
+                what = (
+                    f"the first {start + len(piece)} of its {len(text)} characters have about "
+                    f"{num_tokens} tokens"
+                )
+                raise PromptTooLong(self._too_long(what), field="prompt")
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """As a prompt is read. Raises PromptTooLong."""
+        """Return the token ids of a text, however many they are. Raises PromptTextTooLong."""
         self.check_fits(text)
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
