@@ -174,6 +174,17 @@ async def test_chat_names_the_field_that_its_client_set() -> None:
         assert await chat(parts, {"text": "hi", "max_tokens": None}, {}) == Answer()
 
 
+async def test_long_chat_is_refused_before_all_of_it_is_tokenised() -> None:
+    worker = WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=2, num_threads=1)
+    router = replace(ROUTER, model=str(DEMO_MODEL))
+    async with cluster(workers=1, router_config=router, worker_config=worker) as parts:
+        # Fewer characters than are refused without a look at them.
+        for front, text in ((chat, "count " * 500), (FRONTS["HTTP"], "count " * 500)):
+            refused = await front(parts, {"text": text}, {})
+            assert refused.slug == "prompt_too_long"
+            assert re.search(r"characters have about \d+ tokens", refused.message)
+
+
 def test_llm_refuses_and_clamps_max_tokens() -> None:
     with LLM("fake", max_model_len=CONTEXT) as llm:
         with pytest.raises(ContextLengthExceeded, match=f"is {CONTEXT} tokens"):

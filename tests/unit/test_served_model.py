@@ -1,6 +1,7 @@
 """What a gateway reads of a model's directory."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import pytest
 
 from cluster.config import DEMO_MODEL
 from everlift.blockhash import BLOCK_SIZE
-from everlift.errors import UnknownModel
+from everlift.errors import PromptTooLong, UnknownModel
 from everlift.v1 import session_pb2
-from router.gateway.model import ServedModel
+from router.gateway import model as model_module
+from router.gateway.model import HuggingFaceTokenizer, ServedModel
 from worker.model.spec import ModelSpec
 
 #: As Qwen2.5's model cards have it, of a smaller model.
@@ -119,3 +121,84 @@ def test_a_configuration_of_something_else_is_explained(config: object, tmp_path
 def test_a_tokenizer_that_is_none_is_explained(tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match=r"tokenizer\.json is no tokenizer"):
         ServedModel.load(model(tmp_path / "m", {"vocab_size": 512}, "{}"))
+
+
+#: Kinds of texts, as far as the number of bytes of a token and words without an end matter.
+TEXTS = {
+    "prose": "The quick brown fox counts from 17 to 30, and then again. ",
+    "one word": "abcdefghij",
+    "one letter": "a",
+    "digits": "1234567890",
+    "spaces": " ",
+    "lines": "    return x\n\n",
+    "CJK": "数到三十然后再来一次",
+    "CJK sentences": "数到三十。然后再来一次。",
+    "emoji": "👩🏽‍🚀🎉",
+    "end tokens": "</s>",
+}
+
+
+class Counting:
+    """A tokenizer that counts the characters that it is given."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+        self.num_characters = 0
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.num_characters += len(text)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def counting(context: int) -> tuple[ServedModel, Counting]:
+    served = ServedModel.load(str(DEMO_MODEL))
+    served.tokenizer = counter = Counting(served.tokenizer)  # type: ignore[arg-type,assignment]
+    served.max_model_len = context
+    return served, counter
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_encode_prompt_refuses_a_long_text_early(kind: str) -> None:
+    context = 4096
+    served, counter = counting(context)
+    text = TEXTS[kind] * (120_000 // len(TEXTS[kind].encode()) + 1)
+    num_tokens = len(served.encode(text))
+    counter.num_characters = 0
+    if num_tokens <= 2 * context:
+        assert len(served.encode_prompt(text)) == num_tokens
+        return
+    with pytest.raises(PromptTooLong, match="context length is 4096 tokens") as caught:
+        served.encode_prompt(text)
+    found = re.search(
+        r"the first (\d+) of its (\d+) characters have about (\d+) tokens", str(caught.value)
+    )
+    assert found is not None
+    first, whole, counted = map(int, found.groups())
+    assert (first, whole) == (counter.num_characters, len(text))
+    assert 2 * context < counted <= 2 * context + model_module._COUNTED_AT_ONCE * 4
+    assert first < len(text) or num_tokens < 4 * context
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_encode_prompt_never_refuses_a_text_that_fits(kind: str) -> None:
+    """A text of as many tokens as the context is given back whole, whatever its tokens are."""
+    context = 4096
+    served, _ = counting(context)
+    tokenizer = HuggingFaceTokenizer(DEMO_MODEL / "tokenizer.json")
+    unit = len(tokenizer.encode(TEXTS[kind] * 100, add_special_tokens=False)) / 100
+    text = TEXTS[kind] * int(context / unit)
+    ids = served.encode_prompt(text)
+    assert list(ids) == tokenizer.encode(text)
+
+
+def test_encode_prompt_reads_a_text_once_that_may_fit() -> None:
+    served, counter = counting(4096)
+    text = "a" * (6 * 4096)
+    served.encode_prompt(text)
+    assert counter.num_characters == len(text)
+
+
+def test_encode_counts_a_text_of_any_number_of_tokens() -> None:
+    """/tokenize serves clients that ask how long a text is."""
+    served, _ = counting(64)
+    assert len(served.encode("count from 17 to 30: " * 300)) > 2 * 64
