@@ -3,13 +3,16 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster.config import DEMO_MODEL
 from everlift.blockhash import BLOCK_SIZE
-from everlift.errors import PromptTooLong, UnknownModel
+from everlift.errors import ContextLengthExceeded, PromptTooLong, UnknownModel
+from everlift.messages import Request, Submission
+from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway import model as model_module
 from router.gateway.model import HuggingFaceTokenizer, ServedModel
@@ -202,3 +205,42 @@ def test_encode_counts_a_text_of_any_number_of_tokens() -> None:
     """/tokenize serves clients that ask how long a text is."""
     served, _ = counting(64)
     assert len(served.encode("count from 17 to 30: " * 300)) > 2 * 64
+
+
+@pytest.mark.parametrize("is_setting", [False, True])
+@pytest.mark.parametrize("is_option", [False, True])
+@pytest.mark.parametrize("max_tokens", [None, 59, 60, 61])
+def test_resolve_clamps_or_refuses_max_tokens(
+    max_tokens: int | None, is_option: bool, is_setting: bool
+) -> None:
+    served = ServedModel.load("fake")
+    served.clamps_max_tokens = is_setting
+    served.max_model_len = 64
+    message = pb.GenerateRequest(text="abcd", max_tokens=max_tokens, clamp_max_tokens=is_option)
+    submission = Submission.from_proto(message, "r", 0)
+    if max_tokens == 61 and not (is_option or is_setting):
+        with pytest.raises(ContextLengthExceeded, match=r"65 tokens \(4 in the messages, 61 in"):
+            served.resolve(submission)
+        return
+    request = served.resolve(submission)
+    assert request.max_tokens == min(max_tokens or 60, 60)
+    # Another router that takes the request over reads from the ledger whether it may be cut.
+    stored = Request.from_bytes(request.to_bytes())
+    assert stored.clamp_max_tokens == (max_tokens is None or is_option or is_setting)
+
+
+def test_request_is_checked_against_the_worker_that_takes_it() -> None:
+    served = ServedModel.load("fake")
+    message = pb.GenerateRequest(text="abcd", max_tokens=61)
+    request = served.resolve(Submission.from_proto(message, "r", 0))
+    assert served.fits(request)
+    small, large = worker(max_model_len=64), worker(max_model_len=65)
+    small.worker_id, large.worker_id = "small", "large"
+    served.limit([small, large])
+    assert not served.fits(request)
+    served.check_worker(request, "large")
+    with pytest.raises(ContextLengthExceeded, match="context length is 64 tokens"):
+        served.check_worker(request, "small")
+    lowered = replace(request, clamp_max_tokens=True)
+    assert served.fits(lowered)
+    served.check_worker(lowered, "small")
