@@ -39,6 +39,9 @@ def _switch(name: str, text: str, panel: str) -> object:
 #: By their names in GenerateOptions, as typer takes them.
 OPTIONS: Mapping[str, Any] = {
     "max_tokens": _number(int, "Most tokens to generate.", _REQUEST),
+    "clamp_max_tokens": _switch(
+        "--clamp-max-tokens", "Lower max_tokens to what the context leaves.", _REQUEST
+    ),
     "n": _number(int, "So many outputs of the same prompt; default 1.", _REQUEST),
     "temperature": _number(float, "0 is greedy; default: the model's, else 1."),
     "top_p": _number(float, "Nucleus sampling."),

@@ -25,12 +25,14 @@ from cluster.model import pinned
 from cluster.nursery import Nursery, is_possible
 from cluster.own_ledger import OwnLedger
 from cluster.replica import Replica, RouterReplica, WorkerReplica
+from cluster.router_ports import consecutive
 from cluster.starter import PlainStarter, Starter
 from cluster.threads import rank_environment, threads_per_rank
 from everlift import logs
 from everlift.client import AsyncClient
 from everlift.errors import EverliftError
 from everlift.transport import GRPC, internal
+from router.config import RouterConfig
 from router.ledger.config import LedgerConfig
 
 log = logs.get(__name__)
@@ -99,6 +101,7 @@ class ProcessCluster:
     async def _start(self) -> None:
         if self.config.autoscale.is_on:
             raise ClusterFailed("autoscale.max_workers is set: workers come and go under Ray alone")
+        self._router_configs()
         self._transport = internal(self.config.internal_tls)
         self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.config = await pinned(self.config)
@@ -181,20 +184,13 @@ class ProcessCluster:
         await self.stop()
 
     def _router(self, index: int, ledger: LedgerConfig) -> RouterReplica:
-        def own(port: int) -> int:
-            """The first router has the port that is set, 0 for any, and the others those behind."""
-            return port + index if port else 0
-
-        router = self.config.router
-        router = replace(
-            router,
-            port=own(router.port),
-            internal_port=own(router.internal_port),
-            http_port=own(router.http_port),
-            metrics_port=own(router.metrics_port),
-        )
+        router = self._router_configs()[index]
         launch = RouterLaunch(f"router-{index}", self.config.log_level, router, ledger)
         return RouterReplica(launch, PlainStarter({}), self._log_dir)
+
+    def _router_configs(self) -> list[RouterConfig]:
+        """Raises SettingsError for ports that overlap."""
+        return consecutive(self.config.router, self.config.num_routers)
 
     def _worker(self, index: int) -> WorkerReplica:
         config, threads = self.config, self._threads

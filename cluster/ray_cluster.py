@@ -62,6 +62,11 @@ class RayCluster:
 
     async def start(self) -> None:
         """Raises ModelUnavailable, LedgerSetupError, ClusterFailed; then nothing of it is left."""
+        if self.config.ray_address == LOCAL and self.config.num_routers > 1:
+            raise ClusterFailed(
+                f"num_routers is {self.config.num_routers}, but Ray places one router on a node, "
+                "and a local Ray is one node: set num_routers to 1, or start with --no-ray"
+            )
         try:
             await self._start()
         except BaseException:

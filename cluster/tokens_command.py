@@ -64,8 +64,8 @@ async def _models(address: str | None, as_json: bool) -> None:
     table = Table(*columns, box=SIMPLE_HEAD)
     for model in served:
         defaults = [f"{it.name} {value:g}" for it, value in model.sampling_defaults.ListFields()]
-        sizes = (str(model.max_model_len), str(model.vocab_size))
-        table.add_row(model.name, *sizes, ", ".join(defaults))
+        longest = str(model.max_model_len or "not known yet")
+        table.add_row(model.name, longest, str(model.vocab_size), ", ".join(defaults))
     Console(highlight=False, markup=False).print(table)
 
 

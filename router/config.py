@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import combinations, product
 from math import inf
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -13,6 +14,8 @@ from everlift.tls import InternalTls, Tls, check_pair, make_absolute
 _PORTS = ("port", "http_port", "internal_port", "metrics_port")
 #: Where nobody could connect, or everybody could, if it were empty.
 _HOSTS = ("host", "internal_host")
+_EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})
+_LOOPBACK = {"localhost": "127.0.0.1"}
 _ABOVE_0 = (
     *("undated_due", "prompt_token_weight", "output_token_weight", "dispatch_ack"),
     *("worker_silence", "worker_forget", "beat", "lease", "template_timeout"),
@@ -28,6 +31,27 @@ _AT_LEAST_1 = (
 
 #: Names of the admission queue's orders.
 Order: TypeAlias = Literal["fifo", "deadline", "shortest", "ranked", "hrrn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """An address that a router listens on. Port 0 is any free port; no host is no listener."""
+
+    setting: str
+    host: str
+    port: int
+
+    def overlaps(self, other: Listener) -> bool:
+        """Return whether only one of two listeners on the same machine can have its port."""
+        hosts = {_LOOPBACK.get(host, host) for host in (self.host, other.host)}
+        is_same_host = len(hosts) == 1 or bool(hosts & _EVERY_ADDRESS)
+        return 0 != self.port == other.port and "" not in hosts and is_same_host
+
+
+def overlapping(one: RouterConfig, other: RouterConfig) -> tuple[Listener, Listener] | None:
+    """Return the first listeners of two routers that cannot be on the same machine."""
+    pairs = product(one.listeners, other.listeners)
+    return next((pair for pair in pairs if pair[0].overlaps(pair[1])), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +104,9 @@ class RouterConfig:
     trace_endpoint: str = ""
     #: part of the requests that is traced; those that come in a trace follow its sampled flag
     trace_sample: float = 1.0
+    #: lower max_tokens to what the context leaves; off: refuse the request
+    #: (context_length_exceeded)
+    clamp_max_tokens: bool = False
     #: requests that may wait; one more is refused with RESOURCE_EXHAUSTED. everlift policy sets at
     #: run time this, queue_ttl, refuse_late, order, undated_due, patience, starvation, class_floor,
     #: fair_share and tpot_target
@@ -216,6 +243,19 @@ class RouterConfig:
         for name in _PORTS:
             if not 0 <= getattr(self, name) < 1 << 16:
                 raise ValueError(f"{name} must be from 0 to 65535, not {getattr(self, name)}")
+        for one, other in combinations(self.listeners, 2):
+            if one.overlaps(other):
+                raise ValueError(f"{one.setting} and {other.setting} are both {one.port}")
+
+    @property
+    def listeners(self) -> tuple[Listener, ...]:
+        """Return the addresses that the router listens on."""
+        return (
+            Listener("port", self.host, self.port),
+            Listener("http_port", self.http_host, self.http_port),
+            Listener("internal_port", self.internal_host, self.internal_port),
+            Listener("metrics_port", self.metrics_host, self.metrics_port),
+        )
 
     def _check_numbers(self) -> None:
         """Infinity is refused, and so is what is no number at all."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -130,6 +132,7 @@ class Router:
         model = ServedModel.load(
             config.model, config.model_revision, sampling_defaults=config.sampling_defaults
         )
+        model.clamps_max_tokens = config.clamp_max_tokens
         if (last := await ledger.last_worker()) is not None:
             model.expect(last)
         store = store_of(config, ledger)
@@ -141,7 +144,8 @@ class Router:
     async def _begin(self, cluster_id: str) -> None:
         config = self.config
         # First what can be given back when a port is taken.
-        await self._metrics.start(config.metrics_host, config.metrics_port)
+        with _naming("metrics_port", config.metrics_host, config.metrics_port):
+            await self._metrics.start(config.metrics_host, config.metrics_port)
         try:
             await self._bind()
         except OSError:
@@ -164,11 +168,14 @@ class Router:
         """Raises OSError when a port is taken."""
         config = self.config
         context = server_context(config.tls, ["http/1.1"]) if config.tls else None
-        await self._http.bind(config.http_host, config.http_port, context)
-        port = self._listen_to_clients(joined(config.host, config.port))
+        with _naming("http_port", config.http_host, config.http_port):
+            await self._http.bind(config.http_host, config.http_port, context)
+        with _naming("port", config.host, config.port):
+            port = self._listen_to_clients(joined(config.host, config.port))
         self.address = joined(config.host, port)
         host = config.internal_host
-        port = self._transport.listen(self._internal, joined(host, config.internal_port))
+        with _naming("internal_port", host, config.internal_port):
+            port = self._transport.listen(self._internal, joined(host, config.internal_port))
         self.internal_address = joined(host, port)
 
     def _listen_to_clients(self, address: str) -> int:
@@ -179,7 +186,7 @@ class Router:
                 return self._public.add_insecure_port(address)
             return self._public.add_secure_port(address, self._context)
         except RuntimeError as error:
-            raise OSError(f"{error}: is another router there?") from error
+            raise OSError(str(error)) from error
 
     # its parts
 
@@ -444,6 +451,18 @@ class Router:
 
     def _limit_model(self) -> None:
         self._model.limit([link.info for link in self._sessions.links if link.is_up])
+
+
+@contextmanager
+def _naming(setting: str, host: str, port: int) -> Iterator[None]:
+    """Name the setting in the OSError for an address that cannot be listened on."""
+    failed = f"cannot listen on {joined(host, port)}"
+    try:
+        yield
+    except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        cause = "address already in use" if is_taken else str(error).removeprefix(f"{failed}: ")
+        raise OSError(f"{failed} (router.{setting}): {cause}") from error
 
 
 async def _guarded(work: Coroutine[Any, Any, None]) -> None:

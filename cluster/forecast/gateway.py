@@ -90,6 +90,7 @@ class Gateway:
     def arrive(self, arrival: Arrival) -> None:
         index = len(self.records)
         room = self._max_model_len - arrival.prompt_tokens
+        # Traces have no max_tokens: the assumed number is lowered, as with router.clamp_max_tokens.
         if arrival.max_tokens > room > 0:
             arrival = replace(arrival, max_tokens=room)
         record = Record(index, arrival)

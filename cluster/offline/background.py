@@ -81,6 +81,7 @@ class Background:
             config.model_revision,
             sampling_defaults=config.router.sampling_defaults,
         )
+        model.clamps_max_tokens = config.router.clamp_max_tokens
         self._worker = LocalWorker(config, model.tokenizer)
         try:
             info = await self._worker.start()

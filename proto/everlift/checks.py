@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
 from everlift.errors import NotUtf8, OutOfRange
 
 T = TypeVar("T")
+
+#: of a number in an error message
+_MAX_DIGITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The values that a numeric field may have: from ``low`` to ``high``, with ``above`` without
+    ``low`` itself."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    def check(self, name: str, value: float, *, field: str = "") -> None:
+        """Raise OutOfRange unless the value is in the range. ``field`` is the field's name where
+        that is not ``name``."""
+        is_high_enough = self.low < value if self.above else self.low <= value
+        # Infinity and NaN are in no range.
+        if not (is_high_enough and value <= self.high):
+            raise OutOfRange(f"{name} must be {self}, not {_written(value)}", field=field or name)
+
+    def __str__(self) -> str:
+        low, high = _written(self.low), _written(self.high)
+        return f"above {low} and at most {high}" if self.above else f"from {low} to {high}"
 
 
 def one_too_many(items: Iterable[T], most: int) -> tuple[T, ...]:
@@ -20,16 +45,17 @@ def one_too_many(items: Iterable[T], most: int) -> tuple[T, ...]:
 
 
 def check_range(name: str, value: float, low: float, high: float, *, field: str = "") -> None:
-    """Raises OutOfRange unless ``value`` is a number from ``low`` to ``high``. ``field`` is what
-    clients call it where that is not ``name``."""
-    if not (math.isfinite(value) and low <= value <= high):
-        least, most, given = map(_written, (low, high, value))
-        raise OutOfRange(f"{name} must be from {least} to {most}, not {given}", field=field or name)
+    """Raise OutOfRange unless ``value`` is a number from ``low`` to ``high``. ``field`` is the
+    field's name where that is not ``name``."""
+    Range(low, high).check(name, value, field=field)
 
 
 def _written(number: float) -> str:
-    """Of a count every digit."""
-    return str(number) if isinstance(number, int) else f"{number:g}"
+    """Return every digit of a count, and few digits of another number."""
+    if not isinstance(number, int):
+        return f"{number:g}"
+    digits = str(number)
+    return digits if len(digits) <= _MAX_DIGITS else f"{digits[:_MAX_DIGITS]}..."
 
 
 @contextmanager

@@ -5,6 +5,7 @@
     │   ├── EmptyPrompt
     │   ├── PromptTooLong         in tokens
     │   │   └── PromptTextTooLong in characters: it was not even tokenised
+    │   ├── ContextLengthExceeded the prompt fits, but not together with max_tokens
     │   ├── NotUtf8
     │   ├── OutOfRange            a parameter's value
     │   │   ├── TooManyChoices    n
@@ -99,6 +100,10 @@ class PromptTooLong(InvalidRequest):
 
 class PromptTextTooLong(PromptTooLong):
     slug = "prompt_text_too_long"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    slug = "context_length_exceeded"
 
 
 class NotUtf8(InvalidRequest):

@@ -8,11 +8,13 @@ keeps ``Request``; together with the tokens generated so far it is all that a co
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Self
 
-from everlift.checks import check_range, one_too_many
+from everlift import sampling
+from everlift.checks import Range, one_too_many
 from everlift.errors import (
     EmptyPrompt,
     InvalidRequest,
@@ -38,6 +40,29 @@ MAX_LABEL_BYTES = 128
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 MAX_PRIORITY = 10
 
+#: The ranges of a request's numeric fields, the same on every front.
+RANGES: Mapping[str, Range] = {
+    **sampling.RANGES,
+    "max_tokens": Range(1, 1 << 30),
+    "n": Range(1, MAX_N),
+    "best_of": Range(0, MAX_N),
+    "priority": Range(-MAX_PRIORITY, MAX_PRIORITY),
+    "timeout_ms": Range(1, round(MAX_TIMEOUT_S * 1e3)),
+    "ttft_target_ms": Range(1, round(MAX_TIMEOUT_S * 1e3)),
+    "stop_token_ids": Range(0, (1 << 32) - 1),
+}
+
+
+def check_field(field: str, value: float, name: str = "") -> None:
+    """Raise OutOfRange unless the value of a numeric field is in its range. ``name`` is the field's
+    name on the front where that is another one."""
+    try:
+        RANGES[field].check(name or field, value)
+    except OutOfRange as error:
+        if field == "n" and value > MAX_N:
+            raise TooManyChoices(str(error), field=error.field) from None
+        raise
+
 
 class OnDisconnect(Enum):
     #: the request ends when its last client is gone
@@ -59,7 +84,8 @@ class FinishReason(Enum):
 class Submission:
     """A client's request as it came, checked as far as this is possible without the model.
 
-    ``max_tokens`` and ``timeout_s`` are None where the client set none. ``body_hash`` names
+    ``max_tokens`` and ``timeout_s`` are None where the client set none; with ``clamp_max_tokens``,
+    ``max_tokens`` is lowered to what the context leaves. ``body_hash`` names
     everything that shapes the result, so that a repeated request id can be told from a reused one.
     ``request_id`` has its tenant's name before it (request_id.py). ``x_request_id`` is what logs
     and traces elsewhere call the call that it came with; it names nothing here.
@@ -86,21 +112,20 @@ class Submission:
     fairness_id: str = ""
     x_request_id: str = ""
     application: str = ""
+    clamp_max_tokens: bool = False
 
     def __post_init__(self) -> None:
         check_qualified(self.request_id)
-        check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
-        check_num_choices(self.n)
+        check_field("priority", self.priority)
+        check_field("n", self.n)
         if not self.prompt:
             raise EmptyPrompt("the prompt is empty", field="prompt")
         if self.max_tokens is not None:
-            check_range("max_tokens", self.max_tokens, 1, 1 << 30)
+            check_field("max_tokens", self.max_tokens)
         if self.timeout_s is not None:
-            check_range("timeout", self.timeout_s, 0.001, MAX_TIMEOUT_S, field="timeout_ms")
+            check_field("timeout_ms", round(self.timeout_s * 1e3))
         if self.ttft_target_s is not None:
-            check_range(
-                "ttft_target", self.ttft_target_s, 0.001, MAX_TIMEOUT_S, field="ttft_target_ms"
-            )
+            check_field("ttft_target_ms", round(self.ttft_target_s * 1e3))
         _check_stops(self.stop)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise TooManyStops(
@@ -157,17 +182,11 @@ class Submission:
             fairness_id=message.fairness_id,
             application=message.application,
             x_request_id=x_request_id,
+            clamp_max_tokens=message.clamp_max_tokens,
         )
         # Only of what has been checked: a list that is too long is not hashed.
         object.__setattr__(submission, "body_hash", _body_hash(message))
         return submission
-
-
-def check_num_choices(n: int) -> None:
-    """Raises OutOfRange."""
-    if n > MAX_N:
-        raise TooManyChoices(f"n must be from 1 to {MAX_N}, not {n}", field="n")
-    check_range("n", n, 1, MAX_N)
 
 
 def _seconds(message: pb.GenerateRequest, field: str) -> float | None:
@@ -175,6 +194,7 @@ def _seconds(message: pb.GenerateRequest, field: str) -> float | None:
 
 
 def _check_best_of(message: pb.GenerateRequest) -> None:
+    check_field("best_of", message.best_of)
     if message.best_of > _num_choices(message):
         raise OutOfRange(
             "best_of above n is not served: the best outputs are only known when the last of them "
@@ -237,7 +257,8 @@ class Request:
     ``ttft_target_s`` counts from arrival.
 
     ``stop_token_ids`` holds the model's eos ids too, unless they are to be ignored. Each of the
-    ``n`` choices may have ``max_tokens``. ``trace`` is of its own span.
+    ``n`` choices may have ``max_tokens``; with ``clamp_max_tokens`` the context of a worker may end
+    an output earlier. ``trace`` is of its own span.
     """
 
     request_id: str
@@ -261,6 +282,7 @@ class Request:
     fairness_id: str = ""
     x_request_id: str = ""
     application: str = ""
+    clamp_max_tokens: bool = False
 
     def to_bytes(self) -> bytes:
         return ledger_pb2.StoredRequest(
@@ -285,6 +307,7 @@ class Request:
             fairness_id=self.fairness_id,
             x_request_id=self.x_request_id,
             application=self.application,
+            clamp_max_tokens=self.clamp_max_tokens,
         ).SerializeToString()
 
     @classmethod
@@ -312,4 +335,5 @@ class Request:
             fairness_id=stored.fairness_id,
             x_request_id=stored.x_request_id,
             application=stored.application,
+            clamp_max_tokens=stored.clamp_max_tokens,
         )

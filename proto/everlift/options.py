@@ -7,12 +7,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
-from everlift.checks import sendable
+from everlift.checks import Range, sendable
 from everlift.errors import InvalidRequest
-from everlift.messages import OnDisconnect
+from everlift.messages import MAX_TIMEOUT_S, RANGES, OnDisconnect, check_field
 from everlift.request_id import check_request_id
+from everlift.sampling import unsigned_seed
 from everlift.v1 import inference_pb2 as pb
 
+_SECONDS = Range(0.001, MAX_TIMEOUT_S)
 #: Text, or token ids.
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -26,6 +28,8 @@ class GenerateOptions(TypedDict, total=False):
 
     #: most tokens to generate; default: what the context leaves
     max_tokens: int | None
+    #: lower max_tokens to what the context leaves instead of refusing the request
+    clamp_max_tokens: bool
     #: 0 is greedy; default 1
     temperature: float | None
     #: of the likeliest tokens, as few as have this probability together; default 1
@@ -92,6 +96,7 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
         raise TypeError(f"generate() has no option {name!r}")
     if isinstance(prompt, bytes):
         raise TypeError("a prompt is text or token ids, not bytes")
+    _check_numbers(options)
     with sendable():
         message = _unprompted(options)
         if isinstance(prompt, str):
@@ -99,6 +104,20 @@ def submission_message(prompt: Prompt, options: GenerateOptions) -> pb.GenerateR
         else:
             message.tokens.ids.extend(prompt)
     return message
+
+
+def _check_numbers(options: GenerateOptions) -> None:
+    """Raise OutOfRange for a number outside its field's range."""
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name == "stop_token_ids":
+            for token in options["stop_token_ids"]:
+                check_field(name, token)
+        elif name in RANGES:
+            check_field(name, value)  # type: ignore[arg-type]
+        elif name in ("timeout_s", "ttft_target_s"):
+            _SECONDS.check(name, value)  # type: ignore[arg-type]
 
 
 def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
@@ -109,6 +128,7 @@ def _unprompted(options: GenerateOptions) -> pb.GenerateRequest:
         request_id=check_request_id(options.get("request_id") or uuid.uuid4().hex),
         model=options.get("model", ""),
         max_tokens=options.get("max_tokens"),
+        clamp_max_tokens=options.get("clamp_max_tokens", False),
         n=options.get("n"),
         sampling=_sampling(options),
         include_stop=options.get("include_stop", False),
@@ -129,12 +149,13 @@ def _listed(texts: str | Sequence[str]) -> Sequence[str]:
 
 
 def _sampling(options: GenerateOptions) -> pb.Sampling:
+    seed = options.get("seed")
     return pb.Sampling(
         temperature=options.get("temperature"),
         top_p=options.get("top_p"),
         top_k=options.get("top_k"),
         min_p=options.get("min_p"),
-        seed=options.get("seed"),
+        seed=None if seed is None else unsigned_seed(seed),
         repetition_penalty=options.get("repetition_penalty"),
         presence_penalty=options.get("presence_penalty"),
         frequency_penalty=options.get("frequency_penalty"),

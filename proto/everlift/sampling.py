@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, Self, get_args
 
-from everlift.checks import check_range, one_too_many
-from everlift.errors import GrammarTooLarge, InvalidRequest, LogitBiasTooLarge, OutOfRange
+from everlift.checks import Range, one_too_many
+from everlift.errors import GrammarTooLarge, InvalidRequest, LogitBiasTooLarge
 from everlift.v1 import inference_pb2 as pb
 
 MAX_TOP_K = 1 << 20
@@ -31,6 +32,30 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024
+
+#: The ranges of sampling's numeric fields, the same on every front.
+RANGES: Mapping[str, Range] = {
+    "temperature": Range(0.0, 100.0),
+    "top_p": Range(0.0, 1.0, above=True),
+    # -1 sets no limit, as 0 does.
+    "top_k": Range(-1, MAX_TOP_K),
+    "min_p": Range(0.0, 1.0),
+    # A negative seed is the unsigned one of the same 64 bits.
+    "seed": Range(-(1 << 63), (1 << 64) - 1),
+    "repetition_penalty": Range(0.01, 100.0),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "min_tokens": Range(0, 1 << 30),
+    "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
+}
+_TOKEN_IDS = Range(0, (1 << 32) - 1)
+_BIASES = Range(-100.0, 100.0)
+
+
+def unsigned_seed(seed: int) -> int:
+    """Return the seed from 0 to 2^64 - 1 that a seed within its range stands for."""
+    return seed % (1 << 64)
 
 
 class GrammarKind(Enum):
@@ -82,9 +107,9 @@ class Grammar:
 class SamplingParams:
     """How the next token is drawn.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 sets no limit; ``logit_bias`` has each token once, by
-    its id. ``logprobs`` and ``prompt_logprobs`` say how many alternatives are told beside each
-    token's own log probability; None tells nothing.
+    ``temperature`` 0 is greedy; ``top_k`` 0 or -1 sets no limit; ``logit_bias`` has each token
+    once, by its id. ``logprobs`` and ``prompt_logprobs`` are the numbers of alternatives beside
+    each token's own log probability; None is for no log probabilities.
     """
 
     temperature: float = 1.0
@@ -102,21 +127,11 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        check_range("temperature", self.temperature, 0.0, 100.0)
-        check_range("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise OutOfRange("top_p must be above 0", field="top_p")
-        check_range("top_k", self.top_k, 0, MAX_TOP_K)
-        check_range("min_p", self.min_p, 0.0, 1.0)
-        if not 0 <= self.seed < 1 << 64:
-            raise OutOfRange("seed must be an unsigned 64-bit integer", field="seed")
-        check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_range("min_tokens", self.min_tokens, 0, 1 << 30)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_range(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name, valid in RANGES.items():
+            if (value := getattr(self, name)) is not None:
+                valid.check(name, value)
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        object.__setattr__(self, "seed", unsigned_seed(self.seed))
         self._check_bias()
 
     def _check_bias(self) -> None:
@@ -125,8 +140,8 @@ class SamplingParams:
                 f"logit_bias names at most {MAX_LOGIT_BIAS} tokens", field="logit_bias"
             )
         for token, bias in self.logit_bias:
-            check_range("a token of logit_bias", token, 0, (1 << 32) - 1, field="logit_bias")
-            check_range("logit_bias", bias, -100.0, 100.0)
+            _TOKEN_IDS.check("a token of logit_bias", token, field="logit_bias")
+            _BIASES.check("logit_bias", bias)
 
     @property
     def has_penalties(self) -> bool:

@@ -57,7 +57,7 @@ class Limits:
             asked = (submission.max_tokens or 1) * submission.n
             check_range("max_tokens of all choices", asked, 1, self.max_tokens, field="max_tokens")
             return submission
-        return replace(submission, max_tokens=each)
+        return replace(submission, max_tokens=each, clamp_max_tokens=True)
 
 
 NO_LIMITS = Limits()

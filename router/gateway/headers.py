@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 
 from everlift.errors import InvalidRequest, OutOfRange
-from everlift.messages import MAX_LABEL_BYTES, MAX_TIMEOUT_S
+from everlift.messages import MAX_LABEL_BYTES, check_field
 from everlift.request_id import is_request_id
 from everlift.v1 import inference_pb2 as pb
 
@@ -82,7 +82,5 @@ def _milliseconds(headers: Mapping[str, str], name: str) -> int:
         value = float(headers[name])
     except ValueError:
         raise InvalidRequest(f"{name} must be a number of milliseconds", field=name) from None
-    most = MAX_TIMEOUT_S * 1e3
-    if not 1 <= value <= most:
-        raise OutOfRange(f"{name} must be from 1 to {most:.0f} milliseconds", field=name)
+    check_field("timeout_ms", value, name)
     return round(value)

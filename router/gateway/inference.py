@@ -271,7 +271,7 @@ class Inference:
         """Raises UnknownModel, PromptTooLong."""
         self._model.check_asked(message.model)
         ids = await aside.with_text(len(message.text), lambda: self._model.encode(message.text))
-        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len)
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=self._model.max_model_len or 0)
 
     async def detokenize(
         self, caller: Caller, message: pb.DetokenizeRequest
@@ -288,7 +288,7 @@ class Inference:
             models=[
                 pb.Model(
                     name=model.name,
-                    max_model_len=model.max_model_len,
+                    max_model_len=model.max_model_len or 0,
                     vocab_size=model.vocab_size,
                     sampling_defaults=sampling_defaults.changed(model.sampling_defaults),
                 )

@@ -15,6 +15,7 @@ from everlift.blockhash import BLOCK_SIZE
 from everlift.checks import check_range
 from everlift.end_tokens import end_token_ids
 from everlift.errors import (
+    ContextLengthExceeded,
     EmptyPrompt,
     OutOfRange,
     PromptTextTooLong,
@@ -30,6 +31,11 @@ from router.gateway.sampling_defaults import of_model
 
 #: The longest tokens of common vocabularies are runs of 128 spaces.
 _MAX_CHARACTERS_PER_TOKEN = 128
+#: A text with more bytes for each token of the context is counted before it is tokenised. Prose has
+#: 3 to 5, so that few texts that fit are counted.
+_COUNTED_BYTES_PER_TOKEN = 6
+#: Characters that are counted at once.
+_COUNTED_AT_ONCE = 1 << 14
 #: What families call the longest context in their configuration.
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 #: Where a configuration does not say it: a worker does, and no request outgrows that.
@@ -107,10 +113,14 @@ class ByteTokenizer:
 
 @dataclass(slots=True)
 class ServedModel:
-    """``max_model_len`` is the most tokens of prompt and output together that each of its workers
-    can hold, ``context`` what is taken for it before there was one. ``fingerprint`` is the
-    workers', empty before there was one. ``directory`` has its files, where it has any.
-    ``sampling_defaults`` apply to parameters that a request does not set."""
+    """The served model's tokenizer and limits.
+
+    ``context`` is the context length of the model's configuration. ``max_model_len`` is the number
+    of tokens of prompt and output together that every worker can hold, or None until a worker has
+    announced it. ``fingerprint`` is the workers', or empty until then. ``directory`` is None for
+    the fake model. ``sampling_defaults`` apply to parameters that a request does not set. With
+    ``clamps_max_tokens``, the max_tokens of every request is lowered to what the context leaves.
+    """
 
     name: str
     tokenizer: Tokenizer
@@ -119,11 +129,11 @@ class ServedModel:
     context: int
     directory: Path | None = None
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
-    max_model_len: int = field(init=False)
+    clamps_max_tokens: bool = False
+    max_model_len: int | None = field(default=None, init=False)
     fingerprint: str = ""
-
-    def __post_init__(self) -> None:
-        self.max_model_len = self.context
+    #: tokens of the longest sequence of each worker, by worker id
+    _rooms: dict[str, int] = field(default_factory=dict, init=False)
 
     @classmethod
     def load(
@@ -165,11 +175,33 @@ class ServedModel:
             self.max_model_len = _room(last)
 
     def limit(self, workers: Sequence[session_pb2.WorkerInfo]) -> None:
-        """Those that run the model know it better than its configuration is read here. Where there
-        is none any more all stays as it was: the next one is likely to be like the last."""
+        """Take the limits that the connected workers announced. Without workers, keep the last
+        limits."""
+        self._rooms = {worker.worker_id: _room(worker) for worker in workers}
         if workers:
             self.fingerprint = workers[-1].fingerprint
-            self.max_model_len = min(map(_room, workers))
+            self.max_model_len = min(self._rooms.values())
+
+    @property
+    def longest_sequence(self) -> int:
+        """The number of tokens of prompt and output together up to which requests are accepted:
+        ``max_model_len``, or ``context`` until a worker has announced it."""
+        return self.context if self.max_model_len is None else self.max_model_len
+
+    def fits(self, request: Request) -> bool:
+        """Return whether every worker can hold the request's prompt and all of its max_tokens, or
+        may end its output earlier."""
+        total = len(request.prompt_ids) + request.max_tokens
+        return request.clamp_max_tokens or total <= self.longest_sequence
+
+    def check_worker(self, request: Request, worker_id: str) -> None:
+        """Check that the worker can hold a request that was accepted before this worker was known.
+
+        Raises ContextLengthExceeded.
+        """
+        room = self._rooms.get(worker_id)
+        if room is not None and not request.clamp_max_tokens:
+            _check_total(len(request.prompt_ids), request.max_tokens, room)
 
     def check_name(self, request: Request) -> None:
         """Raises UnknownModel for a request of another model."""
@@ -198,13 +230,16 @@ class ServedModel:
         return replace(request, fingerprint=self.fingerprint)
 
     def resolve(self, submission: Submission) -> Request:
-        """Every default filled in, every limit of the model checked.
+        """Return the request with every default filled in and every limit of the model checked.
 
-        Raises UnknownModel, PromptTooLong, OutOfRange.
+        Raises UnknownModel, PromptTooLong, ContextLengthExceeded, OutOfRange.
         """
         self.check_asked(submission.model)
         prompt_ids = self._prompt_ids(submission.prompt)
         room = self._room_behind(len(prompt_ids))
+        is_clamped = submission.clamp_max_tokens or self.clamps_max_tokens
+        if submission.max_tokens is not None and not is_clamped:
+            _check_total(len(prompt_ids), submission.max_tokens, self.longest_sequence)
         max_tokens = min(room, submission.max_tokens or room)
         self._check_ids("stop_token_ids", submission.stop_token_ids)
         self._check_sampling(submission.sampling, max_tokens)
@@ -232,11 +267,12 @@ class ServedModel:
             fairness_id=submission.fairness_id,
             x_request_id=submission.x_request_id,
             application=submission.application,
+            clamp_max_tokens=is_clamped or submission.max_tokens is None,
         )
 
     def _room_behind(self, num_prompt: int) -> int:
         """Tokens that the context can hold behind so long a prompt. Raises PromptTooLong."""
-        room = self.max_model_len - num_prompt
+        room = self.longest_sequence - num_prompt
         if room < 1:
             what = f"the {num_prompt} tokens of the prompt leave no room for one of an output"
             raise PromptTooLong(self._too_long(what), field="prompt")
@@ -246,7 +282,7 @@ class ServedModel:
         if not isinstance(prompt, str):
             self._check_ids("prompt", prompt)
             return prompt
-        ids = self.encode(prompt)
+        ids = self.encode_prompt(prompt)
         if not ids:
             raise EmptyPrompt("the prompt has no token", field="prompt")
         return ids
@@ -257,8 +293,39 @@ class ServedModel:
         if not isinstance(prompt, str):
             self._check_ids("prompt", prompt)
 
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a prompt. Raises PromptTooLong, for a text that exceeds the
+        context by far before all of it is tokenised."""
+        self.check_fits(text)
+        self._check_count(text)
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_count(self, text: str) -> None:
+        """Raise PromptTooLong as soon as the text's beginning has twice the tokens of the context.
+
+        The text is counted in pieces, and a cut can split the tokens next to it. Tokenizers first
+        cut a text into words, so a cut changes the tokens of one word, among some thousand tokens
+        of a piece. A word that is longer than a piece is split into tokens without such cuts; for
+        it, a count of twice the true number would need a vocabulary whose tokens become half as
+        long within a piece of 16,384 characters. The factor of two covers both: a text that fits
+        is not refused.
+        """
+        limit = self.longest_sequence
+        if len(text.encode()) <= _COUNTED_BYTES_PER_TOKEN * limit:
+            return
+        num_tokens = 0
+        for start in range(0, len(text), _COUNTED_AT_ONCE):
+            piece = text[start : start + _COUNTED_AT_ONCE]
+            num_tokens += len(self.tokenizer.encode(piece, add_special_tokens=False))
+            if num_tokens > 2 * limit:
+                what = (
+                    f"the first {start + len(piece)} of its {len(text)} characters have about "
+                    f"{num_tokens} tokens"
+                )
+                raise PromptTooLong(self._too_long(what), field="prompt")
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """As a prompt is read. Raises PromptTooLong."""
+        """Return the token ids of a text, however many they are. Raises PromptTextTooLong."""
         self.check_fits(text)
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
@@ -266,25 +333,25 @@ class ServedModel:
         """What cannot fit by far is not even looked at. Raises PromptTooLong."""
         if isinstance(prompt, str):
             # A token stands for a few dozen characters at most.
-            if len(prompt) > self.max_model_len * _MAX_CHARACTERS_PER_TOKEN:
+            if len(prompt) > self.longest_sequence * _MAX_CHARACTERS_PER_TOKEN:
                 what = f"{len(prompt)} characters do not fit"
                 raise PromptTextTooLong(self._too_long(what), field="text")
-        elif len(prompt) > self.max_model_len:
+        elif len(prompt) > self.longest_sequence:
             what = f"{len(prompt)} tokens do not fit"
             raise PromptTooLong(self._too_long(what), field="tokens")
 
     def _too_long(self, what: str) -> str:
         """In words by which langchain, litellm and others know what to do about it."""
         return (
-            f"the prompt is too long: this model's maximum context length is {self.max_model_len} "
-            f"tokens (worker.max_model_len), and {what}"
+            "the prompt is too long: this model's maximum context length is "
+            f"{self.longest_sequence} tokens (worker.max_model_len), and {what}"
         )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Raises OutOfRange."""
-        if len(ids) > self.max_model_len:
+        if len(ids) > self.longest_sequence:
             raise OutOfRange(
-                f"{len(ids)} tokens are more than the context of {self.max_model_len}",
+                f"{len(ids)} tokens are more than the context of {self.longest_sequence}",
                 field="token_ids",
             )
         self._check_ids("token_ids", ids)
@@ -307,6 +374,18 @@ class ServedModel:
 def _room(worker: session_pb2.WorkerInfo) -> int:
     """Tokens of the longest sequence that it can hold."""
     return min(worker.max_model_len, worker.num_blocks * BLOCK_SIZE)
+
+
+def _check_total(num_prompt: int, max_tokens: int, context: int) -> None:
+    """Raise ContextLengthExceeded unless prompt and output fit into ``context`` tokens."""
+    if num_prompt + max_tokens > context:
+        # Clients recognise this error by OpenAI's wording.
+        raise ContextLengthExceeded(
+            f"this model's maximum context length is {context} tokens. However, you requested "
+            f"{num_prompt + max_tokens} tokens ({num_prompt} in the messages, {max_tokens} in the "
+            "completion). Reduce max_tokens or the prompt",
+            field="max_tokens",
+        )
 
 
 def _check_amount(submission: Submission, num_prompt: int, max_tokens: int) -> None:

@@ -21,6 +21,7 @@ from math import inf
 from everlift import logs
 from everlift.errors import (
     Cancelled,
+    ContextLengthExceeded,
     DeadlineUnmeetable,
     EverliftError,
     LedgerFull,
@@ -193,7 +194,11 @@ class Requests:
         is_charged = await self._charge(request)
         journal.charged(now())
         prediction = self._foresee(request, prediction)
-        reservation, has_begun = self.attempts.reserve(request, timeout_s, prediction), False
+        reservation, has_begun = None, False
+        # A worker may have announced a shorter context since the request was resolved: the request
+        # is refused when it is dispatched.
+        if self._model.fits(request):
+            reservation = self.attempts.reserve(request, timeout_s, prediction)
         try:
             dispatch = None if reservation is None else reservation.dispatch
             opened = await self._open_in_ledger(request, timeout_s, is_charged, dispatch)
@@ -455,7 +460,9 @@ class Requests:
         if live is not None and live.phase is Phase.WAITING:
             try:
                 live.request = self._model.begun(live.request, has_begun=live.num_tokens > 0)
-            except UnknownModel as error:
+                if not live.num_tokens:
+                    self._model.check_worker(live.request, message.worker_id)
+            except (UnknownModel, ContextLengthExceeded) as error:
                 live.phase = Phase.ENDING
                 self.attempts.end(live, State.FAILED, error)
                 return

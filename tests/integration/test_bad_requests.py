@@ -64,7 +64,7 @@ BAD_REQUESTS = {
     "infinite temperature": (dict(temperature=math.inf), "INVALID_ARGUMENT", "out_of_range"),
     "top_p above one": (dict(top_p=1.5), "INVALID_ARGUMENT", "out_of_range"),
     "top_p zero": (dict(top_p=0.0), "INVALID_ARGUMENT", "out_of_range"),
-    "negative top_k": (dict(top_k=-1), "INVALID_ARGUMENT", "out_of_range"),
+    "negative top_k": (dict(top_k=-2), "INVALID_ARGUMENT", "out_of_range"),
     "min_p above one": (dict(min_p=2.0), "INVALID_ARGUMENT", "out_of_range"),
     "no tokens wanted": (dict(text="a", max_tokens=0), "INVALID_ARGUMENT", "out_of_range"),
     "absurd max_tokens": (

@@ -4,16 +4,13 @@ of its own that says what is too much."""
 from __future__ import annotations
 
 import asyncio
-import json
-import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
 
-from everlift import error_details, wire
 from everlift.errors import BY_SLUG
 from everlift.messages import (
     MAX_N,
@@ -27,10 +24,9 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
 from router.gateway.http import connection, server
 from router.gateway.http.fields import MAX_PROMPTS
-from router.gateway.kserve.v2 import open_inference_pb2 as kserve_pb
-from router.gateway.kserve.v2 import open_inference_pb2_grpc as kserve_grpc
 from router.rpc.limits import Limits
-from tests.http_client import JSON, ask, get
+from tests.front_answers import FRONTS, Answer, answer, http
+from tests.http_client import get
 from tests.in_process import ROUTER, WORKER, Cluster, cluster
 from worker.config import FakeModel
 
@@ -40,86 +36,7 @@ MESSAGE = 8 << 10
 METADATA = Limits().max_metadata_bytes
 
 
-class Answer(NamedTuple):
-    """``slug`` is empty where it is no error; ``status`` is gRPC's or HTTP's."""
-
-    slug: str = ""
-    message: str = ""
-    status: str | int = ""
-
-
 Fields = Mapping[str, Any]
-Front = Callable[[Cluster, Fields, Mapping[str, str]], Awaitable[Answer]]
-
-
-async def answer(call: Any) -> Answer:
-    try:
-        async for _ in call:
-            pass
-    except grpc.aio.AioRpcError as error:
-        details = dict(error.trailing_metadata() or ())[wire.DETAILS]
-        told = error_details.decode(cast("bytes", details))
-        assert told is not None
-        return Answer(told.slug, error.details() or "", error.code().name)
-    return Answer()
-
-
-async def native(parts: Cluster, given: Fields, headers: Mapping[str, str]) -> Answer:
-    named = {"logit_bias": {}, **given}
-    sampling = pb.Sampling(logit_bias=named.pop("logit_bias"))
-    if schema := named.pop("json_schema", None):
-        sampling.grammar.json_schema = schema
-    if choice := named.pop("choice", None):
-        sampling.grammar.choice.texts.extend(choice)
-    if tokens := named.pop("tokens", None):
-        named["tokens"] = pb.TokenIds(ids=tokens)
-    message = pb.GenerateRequest(max_tokens=1, sampling=sampling, **named)
-    async with grpc.aio.insecure_channel(parts.address) as channel:
-        stub = cast(
-            "inference_pb2_grpc.InferenceAsyncStub", inference_pb2_grpc.InferenceStub(channel)
-        )
-        return await answer(stub.Generate(message, metadata=tuple(headers.items())))
-
-
-async def kserve(parts: Cluster, given: Fields, headers: Mapping[str, str]) -> Answer:
-    named = {"max_tokens": 1, **given}
-    request = kserve_pb.ModelInferRequest(model_name="fake")
-    if tokens := named.pop("tokens", None):
-        request.inputs.add(name="input_ids", datatype="UINT32", shape=[len(tokens)])
-        request.raw_input_contents.append(struct.pack(f"<{len(tokens)}I", *tokens))
-    else:
-        text = named.pop("text").encode()
-        request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-        request.raw_input_contents.append(struct.pack("<I", len(text)) + text)
-    request.parameters["sampling_parameters"].string_param = json.dumps(named)
-    async with grpc.aio.insecure_channel(parts.address) as channel:
-        stub = cast(
-            "kserve_grpc.GRPCInferenceServiceAsyncStub",
-            kserve_grpc.GRPCInferenceServiceStub(channel),
-        )
-        call = stub.ModelInfer(request, metadata=tuple(headers.items()))
-        return await answer(_once(call))
-
-
-async def _once(call: Any) -> AsyncIterator[Any]:
-    yield await call
-
-
-async def http(parts: Cluster, given: Fields, headers: Mapping[str, str]) -> Answer:
-    body = {"max_tokens": 1, **given}
-    body["prompt"] = body.pop("tokens", None) or body.pop("text")
-    if "json_schema" in body:
-        body["structured_outputs"] = {"json": body.pop("json_schema")}
-    if "choice" in body:
-        body["structured_outputs"] = {"choice": body.pop("choice")}
-    address = parts.routers[0].http_address
-    told = await ask(address, "/v1/completions", body, {**JSON, **headers})
-    if told.status == 200:
-        return Answer()
-    return Answer(told.error[0], told.json["error"]["message"], told.status)
-
-
-FRONTS: dict[str, Front] = {"native": native, "KServe": kserve, "HTTP": http}
 
 
 class Limit(NamedTuple):

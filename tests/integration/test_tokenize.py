@@ -45,13 +45,13 @@ async def test_a_text_is_read_as_a_prompt_is(model: ServedModel) -> None:
         for text in TEXTS:
             answer = await router.Tokenize(pb.TokenizeRequest(text=text))
             assert tuple(answer.token_ids) == model.encode(text)
-            assert answer.max_model_len == model.max_model_len
+            assert answer.max_model_len == 0  # no worker has announced it
 
 
 async def test_tokens_are_the_text_again(model: ServedModel) -> None:
     async with stub() as router:
         for text in TEXTS:
-            ids = model.encode(text)[: model.max_model_len]
+            ids = model.encode(text)[: model.context]
             answer = await router.Detokenize(pb.DetokenizeRequest(token_ids=ids))
             assert answer.text == model.tokenizer.decode(ids)
         plain = model.encode("count from 17 to 30:")
@@ -64,14 +64,14 @@ async def test_the_served_model_is_listed(model: ServedModel) -> None:
         [only] = (await router.ListModels(pb.ListModelsRequest())).models
     assert only == pb.Model(
         name=model.name,
-        max_model_len=model.max_model_len,
+        max_model_len=0,
         vocab_size=model.vocab_size,
         sampling_defaults=pb.Sampling(),
     )
 
 
 async def test_what_cannot_be_is_refused_by_name(model: ServedModel) -> None:
-    length, size = model.max_model_len, model.vocab_size
+    length, size = model.context, model.vocab_size
     cases: list[tuple[pb.TokenizeRequest | pb.DetokenizeRequest, type[EverliftError], str]] = [
         (pb.TokenizeRequest(text="a", model="gpt-9"), UnknownModel, "model"),
         (pb.DetokenizeRequest(token_ids=[1], model="gpt-9"), UnknownModel, "model"),
@@ -107,7 +107,7 @@ async def test_while_a_long_prompt_is_read_others_are_served() -> None:
     async with cluster(workers=1) as parts, AsyncClient(parts.address) as client:
         model = parts.routers[0]._model
         model.tokenizer = patient = Patient()
-        model.max_model_len = model.context = 10_000
+        model.max_model_len = 10_000
         long = asyncio.create_task(client.generate("x" * 5000, max_tokens=1).text())
         await until(patient.reads.is_set)
         assert (await receive(client, [5, 6], 3)).tokens == right_tokens([5, 6], 3)

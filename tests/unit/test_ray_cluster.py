@@ -110,3 +110,12 @@ async def test_of_an_application_that_serve_cannot_build_its_message_ends_with_t
     with pytest.raises(ClusterFailed) as failed:
         await started(cluster)
     assert str(failed.value) == f"ValueError: two ingress deployments (logs: {tmp_path / 'logs'})"
+
+
+async def test_ray_cluster_refuses_two_routers_on_one_node(tmp_path: Path) -> None:
+    config = Config(model="fake", num_routers=2, state_dir=tmp_path / "state")
+    with pytest.raises(
+        ClusterFailed, match="num_routers is 2, but Ray places one router on a node"
+    ):
+        await RayCluster(config).start()
+    assert not (tmp_path / "state").exists()

@@ -64,7 +64,7 @@ def test_sampling_defaults_without_file(tmp_path: Path) -> None:
         ({"top_p": 0}, "top_p must be above 0"),
         ({"top_p": [1]}, "top_p must be a number"),
         ({"top_k": 2.5}, "top_k must be an integer"),
-        ({"top_k": -2}, "top_k must be from 0"),
+        ({"top_k": -2}, "top_k must be from -1"),
         ({"min_p": 2}, "min_p must be from 0 to 1"),
         ({"repetition_penalty": 0}, "repetition_penalty must be from"),
         ([], "is not a JSON object"),

@@ -1,16 +1,21 @@
 """What a gateway reads of a model's directory."""
 
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster.config import DEMO_MODEL
 from everlift.blockhash import BLOCK_SIZE
-from everlift.errors import UnknownModel
+from everlift.errors import ContextLengthExceeded, PromptTooLong, UnknownModel
+from everlift.messages import Request, Submission
+from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
-from router.gateway.model import ServedModel
+from router.gateway import model as model_module
+from router.gateway.model import HuggingFaceTokenizer, ServedModel
 from worker.model.spec import ModelSpec
 
 #: As Qwen2.5's model cards have it, of a smaller model.
@@ -56,7 +61,7 @@ def test_families_spell_their_limits_differently(
     config: object, vocab_size: int, max_model_len: int, tmp_path: Path
 ) -> None:
     served = ServedModel.load(model(tmp_path / "m", config))
-    assert (served.vocab_size, served.max_model_len) == (vocab_size, max_model_len)
+    assert (served.vocab_size, served.context) == (vocab_size, max_model_len)
 
 
 def test_a_worker_says_what_a_configuration_does_not(tmp_path: Path) -> None:
@@ -80,7 +85,7 @@ def test_a_context_that_yarn_lengthens_is_the_same_here_and_at_a_worker(tmp_path
     yarn = YARN | {"original_max_position_embeddings": sizes["max_position_embeddings"]}
     directory = model(tmp_path / "m", {**sizes, "rope_scaling": yarn})
     served, held = ServedModel.load(directory), ModelSpec.from_hf(directory).max_position
-    assert served.max_model_len == held == 4 * sizes["max_position_embeddings"]
+    assert served.context == held == 4 * sizes["max_position_embeddings"]
     served.limit([worker(held)])
     assert served.max_model_len == held
 
@@ -97,7 +102,7 @@ def test_what_the_last_worker_held_is_expected_of_the_next(tmp_path: Path) -> No
     facts = {"vocab_size": 512, "max_position_embeddings": 1000}
     served = ServedModel.load(model(tmp_path / "m", facts))
     served.expect(worker(max_model_len=100, model="another"))
-    assert served.max_model_len == 1000
+    assert (served.max_model_len, served.longest_sequence) == (None, 1000)
     served.expect(worker(max_model_len=100, model=served.name))
     # The next one may have other weights: nothing is refused because of the last one's.
     assert (served.max_model_len, served.fingerprint) == (100, "")
@@ -119,3 +124,123 @@ def test_a_configuration_of_something_else_is_explained(config: object, tmp_path
 def test_a_tokenizer_that_is_none_is_explained(tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match=r"tokenizer\.json is no tokenizer"):
         ServedModel.load(model(tmp_path / "m", {"vocab_size": 512}, "{}"))
+
+
+#: Kinds of texts, as far as the number of bytes of a token and words without an end matter.
+TEXTS = {
+    "prose": "The quick brown fox counts from 17 to 30, and then again. ",
+    "one word": "abcdefghij",
+    "one letter": "a",
+    "digits": "1234567890",
+    "spaces": " ",
+    "lines": "    return x\n\n",
+    "CJK": "数到三十然后再来一次",
+    "CJK sentences": "数到三十。然后再来一次。",
+    "emoji": "👩🏽‍🚀🎉",
+    "end tokens": "</s>",
+}
+
+
+class Counting:
+    """A tokenizer that counts the characters that it is given."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+        self.num_characters = 0
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.num_characters += len(text)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def counting(context: int) -> tuple[ServedModel, Counting]:
+    served = ServedModel.load(str(DEMO_MODEL))
+    served.tokenizer = counter = Counting(served.tokenizer)  # type: ignore[arg-type,assignment]
+    served.max_model_len = context
+    return served, counter
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_encode_prompt_refuses_a_long_text_early(kind: str) -> None:
+    context = 4096
+    served, counter = counting(context)
+    text = TEXTS[kind] * (120_000 // len(TEXTS[kind].encode()) + 1)
+    num_tokens = len(served.encode(text))
+    counter.num_characters = 0
+    if num_tokens <= 2 * context:
+        assert len(served.encode_prompt(text)) == num_tokens
+        return
+    with pytest.raises(PromptTooLong, match="context length is 4096 tokens") as caught:
+        served.encode_prompt(text)
+    found = re.search(
+        r"the first (\d+) of its (\d+) characters have about (\d+) tokens", str(caught.value)
+    )
+    assert found is not None
+    first, whole, counted = map(int, found.groups())
+    assert (first, whole) == (counter.num_characters, len(text))
+    assert 2 * context < counted <= 2 * context + model_module._COUNTED_AT_ONCE * 4
+    assert first < len(text) or num_tokens < 4 * context
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_encode_prompt_never_refuses_a_text_that_fits(kind: str) -> None:
+    """A text of as many tokens as the context is given back whole, whatever its tokens are."""
+    context = 4096
+    served, _ = counting(context)
+    tokenizer = HuggingFaceTokenizer(DEMO_MODEL / "tokenizer.json")
+    unit = len(tokenizer.encode(TEXTS[kind] * 100, add_special_tokens=False)) / 100
+    text = TEXTS[kind] * int(context / unit)
+    ids = served.encode_prompt(text)
+    assert list(ids) == tokenizer.encode(text)
+
+
+def test_encode_prompt_reads_a_text_once_that_may_fit() -> None:
+    served, counter = counting(4096)
+    text = "a" * (6 * 4096)
+    served.encode_prompt(text)
+    assert counter.num_characters == len(text)
+
+
+def test_encode_counts_a_text_of_any_number_of_tokens() -> None:
+    """/tokenize serves clients that ask how long a text is."""
+    served, _ = counting(64)
+    assert len(served.encode("count from 17 to 30: " * 300)) > 2 * 64
+
+
+@pytest.mark.parametrize("is_setting", [False, True])
+@pytest.mark.parametrize("is_option", [False, True])
+@pytest.mark.parametrize("max_tokens", [None, 59, 60, 61])
+def test_resolve_clamps_or_refuses_max_tokens(
+    max_tokens: int | None, is_option: bool, is_setting: bool
+) -> None:
+    served = ServedModel.load("fake")
+    served.clamps_max_tokens = is_setting
+    served.max_model_len = 64
+    message = pb.GenerateRequest(text="abcd", max_tokens=max_tokens, clamp_max_tokens=is_option)
+    submission = Submission.from_proto(message, "r", 0)
+    if max_tokens == 61 and not (is_option or is_setting):
+        with pytest.raises(ContextLengthExceeded, match=r"65 tokens \(4 in the messages, 61 in"):
+            served.resolve(submission)
+        return
+    request = served.resolve(submission)
+    assert request.max_tokens == min(max_tokens or 60, 60)
+    # Another router that takes the request over reads from the ledger whether it may be cut.
+    stored = Request.from_bytes(request.to_bytes())
+    assert stored.clamp_max_tokens == (max_tokens is None or is_option or is_setting)
+
+
+def test_request_is_checked_against_the_worker_that_takes_it() -> None:
+    served = ServedModel.load("fake")
+    message = pb.GenerateRequest(text="abcd", max_tokens=61)
+    request = served.resolve(Submission.from_proto(message, "r", 0))
+    assert served.fits(request)
+    small, large = worker(max_model_len=64), worker(max_model_len=65)
+    small.worker_id, large.worker_id = "small", "large"
+    served.limit([small, large])
+    assert not served.fits(request)
+    served.check_worker(request, "large")
+    with pytest.raises(ContextLengthExceeded, match="context length is 64 tokens"):
+        served.check_worker(request, "small")
+    lowered = replace(request, clamp_max_tokens=True)
+    assert served.fits(lowered)
+    served.check_worker(lowered, "small")

@@ -469,6 +469,7 @@ class GenerateRequest(google.protobuf.message.Message):
     FAIRNESS_ID_FIELD_NUMBER: builtins.int
     APPLICATION_FIELD_NUMBER: builtins.int
     EXPLAIN_FIELD_NUMBER: builtins.int
+    CLAMP_MAX_TOKENS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: the model that the cluster serves"""
     text: builtins.str
@@ -505,6 +506,8 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     explain: builtins.bool
     """The last piece's timing says where the time went."""
+    clamp_max_tokens: builtins.bool
+    """Lower max_tokens to what the context leaves instead of refusing the request (context_length_exceeded)."""
     @property
     def tokens(self) -> Global___TokenIds: ...
     @property
@@ -539,9 +542,10 @@ class GenerateRequest(google.protobuf.message.Message):
         fairness_id: builtins.str = ...,
         application: builtins.str = ...,
         explain: builtins.bool = ...,
+        clamp_max_tokens: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "application", b"application", "best_of", b"best_of", "cache_salt", b"cache_salt", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "application", b"application", "best_of", b"best_of", "cache_salt", b"cache_salt", "clamp_max_tokens", b"clamp_max_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "ttft_target_ms", b"ttft_target_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload
@@ -1392,7 +1396,7 @@ class TokenizeResponse(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: builtins.int
     max_model_len: builtins.int
-    """so many tokens may prompt and output have together"""
+    """most tokens of prompt and output together; 0: no worker has announced it yet"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
@@ -1476,7 +1480,7 @@ class Model(google.protobuf.message.Message):
     SAMPLING_DEFAULTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     max_model_len: builtins.int
-    """so many tokens may prompt and output have together"""
+    """most tokens of prompt and output together; 0: no worker has announced it yet"""
     vocab_size: builtins.int
     @property
     def sampling_defaults(self) -> Global___Sampling:

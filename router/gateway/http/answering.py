@@ -138,7 +138,7 @@ class Answering:
     ) -> None:
         """Of what an answer holds that is not streamed. Raises OutOfRange."""
         if not fields.stream:
-            submissions.check_whole(messages, self._model.max_model_len)
+            submissions.check_whole(messages, self._model.longest_sequence)
 
     def _envelope(self, answer_id: str) -> Envelope:
         return Envelope(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from everlift.errors import NoChatTemplate
@@ -46,13 +47,13 @@ class Conversations:
         journal.read(now())
         text = await self._text(fields, tools)
         journal.rendered(now())
-        prompt = await self._tokens(text)
+        prompt = await self._tokens(text, self._model.encode_prompt)
         form = self._template.tool_format if self._template is not None else None
         return Conversation(prompt, tools.grammar(form), tools, form)
 
     async def prompt(self, fields: Chat, tools: ToolUse) -> tuple[int, ...]:
         """What the model reads. Raises NoChatTemplate, InvalidRequest."""
-        return await self._tokens(await self._text(fields, tools))
+        return await self._tokens(await self._text(fields, tools), self._model.encode)
 
     async def _text(self, fields: Chat, tools: ToolUse) -> str:
         if self._template is None:
@@ -64,8 +65,6 @@ class Conversations:
             more=fields.chat_template_kwargs or {},
         )
 
-    async def _tokens(self, text: str) -> tuple[int, ...]:
+    async def _tokens(self, text: str, encode: Callable[..., tuple[int, ...]]) -> tuple[int, ...]:
         # A template writes the special tokens itself.
-        return await aside.with_text(
-            len(text), lambda: self._model.encode(text, add_special_tokens=False)
-        )
+        return await aside.with_text(len(text), lambda: encode(text, add_special_tokens=False))

@@ -61,7 +61,7 @@ class Call:
         """Of its body. Raises InvalidRequest."""
         fields = parse(kind, await self.json())
         # What is wrong until here has the name that the body gives it.
-        self.params = kind.PARAMS
+        self.params = fields.params
         return fields
 
     async def json(self) -> body.Json:

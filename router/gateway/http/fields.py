@@ -1,7 +1,7 @@
 """What a body may hold: the fields of OpenAI's API, and those that Everlift adds to them. Pure.
 
-Here is only said what is a number and what a text; what values these may have is the same for all
-clients, and checked where their requests come together (everlift.messages).
+The ranges of numbers are those of everlift.messages, which are the same on every front. Other
+limits are checked there.
 
 Of what is wrong only the first is looked for: pydantic makes an object for each error, and a body
 has room for millions of them, which the event loop would stand still for.
@@ -10,6 +10,7 @@ has room for millions of them, which the event loop would stand still for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -18,27 +19,54 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
-from pydantic_core import ErrorDetails
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import ErrorDetails, core_schema
 
 from everlift.errors import InvalidRequest, LogitBiasTooLarge, UnknownField, Unsupported
+from everlift.messages import RANGES, check_field
 from everlift.sampling import MAX_LOGIT_BIAS
 from everlift.typos import did_you_mean
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 List = Annotated[list[T], Field(fail_fast=True)]
-Uint32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
-Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
-Ids = List[Uint32]
+Ids = List[Annotated[int, Field(ge=0, le=2**32 - 1)]]
 Object = dict[str, Any]
 
 #: So much of a name is told in an error.
 _MAX_NAME = 64
 #: Prompts of one body, each of which is a request.
 MAX_PROMPTS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class InRange:
+    """The range of a numeric field of everlift.messages, as an annotation of a body's field."""
+
+    field: str
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.with_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        valid = RANGES[self.field]
+        least = "exclusiveMinimum" if valid.above else "minimum"
+        return {**handler(schema), least: valid.low, "maximum": valid.high}
+
+    def _check(self, value: N, info: ValidationInfo) -> N:
+        """Raise OutOfRange, which pydantic does not catch."""
+        check_field(self.field, value, info.field_name or "")
+        return value
 
 
 class Fields(BaseModel):
@@ -54,6 +82,11 @@ class Fields(BaseModel):
     def names(cls) -> list[str]:
         """Return the names of all fields, as bodies have them."""
         return [field.alias or name for name, field in cls.model_fields.items()]
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        """Return the names that fields of everlift.messages have in this body."""
+        return self.PARAMS
 
     @model_validator(mode="before")
     @classmethod
@@ -118,32 +151,34 @@ class Generation(Fields):
     """What completions and chat have in common."""
 
     model: str | None = None
-    max_tokens: Uint32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: Annotated[int, Field(ge=1, le=2**32 - 1)] | None = None
+    max_tokens: Annotated[int, InRange("max_tokens")] | None = None
+    temperature: Annotated[float, InRange("temperature")] | None = None
+    top_p: Annotated[float, InRange("top_p")] | None = None
+    n: Annotated[int, InRange("n")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | List[str] | None = None
-    seed: Seed | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    seed: Annotated[int, InRange("seed")] | None = None
+    presence_penalty: Annotated[float, InRange("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, InRange("frequency_penalty")] | None = None
     logit_bias: Bias | None = None
     response_format: ResponseFormat | None = None
 
     # Everlift's, under vLLM's names where it has them.
-    top_k: Int32 | None = Field(None, description="0 or -1: no limit")
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: Uint32 | None = None
+    top_k: Annotated[int, InRange("top_k")] | None = Field(None, description="0 or -1: no limit")
+    min_p: Annotated[float, InRange("min_p")] | None = None
+    repetition_penalty: Annotated[float, InRange("repetition_penalty")] | None = None
+    min_tokens: Annotated[int, InRange("min_tokens")] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Ids | None = None
+    stop_token_ids: List[Annotated[int, InRange("stop_token_ids")]] | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: Int32 | None = Field(None, description="-10 to 10; a larger one goes first")
+    priority: Annotated[int, InRange("priority")] | None = Field(
+        None, description="a larger one goes first"
+    )
     cache_salt: str | None = None
-    timeout_ms: Uint32 | None = None
-    ttft_target_ms: Uint32 | None = None
+    timeout_ms: Annotated[int, InRange("timeout_ms")] | None = None
+    ttft_target_ms: Annotated[int, InRange("ttft_target_ms")] | None = None
     on_disconnect: Literal["cancel", "grace", "continue"] | None = Field(
         None, description="what becomes of a request when its client goes"
     )
@@ -170,9 +205,9 @@ class CompletionFields(Generation):
     prompt: str | Ids | List[str] | List[Ids] = Field(
         description=f"a text, token ids, or up to {MAX_PROMPTS} of either"
     )
-    logprobs: Uint32 | None = None
+    logprobs: Annotated[int, InRange("logprobs")] | None = None
     echo: bool | None = None
-    best_of: Uint32 | None = None
+    best_of: Annotated[int, InRange("best_of")] | None = None
     suffix: str | None = None
 
     @property
@@ -196,9 +231,9 @@ class Chat(Fields):
 
 class ChatFields(Generation, Chat):
     messages: List[Object] = Field(min_length=1)
-    max_completion_tokens: Uint32 | None = None
+    max_completion_tokens: Annotated[int, InRange("max_tokens")] | None = None
     logprobs: bool | None = None
-    top_logprobs: Uint32 | None = None
+    top_logprobs: Annotated[int, InRange("logprobs")] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
 
@@ -220,6 +255,12 @@ class ChatFields(Generation, Chat):
         "logprobs": "top_logprobs",
         **dict.fromkeys(("prompt", "text", "tokens"), "messages"),
     }
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        if self.max_completion_tokens is None:
+            return self.PARAMS
+        return {**self.PARAMS, "max_tokens": "max_completion_tokens"}
 
 
 class TokenizeFields(Chat):

@@ -33,7 +33,7 @@ class Model(TypedDict):
     object: str
     created: int
     owned_by: str
-    max_model_len: int
+    max_model_len: int | None
     sampling_defaults: dict[str, float]
 
 
@@ -44,7 +44,7 @@ class ModelList(TypedDict):
 
 class Tokens(TypedDict):
     count: int
-    max_model_len: int
+    max_model_len: int | None
     tokens: list[int]
     token_strs: list[str] | None
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from everlift.errors import InvalidRequest, OutOfRange, TooManyRequests, Unsupported
-from everlift.messages import check_num_choices
-from everlift.sampling import Grammar
+from everlift.sampling import Grammar, unsigned_seed
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.http.fields import (
     MAX_PROMPTS,
@@ -37,7 +36,7 @@ def of_completion(fields: CompletionFields) -> list[pb.GenerateRequest]:
         raise Unsupported("echo has no log probabilities", field="echo")
     message = _message(fields)
     if fields.max_tokens is None:
-        message.max_tokens = _COMPLETION_TOKENS
+        message.max_tokens, message.clamp_max_tokens = _COMPLETION_TOKENS, True
     message.best_of = fields.best_of or 0
     if fields.logprobs is not None:
         message.sampling.logprobs = fields.logprobs
@@ -105,8 +104,6 @@ def _num_logprobs(message: pb.GenerateRequest, context: int) -> int:
 def _message(fields: Generation) -> pb.GenerateRequest:
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
-    # Before anything is made for each of them.
-    check_num_choices(fields.n or 1)
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     return pb.GenerateRequest(
         model=fields.model or "",
@@ -131,8 +128,7 @@ def _sampling(fields: Generation) -> pb.Sampling:
         top_p=fields.top_p,
         top_k=0 if fields.top_k == -1 else fields.top_k,
         min_p=fields.min_p,
-        # A negative one is as good as any other.
-        seed=None if fields.seed is None else fields.seed % (1 << 64),
+        seed=None if fields.seed is None else unsigned_seed(fields.seed),
         repetition_penalty=fields.repetition_penalty,
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,

@@ -9,14 +9,21 @@ clients of these backends do.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from google.protobuf.message import Message
-
+from everlift.checks import Range
 from everlift.errors import InvalidRequest, NotUtf8, OutOfRange, TooManyStops
-from everlift.messages import MAX_PRIORITY, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from everlift.messages import (
+    MAX_PRIORITY,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RANGES,
+    check_field,
+)
+from everlift.sampling import unsigned_seed
 from everlift.v1 import inference_pb2 as wire
 from router.gateway.kserve.tensors import Scalar
 
@@ -30,6 +37,7 @@ NESTED = "sampling_parameters"
 #: Triton numbers classes from 1, the highest; its 0 is the default, which is the one in the middle.
 _MIDDLE_PRIORITY = MAX_PRIORITY + 1
 _LOWEST_PRIORITY = _MIDDLE_PRIORITY + MAX_PRIORITY
+_MICROSECONDS = Range(0, int(RANGES["timeout_ms"].high) * 1000)
 
 
 @dataclass(slots=True)
@@ -149,7 +157,7 @@ def _number(name: str, value: Value) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise OutOfRange(f"{name} is out of range") from None
+        return math.inf if value > 0 else -math.inf
 
 
 def _parsed(name: str, value: Value, kind: type[N]) -> Value:
@@ -173,25 +181,37 @@ def _boolean(name: str, value: Value) -> bool:
 # where they go
 
 
-def _put(message: Message, field: str, name: str, value: object) -> None:
-    try:
-        setattr(message, field, value)
-    except (ValueError, OverflowError):
-        raise OutOfRange(f"{name} is out of range") from None
-
-
 def _of_request(field: str, read: Callable[[str, Value], object]) -> Setter:
     def put(wanted: Wanted, name: str, values: Values) -> None:
-        _put(wanted.generate, field, name, read(name, _one(name, values)))
+        setattr(wanted.generate, field, read(name, _one(name, values)))
 
     return put
 
 
-def _of_sampling(field: str, read: Callable[[str, Value], object]) -> Setter:
+def _counted(field: str) -> Setter:
+    """Set a whole number of the request that has a range."""
+
     def put(wanted: Wanted, name: str, values: Values) -> None:
-        _put(wanted.generate.sampling, field, name, read(name, _one(name, values)))
+        value = _integer(name, _one(name, values))
+        check_field(field, value, name)
+        setattr(wanted.generate, field, value)
 
     return put
+
+
+def _of_sampling(field: str, read: Callable[[str, Value], float]) -> Setter:
+    def put(wanted: Wanted, name: str, values: Values) -> None:
+        value = read(name, _one(name, values))
+        check_field(field, value, name)
+        setattr(wanted.generate.sampling, field, value)
+
+    return put
+
+
+def _seed(wanted: Wanted, name: str, values: Values) -> None:
+    seed = _integer(name, _one(name, values))
+    check_field("seed", seed, name)
+    wanted.generate.sampling.seed = unsigned_seed(seed)
 
 
 def _of_grammar(field: str) -> Setter:
@@ -199,7 +219,7 @@ def _of_grammar(field: str) -> Setter:
         grammar = wanted.generate.sampling.grammar
         if (other := grammar.WhichOneof("form")) is not None:
             raise InvalidRequest(f"{name} and {other} are given; an output has one form")
-        _put(grammar, field, name, _text(name, _one(name, values)))
+        setattr(grammar, field, _text(name, _one(name, values)))
 
     return put
 
@@ -218,10 +238,12 @@ def _priority(name: str, value: Value) -> int:
 
 
 def _timeout(wanted: Wanted, name: str, values: Values) -> None:
-    """In microseconds; 0 sets none."""
-    if microseconds := _integer(name, _one(name, values)):
+    """Set the timeout from microseconds; 0 sets none."""
+    microseconds = _integer(name, _one(name, values))
+    _MICROSECONDS.check(name, microseconds)
+    if microseconds:
         # Rounded up.
-        _put(wanted.generate, "timeout_ms", name, -(-microseconds // 1000))
+        wanted.generate.timeout_ms = -(-microseconds // 1000)
 
 
 def _stop(wanted: Wanted, name: str, values: Values) -> None:
@@ -230,10 +252,10 @@ def _stop(wanted: Wanted, name: str, values: Values) -> None:
 
 
 def _stop_token_ids(wanted: Wanted, name: str, values: Values) -> None:
-    try:
-        wanted.generate.stop_token_ids.extend(_integer(name, value) for value in values)
-    except (ValueError, OverflowError):
-        raise OutOfRange(f"{name} is out of range") from None
+    tokens = [_integer(name, value) for value in values]
+    for token in tokens:
+        check_field("stop_token_ids", token, name)
+    wanted.generate.stop_token_ids.extend(tokens)
 
 
 def _bad_words(wanted: Wanted, name: str, values: Values) -> None:
@@ -272,7 +294,7 @@ def _always(wanted: Wanted, name: str, values: Values) -> None:
 
 PARAMETERS = (
     Parameter(("request_id",), "BYTES", 1, _of_request("request_id", _text)),
-    Parameter(("max_tokens",), "INT32", 1, _of_request("max_tokens", _integer)),
+    Parameter(("max_tokens",), "INT32", 1, _counted("max_tokens")),
     Parameter(("min_tokens", "min_length"), "INT32", 1, _of_sampling("min_tokens", _integer)),
     Parameter(("temperature",), "FP32", 1, _of_sampling("temperature", _number)),
     Parameter(("top_k",), "INT32", 1, _of_sampling("top_k", _top_k)),
@@ -281,7 +303,7 @@ PARAMETERS = (
     Parameter(("repetition_penalty",), "FP32", 1, _of_sampling("repetition_penalty", _number)),
     Parameter(("presence_penalty",), "FP32", 1, _of_sampling("presence_penalty", _number)),
     Parameter(("frequency_penalty",), "FP32", 1, _of_sampling("frequency_penalty", _number)),
-    Parameter(("seed", "random_seed"), "UINT64", 1, _of_sampling("seed", _integer)),
+    Parameter(("seed", "random_seed"), "UINT64", 1, _seed),
     Parameter(("stop", "stop_words"), "BYTES", MAX_STOP_STRINGS, _stop),
     Parameter(("stop_token_ids",), "INT32", MAX_STOP_TOKEN_IDS, _stop_token_ids),
     Parameter(
@@ -292,8 +314,8 @@ PARAMETERS = (
     ),
     Parameter(("bad_words",), "BYTES", MAX_STOP_STRINGS, _bad_words),
     Parameter(("ignore_eos",), "BOOL", 1, _of_request("ignore_eos", _boolean)),
-    Parameter(("n",), "INT32", 1, _of_request("n", _integer)),
-    Parameter(("best_of",), "INT32", 1, _of_request("best_of", _integer)),
+    Parameter(("n",), "INT32", 1, _counted("n")),
+    Parameter(("best_of",), "INT32", 1, _counted("best_of")),
     Parameter(("json_schema",), "BYTES", 1, _of_grammar("json_schema")),
     Parameter(("regex",), "BYTES", 1, _of_grammar("regex")),
     Parameter(("ebnf",), "BYTES", 1, _of_grammar("ebnf")),
