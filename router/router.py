@@ -333,7 +333,7 @@ class Router:
         conversations = Conversations(model, self._template)
         api = Api(
             self._door,
-            Answering(self._inference, model, conversations),
+            Answering(config, self._inference, model, conversations),
             Texts(model, conversations),
             Explaining(self._inference),
             model,

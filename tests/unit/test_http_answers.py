@@ -369,7 +369,7 @@ async def test_a_stream_leaves_others_their_turn_after_some_events_or_large_ones
     num_bytes: int, at_once: int
 ) -> None:
     large: Any = Large(num_bytes)
-    carrier = asyncio.create_task(event_stream._Carrier(large, large).all_written())
+    carrier = asyncio.create_task(event_stream._Carrier(large, large, 0).all_written())
     for _ in range(5):
         await asyncio.sleep(0)
     carrier.cancel()
