@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakSet
 
 from everlift.errors import (
     EverliftError,
@@ -15,6 +16,7 @@ from everlift.errors import (
     InvalidRequest,
     OffsetOutOfRange,
     OutOfRange,
+    RouterStopping,
     UnknownRequest,
 )
 from everlift.messages import MAX_N, Submission
@@ -74,6 +76,8 @@ class Inference:
         self._relay = Relay(transport)
         self._tracer = tracer
         self._counterfactuals = counterfactuals
+        #: that are open, or have ended and not been collected
+        self._streams = WeakSet[RequestStream]()
 
     async def generate(
         self,
@@ -233,7 +237,7 @@ class Inference:
         had_output: bool = False,
     ) -> RequestStream:
         """Return a stream that reads from ``source`` and follows the request to other routers."""
-        return RequestStream(
+        stream = RequestStream(
             message.request_id,
             source,
             partial(self._reopened, message.explain),
@@ -241,6 +245,8 @@ class Inference:
             was_submitted=was_submitted,
             had_output=had_output,
         )
+        self._streams.add(stream)
+        return stream
 
     async def _reopened(self, explains: bool, message: pb.AttachRequest) -> Source:
         message.explain = explains
@@ -342,6 +348,11 @@ class Inference:
             requests=[_summary(caller, entry) for entry in page.entries],
             next_page_token=page_token.write(page.last) if page.last is not None else "",
         )
+
+    def stop(self) -> None:
+        """End the streams that are left, so that their clients resume through another router."""
+        for stream in list(self._streams):
+            stream.fail(RouterStopping("this router stops: attach through another one"))
 
     def turned_away(self, error: EverliftError) -> None:
         """A submission that could not even be read."""

@@ -59,6 +59,7 @@ class RequestStream(Source):
         self._was_submitted = was_submitted
         self._had_output = had_output
         self._opening: asyncio.Task[Source] | None = None
+        self._error: EverliftError | None = None
         #: until which a new source is looked for; None while there is one
         self._deadline: float | None = None
         source.on_more = self._wake
@@ -73,9 +74,17 @@ class RequestStream(Source):
     def take(self) -> pb.GenerateResponse | None:
         """Return the next piece that can be read now. Raises what the request fails with."""
         try:
-            return self._take() if self._has_source() else None
+            piece = self._take() if self._has_source() else None
         except UnknownRequest as error:
             raise self._reason(error) from None
+        if piece is None and self._error is not None and not self.is_over:
+            raise self._error
+        return piece
+
+    def fail(self, error: EverliftError) -> None:
+        """End the stream with ``error`` behind what can be read now."""
+        self._error = error
+        self._wake()
 
     def _has_source(self) -> bool:
         if self._opening is None:

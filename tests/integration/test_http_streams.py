@@ -366,6 +366,28 @@ async def test_relayed_stream_follows_a_router_that_stops() -> None:
         assert text_of(seen) == right_text(parts, PROMPT, 200)
 
 
+async def test_stopping_router_ends_the_streams_that_it_relays() -> None:
+    async with cluster(routers=2, workers=1, worker_config=SLOW) as parts:
+        owner, leaving = parts.routers
+        body = {**BODY, "max_tokens": 300}
+        async with streamed(owner.http_address, "/v1/completions", body, NAMED) as first:
+            await anext(aiter(first.events()))
+            async with streamed(leaving.http_address, "/v1/completions", body, NAMED) as stream:
+                seen = []
+                async for event in stream.events():
+                    seen.append(event)
+                    if len(seen) == 3:
+                        stopping = asyncio.create_task(leaving.stop())
+            await stopping
+            parts.routers.remove(leaving)
+            error = seen.pop().json["error"]
+            assert error["code"] == "router_stopping"
+            headers = {**JSON, **error["resume"]}
+            async with streamed(owner.http_address, "/v1/completions", body, headers) as stream:
+                rest = [event async for event in stream.events()]
+        assert text_of([*seen, *rest]) == right_text(parts, PROMPT, 300)
+
+
 async def test_grpc_calls_follow_their_requests() -> None:
     async with cluster(routers=2, workers=1, worker_config=SLOW) as parts:
         async with grpc.aio.insecure_channel(parts.address) as channel:
