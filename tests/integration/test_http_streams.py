@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,11 @@ from everlift.client import AsyncClient
 from everlift.errors import DataLoss, ForgottenRequest, UnknownRequest
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
+from router.chat.tools import ToolUse
+from router.gateway.http.conversation import Conversations
 from router.gateway.http.event_id import BEGIN, EventId
+from router.gateway.http.fields import ChatFields
+from router.gateway.kserve.v2 import open_inference_pb2, open_inference_pb2_grpc
 from router.router import Router
 from tests.http_client import JSON, Event, Stream, ask, streamed
 from tests.in_process import ROUTER, WORKER, Cluster, Held, cluster, right_tokens, until
@@ -297,6 +302,53 @@ async def test_stream_follows_its_request(
         assert text_of(chunks) == right_text(parts, PROMPT, 100)
         usage = chunks[-1].json["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 100)
+
+
+async def test_chat_follows_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def text(self: Conversations, fields: ChatFields, tools: ToolUse) -> str:
+        return "hi"
+
+    monkeypatch.setattr(Conversations, "_text", text)
+    async with cluster(routers=2, workers=1, worker_config=SLOW) as parts:
+        body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "stream": True}
+        body |= {"max_tokens": 60}
+        address = parts.routers[0].http_address
+        parts_of_text: list[str] = []
+        async with streamed(address, "/v1/chat/completions", body, NAMED) as stream:
+            async for event in stream.events():
+                if event.data == "[DONE]":
+                    break
+                [choice] = event.json["choices"]
+                parts_of_text.append(choice["delta"].get("content", ""))
+                if len(parts_of_text) == 5:
+                    await move(parts, "mine", *parts.routers)
+        assert choice["finish_reason"] == "length"
+        assert "".join(parts_of_text) == right_text(parts, [*b"hi"], 60)
+
+
+async def test_kserve_stream_follows_its_request() -> None:
+    async with cluster(routers=2, workers=1, worker_config=SLOW) as parts:
+        async with grpc.aio.insecure_channel(parts.address) as channel:
+            stub = open_inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+            request = open_inference_pb2.ModelInferRequest(id="mine", model_name="fake")
+            request.parameters["request_id"].string_param = "mine"
+            request.parameters["temperature"].double_param = 0
+            request.parameters["max_tokens"].int64_param = 60
+            request.inputs.add(name="input_ids", datatype="UINT32", shape=[3])
+            request.raw_input_contents.append(struct.pack("<3I", *PROMPT))
+            tokens: list[int] = []
+            num_answers = 0
+            async for answer in stub.ModelStreamInfer(iter([request])):
+                assert not answer.error_message
+                response = answer.infer_response
+                num_answers += 1
+                for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+                    if output.name == "output_ids":
+                        tokens.extend(struct.unpack(f"<{output.shape[0]}i", raw))
+                if num_answers == 5:
+                    await move(parts, "mine", *parts.routers)
+            assert response.parameters["triton_final_response"].bool_param
+            assert tokens == right_tokens(PROMPT, 60)
 
 
 async def test_several_prompts_follow_each_request() -> None:
