@@ -74,7 +74,7 @@ class RequestStream(Source):
     def take(self) -> pb.GenerateResponse | None:
         """Return the next piece that can be read now. Raises what the request fails with."""
         try:
-            piece = self._take() if self._has_source() else None
+            piece = self._take() if self._opening is None or self._is_reopened() else None
         except UnknownRequest as error:
             raise self._reason(error) from None
         if piece is None and self._error is not None and not self.is_over:
@@ -86,9 +86,9 @@ class RequestStream(Source):
         self._error = error
         self._wake()
 
-    def _has_source(self) -> bool:
-        if self._opening is None:
-            return True
+    def _is_reopened(self) -> bool:
+        """Return whether the next source is found, from now on the stream's."""
+        assert self._opening is not None
         if not self._opening.done():
             return False
         opening, self._opening = self._opening, None
