@@ -23,7 +23,7 @@ _ABOVE_0 = (
 _AT_LEAST_0 = (
     *("queue_ttl", "retry_rate", "retry_burst", "patience", "starvation", "local_depth"),
     *("tpot_target", "max_moves", "move_reserve", "grace", "worker_wait", "unledgered"),
-    *("reassert", "what_if_timeout", "drain"),
+    *("reassert", "what_if_timeout", "drain", "keep_alive"),
 )
 _AT_LEAST_1 = (
     *("max_queued", "max_pending_prefill", "max_losses", "slow_factor", "template_processes"),
@@ -84,6 +84,12 @@ class RouterConfig:
     cors_origins: tuple[str, ...] = ()
     #: of an HTTP request; a larger one is refused with 413
     max_body_bytes: int = 8 << 20
+    #: a stream of server-sent events without an event for this many seconds sends its headers, then
+    #: an SSE comment line each time; 0 disables both
+    keep_alive: float = 15.0
+    #: which streams get comment lines: those of requests with Accept: text/event-stream (accept),
+    #: or all (always)
+    keep_alive_comments: Literal["accept", "always"] = "accept"
     #: where workers and other routers connect
     internal_host: str = "127.0.0.1"
     internal_port: int = 0

@@ -342,7 +342,7 @@ class Router:
         conversations = Conversations(model, self._template)
         api = Api(
             self._door,
-            Answering(self._inference, model, conversations),
+            Answering(config, self._inference, model, conversations),
             Texts(model, conversations),
             Explaining(self._inference),
             model,
@@ -409,6 +409,7 @@ class Router:
     async def _stop(self) -> None:
         log.info("router stops", router_id=self.router_id, requests=len(self._requests))
         await asyncio.gather(self._requests.stop(self.config.drain), self._leader.stand_back())
+        self._inference.stop()
         await asyncio.gather(self._public.stop(grace=0.5), self._http.stop(grace_s=0.5))
         for task in self._tasks:
             task.cancel()

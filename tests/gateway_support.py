@@ -202,7 +202,7 @@ async def gateway_ledger(ledger: Ledgers) -> Ledgers:
     return ledger
 
 
-_REQUESTS = ("_records", "_owned", "_ended", "_forgotten")
+_REQUESTS = ("_records", "_owned", "_ended", "_forgotten", "_forgotten_ids")
 
 
 def saved(ledger: MemoryLedger) -> dict[str, object]:

@@ -55,6 +55,8 @@ class Stream:
         self._writer = writer
         self.status = 0
         self.headers: dict[str, str] = {}
+        #: comment lines among the events that were read
+        self.num_comments = 0
 
     async def begin(self) -> None:
         head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -80,6 +82,9 @@ class Stream:
             rest += chunk.decode()
             while "\n\n" in rest:
                 event, _, rest = rest.partition("\n\n")
+                if event.startswith(":"):
+                    self.num_comments += 1
+                    continue
                 fields = dict(line.split(": ", 1) for line in event.split("\n"))
                 yield Event(fields["id"], fields["data"])
         assert not rest

@@ -162,6 +162,7 @@ async def unbury(ledger: Ledger, entry: Entry) -> None:
     """What was forgotten is as if it had been lost."""
     if isinstance(ledger, MemoryLedger):
         del ledger._forgotten[entry.request_id, entry.arrived]
+        del ledger._forgotten_ids[entry.request_id]
         return
     assert isinstance(ledger, RedisLedger)
     named = f"{entry.request_id} {codec.microseconds(entry.arrived)}".encode()

@@ -34,6 +34,7 @@
     │   └── ChaosForbidden        the cluster was started without chaos
     ├── UnknownModel
     ├── UnknownRequest            never seen, or past its retention
+    │   └── ForgottenRequest      erased by Forget
     ├── OffsetOutOfRange          Attach beyond what exists
     ├── RequestConflict           the request id is taken by another body
     ├── QueueFull                 try again later
@@ -52,7 +53,7 @@
     ├── UnknownWorker
     ├── TooManyConnections        of one router
     ├── RouterStopping            this replica drains: go to another one, nothing is lost
-    ├── Moved                     another router goes on with the request: attach again
+    ├── Moved                     another router owns the request: attach again
     ├── Unreachable               no router answers: what the client itself finds
     └── DataLoss                  what was acknowledged is gone
 
@@ -231,6 +232,10 @@ class UnknownRequest(EverliftError):
     slug = "unknown_request"
     grpc_status = "NOT_FOUND"
     http_status = 404
+
+
+class ForgottenRequest(UnknownRequest):
+    slug = "forgotten_request"
 
 
 class OffsetOutOfRange(EverliftError):

@@ -10,6 +10,7 @@ from everlift import logs, wire
 from everlift.errors import (
     DataLoss,
     EverliftError,
+    ForgottenRequest,
     OffsetOutOfRange,
     UnknownRequest,
     Unreachable,
@@ -124,7 +125,9 @@ class Reading:
         return stub.Attach(self._reception.attach_request(), timeout=timeout, metadata=metadata)
 
     def _named(self, error: EverliftError) -> EverliftError:
-        if self._reception.is_accepted and isinstance(error, UnknownRequest | OffsetOutOfRange):
+        is_unknown = isinstance(error, UnknownRequest | OffsetOutOfRange)
+        is_forgotten = isinstance(error, ForgottenRequest)
+        if self._reception.is_accepted and is_unknown and not is_forgotten:
             return DataLoss(f"the cluster has lost what it had acknowledged: {error}")
         return error
 

@@ -70,6 +70,7 @@ class Adoption:
         if stored.entry.state.is_final:
             return await self._ended(stored)
         if stored.entry.gateway != self._custody.router_id:
+            await self.check_ownerless(stored.entry.gateway)
             raise Moved("another router goes on with this request: attach again")
         return await self._go_on(stored)
 

@@ -25,7 +25,7 @@ from router.gateway.closable import Closable
 from router.gateway.door import Door
 from router.gateway.failures import answerable
 from router.gateway.inference import Opened
-from router.gateway.pieces import Pieces
+from router.gateway.source import Source
 from router.rpc import call as rpc
 
 M = TypeVar("M", bound=Message)
@@ -46,9 +46,13 @@ class Call:
     told: dict[str, str] = field(default_factory=dict)
 
     async def greet(self) -> None:
-        """Before the answer begins."""
+        """Send ``told`` before the answer begins."""
         if self.told:
-            await self.context.send_initial_metadata(tuple(self.told.items()))
+            await self.send_head()
+
+    async def send_head(self) -> None:
+        """Send the initial metadata at once, so that a proxy sees an answer before a message."""
+        await self.context.send_initial_metadata(tuple(self.told.items()))
 
 
 def service_name(handlers: grpc.GenericRpcHandler) -> str:
@@ -116,7 +120,7 @@ class Handlers:
         ) -> AsyncIterator[Message]:
             try:
                 call = self._admit(context, scopes)
-                await call.greet()
+                await call.send_head()
                 async with aclosing(await begin(messages, call)) as pieces:
                     async for piece in pieces:
                         yield piece
@@ -177,8 +181,8 @@ class Handlers:
         return call
 
 
-async def _send(pieces: Closable[Message], context: Context) -> None:
-    if isinstance(pieces, Pieces) and isinstance(context, rpc.Call):
+async def _send(pieces: Source, context: Context) -> None:
+    if isinstance(context, rpc.Call):
         await context.write_from(pieces)
         return
     async for piece in pieces:

@@ -4,15 +4,19 @@ is an EverliftError."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakSet
 
 from everlift.errors import (
     EverliftError,
+    ForgottenRequest,
     InvalidRequest,
     OffsetOutOfRange,
     OutOfRange,
+    RouterStopping,
     UnknownRequest,
 )
 from everlift.messages import MAX_N, Submission
@@ -24,14 +28,17 @@ from router.clock import now
 from router.gateway import aside, many, page_token, sampling_defaults
 from router.gateway import headers as request_headers
 from router.gateway.caller import Caller
-from router.gateway.closable import Closable
 from router.gateway.counterfactuals import NO_COUNTERFACTUALS, WhatIf
 from router.gateway.custody import Elsewhere
+from router.gateway.delivered import Delivered
 from router.gateway.journal import Journal
 from router.gateway.live import LiveRequest
 from router.gateway.model import ServedModel
+from router.gateway.pieces import Pieces
 from router.gateway.relay import Relay
-from router.gateway.requests import Requests, given_up, new_request_id
+from router.gateway.request_stream import RequestStream, lost
+from router.gateway.requests import Requests, new_request_id
+from router.gateway.source import Carried, Source
 from router.gateway.tracer import NO_TRACES, Tracer
 from router.ledger.base import MOST_LISTED
 from router.ledger.entry import Entry, Event, State
@@ -44,15 +51,14 @@ _PAGE_SIZE = 100
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A request that is known, and its pieces from where they were asked for. ``request_id`` is
-    its client's name for it.
+    """A known request and its pieces from the offsets that the client asked for.
 
-    Who has it closes ``pieces`` in the end: until then it counts as read. ``is_new``: it came with
-    this call."""
+    ``request_id`` is the client's name for it. The owner of this value closes ``pieces``; until
+    then the request has a reader. ``is_new``: this call submitted the request."""
 
     request_id: str
     trace: TraceContext | None
-    pieces: Closable[pb.GenerateResponse]
+    pieces: Source
     is_new: bool = False
 
 
@@ -70,6 +76,8 @@ class Inference:
         self._relay = Relay(transport)
         self._tracer = tracer
         self._counterfactuals = counterfactuals
+        #: that are open, or have ended and not been collected
+        self._streams = WeakSet[RequestStream]()
 
     async def generate(
         self,
@@ -155,10 +163,13 @@ class Inference:
                 )
             except Elsewhere as elsewhere:
                 attach = pb.AttachRequest(request_id=request_id, explain=message.explain)
-                pieces = self._known_elsewhere(elsewhere.address, attach)
-                return Opened(bare(request_id), None, pieces)
-        opened = self._opened(live, explains=message.explain)
-        return replace(opened, is_new=live.journal is journal)
+                source = Carried(self._relay.attach(elsewhere.address, attach))
+                stream = self._followed(attach, source, Delivered(), was_submitted=True)
+                return Opened(bare(request_id), None, stream)
+        attach = pb.AttachRequest(request_id=request_id, explain=message.explain)
+        stream = self._followed(attach, self._stream(live, attach), was_submitted=True)
+        is_new = live.journal is journal
+        return Opened(bare(request_id), live.request.trace, stream, is_new)
 
     async def attach(
         self,
@@ -167,25 +178,53 @@ class Inference:
         *,
         is_relayed: bool = False,
         num_choices: int | None = None,
+        had_output: bool = False,
     ) -> Opened:
-        """A known request from the offsets of ``message`` on. Where its caller has room for so many
-        choices alone, one with others is refused. Raises UnknownRequest, UnknownModel,
-        InvalidRequest, OffsetOutOfRange, RouterStopping, LedgerUnavailable."""
-        request_id = caller.qualify(message.request_id)
+        """Open a known request from the offsets of ``message`` on.
+
+        A request without ``num_choices`` choices is refused, unless that is None. ``had_output``:
+        the client has output of the request, also where ``message`` has no offset.
+
+        Raises UnknownRequest, DataLoss, UnknownModel, InvalidRequest, OffsetOutOfRange,
+        RouterStopping, LedgerUnavailable."""
+        message.request_id = caller.qualify(message.request_id)
         if max(len(message.from_offsets), len(message.digests)) > MAX_N:
             raise OffsetOutOfRange(f"offsets of more than {MAX_N} choices")
+        had_output = had_output or any(message.from_offsets)
         try:
-            live = await self._requests.attach(request_id)
+            trace, source = await self._source(message, is_relayed, num_choices)
+        except ForgottenRequest:
+            raise
+        except UnknownRequest as error:
+            raise lost(error) if had_output else error from None
+        request_id = bare(message.request_id)
+        if is_relayed:
+            # The router that relays follows the request.
+            return Opened(request_id, trace, source)
+        is_carried_whole = isinstance(source, Carried) and not any(message.from_offsets)
+        delivered = Delivered() if is_carried_whole else None
+        stream = self._followed(message, source, delivered, had_output=had_output)
+        return Opened(request_id, trace, stream)
+
+    async def _source(
+        self, message: pb.AttachRequest, is_relayed: bool = False, num_choices: int | None = None
+    ) -> tuple[TraceContext | None, Source]:
+        """Return a known request's trace, and its pieces from the router that owns it."""
+        try:
+            live = await self._requests.attach(message.request_id)
         except Elsewhere as elsewhere:
             if num_choices is not None:
-                stored, _ = await self._requests.get(request_id)
+                stored, _ = await self._requests.get(message.request_id)
                 _check_same(stored.request.n, num_choices)
-            message.request_id = request_id
-            pieces = self._relay.attach(elsewhere.address, message)
-            return Opened(bare(request_id), None, pieces)
+            return None, Carried(self._relay.attach(elsewhere.address, message))
         if num_choices is not None:
             _check_same(live.request.n, num_choices)
-        return self._opened(
+        return live.request.trace, self._stream(live, message, is_relayed=is_relayed)
+
+    def _stream(
+        self, live: LiveRequest, message: pb.AttachRequest, *, is_relayed: bool = False
+    ) -> Pieces:
+        return self._requests.stream(
             live,
             message.from_offsets,
             message.digests,
@@ -193,28 +232,31 @@ class Inference:
             explains=message.explain,
         )
 
-    def _opened(
+    def _followed(
         self,
-        live: LiveRequest,
-        offsets: Sequence[int] = (),
-        digests: Sequence[int] = (),
+        message: pb.AttachRequest,
+        source: Source,
+        delivered: Delivered | None = None,
         *,
-        is_relayed: bool = False,
-        explains: bool = False,
-    ) -> Opened:
-        pieces = self._requests.stream(
-            live, offsets, digests, is_relayed=is_relayed, explains=explains
+        was_submitted: bool = False,
+        had_output: bool = False,
+    ) -> RequestStream:
+        """Return a stream that reads from ``source`` and follows the request to other routers."""
+        stream = RequestStream(
+            message.request_id,
+            source,
+            partial(self._reopened, message.explain),
+            delivered,
+            was_submitted=was_submitted,
+            had_output=had_output,
         )
-        return Opened(bare(live.request_id), live.request.trace, pieces)
+        self._streams.add(stream)
+        return stream
 
-    async def _known_elsewhere(
-        self, address: str, message: pb.AttachRequest
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        try:
-            async for piece in self._relay.attach(address, message):
-                yield piece
-        except UnknownRequest:
-            raise given_up() from None
+    async def _reopened(self, explains: bool, message: pb.AttachRequest) -> Source:
+        message.explain = explains
+        _, source = await self._source(message)
+        return source
 
     async def cancel(self, caller: Caller, message: pb.CancelRequest) -> pb.CancelResponse:
         """Raises UnknownRequest, LedgerUnavailable."""
@@ -312,6 +354,11 @@ class Inference:
             requests=[_summary(caller, entry) for entry in page.entries],
             next_page_token=page_token.write(page.last) if page.last is not None else "",
         )
+
+    def stop(self) -> None:
+        """End the streams that are left, so that their clients resume through another router."""
+        for stream in list(self._streams):
+            stream.fail(RouterStopping("this router stops: attach through another one"))
 
     def turned_away(self, error: EverliftError) -> None:
         """A submission that could not even be read."""

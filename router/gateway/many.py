@@ -12,7 +12,7 @@ from everlift.errors import EverliftError, InvalidRequest, OutOfRange, TooManyRe
 from everlift.messages import MAX_REQUESTS
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.failures import answerable
-from router.gateway.source import Source, source_of
+from router.gateway.source import Source
 
 if TYPE_CHECKING:
     from router.gateway.inference import Opened
@@ -95,7 +95,7 @@ class Many(AsyncIterator[pb.GenerateManyResponse]):
             self._failures.append(_failure(index, answerable(error)))
             self._came.set()
             return
-        self._pieces[index] = source_of(opened.pieces)
+        self._pieces[index] = opened.pieces
         self._pieces[index].on_more = partial(self._more, index)
         self._more(index)
 

@@ -9,6 +9,7 @@ from everlift.errors import DataLoss, OffsetOutOfRange
 from everlift.v1 import inference_pb2 as pb
 from router.clock import now
 from router.gateway.choice import Choice
+from router.gateway.delivered import Delivered
 from router.gateway.live import LiveRequest
 
 
@@ -55,6 +56,18 @@ class Reading:
     @property
     def is_at_end(self) -> bool:
         return not self._open
+
+    def delivered(self) -> Delivered | None:
+        """Return what the client has; None if tokens that it had before were not compared yet."""
+        if any(self._offsets[choice.index] for choice in self._digests):
+            return None
+        delivered = Delivered()
+        delivered.add_head()
+        for choice, offset in zip(self._live.choices, self._offsets, strict=True):
+            delivered.add_tokens(choice.index, choice.output.tokens[:offset])
+            if choice not in self._open:
+                delivered.add_end(choice.index)
+        return delivered
 
     def next(self) -> pb.GenerateResponse | None:
         """The next piece that can be read now, of each choice in turn what it has. The last one of

@@ -267,13 +267,16 @@ class Ledger(Protocol):
         ...
 
     async def get(self, request_id: str) -> Entry:
-        """Raises UnknownRequest."""
+        """Return the request's entry.
+
+        Raises UnknownRequest; ForgottenRequest for ``retention`` after Forget."""
         ...
 
     async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
-        """What each choice has from its offset on, from 0 on where none is given. Raises
-        UnknownRequest; OffsetOutOfRange for an offset beyond a choice's tokens, below 0 or of no
-        choice."""
+        """Return what each choice has from its offset on, from 0 on where none is given.
+
+        Raises UnknownRequest and ForgottenRequest as ``get``; OffsetOutOfRange for an offset beyond
+        a choice's tokens, below 0 or of no choice."""
         ...
 
     async def list_requests(

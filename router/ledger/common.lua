@@ -20,6 +20,7 @@
 --   e:<request id>           LIST    its last moves: "<µs> <move> <detail>"
 --   f:<nonce>                STRING  empty: this call of forget was made
 --   g:<hash of id, arrival>  STRING  empty: this request was forgotten, and is not told again
+--   h:<hash of id>           STRING  empty: a request of this id was forgotten, not lost
 --   owned:<gateway>          SET     unfinished requests of a gateway
 --   owners                   SET     gateways that own some
 --   arrivals                 ZSET    requests, by arrival (µs): what listings go through
@@ -70,6 +71,13 @@ local function logprobs_key(id, choice) return ROOT .. 'l:' .. id .. ':' .. choi
 local function prompt_logprobs_key(id) return ROOT .. 'p:' .. id end
 
 local function grave_key(id, arrived) return ROOT .. 'g:' .. redis.sha1hex(id .. ' ' .. arrived) end
+
+local function forgotten_key(id) return ROOT .. 'h:' .. redis.sha1hex(id) end
+
+-- The answer about a request that is not there: unknown, or erased by forget.
+local function unknown(id)
+    return {redis.call('EXISTS', forgotten_key(id)) == 1 and 'erased' or 'unknown'}
+end
 
 local function events_key(id) return ROOT .. 'e:' .. id end
 

@@ -16,5 +16,7 @@ end
 redis.call('DEL', unpack(all_keys(id)))
 unlist(id)
 redis.call('SET', ROOT .. 'f:' .. call, '', 'PX', call_ms)
-redis.call('SET', grave_key(id, arrived), '', 'PX', retention_ms)
+for _, key in ipairs({grave_key(id, arrived), forgotten_key(id)}) do
+    redis.call('SET', key, '', 'PX', retention_ms)
+end
 return {'gone'}

@@ -1,9 +1,9 @@
--- Answers ok, or unknown.
+-- Answers ok, unknown or erased.
 -- ARGV: id
 
 local id = ARGV[1]
 
 if redis.call('EXISTS', request_key(id)) == 0 then
-    return {'unknown'}
+    return unknown(id)
 end
 return {'ok', entry(id)}

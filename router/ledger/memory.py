@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from everlift.errors import AttemptsExhausted, RequestConflict, UnknownRequest
+from everlift.errors import AttemptsExhausted, ForgottenRequest, RequestConflict, UnknownRequest
 from everlift.messages import Request
 from everlift.request_id import bare, tenant_of
 from everlift.v1 import session_pb2
@@ -91,6 +91,8 @@ class MemoryLedger:
         self._ended: OrderedDict[str, float] = OrderedDict()
         #: ids and arrivals of what was forgotten, with the time when nobody knows that any more
         self._forgotten: OrderedDict[tuple[str, float], float] = OrderedDict()
+        #: ids of what was forgotten, with the same time
+        self._forgotten_ids: dict[str, float] = {}
         self._leases: dict[str, _Lease] = {}
         self._leader = _NOBODY
         self._term = 0
@@ -113,7 +115,10 @@ class MemoryLedger:
         while self._ended and next(iter(self._ended.values())) <= now:
             del self._records[self._ended.popitem(last=False)[0]]
         while self._forgotten and next(iter(self._forgotten.values())) <= now:
-            self._forgotten.popitem(last=False)
+            (request_id, _), until = self._forgotten.popitem(last=False)
+            # An id that was forgotten again since is known for longer.
+            if self._forgotten_ids[request_id] == until:
+                del self._forgotten_ids[request_id]
 
     def _get(self, request_id: str) -> Record:
         if (record := self._find(request_id)) is None:
@@ -289,7 +294,8 @@ class MemoryLedger:
         if entry.state not in Move.FORGET.sources:
             return entry
         del self._records[request_id], self._ended[request_id]
-        self._forgotten[request_id, entry.arrived] = self._clock() + self._retention_s
+        until = self._clock() + self._retention_s
+        self._forgotten[request_id, entry.arrived] = self._forgotten_ids[request_id] = until
         return None
 
     async def reassert(self, stored: Stored) -> tuple[Reasserted, Entry]:
@@ -323,10 +329,16 @@ class MemoryLedger:
         return tuple(self._get(request_id).events)
 
     async def get(self, request_id: str) -> Entry:
+        self._check_not_forgotten(request_id)
         return self._get(request_id).entry
 
     async def read(self, request_id: str, offsets: Sequence[int] = ()) -> Stored:
+        self._check_not_forgotten(request_id)
         return self._get(request_id).stored(offsets, self._clock())
+
+    def _check_not_forgotten(self, request_id: str) -> None:
+        if self._find(request_id) is None and request_id in self._forgotten_ids:
+            raise ForgottenRequest(f"request {bare(request_id)} was forgotten")
 
     async def list_requests(
         self,

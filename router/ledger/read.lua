@@ -1,4 +1,4 @@
--- Answers what is stored, unknown, or beyond: no such offset.
+-- Answers what is stored, unknown, erased, or beyond: no such offset.
 -- ARGV: id, and the offsets of the choices, from the first one on
 
 local id = ARGV[1]
@@ -11,7 +11,7 @@ local function is_beyond(choice, offset)
 end
 
 if redis.call('EXISTS', request_key(id)) == 0 then
-    return {'unknown'}
+    return unknown(id)
 elseif #offsets > num_choices(id) then
     return {'beyond'}
 end

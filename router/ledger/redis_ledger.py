@@ -17,6 +17,7 @@ from redis.exceptions import OutOfMemoryError
 from everlift import logs
 from everlift.errors import (
     AttemptsExhausted,
+    ForgottenRequest,
     InvalidRequest,
     LedgerFull,
     LedgerUnavailable,
@@ -126,12 +127,16 @@ class RedisLedger:
         self._is_local = bool(parse(config.url).path)
 
     async def _move(self, script: Script, request_id: str, *arguments: Argument) -> tuple[str, Any]:
-        """The script's first word and the rest of its answer. Raises UnknownRequest."""
+        """Return the script's first word and the rest of its answer.
+
+        Raises UnknownRequest, ForgottenRequest."""
         shard = self._shards.of(request_id)
         settles = script in _SETTLING
         word, *rest = await self._shards.run(script, shard, request_id, *arguments, settles=settles)
         if word == b"unknown":
             raise UnknownRequest(f"no request {bare(request_id)}")
+        if word == b"erased":
+            raise ForgottenRequest(f"request {bare(request_id)} was forgotten")
         return word.decode(), rest
 
     # requests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ from everlift.errors import RequestConflict
 from everlift.messages import OnDisconnect
 from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import inference_pb2_grpc
-from tests.chaos.support import Cluster, Load, config, resident, running, until
+from router.gateway.model import ByteTokenizer
+from tests.chaos.support import Cluster, Load, config, paused, resident, running, until
+from tests.http_client import JSON, streamed
 from tests.session_support import OPTIONS
 from worker.config import FakeModel
 from worker.fake_runner import expected_tokens
@@ -143,6 +146,40 @@ async def test_the_same_request_at_two_routers_at_once_runs_once(tmp_path: Path)
             with pytest.raises(RequestConflict):
                 await client.generate([9], request_id="same").text()
         await cluster.idle()
+
+
+@pytest.mark.long
+async def test_sse_streams_follow_requests_that_leave_a_frozen_router(tmp_path: Path) -> None:
+    """The router with the connections wakes up and finds that another one owns its requests."""
+    async with running(config(tmp_path, routers=2, fake=SLOW)) as cluster:
+        address = cluster.routers[0].http_address
+        streams = [asyncio.create_task(events_of(address, f"r{n}", 400)) for n in range(8)]
+        async with AsyncClient(cluster.addresses) as client:
+            await until(lambda: has_begun(client, "r7"))
+        since = time.time()
+        with paused(cluster.routers[0].pids):
+            await until(lambda: num_adopted(cluster, since) == len(streams))
+        for text in await asyncio.gather(*streams):
+            assert text == ByteTokenizer().decode(expected_tokens([1, 2, 3], 400, SLOW))
+        await cluster.idle()
+
+
+def num_adopted(cluster: Cluster, since: float) -> int:
+    return sum(event["event"] == "request adopted" for event in cluster.events(since=since))
+
+
+async def has_begun(client: AsyncClient, request_id: str) -> bool:
+    return (await client.get_request(request_id)).output_tokens > 0
+
+
+async def events_of(address: str, request_id: str, count: int) -> str:
+    """The text of a stream that one connection carries to its end."""
+    body = {"prompt": [1, 2, 3], "max_tokens": count, "temperature": 0, "stream": True}
+    headers = {**JSON, "idempotency-key": request_id}
+    async with streamed(address, "/v1/completions", body, headers) as stream:
+        *events, done = [event async for event in stream.events()]
+    assert done.data == "[DONE]", done.data
+    return "".join(event.text for event in events)
 
 
 async def tokens_of(address: str, request_id: str) -> list[int]:

@@ -12,6 +12,7 @@ import pytest
 from everlift.errors import (
     AttemptsExhausted,
     Cancelled,
+    ForgottenRequest,
     OffsetOutOfRange,
     RequestConflict,
     UnknownRequest,
@@ -881,6 +882,33 @@ async def test_what_was_forgotten_is_not_told_again(ledger: Ledger) -> None:
     assert again.created
     assert await ledger.reassert(known) == (Reasserted.FORGOTTEN, known.entry)
     assert await ledger.get("r") == again.entry
+
+
+async def test_read_tells_a_forgotten_request_from_an_unknown_one(
+    forgetful: Ledger, tick: Tick
+) -> None:
+    async def reason(request_id: str) -> set[type[Exception]]:
+        with pytest.raises(UnknownRequest) as read:
+            await forgetful.read(request_id)
+        with pytest.raises(UnknownRequest) as got:
+            await forgetful.get(request_id)
+        return {read.type, got.type}
+
+    await run(forgetful)
+    await forgetful.end("r", State.CANCELLED, "", "")
+    assert await forgetful.forget("r") is None
+    assert await reason("r") == {ForgottenRequest}
+    assert await reason("other") == {UnknownRequest}
+    assert (await forgetful.open(make_request(), "gateway")).created
+    assert (await forgetful.get("r")).state is State.QUEUED
+    await forgetful.end("r", State.CANCELLED, "", "")
+    assert await forgetful.forget("r") is None
+
+    async def is_unknown() -> bool:
+        return await reason("r") == {UnknownRequest}
+
+    assert not await is_unknown()
+    await eventually(is_unknown, tick)
 
 
 async def test_that_it_was_forgotten_is_known_for_as_long_as_it_would_have_been_kept(

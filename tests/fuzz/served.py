@@ -100,7 +100,7 @@ class Served:
         conversations = Conversations(model, template)
         return Api(
             OPEN,
-            Answering(inference, model, conversations),
+            Answering(_CONFIG, inference, model, conversations),
             Texts(model, conversations),
             Explaining(inference),
             model,

@@ -111,6 +111,7 @@ def test_a_file_that_cannot_be_is_explained(tmp_path: Path, text: str, message: 
         ("lease=nan", "lease must be above 0, not nan"),
         ("worker_silence=0", "worker_silence must be above 0, not 0"),
         ("grace=inf", "grace must be at least 0, not inf"),
+        ("keep_alive=-1", "keep_alive must be at least 0, not -1"),
         ("local_depth=-5", "local_depth must be at least 0, not -5"),
         ("access=file", "access_file must be set with access: file, and then only"),
         ("max_message_bytes=1", "max_message_bytes must be from 1 KiB to below 2 GiB"),

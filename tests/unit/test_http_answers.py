@@ -12,7 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everlift.digest import token_digest
-from everlift.errors import DataLoss, InvalidRequest
+from everlift.errors import (
+    AttemptsExhausted,
+    Cancelled,
+    DataLoss,
+    DeadlineExceeded,
+    EngineFailed,
+    EverliftError,
+    InvalidRequest,
+    LedgerUnavailable,
+    Moved,
+    NoWorker,
+    QueueFull,
+    QueueTimeout,
+    RouterStopping,
+    Unreachable,
+)
 from everlift.messages import FinishReason
 from everlift.sampling import TokenLogprobs
 from everlift.text import Stops, TextState, Tokenizer
@@ -20,7 +35,7 @@ from everlift.v1 import inference_pb2 as pb
 from router.chat.parser import Parser, PlainParser
 from router.chat.tools import ToolUse
 from router.gateway.choice import Choice
-from router.gateway.http import answering, event_stream, logprobs
+from router.gateway.http import answering, errors, event_stream, logprobs
 from router.gateway.http.chat import ChatAnswer
 from router.gateway.http.completion import CompletionAnswer
 from router.gateway.http.encoding import encode
@@ -369,12 +384,73 @@ async def test_a_stream_leaves_others_their_turn_after_some_events_or_large_ones
     num_bytes: int, at_once: int
 ) -> None:
     large: Any = Large(num_bytes)
-    carrier = asyncio.create_task(event_stream._Carrier(large, large).all_written())
+    carrier = asyncio.create_task(event_stream._Carrier(large, large, 0).all_written())
     for _ in range(5):
         await asyncio.sleep(0)
     carrier.cancel()
     await asyncio.gather(carrier, return_exceptions=True)
     assert set(large.written) == {at_once}
+
+
+@pytest.mark.parametrize(
+    ("error", "retry_after", "should_retry", "is_resumable"),
+    [
+        (QueueTimeout("late", retry_after_s=2.5), 2.5, True, False),
+        (QueueFull("full"), None, True, False),
+        (EngineFailed("broken"), None, True, False),
+        (Cancelled("left"), None, False, False),
+        (InvalidRequest("wrong"), None, False, False),
+        (DataLoss("gone"), None, False, False),
+        (DeadlineExceeded("over"), None, False, False),
+        (AttemptsExhausted("lost"), None, False, False),
+        (NoWorker("none"), None, False, False),
+        (RouterStopping("bye"), None, True, True),
+        (Moved("away"), None, True, True),
+        (Unreachable("broke"), None, True, True),
+        (LedgerUnavailable("away", retry_after_s=1.0), 1.0, True, True),
+    ],
+    ids=lambda it: it.slug if isinstance(it, EverliftError) else "",
+)
+def test_error_event_says_whether_and_how_to_go_on(
+    error: EverliftError, retry_after: float | None, should_retry: bool, is_resumable: bool
+) -> None:
+    transcript = Transcript("mine-7", 1, 1)
+    piece = pb.GenerateResponse(token_ids=[97], text="a")
+    assert transcript.resume_headers == {"idempotency-key": "mine-7"}, "nothing was sent yet"
+    assert transcript.read(0, piece) is not None
+    transcript.tell(0)
+    resume = transcript.resume_headers
+    assert resume == {"idempotency-key": "mine-7", "last-event-id": transcript.event_id}
+    body = errors.streamed(error, {}, resume)["error"]
+    assert body["code"] == error.slug
+    assert (body["retry_after"], body["should_retry"]) == (retry_after, should_retry)
+    assert body.get("resume") == (resume if is_resumable else None)
+    assert all((value in body["message"]) == is_resumable for value in resume.values())
+    assert should_retry == _openai_retries(error)
+
+
+def _openai_retries(error: EverliftError) -> bool:
+    """As OpenAI's Python client decides by status and headers."""
+    told = errors.headers(error).get("x-should-retry")
+    status = error.http_status
+    return told != "false" and (status in (408, 409, 429) or status >= 500)
+
+
+async def test_slow_reader_gets_no_comments() -> None:
+    silent: Any = Large(10)
+    silent.take = lambda: None
+    silent.has_room = False
+    carrier = asyncio.create_task(event_stream._Carrier(silent, silent, 0.01).all_written())
+    await asyncio.sleep(0.1)
+    assert not silent.written
+    silent.has_room = True
+    await asyncio.sleep(0.1)
+    assert set(silent.written) == {len(b": keep-alive\n\n")}
+    carrier.cancel()
+    await asyncio.gather(carrier, return_exceptions=True)
+    num_written = len(silent.written)
+    await asyncio.sleep(0.05)
+    assert len(silent.written) == num_written <= 11
 
 
 def test_what_json_cannot_hold_is_not_written() -> None:

@@ -14,6 +14,7 @@ from everlift.v1 import inference_pb2 as pb
 from everlift.v1 import session_pb2
 from router.gateway import many
 from router.gateway.inference import Opened
+from router.gateway.source import Carried
 from tests.gateway_support import started_gateway, until
 
 #: Of one request.
@@ -41,7 +42,7 @@ class Requests:
         self.most_opening = max(self.most_opening, len(self.opening))
         await asyncio.sleep(0)
         self.opening.remove(name)
-        return Opened(name, None, Relayed(self, name, self._scripts[name]()))
+        return Opened(name, None, Carried(Relayed(self, name, self._scripts[name]())))
 
     def read(self) -> many.Many:
         return many.Many(self.messages, self.open)

@@ -17,8 +17,10 @@ from everlift.engine_policy import DEFAULT
 from everlift.errors import (
     Cancelled,
     ChaosForbidden,
+    DataLoss,
     DeadlineExceeded,
     EverliftError,
+    ForgottenRequest,
     InvalidRequest,
     OutOfRange,
     RequestConflict,
@@ -106,6 +108,7 @@ class FakeRouter(
         transport: Transport = GRPC,
     ) -> None:
         self.requests: dict[str, FakeRequest] = {}
+        self._forgotten = set[str]()
         self.calls: list[str] = []
         self.policy = admin_pb2.SetPolicyResponse()
         self.policy.CopyFrom(_CONFIGURED)
@@ -164,7 +167,7 @@ class FakeRouter(
     ) -> AsyncIterator[pb.GenerateResponse]:
         call = " ".join(["Attach", *map(str, request.from_offsets)])
         async with self._answering(call, context) as fault:
-            known = self._known(request.request_id)
+            known = self._attached(request)
             known.check(request.from_offsets, request.digests)
             async for piece in self._pieces(known, request.from_offsets, fault):
                 if piece is not None:
@@ -213,6 +216,7 @@ class FakeRouter(
         async with self._answering("Forget", context):
             self._known(request.request_id).cancelled.set()
             del self.requests[request.request_id]
+            self._forgotten.add(request.request_id)
             return pb.ForgetResponse()
 
     async def GetRequest(
@@ -354,6 +358,14 @@ class FakeRouter(
         if known.submission.body_hash != submission.body_hash:
             raise RequestConflict(f"{request_id} is another request")
         return known
+
+    def _attached(self, message: pb.AttachRequest) -> FakeRequest:
+        request_id = message.request_id
+        if request_id not in self.requests and request_id in self._forgotten:
+            raise ForgottenRequest(f"request {request_id} was forgotten")
+        if request_id not in self.requests and any(message.from_offsets):
+            raise DataLoss(f"the output of request {request_id} is lost")
+        return self._known(request_id)
 
     def _known(self, request_id: str) -> FakeRequest:
         if request_id not in self.requests:

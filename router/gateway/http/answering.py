@@ -16,6 +16,7 @@ from everlift.errors import EverliftError, InvalidRequest
 from everlift.explanation import server_timing
 from everlift.trace_context import TRACERESPONSE
 from everlift.v1 import inference_pb2 as pb
+from router.config import RouterConfig
 from router.gateway import aside, headers
 from router.gateway.http import submissions
 from router.gateway.http.chat import ChatAnswer
@@ -24,7 +25,7 @@ from router.gateway.http.conversation import Conversations
 from router.gateway.http.endpoint import Call, unless_gone
 from router.gateway.http.envelope import Envelope
 from router.gateway.http.event_id import EventId
-from router.gateway.http.event_stream import Events, EventStream, StreamedAnswer
+from router.gateway.http.event_stream import Events, EventStream, KeepAlive, StreamedAnswer
 from router.gateway.http.fields import ChatFields, CompletionFields
 from router.gateway.http.fields import Generation as GenerationFields
 from router.gateway.http.generation import Generation
@@ -46,8 +47,13 @@ class Answer(StreamedAnswer, Protocol):
 
 class Answering:
     def __init__(
-        self, inference: Inference, model: ServedModel, conversations: Conversations
+        self,
+        config: RouterConfig,
+        inference: Inference,
+        model: ServedModel,
+        conversations: Conversations,
     ) -> None:
+        self._config = config
         self._inference = inference
         self._model = model
         self._conversations = conversations
@@ -100,7 +106,7 @@ class Answering:
         for message, request_id in zip(messages, _request_ids(name, len(messages)), strict=True):
             message.request_id = request_id
         transcript = _transcript(call, name, fields, messages)
-        generation = await self._open(call, messages, journals)
+        generation = await self._open(call, messages, journals, transcript)
         if generation.trace is not None:
             call.told[TRACERESPONSE] = str(generation.trace)
         if not fields.stream:
@@ -116,22 +122,33 @@ class Answering:
             answer,
             has_usage=has_usage,
             explains=explains,
-            has_ids=_reads_ids(call),
+            has_ids=_reads_events(call),
         )
-        return await EventStream.begin(events, call.params)
+        return await EventStream.begin(events, call.params, self._keep_alive(call))
+
+    def _keep_alive(self, call: Call) -> KeepAlive:
+        has_comments = self._config.keep_alive_comments == "always" or _reads_events(call)
+        return KeepAlive(self._config.keep_alive, has_comments)
 
     async def _open(
         self,
         call: Call,
         messages: Sequence[pb.GenerateRequest],
         journals: Sequence[Journal],
+        transcript: Transcript,
     ) -> Generation:
         if _LAST_EVENT_ID not in call.headers:
             return await Generation.submit(
                 self._inference, call.caller, messages, call.headers, journals
             )
         names = [message.request_id for message in messages]
-        return await Generation.attach(self._inference, call.caller, names, messages[0].n)
+        return await Generation.attach(
+            self._inference,
+            call.caller,
+            names,
+            messages[0].n,
+            had_output=transcript.had_output,
+        )
 
     def _check_amount(
         self, fields: GenerationFields, messages: Sequence[pb.GenerateRequest]
@@ -194,8 +211,8 @@ def _named(call: Call) -> str:
     return name
 
 
-def _reads_ids(call: Call) -> bool:
-    """Its caller knows what else than data an event has."""
+def _reads_events(call: Call) -> bool:
+    """Return whether the client parses server-sent events, with lines other than ``data``."""
     return _LAST_EVENT_ID in call.headers or _EVENTS in call.headers.get("accept", "").lower()
 
 

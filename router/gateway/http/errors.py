@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NotRequired
 
 from typing_extensions import TypedDict
 
@@ -13,13 +14,21 @@ from everlift.errors import (
     DataLoss,
     DeadlineExceeded,
     EverliftError,
+    LedgerUnavailable,
+    Moved,
     NoWorker,
     RequestConflict,
+    RouterStopping,
+    Unreachable,
 )
 
-#: OpenAI's clients take these for something that passes, and would ask again twice: for as long as
-#: the first time, or for the next workers that a request ends.
+#: OpenAI's clients retry these by their HTTP status, although a retry cannot succeed or only costs
+#: more workers.
 _FINAL = RequestConflict | DataLoss | DeadlineExceeded | AttemptsExhausted | NoWorker
+#: The request is not lost: its client must reconnect to read the rest.
+_RESUMABLE = RouterStopping | Moved | Unreachable | LedgerUnavailable
+#: Statuses below 500 that OpenAI's clients retry.
+_RETRIED = (408, 409, 429)
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -34,8 +43,23 @@ class ErrorBody(TypedDict):
     error: ErrorDetail
 
 
+class StreamedErrorDetail(ErrorDetail):
+    """Error of a stream whose headers were sent, so that it has no HTTP status and no headers.
+
+    ``retry_after`` is in seconds. ``resume`` has the headers with which the same POST continues
+    the stream."""
+
+    retry_after: float | None
+    should_retry: bool
+    resume: NotRequired[dict[str, str]]
+
+
+class StreamedErrorBody(TypedDict):
+    error: StreamedErrorDetail
+
+
 def described(error: EverliftError, params: Mapping[str, str]) -> ErrorBody:
-    """``params`` are the names that a client has for fields, where these are others."""
+    """Return the body of an error's answer; ``params`` has the client's names of fields."""
     status = error.http_status
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
     return {
@@ -48,8 +72,34 @@ def described(error: EverliftError, params: Mapping[str, str]) -> ErrorBody:
     }
 
 
+def streamed(
+    error: EverliftError, params: Mapping[str, str], resume: Mapping[str, str]
+) -> StreamedErrorBody:
+    """Return the last event of a stream that fails; ``resume`` has the headers that continue it."""
+    plain = described(error, params)["error"]
+    detail: StreamedErrorDetail = {
+        "message": plain["message"],
+        "type": plain["type"],
+        "param": plain["param"],
+        "code": plain["code"],
+        "retry_after": error.retry_after_s,
+        "should_retry": _should_retry(error),
+    }
+    if isinstance(error, _RESUMABLE):
+        named = ", ".join(f"{name}: {value}" for name, value in resume.items())
+        detail["message"] += f"; to continue, POST the same body again with the headers {named}"
+        detail["resume"] = dict(resume)
+    return {"error": detail}
+
+
+def _should_retry(error: EverliftError) -> bool:
+    """Return what OpenAI's clients conclude from the status and ``x-should-retry``."""
+    status = error.http_status
+    return (status in _RETRIED or status >= 500) and not isinstance(error, _FINAL)
+
+
 def headers(error: EverliftError) -> dict[str, str]:
-    """What a client is told beside it."""
+    """Return the headers of an error's answer."""
     told = {}
     if error.retry_after_s is not None:
         told["retry-after"] = str(math.ceil(error.retry_after_s))

@@ -1,10 +1,11 @@
-"""Server-sent events: an answer as it comes."""
+"""Server-sent events of a streamed answer."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from starlette.types import Receive, Scope, Send
@@ -25,6 +26,8 @@ log = logs.get(__name__)
 _AT_ONCE = 64
 #: So many bytes of them are enough: what has log probabilities takes long to write.
 _BYTES_AT_ONCE = 64 << 10
+#: Comment line that keeps proxies from closing an idle connection; SSE parsers ignore it.
+_COMMENT = b": keep-alive\n\n"
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -41,6 +44,17 @@ class StreamedAnswer(Protocol):
         ...
 
     def usage_chunk(self, usage: Usage) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """Interval of a stream's signs of life, in seconds; 0 disables them.
+
+    Without an event for one interval the headers are sent, and with ``has_comments`` a comment line
+    for each interval."""
+
+    interval_s: float
+    has_comments: bool
 
 
 class Events:
@@ -98,6 +112,11 @@ class Events:
         where = f"id: {self._transcript.event_id}\n" if self._has_ids else ""
         return f"{where}data: {data}\n\n".encode()
 
+    @property
+    def resume_headers(self) -> Mapping[str, str]:
+        """Headers with which the same POST continues the stream where it is now."""
+        return self._transcript.resume_headers
+
     async def first(self) -> bytes:
         """Raises as ``take`` does."""
         came = asyncio.Event()
@@ -112,22 +131,34 @@ class Events:
 
 
 class EventStream:
-    """An ASGI response. Its first event is there before it begins, so that what is refused until
-    then has a status of its own; what fails later is an event, and the last one."""
+    """ASGI response with server-sent events.
 
-    def __init__(self, first: bytes, rest: Events, params: Mapping[str, str]) -> None:
+    A request that fails before its first event has an HTTP status of its own, unless the keep-alive
+    interval ends before. A later failure is sent as the last event."""
+
+    def __init__(
+        self, first: bytes, rest: Events, params: Mapping[str, str], keep_alive: KeepAlive
+    ) -> None:
+        """Send ``first``, which may be empty, and then the ``rest``."""
         self._first = first
         self._rest = rest
         self._params = params
+        self._keep_alive = keep_alive
 
     @classmethod
-    async def begin(cls, events: Events, params: Mapping[str, str]) -> Self:
-        """Raises what one of the requests fails with before its first event."""
+    async def begin(cls, events: Events, params: Mapping[str, str], keep_alive: KeepAlive) -> Self:
+        """Wait for the first event, for one keep-alive interval at most.
+
+        Raises what one of the requests fails with by then."""
+        first = b""
         try:
-            return cls(await events.first(), events, params)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(keep_alive.interval_s or None):
+                    first = await events.first()
         except BaseException:
             await events.aclose()
             raise
+        return cls(first, events, params, keep_alive)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
@@ -136,9 +167,11 @@ class EventStream:
 
     async def _tell(self, writer: Writer, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        writer.write(self._first)
+        comment_s = self._keep_alive.interval_s if self._keep_alive.has_comments else 0.0
+        if self._first or comment_s:
+            writer.write(self._first or _COMMENT)
         try:
-            await _Carrier(self._rest, writer).all_written()
+            await _Carrier(self._rest, writer, comment_s).all_written()
         except EverliftError as error:
             self._fail(writer, error)
         except Exception:
@@ -147,29 +180,56 @@ class EventStream:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _fail(self, writer: Writer, error: EverliftError) -> None:
-        writer.write(self._rest.event(encode(errors.described(error, self._params))))
+        body = errors.streamed(error, self._params, self._rest.resume_headers)
+        writer.write(self._rest.event(encode(body)))
 
 
 class _Carrier:
-    """Carries events to a client as they come: no task wakes up for each of them."""
+    """Writes events to a client as they come, without a task that wakes up for each of them.
 
-    def __init__(self, events: Events, writer: Writer) -> None:
+    After ``comment_s`` seconds without an event it writes a comment line; 0 disables that."""
+
+    def __init__(self, events: Events, writer: Writer, comment_s: float) -> None:
         self._events = events
         self._writer = writer
+        self._comment_s = comment_s
         self._loop = asyncio.get_running_loop()
+        self._written_at = self._loop.time()
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._is_due = False
+        self._timer: asyncio.TimerHandle | None = None
 
     async def all_written(self) -> None:
-        """Raises as Events.take does; what came before is written."""
+        """Return when the last event is written.
+
+        Raises as Events.take does; the events before are written."""
         self._events.listen(self._soon)
         self._writer.on_room = self._soon
         self._soon()
+        if self._comment_s:
+            self._comment_after(self._comment_s)
         try:
             await self._done
         finally:
-            # Whoever still calls finds nothing to do.
+            # A call that is still scheduled has no effect after this.
             self._done.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _comment_after(self, delay_s: float) -> None:
+        self._timer = self._loop.call_later(delay_s, self._comment_if_idle)
+
+    def _comment_if_idle(self) -> None:
+        """Write a comment line if no event was written for the interval.
+
+        The timer is set once for each interval: a token only notes when it was written."""
+        moment = self._loop.time()
+        left_s = self._written_at + self._comment_s - moment
+        if left_s <= 0:
+            if self._writer.has_room:
+                self._writer.write(_COMMENT)
+            self._written_at, left_s = moment, self._comment_s
+        self._comment_after(left_s)
 
     def _soon(self) -> None:
         """With all else that this turn of the event loop brings."""
@@ -195,4 +255,5 @@ class _Carrier:
         except Exception as error:
             self._done.set_exception(error)
         if events:
+            self._written_at = self._loop.time()
             self._writer.write(b"".join(events))

@@ -14,7 +14,6 @@ from everlift.v1 import inference_pb2 as pb
 from router.gateway.caller import Caller
 from router.gateway.inference import Inference, Opened
 from router.gateway.journal import Journal
-from router.gateway.source import source_of
 
 #: A piece, and which of the requests it is of.
 Numbered = tuple[int, pb.GenerateResponse]
@@ -37,7 +36,7 @@ class Generation:
         self._is_refused = False
         #: called in the event loop's thread, and must not block
         self.on_more: Callable[[], None] = _nobody
-        self._sources = [source_of(each.pieces) for each in opened]
+        self._sources = [each.pieces for each in opened]
         #: those of which there may be more, in their order
         self._ready = dict.fromkeys(range(len(opened)))
         self._num_left = len(opened)
@@ -64,11 +63,25 @@ class Generation:
 
     @classmethod
     async def attach(
-        cls, inference: Inference, caller: Caller, names: Sequence[str], choices_each: int
+        cls,
+        inference: Inference,
+        caller: Caller,
+        names: Sequence[str],
+        choices_each: int,
+        *,
+        had_output: bool,
     ) -> Self:
-        """To known requests, from their first tokens on. Raises what Inference.attach raises."""
+        """Read known requests from their first tokens on.
+
+        ``had_output``: the client has output of an earlier stream. Raises what Inference.attach
+        raises."""
         openings = [
-            inference.attach(caller, pb.AttachRequest(request_id=name), num_choices=choices_each)
+            inference.attach(
+                caller,
+                pb.AttachRequest(request_id=name),
+                num_choices=choices_each,
+                had_output=had_output,
+            )
             for name in names
         ]
         return await cls._open(openings, partial(_forget, inference, caller))
@@ -86,7 +99,7 @@ class Generation:
             for opening in waiting:
                 opening.close()
             for each in opened:
-                await source_of(each.pieces).aclose()
+                await each.pieces.aclose()
             if isinstance(error, EverliftError):
                 await forget(opened)
             raise

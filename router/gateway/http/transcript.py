@@ -65,6 +65,21 @@ class Transcript:
     def event_id(self) -> str:
         return written(self._name, self._written)
 
+    @property
+    def resume_headers(self) -> dict[str, str]:
+        """Headers of a POST that continues the stream behind what its client was told.
+
+        A client that was told nothing yet sends the request again, under the same name."""
+        headers = {"idempotency-key": self._name}
+        if self._told != [BEGIN] * self.num_choices:
+            headers["last-event-id"] = self.event_id
+        return headers
+
+    @property
+    def had_output(self) -> bool:
+        """Whether the client had output before this stream: all requests were accepted then."""
+        return self._resumed != (BEGIN,) * self.num_choices
+
     def read(self, request: int, piece: pb.GenerateResponse) -> News | None:
         """The next piece of that request. None where nothing of it is news. Raises DataLoss where
         the client has other tokens, or more than there are in the end."""

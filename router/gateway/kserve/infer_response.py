@@ -48,7 +48,7 @@ class Answer:
         part.text.append(piece.text)
         part.token_ids.extend(piece.token_ids)
         part.logprobs.extend(piece.logprobs)
-        part.finish_reason = _FINISH_REASONS[piece.finish_reason]
+        part.finish_reason = _FINISH_REASONS[piece.finish_reason] or part.finish_reason
         if piece.HasField("usage"):
             self.num_input_tokens = piece.usage.prompt_tokens
 
@@ -63,8 +63,8 @@ class Answer:
 
     @property
     def is_empty(self) -> bool:
-        """It says nothing, as the piece by which a request is known."""
-        return not any(
+        """Whether it has nothing to tell, as the first piece of a stream."""
+        return not self.is_final and not any(
             part.token_ids or any(part.text) or part.finish_reason for part in self.parts
         )
 
