@@ -236,7 +236,8 @@ class Request:
     """What is to be run, with every default resolved. ``deadline`` is ledger time in seconds,
     ``ttft_target_s`` counts from arrival.
 
-    ``stop_token_ids`` holds the model's eos ids too, unless they are to be ignored. Each of the
+    ``stop_token_ids`` holds the model's own ``eos_token_ids`` too, unless they are to be ignored;
+    then ``eos_token_ids`` is empty. Each of the
     ``n`` choices may have ``max_tokens``. ``trace`` is of its own span.
     """
 
@@ -261,6 +262,7 @@ class Request:
     fairness_id: str = ""
     x_request_id: str = ""
     application: str = ""
+    eos_token_ids: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
         return ledger_pb2.StoredRequest(
@@ -285,6 +287,7 @@ class Request:
             fairness_id=self.fairness_id,
             x_request_id=self.x_request_id,
             application=self.application,
+            eos_token_ids=self.eos_token_ids,
         ).SerializeToString()
 
     @classmethod
@@ -312,4 +315,5 @@ class Request:
             fairness_id=stored.fairness_id,
             x_request_id=stored.x_request_id,
             application=stored.application,
+            eos_token_ids=tuple(stored.eos_token_ids),
         )

@@ -23,6 +23,7 @@ class Output:
             frozenset(request.stop_token_ids),
             request.sampling.min_tokens,
             request.include_stop,
+            frozenset(request.eos_token_ids),
         )
         return cls(TextState(tokenizer, stops))
 
@@ -57,6 +58,11 @@ class Output:
     def text(self, start: int, stop: int) -> str:
         """Text released by the tokens from ``start`` to before ``stop``."""
         return "".join(self._released[start:stop])
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """Return what ended the text, as TextState does."""
+        return self._text.stop_reason
 
     @property
     def tail(self) -> str:

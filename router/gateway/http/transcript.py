@@ -24,6 +24,7 @@ class News(NamedTuple):
     tokens: Sequence[int]
     logprobs: Sequence[pb.TokenLogprobs]
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     known_text: str = ""
     num_known: int = 0
     is_begin: bool = False
@@ -31,8 +32,11 @@ class News(NamedTuple):
 
 @dataclass(slots=True)
 class Usage:
+    """Token counts of the requests of one answer. ``cached_tokens`` are known at the end."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class Transcript:
@@ -69,9 +73,9 @@ class Transcript:
         """The next piece of that request. None where nothing of it is news. Raises DataLoss where
         the client has other tokens, or more than there are in the end."""
         choice = request * self._choices_each + piece.choice
+        self.usage.completion_tokens += len(piece.token_ids)
         if piece.HasField("usage"):
-            self.usage.prompt_tokens += piece.usage.prompt_tokens
-            self.usage.completion_tokens += piece.usage.output_tokens
+            self.usage.cached_tokens += piece.usage.cached_tokens
             self.spans = piece.timing.spans
         before, resumed = self._read[choice], self._resumed[choice]
         self._read[choice] = after = self._after(choice, before, piece)
@@ -88,6 +92,7 @@ class Transcript:
             piece.token_ids,
             piece.logprobs,
             _FINISH_REASONS.get(piece.finish_reason),
+            _stop_reason(piece),
             piece.text[:known],
             min(max(0, resumed.tokens - before.tokens), len(piece.token_ids)),
             is_begin=self._told[choice] == BEGIN,
@@ -123,6 +128,16 @@ class Transcript:
         self._written[choice] = str(self._read[choice])
 
 
+def _stop_reason(piece: pb.GenerateResponse) -> str | int | None:
+    match piece.WhichOneof("stop_reason"):
+        case "stop_string":
+            return piece.stop_string
+        case "stop_token_id":
+            return piece.stop_token_id
+        case _:
+            return None
+
+
 def _lost(choice: int, resumed: Position, cause: str) -> DataLoss:
     return DataLoss(f"choice {choice} cannot be continued at token {resumed.tokens}: {cause}")
 
@@ -135,6 +150,7 @@ class Collected:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
 
     @property
     def text(self) -> str:
@@ -144,4 +160,5 @@ class Collected:
         self.parts.append(news.text)
         self.tokens.extend(news.tokens)
         self.logprobs.extend(news.logprobs)
-        self.finish_reason = news.finish_reason or self.finish_reason
+        if news.finish_reason:
+            self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
