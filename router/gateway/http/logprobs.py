@@ -90,13 +90,14 @@ class Alignment:
         complete: what its tokens have beyond it was cut.
         """
         self._num_known += len(text)
-        for token, each in zip(tokens, scores, strict=True):
-            self._place(token, each)
+        for token, its_scores in zip(tokens, scores, strict=True):
+            self._place(token, its_scores)
         placed: list[Placed] = []
-        while self._held and (is_end or self._held[0].end <= self._num_known):
-            each = self._held.popleft()
-            if each.end <= self._num_known or (each := self._cut(each)).data:
-                placed.append(each)
+        while self._held and self._held[0].end <= self._num_known:
+            placed.append(self._held.popleft())
+        if is_end:
+            placed += [each for each in map(self._cut, self._held) if each.data]
+            self._held.clear()
         return placed
 
     def _place(self, token: int, scores: pb.TokenLogprobs) -> None:
@@ -143,8 +144,7 @@ def _continues(rest: bytes, data: bytes) -> bool:
 def of_chat(vocabulary: Vocabulary, placed: Iterable[Placed]) -> ChatLogprobs:
     content: list[TokenLogprob] = [
         {
-            "token": _string(vocabulary, each.token, each.is_first),
-            "logprob": _finite(each.scores.logprob),
+            **_top(vocabulary, each.token, each.scores.logprob, each.is_first),
             "bytes": list(each.data),
             "top_logprobs": [
                 _top(vocabulary, *top, each.is_first) for top in _alternatives(each.scores)
@@ -265,20 +265,13 @@ _PRINTED = [
 
 
 def _top(vocabulary: Vocabulary, token: int, logprob: float, is_first: bool) -> TopLogprob:
-    data = vocabulary.token_bytes(token, is_first=is_first)
-    return {
-        "token": _string(vocabulary, token, is_first),
-        "logprob": _finite(logprob),
-        "bytes": None if data is None else list(data),
-    }
-
-
-def _string(vocabulary: Vocabulary, token: int, is_first: bool) -> str:
-    """Return a token's string as chats write it: bytes that are no text as U+FFFD."""
+    """Return a token as chats write it: bytes that are no text are U+FFFD in its string."""
     data = vocabulary.token_bytes(token, is_first=is_first)
     if data is None:
-        return vocabulary.token_string(token) or _name(token)
-    return data.decode(errors="replace")
+        string = vocabulary.token_string(token) or _name(token)
+        return {"token": string, "logprob": _finite(logprob), "bytes": None}
+    string = data.decode(errors="replace")
+    return {"token": string, "logprob": _finite(logprob), "bytes": list(data)}
 
 
 def _name(token: int) -> str:
