@@ -89,8 +89,8 @@ class Choice:
         return offset < self.readable or self.is_complete
 
     def piece(self, offset: int) -> pb.GenerateResponse:
-        """What can be read from ``offset`` on, up to the next change of epoch, and no more than
-        belongs into one message. At the end it has the finish reason, with no token if need be."""
+        """Return the tokens that can be read from ``offset`` on, of one epoch and of one message's
+        size. The last piece has the finish reason; it may have no tokens."""
         end, epoch = self._segment(offset)
         piece = pb.GenerateResponse(
             request_id=self.request_id,

@@ -370,7 +370,7 @@ class LiveRequest:
     # what it looks like outside
 
     def head(self, offset: int) -> pb.GenerateResponse:
-        """The first piece of a stream: the request is known."""
+        """Return the first piece of a stream, which says that the request is known."""
         return pb.GenerateResponse(
             request_id=bare(self.request_id),
             offset=offset,
@@ -386,7 +386,7 @@ class LiveRequest:
         return piece
 
     def close(self, piece: pb.GenerateResponse, now: float, *, explains: bool = False) -> None:
-        """Makes it the last piece of a stream. One that ``explains`` says where the time went."""
+        """Make ``piece`` the last one of a stream; ``explains`` adds the time breakdown."""
         assert self._ended is not None
         self.journal.delivered(now)
         piece.usage.CopyFrom(
@@ -431,7 +431,7 @@ class LiveRequest:
     # what the ledger is told of it
 
     def append(self, choice: Choice, offset: int) -> Append:
-        """What the ledger is to have of a choice from ``offset`` on."""
+        """Return the append that stores a choice's tokens from ``offset`` on."""
         output = choice.output
         is_first = (choice.index, offset) == (0, 0)
         has_tally = choice.finish_reason or (is_first and self.cached_tokens)

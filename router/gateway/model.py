@@ -102,7 +102,7 @@ _BYTES = [bytes([token]) if token < 256 else f"<{token}>".encode() for token in 
 
 
 class ByteTokenizer:
-    """The fake runner's: a token is a byte, and what lies beyond is written as its number."""
+    """The fake runner's tokenizer: tokens below 256 are bytes, others are written as numbers."""
 
     vocab_size = len(_BYTES)
 

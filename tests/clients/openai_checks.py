@@ -166,7 +166,7 @@ def test_log_probabilities(client: OpenAI) -> None:
         assert text[offset : offset + len(token)] == token
 
 
-def test_log_probabilities_of_characters_of_several_tokens(client: OpenAI) -> None:
+def test_log_probabilities_of_emoji(client: OpenAI) -> None:
     asked: Any = [{"role": "user", "content": "repeat \N{ROCKET} 3 times:"}]
     chat = client.chat.completions.create(
         model=MODEL, messages=asked, temperature=0, logprobs=True, top_logprobs=4

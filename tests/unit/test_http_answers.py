@@ -384,10 +384,11 @@ async def test_a_stream_leaves_others_their_turn_after_some_events_or_large_ones
     assert set(large.written) == {at_once}
 
 
-def test_what_json_cannot_hold_is_not_written() -> None:
+@pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
+def test_what_json_cannot_hold_is_not_written(logprob: float) -> None:
     answer = ChatAnswer(ENVELOPE, TOKENIZER, parser_of_text, has_logprobs=True)
     piece = pb.GenerateResponse(
-        token_ids=[97], text="a", logprobs=[TokenLogprobs(float("-inf"), 5).to_proto()]
+        token_ids=[97], text="a", logprobs=[TokenLogprobs(logprob, 5).to_proto()]
     )
     news = Transcript("r", 1, 1).read(0, piece)
     assert news is not None

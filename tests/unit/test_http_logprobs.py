@@ -104,7 +104,7 @@ def rows(logprobs: Entry) -> list[Entry]:
     return [dict(zip(columns, row, strict=True)) for row in values]
 
 
-def test_parts_of_a_character_have_their_bytes_and_share_its_offset() -> None:
+def test_parts_of_a_character_share_its_offset() -> None:
     tokens = byte_ids(BYTE_LEVEL, " a\N{GRINNING FACE}!".encode())
     choice = finished(BYTE_LEVEL, tokens, Stops(), [(token, -0.5) for token in tokens])
     scores = whole(completion(BYTE_LEVEL), choice)["logprobs"]
@@ -138,7 +138,7 @@ def test_space_before_half_a_character_is_kept() -> None:
     assert content[0]["token"] == " \N{REPLACEMENT CHARACTER}"
 
 
-def test_stop_string_cuts_the_bytes_of_the_token_that_it_begins_in() -> None:
+def test_stop_string_cuts_the_bytes_of_its_first_token() -> None:
     choice = finished(Mixed(), [0, 1, 2], Stops((" END", "x")))
     answer = whole(chat(Mixed()), choice)
     assert (text_of(answer), answer["stop_reason"]) == (" 😀", " END")
@@ -187,7 +187,7 @@ def sentencepiece_id(token: str) -> int:
 
 @pytest.mark.parametrize("num_top", [0, 1, 4])
 @pytest.mark.parametrize("is_sampled_among_them", [False, True])
-def test_completion_has_the_sampled_token_beside_the_alternatives(
+def test_completion_has_the_sampled_token_and_alternatives(
     num_top: int, is_sampled_among_them: bool
 ) -> None:
     top = [(token, -0.25) for token in b"abcd"[:num_top]]
@@ -215,6 +215,19 @@ def test_alternatives_with_the_same_string_keep_their_own_keys() -> None:
     ]
     [entry] = whole(chat(SENTENCEPIECE), choice)["logprobs"]["content"]
     assert [each["token"] for each in entry["top_logprobs"]] == ["A", "A", "", "token_id:1000000"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [
+        ("byte-level", " \N{GRINNING FACE}", ["Ġ", "ðŁ", "ĺ", "Ģ"]),
+        ("sentencepiece", "\N{ROCKET}", [SPACE, "<0xF0>", "<0x9F>", "<0x9A>", "<0x80>"]),
+        ("plain", "one drei", ["one", "drei"]),
+    ],
+)
+def test_token_string_is_the_vocabularys_own(kind: str, text: str, expected: list[str]) -> None:
+    tokenizer = ALL[kind]
+    assert [tokenizer.token_string(token) for token in tokenizer.encode(text)] == expected
 
 
 def outputs(tokenizer: HuggingFaceTokenizer) -> st.SearchStrategy[list[int]]:

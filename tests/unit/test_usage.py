@@ -42,7 +42,7 @@ async def test_cached_tokens_are_those_of_the_first_attempt(gateway: Gateway) ->
     assert await usage(gateway) == expected
 
 
-async def test_cached_tokens_of_an_attempt_that_began_nothing_are_unknown(
+async def test_cached_tokens_need_an_attempt_that_began(
     gateway: Gateway,
 ) -> None:
     await gateway.submit(text="prompt")

@@ -90,7 +90,7 @@ class ChatChunk(TypedDict):
 
 
 class ChatAnswer:
-    """``parser`` makes that of a choice."""
+    """Writer of chat completions. ``parser`` makes the parser of a choice."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class ChatAnswer:
         return self._chunk([choice], None if usage is None else usage_so_far(usage))
 
     def _deltas(self, news: News) -> list[Delta]:
-        """What the news say that the client does not have."""
+        """Return the deltas that the client does not have."""
         if (parser := self._parsers.get(news.choice)) is None:
             parser = self._parsers[news.choice] = self._parser(news.choice)
         if news.known_text:
@@ -143,7 +143,7 @@ class ChatAnswer:
         return self._chunk([], usage_body(usage))
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Its JSON, in parts that each take little time."""
+        """Write a whole chat completion as JSON, in parts that each take little time."""
         begin, end = around(self._completion(usage), "choices", [])
         return array(begin, (self._written(*each) for each in enumerate(choices)), end)
 
@@ -167,7 +167,7 @@ class ChatAnswer:
         return logprobs.written_of_chat(self._vocabulary, choice, begin, end)
 
     def _choice(self, index: int, choice: Collected) -> ChatChoice:
-        """Without its log probabilities."""
+        """Return a choice without its log probabilities."""
         parser = self._parser(index)
         deltas = parser.feed(choice.text) + parser.finish()
         return {

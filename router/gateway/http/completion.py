@@ -35,7 +35,8 @@ class Completion(TypedDict):
 
 
 class CompletionAnswer:
-    """``echoes`` has the prompt's text of each choice that begins with it."""
+    """Writer of completions. ``echoes`` has the prompt's text by choice, if it precedes the
+    output."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class CompletionAnswer:
         return self._completion([], usage_body(usage))
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Its JSON, in parts that each take little time."""
+        """Write a whole completion as JSON, in parts that each take little time."""
         begin, end = around(self._completion([], usage_body(usage)), "choices", [])
         return array(begin, (self._written(*each) for each in enumerate(choices)), end)
 

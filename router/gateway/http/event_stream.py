@@ -34,7 +34,7 @@ _HEADERS = (
 
 
 class StreamedAnswer(Protocol):
-    """What is made of news: the chunks of one kind of answer."""
+    """Writer of the chunks of one kind of answer."""
 
     def data(self, news: News, usage: Usage | None = None) -> str | None:
         """Return a chunk with the ``usage`` so far, if any, as JSON; None if there is nothing to

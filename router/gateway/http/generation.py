@@ -25,10 +25,11 @@ _REFUSALS = (QueueFull, QueueTimeout, DeadlineUnmeetable)
 
 
 class Generation:
-    """Who leaves before the end closes it.
+    """The streams of one call's requests, read together.
 
-    What there is of it can be taken; ``on_more`` is told when there may be more. Those of which
-    there is more have their turns, a piece each."""
+    ``take`` returns the next piece that can be read, of each request in turn; ``on_more`` is called
+    when there may be more. A caller that leaves before the end must close it.
+    """
 
     def __init__(self, opened: Sequence[Opened], prompt_tokens: int, forget: _Forget) -> None:
         self.trace = opened[0].trace

@@ -279,4 +279,5 @@ def _name(token: int) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST)
+    """Return the least value for NaN too."""
+    return logprob if logprob > _LEAST else _LEAST

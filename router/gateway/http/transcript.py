@@ -1,4 +1,4 @@
-"""What has been read of the choices of one answer, and what of it its client has. Pure."""
+"""Progress of one answer: what was read of its choices, and what its client has. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _FINISH_REASONS = {FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "
 
 
 class News(NamedTuple):
-    """What a piece adds to a choice. ``known_text`` and the first ``num_known`` of ``tokens`` are
-    what the client had before its connection was lost."""
+    """The text and tokens that a piece adds to a choice.
+
+    ``known_text`` and the first ``num_known`` of ``tokens`` are those that the client had before
+    its connection was lost.
+    """
 
     choice: int
     text: str
@@ -70,8 +73,10 @@ class Transcript:
         return written(self._name, self._written)
 
     def read(self, request: int, piece: pb.GenerateResponse) -> News | None:
-        """The next piece of that request. None where nothing of it is news. Raises DataLoss where
-        the client has other tokens, or more than there are in the end."""
+        """Read the next piece of a request; return None if the client has all of it.
+
+        Raises DataLoss if the client has other tokens, or more tokens than the choice got.
+        """
         choice = request * self._choices_each + piece.choice
         self.usage.completion_tokens += len(piece.token_ids)
         if piece.HasField("usage"):
@@ -144,7 +149,7 @@ def _lost(choice: int, resumed: Position, cause: str) -> DataLoss:
 
 @dataclass(slots=True)
 class Collected:
-    """A whole choice."""
+    """A whole choice, collected from its pieces."""
 
     parts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

@@ -25,7 +25,7 @@ _FINISH_REASONS = {
 
 @dataclass(slots=True)
 class Part:
-    """What is new of one choice. ``finish_reason`` is empty where more of it follows."""
+    """The new output of one choice. ``finish_reason`` is empty if more of it follows."""
 
     choice: int
     text: list[str] = field(default_factory=list)
