@@ -127,7 +127,7 @@ class Life:
         if answer is not Appended.OK:
             return answer
         self.prompt_logprobs = self.prompt_logprobs or item.prompt_logprobs
-        self.put(tally=(item.finish_reason and item.tally) or self.entry.tally)
+        self.put(tally=item.tally or self.entry.tally)
         if not all(self.entry.finish_reasons):
             return answer
         self.finished_by = item.epoch

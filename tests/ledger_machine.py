@@ -84,7 +84,9 @@ nonces = st.sampled_from(NONCES)
 finishes = st.sampled_from([None] * 8 + [FinishReason.STOP, FinishReason.LENGTH])
 ends = st.sampled_from([State.FAILED, State.CANCELLED, State.EXPIRED])
 tokens = st.lists(st.sampled_from([0, 255, 2**31, 2**32 - 1]), max_size=4).map(tuple)
-tallies = st.builds(Tally, st.integers(0, 2), st.integers(0, 2), st.integers(0, 2**40))
+tallies = st.builds(
+    Tally, st.integers(0, 2), st.integers(0, 2), st.integers(0, 2**40), st.integers(0, 2**20)
+)
 #: Mostly of the first choice, sometimes of none that there is.
 choices = st.sampled_from([0, 0, 0, 1, 1, 2, 3])
 

@@ -256,9 +256,10 @@ class Request:
     """What is to be run, with every default resolved. ``deadline`` is ledger time in seconds,
     ``ttft_target_s`` counts from arrival.
 
-    ``stop_token_ids`` holds the model's eos ids too, unless they are to be ignored. Each of the
-    ``n`` choices may have ``max_tokens``; with ``clamp_max_tokens`` the context of a worker may end
-    an output earlier. ``trace`` is of its own span.
+    ``stop_token_ids`` holds the model's own ``eos_token_ids`` too, unless they are to be ignored;
+    then ``eos_token_ids`` is empty. Each of the ``n`` choices may have ``max_tokens``; with
+    ``clamp_max_tokens`` the context of a worker may end an output earlier. ``trace`` is of its own
+    span.
     """
 
     request_id: str
@@ -283,6 +284,7 @@ class Request:
     x_request_id: str = ""
     application: str = ""
     clamp_max_tokens: bool = False
+    eos_token_ids: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
         return ledger_pb2.StoredRequest(
@@ -308,6 +310,7 @@ class Request:
             x_request_id=self.x_request_id,
             application=self.application,
             clamp_max_tokens=self.clamp_max_tokens,
+            eos_token_ids=self.eos_token_ids,
         ).SerializeToString()
 
     @classmethod
@@ -336,4 +339,5 @@ class Request:
             x_request_id=stored.x_request_id,
             application=stored.application,
             clamp_max_tokens=stored.clamp_max_tokens,
+            eos_token_ids=tuple(stored.eos_token_ids),
         )

@@ -1,40 +1,41 @@
-"""From tokens to text, one token at a time, and what ends it. Pure.
+"""Incremental detokenisation and stop strings. Pure.
 
-The text after token k depends on tokens 0..k alone, so that a stream which is continued elsewhere,
-by replaying its tokens, goes on with exactly the next character. Two things are held back: what may
-become another character (half of a UTF-8 sequence), and what may become a stop string.
+The text after token k depends on tokens 0..k alone, so that a stream that is continued on another
+router, by replaying its tokens, continues with exactly the next character. Two things are held
+back: an incomplete UTF-8 sequence, and text that may become a stop string.
 """
 
 from __future__ import annotations
 
+from codecs import utf_8_decode
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 from weakref import WeakValueDictionary
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: An unfinished UTF-8 sequence has at most three bytes, so at most as many tokens, and at most as
-#: many replacement characters stand for it.
-_MAX_UNFINISHED = 3
-#: Tokens that are decoded again with the next one, before the older half of them is let go.
-_WINDOW = 12
-
 
 class Tokenizer(Protocol):
-    """What detokenising needs of a tokenizer."""
+    """Everything that detokenising needs of a tokenizer."""
+
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
+        """Return the bytes that a token adds to a text.
+
+        None for a token that is no text: special tokens, and ids without a token. ``is_first``: no
+        token of the text precedes it. SentencePiece vocabularies drop its leading space.
+        """
+        ...
+
+
+class Vocabulary(Tokenizer, Protocol):
+    """A tokenizer that also decodes whole texts and names its tokens."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens left out, undecodable bytes as U+FFFD."""
+        """Return the text of ``ids`` without special tokens, invalid bytes as U+FFFD."""
         ...
 
-    def is_text(self, token_id: int) -> bool:
-        """False for what ``decode`` leaves out: special tokens, and ids that name no token."""
-        ...
-
-    def whole_text(self, token_id: int) -> str | None:
-        """The text of a token that has the same wherever it stands behind a whole character; None
-        where that depends on its neighbours."""
+    def token_string(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary writes it; None for an id without a token."""
         ...
 
 
@@ -44,13 +45,14 @@ class Stops:
 
     A string that is completed while there are fewer than ``min_tokens`` tokens does not count, nor
     does a token before which there are fewer. What ended the text is left out of it, unless
-    ``is_included``.
+    ``is_included``. ``eos_ids`` are those of ``token_ids`` that the model itself ends texts with.
     """
 
     strings: tuple[str, ...] = ()
     token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     is_included: bool = False
+    eos_ids: frozenset[int] = frozenset()
 
 
 NO_STOPS = Stops()
@@ -59,99 +61,85 @@ NO_STOPS = Stops()
 class TextState:
     """The text of one growing sequence.
 
-    Up to its end all pieces together are ``tokenizer.decode`` of all tokens; with a byte-level
-    tokenizer whatever the tokens are.
+    All pieces together, up to a stop, are the bytes of all tokens decoded as UTF-8. Each invalid
+    byte sequence becomes one U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Stops = NO_STOPS) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._matcher = StopMatcher(stops.strings, is_included=stops.is_included)
-        self._silent_ids = frozenset() if stops.is_included else stops.token_ids
-        self._min_tokens = stops.min_tokens
+        self._stops = stops
         self._num_tokens = 0
+        self._last_token: int | None = None
 
     @property
     def stopped(self) -> bool:
-        """A stop string is complete, and with it the text: nothing more comes."""
+        """Whether a stop string is complete, and with it the text."""
         return self._matcher.matched
 
+    @property
+    def stop_reason(self) -> str | int | None:
+        """Return the stop string that ended the text, or the last token if it is a stop token.
+
+        None if it is neither, or one of the model's end-of-sequence tokens.
+        """
+        if self._matcher.matched:
+            return self._matcher.stop
+        is_named = self._is_stop_token and self._last_token not in self._stops.eos_ids
+        return self._last_token if is_named else None
+
     def push(self, token_id: int) -> str:
-        """The text that is certain after this token and was not before."""
+        """Return the text that is certain after this token and was not before."""
         self._num_tokens += 1
-        if token_id in self._silent_ids and self._num_tokens > self._min_tokens:
+        self._last_token = token_id
+        if self._is_stop_token and not self._stops.is_included:
             return ""
         text = self._detokenizer.push(token_id)
-        return self._matcher.feed(text, counts=self._num_tokens >= self._min_tokens)
+        return self._matcher.feed(text, counts=self._num_tokens >= self._stops.min_tokens)
 
     def finish(self) -> str:
-        """What is still held back when no token follows."""
+        """Return the text that is still held back when no token follows."""
         rest = self._detokenizer.finish()
-        counts = self._num_tokens >= self._min_tokens
+        counts = self._num_tokens >= self._stops.min_tokens
         return self._matcher.feed(rest, counts=counts) + self._matcher.finish()
+
+    @property
+    def _is_stop_token(self) -> bool:
+        has_enough = self._num_tokens > self._stops.min_tokens
+        return has_enough and self._last_token in self._stops.token_ids
 
 
 class Detokenizer:
-    """Incremental decoding, O(1) amortised a token, given nothing but a decode function.
-
-    What says the same wherever it stands is not decoded again. Else a window of the last tokens is
-    decoded with every new one; ``_shown`` characters of its text are out. The window never starts
-    inside a character, and keeps tokens before the new ones, since a decoder may treat the very
-    first token in its own way (SentencePiece strips its space).
-    """
+    """Incremental UTF-8 decoding of the bytes of tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._shown = 0
-        #: tokens since the text last ended with a whole character
-        self._unfinished = 0
-        #: all of the text is out
-        self._is_whole = True
+        #: the beginning of a character that is not complete
+        self._rest = b""
+        self._is_first = True
 
     def push(self, token_id: int) -> str:
-        if not self._tokenizer.is_text(token_id):
+        """Return the characters that this token completes."""
+        data = self._tokenizer.token_bytes(token_id, is_first=self._is_first)
+        if data is None:
             return ""
-        if self._is_whole and (text := self._tokenizer.whole_text(token_id)) is not None:
-            self._window.clear()
-            self._shown = 0
-            return text
-        self._window.append(token_id)
-        text = self._tokenizer.decode(self._window)
-        self._unfinished = self._unfinished + 1 if text.endswith(REPLACEMENT) else 0
-        if 0 < self._unfinished <= _MAX_UNFINISHED:
-            self._is_whole = False
-            return ""
-        # Whole characters only, or broken bytes that no token can mend any more.
-        new = self._show(text, len(text) - _open_end(text))
-        self._is_whole = self._shown == len(text)
-        if len(self._window) >= _WINDOW:
-            self._halve(text)
-        return new
+        self._is_first = False
+        text, self._rest = decode_utf8(self._rest + data)
+        return text
 
     def finish(self) -> str:
-        text = self._tokenizer.decode(self._window)
-        return self._show(text, len(text))
-
-    def _show(self, text: str, end: int) -> str:
-        new = text[self._shown : end]
-        self._shown += len(new)
-        return new
-
-    def _halve(self, text: str) -> None:
-        half = len(self._window) // 2
-        tail = self._tokenizer.decode(self._window[half:])
-        dropped = len(text) - len(tail)
-        # A cut inside a character shows: the rest of it is not how the text ends. And whatever the
-        # bytes are, four behind the cut they are read as before: UTF-8 synchronises itself.
-        if tail and text.endswith(tail) and dropped <= self._shown:
-            del self._window[:half]
-            self._shown -= dropped
+        """Return U+FFFD if the last character is incomplete."""
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
 
 
-def _open_end(text: str) -> int:
-    """Characters at the end of ``text`` that more bytes may turn into another one."""
-    tail = text[-_MAX_UNFINISHED:]
-    return len(tail) - len(tail.rstrip(REPLACEMENT))
+def decode_utf8(data: bytes) -> tuple[str, bytes]:
+    """Return the complete characters of ``data``, and the bytes of an incomplete one at its end.
+
+    An invalid byte sequence becomes U+FFFD.
+    """
+    text, length = utf_8_decode(data, "replace", False)
+    return text, data[length:]
 
 
 class StopMatcher:
@@ -164,6 +152,8 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], *, is_included: bool = False) -> None:
         """``is_included`` lets the text end after the stop string, not before it."""
         self.matched = False
+        #: the stop string that was completed
+        self.stop: str | None = None
         self._is_included = is_included
         self._held = ""
         self._state = 0
@@ -182,6 +172,7 @@ class StopMatcher:
             self._state = automaton.step(self._state, char)
             if counts and (match := automaton.match[self._state]):
                 self.matched = True
+                self.stop = buffer[end - match : end]
                 self._held = ""
                 return buffer[: end if self._is_included else end - match]
         certain = len(buffer) - automaton.open[self._state]

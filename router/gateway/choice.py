@@ -89,8 +89,8 @@ class Choice:
         return offset < self.readable or self.is_complete
 
     def piece(self, offset: int) -> pb.GenerateResponse:
-        """What can be read from ``offset`` on, up to the next change of epoch, and no more than
-        belongs into one message. At the end it has the finish reason, with no token if need be."""
+        """Return the tokens that can be read from ``offset`` on, of one epoch and of one message's
+        size. The last piece has the finish reason; it may have no tokens."""
         end, epoch = self._segment(offset)
         piece = pb.GenerateResponse(
             request_id=self.request_id,
@@ -107,6 +107,8 @@ class Choice:
             assert self.finish_reason is not None
             piece.text += self.output.tail
             piece.finish_reason = self.finish_reason.value
+            if self.finish_reason is FinishReason.STOP:
+                _set_stop_reason(piece, self.output.stop_reason)
         return piece
 
     def _tokens_a_piece(self) -> int:
@@ -122,3 +124,11 @@ class Choice:
                 return end, epoch
             end = min(end, start)
         raise AssertionError("the first segment starts at 0")
+
+
+def _set_stop_reason(piece: pb.GenerateResponse, reason: str | int | None) -> None:
+    match reason:
+        case str():
+            piece.stop_string = reason
+        case int():
+            piece.stop_token_id = reason

@@ -75,6 +75,8 @@ class LiveRequest:
         self.preemptions = entry.tally.preemptions
         self.migrations = entry.tally.migrations
         self.recomputed_tokens = entry.tally.recomputed_tokens
+        #: prompt tokens that the first attempt found in the prefix cache; None: not known yet
+        self.cached_tokens = entry.tally.cached_tokens or (0 if self.num_tokens else None)
         #: workers that it lost in a row, without a token in between
         self.losses_in_a_row = 0
         self._num_tokens_at_loss = -1
@@ -159,7 +161,9 @@ class LiveRequest:
 
     @property
     def tally(self) -> Tally:
-        return Tally(self.preemptions, self.migrations, self.recomputed_tokens)
+        return Tally(
+            self.preemptions, self.migrations, self.recomputed_tokens, self.cached_tokens or 0
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -241,6 +245,11 @@ class LiveRequest:
             choice.begin(dispatched.epoch)
         self._moments.dispatched(dispatched, now)
         self.journal.dispatched(dispatched, self.known_tokens, neighbours, worker, now, occupants)
+
+    def note_cached(self, num_tokens: int) -> None:
+        """Note the prefix-cache hits of an attempt; only those of the first one count."""
+        if self.cached_tokens is None:
+            self.cached_tokens = min(num_tokens, len(self.request.prompt_ids))
 
     def lose(self) -> None:
         """Its worker is lost."""
@@ -361,8 +370,12 @@ class LiveRequest:
     # what it looks like outside
 
     def head(self, offset: int) -> pb.GenerateResponse:
-        """The first piece of a stream: the request is known."""
-        return pb.GenerateResponse(request_id=bare(self.request_id), offset=offset)
+        """Return the first piece of a stream, which says that the request is known."""
+        return pb.GenerateResponse(
+            request_id=bare(self.request_id),
+            offset=offset,
+            prompt_tokens=len(self.request.prompt_ids),
+        )
 
     def piece(self, choice: Choice, offset: int) -> pb.GenerateResponse:
         """As the choice's own, with what belongs to the request."""
@@ -373,11 +386,15 @@ class LiveRequest:
         return piece
 
     def close(self, piece: pb.GenerateResponse, now: float, *, explains: bool = False) -> None:
-        """Makes it the last piece of a stream. One that ``explains`` says where the time went."""
+        """Make ``piece`` the last one of a stream; ``explains`` adds the time breakdown."""
         assert self._ended is not None
         self.journal.delivered(now)
         piece.usage.CopyFrom(
-            pb.Usage(prompt_tokens=len(self.request.prompt_ids), output_tokens=self.num_tokens)
+            pb.Usage(
+                prompt_tokens=len(self.request.prompt_ids),
+                output_tokens=self.num_tokens,
+                cached_tokens=self.cached_tokens or 0,
+            )
         )
         piece.timing.CopyFrom(self._timing(self._ended))
         if explains:
@@ -414,8 +431,10 @@ class LiveRequest:
     # what the ledger is told of it
 
     def append(self, choice: Choice, offset: int) -> Append:
-        """What the ledger is to have of a choice from ``offset`` on."""
+        """Return the append that stores a choice's tokens from ``offset`` on."""
         output = choice.output
+        is_first = (choice.index, offset) == (0, 0)
+        has_tally = choice.finish_reason or (is_first and self.cached_tokens)
         return Append(
             self.request_id,
             self.epoch,
@@ -425,7 +444,7 @@ class LiveRequest:
             choice.finish_reason,
             logprobs=tuple(output.logprobs[offset:]),
             prompt_logprobs=self._prompt_logprobs(choice, offset) if self.has_logprobs else (),
-            tally=self.tally if choice.finish_reason else None,
+            tally=self.tally if has_tally else None,
             explanation=self._last_explanation if choice.finish_reason else b"",
         )
 

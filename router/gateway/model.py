@@ -25,8 +25,8 @@ from everlift.errors import (
 from everlift.messages import Request, Submission
 from everlift.model_name import name_for_clients
 from everlift.sampling import SamplingParams
-from everlift.text import REPLACEMENT
 from everlift.v1 import session_pb2
+from everlift.vocabulary import byte_level, byte_piece, decoder_types
 from router.gateway.sampling_defaults import of_model
 
 #: The longest tokens of common vocabularies are runs of 128 spaces.
@@ -47,7 +47,7 @@ _MAX_PROMPT_LOGPROBS = 1 << 18
 _MAX_LOGPROBS = 1 << 22
 
 
-class Tokenizer(text.Tokenizer, Protocol):
+class Tokenizer(text.Vocabulary, Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
@@ -61,9 +61,12 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = self._tokenizer.get_vocab_size()
-        #: a token is bytes, whatever is around it
-        self._is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
-        self._texts: dict[int, str] = {}
+        decoder = self._tokenizer.decoder
+        types = decoder_types(None if decoder is None else json.loads(decoder.__getstate__()))
+        self._is_byte_level = "ByteLevel" in types
+        self._has_byte_pieces = "ByteFallback" in types
+        #: bytes by token id and whether the token is the first one of a text
+        self._bytes: dict[tuple[int, bool], bytes] = {}
 
     # Of batches the library lets go of Python's lock, else not.
 
@@ -77,16 +80,27 @@ class HuggingFaceTokenizer:
         (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=True)
         return str(text)
 
-    def is_text(self, token_id: int) -> bool:
-        return token_id not in self._special and token_id < self.vocab_size
+    def token_string(self, token_id: int) -> str | None:
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        return token
 
-    def whole_text(self, token_id: int) -> str | None:
-        if not self._is_byte_level:
-            return None
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self.decode([token_id])
-        return None if REPLACEMENT in text else text
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
+        key = token_id, is_first
+        if (data := self._bytes.get(key)) is None:
+            if token_id in self._special or (token := self.token_string(token_id)) is None:
+                return None
+            data = self._bytes[key] = self._bytes_of(token_id, token, is_first=is_first)
+        return data
+
+    def _bytes_of(self, token_id: int, token: str, *, is_first: bool) -> bytes:
+        if self._is_byte_level:
+            return byte_level(token)
+        if self._has_byte_pieces and (piece := byte_piece(token)) is not None:
+            return piece
+        first = self.decode([token_id])
+        # Decoders treat the first token of a text differently from the others.
+        text = first if is_first else self.decode([token_id] * 2)[len(first) :]
+        return text.encode()
 
 
 #: Each of the byte tokenizer's tokens.
@@ -94,7 +108,7 @@ _BYTES = [bytes([token]) if token < 256 else f"<{token}>".encode() for token in 
 
 
 class ByteTokenizer:
-    """The fake runner's: a token is a byte, and what lies beyond is written as its number."""
+    """The fake runner's tokenizer: tokens below 256 are bytes, others are written as numbers."""
 
     vocab_size = len(_BYTES)
 
@@ -104,11 +118,13 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(_BYTES.__getitem__, ids)).decode(errors="replace")
 
-    def is_text(self, token_id: int) -> bool:
-        return True
+    def token_string(self, token_id: int) -> str | None:
+        if 128 <= token_id < 256:
+            return f"<0x{token_id:02X}>"
+        return _BYTES[token_id].decode() if token_id < self.vocab_size else None
 
-    def whole_text(self, token_id: int) -> str | None:
-        return None if 128 <= token_id < 256 else _BYTES[token_id].decode()
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
+        return _BYTES[token_id] if token_id < self.vocab_size else None
 
 
 @dataclass(slots=True)
@@ -254,6 +270,7 @@ class ServedModel:
             sampling=submission.sampling,
             stop=submission.stop,
             stop_token_ids=tuple(dict.fromkeys(submission.stop_token_ids + eos_ids)),
+            eos_token_ids=eos_ids,
             on_disconnect=submission.on_disconnect,
             deadline=None,
             body_hash=submission.body_hash,

@@ -1,5 +1,5 @@
-"""What one choice of a request has generated: tokens, the text that each of them released, their
-log probabilities. Pure."""
+"""Output of one choice: tokens, the text that each of them released, their log probabilities.
+Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from everlift.text import Stops, TextState, Tokenizer
 
 
 class Output:
-    """The text after token k depends on tokens 0..k alone, so any reader can go on at any
-    offset. ``logprobs`` are those of the tokens, or empty where nobody asked."""
+    """Tokens and text of one choice.
+
+    The text after token k depends on tokens 0..k alone, so a reader can continue at any offset.
+    ``logprobs`` are those of the tokens, or empty if the request does not ask for them.
+    """
 
     @classmethod
     def of(cls, request: Request, tokenizer: Tokenizer) -> Self:
-        """Of one choice of ``request``, before its first token."""
+        """Return the output of one choice of ``request`` before its first token."""
         stops = Stops(
             request.stop,
             frozenset(request.stop_token_ids),
             request.sampling.min_tokens,
             request.include_stop,
+            frozenset(request.eos_token_ids),
         )
         return cls(TextState(tokenizer, stops))
 
@@ -57,6 +61,11 @@ class Output:
     def text(self, start: int, stop: int) -> str:
         """Text released by the tokens from ``start`` to before ``stop``."""
         return "".join(self._released[start:stop])
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """Return the stop that the client named and that ended the text, as TextState does."""
+        return self._text.stop_reason
 
     @property
     def tail(self) -> str:

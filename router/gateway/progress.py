@@ -24,9 +24,12 @@ def take(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> b
 
 
 def note(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> bool:
-    """What the worker has computed of the choice, and what became of its KV blocks: answers whether
-    anything did."""
+    """Note what the worker has computed of the choice and what it found in its cache. Return
+    whether anything became of the choice's KV blocks."""
     choice.num_computed = max(choice.num_computed, progress.num_computed)
+    # Other choices find the first one's prompt.
+    if choice.index == 0 and progress.HasField("waited_s"):
+        live.note_cached(progress.cached_tokens)
     if not (progress.residence or progress.preemptions or progress.recomputed_tokens):
         return False
     live.preemptions += progress.preemptions

@@ -2,8 +2,8 @@
 -- not simply ok: the number of an item, and its word of Appended.
 -- ARGV: retention_ms, and all items as one MessagePack array, since every argument of its own costs the
 --       client as much as a token: for each item id, epoch, offset, tokens, and '' if they are of choice 0
---       and that is all, else 'more' and: choice, letter of its end or '', logprobs, prompt_logprobs, and
---       the tally and the explanation that come with an end, or ''. All but the offset are text.
+--       and that is all, else 'more' and: choice, letter of its end or '', logprobs, prompt_logprobs, the
+--       tally or '', and the explanation that comes with an end, or ''. All but the offset are text.
 
 local retention_ms = ARGV[1]
 
@@ -56,6 +56,7 @@ local function append(id, epoch, offset, tokens, choice, letter, logprobs, promp
     local answer = store(id, choice, offset * 4, tokens, logprobs, max_tokens * 4)
     if answer ~= 'ok' then return answer end
     if prompt_logprobs ~= '' then store_prompt_once(id, prompt_logprobs) end
+    if letter == '' and tally ~= '' then redis.call('HSET', request_key(id), 'tally', tally) end
     if letter == '' then return 'ok' end
     answer = end_choice(id, epoch, choice, letter, finishes, tally)
     explain(id, explanation)

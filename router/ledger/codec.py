@@ -90,7 +90,7 @@ def seconds(microseconds: bytes) -> float:
 
 
 def tally_text(tally: Tally) -> str:
-    return f"{tally.preemptions} {tally.migrations} {tally.recomputed_tokens}"
+    return f"{tally.preemptions} {tally.migrations} {tally.recomputed_tokens} {tally.cached_tokens}"
 
 
 def _tally(text: bytes) -> Tally:
@@ -107,7 +107,8 @@ def appends(items: Sequence[Append]) -> bytes:
 
 def _append_fields(item: Append) -> Sequence[str | int | bytes]:
     tokens = pack_tokens(item.tokens)
-    if not (item.choice or item.finish_reason or item.logprobs or item.prompt_logprobs):
+    scores = item.logprobs or item.prompt_logprobs
+    if not (item.choice or item.finish_reason or scores or item.tally):
         return (item.request_id, str(item.epoch), item.offset, tokens, "")
     letter = _LETTERS[item.finish_reason] if item.finish_reason else ""
     return (
@@ -120,7 +121,7 @@ def _append_fields(item: Append) -> Sequence[str | int | bytes]:
         letter,
         pack_logprobs(item.logprobs),
         pack_logprobs(item.prompt_logprobs),
-        tally_text(item.tally) if letter and item.tally else "",
+        tally_text(item.tally) if item.tally else "",
         item.explanation if letter else "",
     )
 

@@ -53,7 +53,7 @@
 -- Lua's numbers are doubles. Moments in µs stay below 2^53 and are exact. Epochs and terms are
 -- 64-bit nonces: they are passed, stored and compared as text, and never become numbers.
 -- `finishes` has one letter a choice, - while it goes on; so its length is the number of choices.
--- `moves` counts them; `tally` is three numbers, the fields of Tally.
+-- `moves` counts them; `tally` is four numbers, the fields of Tally.
 
 local ROOT = KEYS[1]
 
@@ -187,7 +187,7 @@ local function create(id, gateway, n, ...)
     redis.call('HSET', request_key(id),
         'state', 'queued', 'gateway', gateway, 'worker', '', 'epoch', '0', 'attempts', 0,
         'losses', 0, 'finishes', ('-'):rep(n), 'error_slug', '', 'error_message', '',
-        'tally', '0 0 0', ...)
+        'tally', '0 0 0 0', ...)
     -- Empty, so that each has its time to live before the first append.
     local keys = all_keys(id)
     for i = 3, #keys do redis.call('SET', keys[i], '') end

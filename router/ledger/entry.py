@@ -79,13 +79,17 @@ class Move(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What a request has been through, over all its attempts. ``preemptions`` are the times that it
-    gave up its KV blocks before its end, ``migrations`` the attempts that went on with tokens of an
-    earlier one."""
+    """Counters of a request, over all its attempts.
+
+    ``preemptions`` are the times that it released its KV blocks before its end, ``migrations`` the
+    attempts that continued tokens of an earlier one. ``cached_tokens`` are the prompt tokens that
+    the first attempt found in the prefix cache.
+    """
 
     preemptions: int = 0
     migrations: int = 0
     recomputed_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,7 @@ class Append:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    #: with a finish reason: what the request has been through so far
+    #: the request's counters so far; None leaves those that are stored
     tally: Tally | None = None
     #: with a finish reason: where its time went so far; empty: what was told before stays
     explanation: bytes = b""

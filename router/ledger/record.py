@@ -124,8 +124,7 @@ class Record:
         answer = self.choices[item.choice].store(item, self.request.max_tokens)
         if answer is Appended.OK:
             self.prompt_logprobs = self.prompt_logprobs or item.prompt_logprobs
-            tally = item.tally if item.finish_reason else None
-            self.put(tally=tally or self.entry.tally)
+            self.put(tally=item.tally or self.entry.tally)
             self.explain(item.explanation if item.finish_reason else b"")
         return answer
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from everlift.messages import Request
 from everlift.request_id import tenant_of
-from everlift.text import Tokenizer
+from everlift.text import Vocabulary
 
 #: Tokens of the prompt that are read, at its beginning and at its end.
 _HEAD, _TAIL = 32, 64
@@ -66,7 +66,7 @@ class Asked(NamedTuple):
     moment: float
 
 
-def asked(request: Request, tokenizer: Tokenizer, moment: float) -> Asked:
+def asked(request: Request, tokenizer: Vocabulary, moment: float) -> Asked:
     sampling = request.sampling
     return asked_of(
         request.prompt_ids,
@@ -85,7 +85,7 @@ def asked(request: Request, tokenizer: Tokenizer, moment: float) -> Asked:
 
 def asked_of(
     prompt_ids: Sequence[int],
-    tokenizer: Tokenizer,
+    tokenizer: Vocabulary,
     *,
     max_tokens: int,
     choices: int,
@@ -124,7 +124,7 @@ def narrowest(groups: Sequence[str]) -> str:
     return next(group for group in reversed(groups) if group)
 
 
-def _ends(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+def _ends(ids: Sequence[int], tokenizer: Vocabulary) -> str:
     if len(ids) <= _HEAD + _TAIL:
         return tokenizer.decode(ids)
     return tokenizer.decode(ids[:_HEAD]) + "\n" + tokenizer.decode(ids[-_TAIL:])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from zlib import crc32
 
 from everlift.messages import Request
-from everlift.text import Tokenizer
+from everlift.text import Vocabulary
 from router.prediction.asked import asked
 from router.prediction.histories import Histories
 from router.prediction.learned import Guess, Learned
@@ -81,7 +81,7 @@ NOTHING = Prediction(LengthDistribution(0.0), is_certain=True)
 
 
 class Predictor:
-    def __init__(self, tokenizer: Tokenizer, served: str, min_tau: float) -> None:
+    def __init__(self, tokenizer: Vocabulary, served: str, min_tau: float) -> None:
         """``served`` is the served model's name. Below ``min_tau`` predictions are not trusted."""
         self._tokenizer = tokenizer
         self._served = served

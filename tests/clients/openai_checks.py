@@ -96,6 +96,8 @@ def test_a_stream_of_a_chat(client: OpenAI) -> None:
     assert told[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in told][-2:] == [None, "stop"]
     assert last.choices == [] and last.usage is not None and last.usage.prompt_tokens > 0
+    assert last.usage.prompt_tokens_details is not None
+    assert last.usage.prompt_tokens_details.cached_tokens is not None
 
 
 def test_the_clients_own_accumulation_of_a_stream(client: OpenAI) -> None:
@@ -162,6 +164,19 @@ def test_log_probabilities(client: OpenAI) -> None:
     text = completion.choices[0].text
     for token, offset in zip(told.tokens, told.text_offset, strict=True):
         assert text[offset : offset + len(token)] == token
+
+
+def test_log_probabilities_of_emoji(client: OpenAI) -> None:
+    asked: Any = [{"role": "user", "content": "repeat \N{ROCKET} 3 times:"}]
+    chat = client.chat.completions.create(
+        model=MODEL, messages=asked, temperature=0, logprobs=True, top_logprobs=4
+    )
+    [choice] = chat.choices
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert choice.message.content == " \N{ROCKET}" * 3
+    told = b"".join(bytes(token.bytes or ()) for token in choice.logprobs.content)
+    assert told.decode() == choice.message.content
+    assert all(len(token.top_logprobs) == 4 for token in choice.logprobs.content)
 
 
 def test_a_bias(client: OpenAI) -> None:

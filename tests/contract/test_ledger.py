@@ -734,9 +734,11 @@ async def test_of_very_many_events_the_last_are_kept(ledger: Ledger) -> None:
 
 async def test_a_tally_is_stored_as_it_comes(ledger: Ledger) -> None:
     await run_three(ledger)
-    many, few = Tally(2, 1, 2**40), Tally(0, 0, 1)
-    assert await store(ledger, Append("r", EPOCH, 0, (1,), tally=many)) is Appended.OK
-    assert (await ledger.get("r")).tally == Tally()
+    many, few = Tally(2, 1, 2**40, 7), Tally(0, 0, 1)
+    assert await store(ledger, Append("r", EPOCH, 0, (1,), tally=few)) is Appended.OK
+    assert (await ledger.get("r")).tally == few
+    assert await store(ledger, Append("r", EPOCH, 1, (1,))) is Appended.OK
+    assert (await ledger.get("r")).tally == few
     end = Append("r", EPOCH, 0, (), 1, STOP, tally=many)
     assert await ledger.append([end, replace(end, choice=2, tally=None)]) == [Appended.OK] * 2
     assert (await ledger.get("r")).tally == many
@@ -1065,7 +1067,7 @@ async def test_who_knows_of_more_moves_is_followed(ledger: Ledger) -> None:
         arrived=round(before.entry.arrived - 1.000001, 6),
         attempts=7,
         losses=2,
-        tally=Tally(4, 5, 6),
+        tally=Tally(4, 5, 6, 7),
         finish_reasons=(None, None, LENGTH),
     )
     told = replace(told, request=replace(told.request, deadline=round(before.now + 0.000001, 6)))

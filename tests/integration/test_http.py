@@ -66,8 +66,12 @@ async def test_a_completion_is_what_the_model_says(parts: Cluster, address: str)
     [choice] = answer.json["choices"]
     assert (answer.status, choice["finish_reason"]) == (200, "length")
     assert choice["text"] == right_text(parts, PROMPT, 20)
-    usage = {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
-    assert answer.json["usage"] == usage
+    assert answer.json["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 20,
+        "total_tokens": 23,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert answer.json["id"] == f"cmpl-{answer.headers['idempotency-key']}"
     assert answer.json["model"] == "fake"
 
@@ -84,6 +88,53 @@ async def test_a_stream_says_the_same(parts: Cluster, address: str) -> None:
     assert done.data == "[DONE]"
     plain = await events(address, {**GREEDY, "max_tokens": 20})
     assert all(event.json["usage"] is None for event in plain[:-1])
+
+
+async def test_usage_has_the_prefix_cache_hits(address: str) -> None:
+    body = {"prompt": list(range(100)), "temperature": 0, "max_tokens": 2}
+    options = {"stream_options": {"include_usage": True}}
+    first = await ask(address, "/v1/completions", body)
+    again = await ask(address, "/v1/completions", body)
+    *_, streamed_usage, _ = await events(address, {**body, **options})
+    details = [it.json["usage"]["prompt_tokens_details"] for it in (first, again, streamed_usage)]
+    assert details == [{"cached_tokens": 0}, {"cached_tokens": 96}, {"cached_tokens": 96}]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "abc", ["a", "bc"]])
+async def test_continuous_usage_is_in_every_chunk(address: str, prompt: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 20, "stream_options": options}
+    *chunks, last, _ = await events(address, body)
+    total = 20 * (2 if len(prompt) == 2 else 1)
+    counts = []
+    for chunk in chunks:
+        usage = chunk.json["usage"]
+        assert usage["prompt_tokens"] == 3
+        assert usage["total_tokens"] == 3 + usage["completion_tokens"]
+        counts.append(usage["completion_tokens"])
+    assert counts == sorted(counts) and counts[-1] == total
+    assert last.json["usage"]["completion_tokens"] == total and last.json["choices"] == []
+    # As with vLLM it takes effect with include_usage only.
+    alone = {**body, "stream_options": {"continuous_usage_stats": True}}
+    *chunks, _ = await events(address, alone)
+    assert all(chunk.json["usage"] is None and chunk.json["choices"] for chunk in chunks)
+
+
+async def test_stop_reason_is_the_stop_that_the_client_named(parts: Cluster, address: str) -> None:
+    tokens = right_tokens(PROMPT, 20)
+    text = right_text(parts, PROMPT, 20)
+    for fields, reason in (
+        ({"stop": [text[4:7]]}, text[4:7]),
+        ({"stop_token_ids": [tokens[5]]}, tokens[5]),
+        ({}, None),
+    ):
+        body = {**GREEDY, "max_tokens": 20, **fields}
+        [choice] = (await ask(address, "/v1/completions", body)).json["choices"]
+        finish = "length" if reason is None else "stop"
+        assert (choice["finish_reason"], choice["stop_reason"]) == (finish, reason)
+        *chunks, _ = await events(address, body)
+        reasons = [chunk.json["choices"][0]["stop_reason"] for chunk in chunks]
+        assert reasons == [*[None] * (len(chunks) - 1), reason]
 
 
 async def test_prompts_and_choices_are_in_order(parts: Cluster, address: str) -> None:
@@ -116,6 +167,7 @@ async def test_models_and_texts(address: str) -> None:
     assert (unknown.status, unknown.error) == (404, ("unknown_model", "model"))
     tokens = await ask(address, "/tokenize", {"prompt": "hé", "return_token_strs": True})
     assert tokens.json["tokens"] == list("hé".encode())
+    assert tokens.json["token_strs"] == ["h", "<0xC3>", "<0xA9>"]
     assert (tokens.json["count"], tokens.json["max_model_len"]) == (3, 4096)
     text = await ask(address, "/detokenize", {"tokens": tokens.json["tokens"]})
     assert text.json == {"prompt": "hé"}

@@ -408,7 +408,13 @@ PIECES = [
     piece(request_id="r"),
     piece(choice=1, token_ids=[7], text="seven "),
     piece(choice=0, token_ids=[1, 2], text="one two"),
-    piece(choice=1, token_ids=[8], text="eight", finish_reason=wire.FINISH_REASON_STOP),
+    piece(
+        choice=1,
+        token_ids=[8],
+        text="eight",
+        finish_reason=wire.FINISH_REASON_STOP,
+        stop_token_id=8,
+    ),
     piece(choice=0, text="!", finish_reason=wire.FINISH_REASON_LENGTH, usage=LAST),
 ]
 
@@ -427,6 +433,7 @@ def test_a_whole_answer_has_its_choices_in_their_order() -> None:
         "num_output_tokens": [2, 2],
         "choice": [0, 1],
         "finish_reason": [b"length", b"stop"],
+        "stop_reason": [b"null", b"8"],
         "num_input_tokens": [4],
     }
 
@@ -441,6 +448,7 @@ def test_a_piece_has_what_is_new_of_its_choice() -> None:
         "num_output_tokens": [1],
         "choice": [1],
         "finish_reason": [b""],
+        "stop_reason": [b"null"],
     }
 
 

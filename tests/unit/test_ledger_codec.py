@@ -73,7 +73,7 @@ def test_what_is_not_simply_ok_is_answered_by_its_number() -> None:
         {"finish_reason": FinishReason.STOP},
         {"logprobs": scored(-1.0)},
         {"prompt_logprobs": scored(-1.0)},
-        {"finish_reason": FinishReason.STOP, "tally": Tally()},
+        {"tally": Tally()},
     ],
 )
 def test_whatever_else_an_append_has_makes_it_eleven(more: dict[str, object]) -> None:
@@ -82,12 +82,10 @@ def test_whatever_else_an_append_has_makes_it_eleven(more: dict[str, object]) ->
 
 
 @pytest.mark.parametrize(
-    ("reason", "expected"), [(None, 5), (FinishReason.STOP, b"3 2 1099511627776")]
+    ("tally", "expected"), [(None, b""), (Tally(3, 2, 2**40, 5), b"3 2 1099511627776 5")]
 )
-def test_a_tally_goes_with_an_end_alone(reason: FinishReason | None, expected: int | bytes) -> None:
-    item = Append("r", 7, 3, (1,), finish_reason=reason, tally=Tally(3, 2, 2**40))
-    fields = fields_of(item)
-    assert (fields[9] if reason else len(fields)) == expected
+def test_append_fields_hold_the_tally_as_text(tally: Tally | None, expected: bytes) -> None:
+    assert fields_of(Append("r", 7, 3, (1,), choice=1, tally=tally))[9] == expected
 
 
 def test_moments_are_told_to_the_microsecond() -> None:

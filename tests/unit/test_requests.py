@@ -83,7 +83,7 @@ async def test_tokens_pass_from_worker_to_ledger_to_client(gateway: Gateway) -> 
     gateway.make(epoch, 3, "d", session_pb2.STOP_CAUSE_LENGTH)
     pieces = await gateway.read(live)
     assert texts(pieces) == "abcd"
-    assert pieces[0] == pb.GenerateResponse(request_id="r")
+    assert pieces[0] == pb.GenerateResponse(request_id="r", prompt_tokens=2)
     assert pieces[-1].finish_reason == pb.FINISH_REASON_LENGTH
     assert pieces[-1].usage == pb.Usage(prompt_tokens=2, output_tokens=4)
     assert {piece.epoch for piece in pieces[1:]} == {epoch}

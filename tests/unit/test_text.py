@@ -1,7 +1,6 @@
 """Incremental text and stop strings, with a tokenizer of one token a byte."""
 
 import gc
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,14 +13,8 @@ SPECIAL = 256
 class Bytes:
     """Token i is byte i; ids from 256 on are special."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < SPECIAL).decode(errors="replace")
-
-    def is_text(self, token_id: int) -> bool:
-        return token_id < SPECIAL
-
-    def whole_text(self, token_id: int) -> str | None:
-        return None
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
+        return bytes([token_id]) if token_id < SPECIAL else None
 
 
 def pieces(data: bytes, *stop: str, **stops: Any) -> list[str]:
@@ -45,8 +38,8 @@ def test_a_broken_character_comes_with_the_next_whole_one() -> None:
     assert pieces(b"a\xf0\x9fb") == ["a", "", "", "\N{REPLACEMENT CHARACTER}b", ""]
 
 
-def test_endless_broken_bytes_come_out_at_once_but_for_three() -> None:
-    assert "".join(pieces(b"\xff" * 100)[:-1]) == "\N{REPLACEMENT CHARACTER}" * 97
+def test_broken_bytes_are_released_as_they_come() -> None:
+    assert pieces(b"\xff" * 100) == ["\N{REPLACEMENT CHARACTER}"] * 100 + [""]
 
 
 def test_special_tokens_leave_no_text_and_cut_no_character() -> None:
@@ -55,34 +48,46 @@ def test_special_tokens_leave_no_text_and_cut_no_character() -> None:
     assert [state.push(i) for i in (SPECIAL, half, SPECIAL, rest, SPECIAL)] == ["", "", "", "é", ""]
 
 
-class Counting(Bytes):
-    longest = 0
-
-    def decode(self, ids: Sequence[int]) -> str:
-        self.longest = max(self.longest, len(ids))
-        return super().decode(ids)
-
-
 @pytest.mark.parametrize(
     "data",
     [b"a" * 500, "🙂".encode() * 200, b"\xff" * 500, b"\xe4\xbd" * 300, b"\xf0\x9f\x99" * 200],
 )
-def test_what_is_decoded_again_stays_short_whatever_the_tokens_are(data: bytes) -> None:
-    tokenizer = Counting()
-    state = TextState(tokenizer)
+def test_text_is_the_decoded_bytes_of_all_tokens(data: bytes) -> None:
+    state = TextState(Bytes())
     text = "".join(state.push(byte) + state.push(SPECIAL) for byte in data)
     assert text + state.finish() == data.decode(errors="replace")
-    assert tokenizer.longest <= 16
 
 
-def test_tokens_without_text_do_not_hide_that_others_came_before() -> None:
+def test_first_token_is_the_first_one_with_text() -> None:
     class Stripping(Bytes):
-        def decode(self, ids: Sequence[int]) -> str:
-            return super().decode([i for i in ids if i]).removeprefix(" ")
+        def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes | None:
+            data = super().token_bytes(token_id)
+            return data.removeprefix(b" ") if data and is_first else data
 
     state = TextState(Stripping())
-    ids = [ord("a"), *[0] * 40, ord(" "), ord("b")]
-    assert "".join(state.push(i) for i in ids) == "a b"
+    assert "".join(state.push(i) for i in [SPECIAL, *b"  a b"]) == " a b"
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [(b"ab", None), (b"aENDING", "END"), (b"aEND", "END"), (b"a#", ord("#")), (b"a$", None)],
+)
+@pytest.mark.parametrize("is_included", [False, True])
+def test_stop_reason_is_the_stop_that_the_client_named(
+    data: bytes, reason: str | int | None, is_included: bool
+) -> None:
+    stops = Stops(("END", "ENDINGS"), frozenset(b"#$"), 1, is_included, frozenset(b"$"))
+    state = TextState(Bytes(), stops)
+    for byte in data:
+        if not state.stopped:
+            state.push(byte)
+    assert state.stop_reason == reason
+
+
+def test_stop_reason_ignores_a_stop_token_that_does_not_count() -> None:
+    state = TextState(Bytes(), Stops(token_ids=frozenset(b"#"), min_tokens=2))
+    state.push(ord("#"))
+    assert state.stop_reason is None
 
 
 def test_text_ends_before_the_stop_string() -> None:

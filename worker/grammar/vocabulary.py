@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+from everlift.vocabulary import byte_level, byte_piece, decoder_types
+
 #: What SentencePiece writes for a space.
 _SPACE = "\u2581"
 
@@ -26,9 +24,9 @@ def token_bytes(path: Path, vocab_size: int) -> list[bytes]:
     Raises UnknownVocabulary, or OSError where ``path`` is no file.
     """
     tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    decoders = set(_decoder_types(json.loads(tokenizer.to_str())["decoder"]))
+    decoders = decoder_types(json.loads(tokenizer.to_str())["decoder"])
     if "ByteLevel" in decoders:
-        decode = _byte_level
+        decode = byte_level
     elif decoders & {"ByteFallback", "Metaspace"}:
         decode = _byte_fallback
     else:
@@ -43,33 +41,6 @@ def token_bytes(path: Path, vocab_size: int) -> list[bytes]:
     return result
 
 
-def _decoder_types(decoder: Any) -> Iterator[str]:
-    if decoder is not None:
-        yield decoder["type"]
-        for part in decoder.get("decoders", ()):
-            yield from _decoder_types(part)
-
-
 def _byte_fallback(token: str) -> bytes:
-    if piece := _BYTE_PIECE.fullmatch(token):
-        return bytes.fromhex(piece[1])
-    return token.replace(_SPACE, " ").encode()
-
-
-def _byte_level(token: str) -> bytes:
-    try:
-        return bytes(_BYTES[character] for character in token)
-    except KeyError:
-        # Written as it is, though not declared as an added token.
-        return token.encode()
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's: printable Latin-1 stands for itself, the other bytes for what follows Latin-1."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTES = _byte_level_alphabet()
+    piece = byte_piece(token)
+    return token.replace(_SPACE, " ").encode() if piece is None else piece

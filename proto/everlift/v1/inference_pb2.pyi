@@ -689,15 +689,19 @@ class Usage(google.protobuf.message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     output_tokens: builtins.int
+    cached_tokens: builtins.int
+    """Prompt tokens that the first attempt found in the worker's prefix cache."""
     def __init__(
         self,
         *,
         prompt_tokens: builtins.int = ...,
         output_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
 
 Global___Usage: typing_extensions.TypeAlias = Usage
 
@@ -776,6 +780,9 @@ class GenerateResponse(google.protobuf.message.Message):
     TIMING_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    STOP_STRING_FIELD_NUMBER: builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     choice: builtins.int
     offset: builtins.int
@@ -788,6 +795,10 @@ class GenerateResponse(google.protobuf.message.Message):
     """delivered while the ledger was away"""
     finish_reason: Global___FinishReason.ValueType
     """set on the last piece of each choice"""
+    stop_string: builtins.str
+    stop_token_id: builtins.int
+    prompt_tokens: builtins.int
+    """set on the first piece of the stream"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -823,9 +834,13 @@ class GenerateResponse(google.protobuf.message.Message):
         timing: Global___Timing | None = ...,
         logprobs: collections.abc.Iterable[Global___TokenLogprobs] | None = ...,
         prompt_logprobs: collections.abc.Iterable[Global___TokenLogprobs] | None = ...,
+        stop_string: builtins.str = ...,
+        stop_token_id: builtins.int = ...,
+        prompt_tokens: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["timing", b"timing", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "unledgered", b"unledgered", "usage", b"usage"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["stop_reason", b"stop_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timing", b"timing", "usage", b"usage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "stop_reason", b"stop_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "unledgered", b"unledgered", "usage", b"usage"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["stop_reason", b"stop_reason"]) -> typing.Literal["stop_string", "stop_token_id"] | None: ...
 
 Global___GenerateResponse: typing_extensions.TypeAlias = GenerateResponse
 

@@ -45,6 +45,7 @@ class StoredRequest(google.protobuf.message.Message):
     X_REQUEST_ID_FIELD_NUMBER: builtins.int
     APPLICATION_FIELD_NUMBER: builtins.int
     CLAMP_MAX_TOKENS_FIELD_NUMBER: builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     model: builtins.str
     fingerprint: builtins.str
@@ -78,6 +79,10 @@ class StoredRequest(google.protobuf.message.Message):
     def trace(self) -> Global___Trace:
         """unset: it belongs to none"""
 
+    @property
+    def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the model's own, among stop_token_ids"""
+
     def __init__(
         self,
         *,
@@ -103,9 +108,10 @@ class StoredRequest(google.protobuf.message.Message):
         x_request_id: builtins.str = ...,
         application: builtins.str = ...,
         clamp_max_tokens: builtins.bool = ...,
+        eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "deadline", b"deadline", "sampling", b"sampling", "trace", b"trace", "ttft_target_s", b"ttft_target_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "application", b"application", "body_hash", b"body_hash", "clamp_max_tokens", b"clamp_max_tokens", "deadline", b"deadline", "fairness_id", b"fairness_id", "fingerprint", b"fingerprint", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "trace", b"trace", "ttft_target_s", b"ttft_target_s", "x_request_id", b"x_request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_deadline", b"_deadline", "_ttft_target_s", b"_ttft_target_s", "application", b"application", "body_hash", b"body_hash", "clamp_max_tokens", b"clamp_max_tokens", "deadline", b"deadline", "eos_token_ids", b"eos_token_ids", "fairness_id", b"fairness_id", "fingerprint", b"fingerprint", "include_stop", b"include_stop", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "trace", b"trace", "ttft_target_s", b"ttft_target_s", "x_request_id", b"x_request_id"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_deadline", b"_deadline"]) -> typing.Literal["deadline"] | None: ...
     @typing.overload

@@ -107,6 +107,7 @@ class Answering:
             message.request_id = request_id
         transcript = _transcript(call, name, fields, messages)
         generation = await self._open(call, messages, journals, transcript)
+        transcript.usage.prompt_tokens = generation.prompt_tokens
         if generation.trace is not None:
             call.told[TRACERESPONSE] = str(generation.trace)
         if not fields.stream:
@@ -114,13 +115,15 @@ class Answering:
             if transcript.spans:
                 call.told["server-timing"] = server_timing(transcript.spans)
             return Response(whole, media_type="application/json")
-        has_usage = bool(fields.stream_options and fields.stream_options.include_usage)
+        options = fields.stream_options
+        has_usage = bool(options and options.include_usage)
         explains = any(message.explain for message in messages)
         events = Events(
             generation,
             transcript,
             answer,
             has_usage=has_usage,
+            has_continuous_usage=bool(options and options.has_continuous_usage),
             explains=explains,
             has_ids=_reads_events(call),
         )

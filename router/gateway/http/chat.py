@@ -7,14 +7,13 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from everlift.text import Tokenizer
-from everlift.v1 import inference_pb2 as pb
+from everlift.text import Vocabulary
 from router.chat.deltas import Arguments, CallBegins, Content, Delta
 from router.chat.parser import Parser
 from router.gateway.http import logprobs
 from router.gateway.http.encoding import around, array, encode
-from router.gateway.http.envelope import Envelope, UsageBody, usage_body
-from router.gateway.http.logprobs import ChatLogprobs
+from router.gateway.http.envelope import Envelope, UsageBody, usage_body, usage_so_far
+from router.gateway.http.logprobs import Alignment, ChatLogprobs
 from router.gateway.http.transcript import Collected, News, Usage
 
 
@@ -41,6 +40,7 @@ class ChatChoice(TypedDict):
     message: Message
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | None
 
 
 class ChatCompletion(TypedDict):
@@ -76,6 +76,7 @@ class ChunkChoice(TypedDict):
     delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | None
 
 
 class ChatChunk(TypedDict):
@@ -89,32 +90,33 @@ class ChatChunk(TypedDict):
 
 
 class ChatAnswer:
-    """``parser`` makes that of a choice."""
+    """Writer of chat completions. ``parser`` makes the parser of a choice."""
 
     def __init__(
         self,
         envelope: Envelope,
-        tokenizer: Tokenizer,
+        vocabulary: Vocabulary,
         parser: Callable[[int], Parser],
         *,
         has_logprobs: bool,
     ) -> None:
         self._envelope = envelope
-        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._parser = parser
         self._has_logprobs = has_logprobs
         #: of the choices that have begun
         self._parsers: dict[int, Parser] = {}
+        self._alignments: dict[int, Alignment] = {}
 
-    def data(self, news: News) -> str | None:
-        """A chunk as JSON."""
-        chunk = self.chunk(news)
+    def data(self, news: News, usage: Usage | None = None) -> str | None:
+        """Return a chunk as JSON."""
+        chunk = self.chunk(news, usage)
         return None if chunk is None else encode(chunk)
 
-    def chunk(self, news: News) -> ChatChunk | None:
-        """None where there is nothing to tell."""
+    def chunk(self, news: News, usage: Usage | None = None) -> ChatChunk | None:
+        """Return a chunk with the ``usage`` so far, if any; None if there is nothing to send."""
         delta = _message_delta(self._deltas(news))
-        logprobs = self._logprobs(news.tokens[news.num_known :], news.logprobs[news.num_known :])
+        logprobs = self._logprobs(news)
         if not (delta or news.finish_reason or (logprobs and logprobs["content"])):
             return None
         if news.is_begin:
@@ -124,11 +126,12 @@ class ChatAnswer:
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": _finish_reason(news.finish_reason, self._parsers[news.choice]),
+            "stop_reason": news.stop_reason,
         }
-        return self._chunk([choice], None)
+        return self._chunk([choice], None if usage is None else usage_so_far(usage))
 
     def _deltas(self, news: News) -> list[Delta]:
-        """What the news say that the client does not have."""
+        """Return the deltas that the client does not have."""
         if (parser := self._parsers.get(news.choice)) is None:
             parser = self._parsers[news.choice] = self._parser(news.choice)
         if news.known_text:
@@ -140,7 +143,7 @@ class ChatAnswer:
         return self._chunk([], usage_body(usage))
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Its JSON, in parts that each take little time."""
+        """Write a whole chat completion as JSON, in parts that each take little time."""
         begin, end = around(self._completion(usage), "choices", [])
         return array(begin, (self._written(*each) for each in enumerate(choices)), end)
 
@@ -160,12 +163,11 @@ class ChatAnswer:
         shown = self._choice(index, choice)
         if not self._has_logprobs:
             return iter([encode(shown)])
-        tokens, each = choice.tokens, choice.logprobs
         begin, end = around(shown, "logprobs", None)
-        return logprobs.written_of_chat(self._tokenizer, tokens, each, begin, end)
+        return logprobs.written_of_chat(self._vocabulary, choice, begin, end)
 
     def _choice(self, index: int, choice: Collected) -> ChatChoice:
-        """Without its log probabilities."""
+        """Return a choice without its log probabilities."""
         parser = self._parser(index)
         deltas = parser.feed(choice.text) + parser.finish()
         return {
@@ -173,14 +175,15 @@ class ChatAnswer:
             "message": _message(deltas),
             "logprobs": None,
             "finish_reason": _finish_reason(choice.finish_reason, parser),
+            "stop_reason": choice.stop_reason,
         }
 
-    def _logprobs(
-        self, tokens: Sequence[int], each: Sequence[pb.TokenLogprobs]
-    ) -> ChatLogprobs | None:
+    def _logprobs(self, news: News) -> ChatLogprobs | None:
         if not self._has_logprobs:
             return None
-        return logprobs.of_chat(self._tokenizer, tokens, each)
+        if (alignment := self._alignments.get(news.choice)) is None:
+            alignment = self._alignments[news.choice] = Alignment(self._vocabulary)
+        return logprobs.of_chat(self._vocabulary, logprobs.placed(alignment, news))
 
     def _chunk(self, choices: list[ChunkChoice], usage: UsageBody | None) -> ChatChunk:
         return {

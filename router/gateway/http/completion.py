@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from typing_extensions import TypedDict
 
-from everlift.text import Tokenizer
+from everlift.text import Vocabulary
 from router.gateway.http import logprobs
 from router.gateway.http.encoding import around, array, encode
-from router.gateway.http.envelope import Envelope, UsageBody, usage_body
-from router.gateway.http.logprobs import CompletionLogprobs
+from router.gateway.http.envelope import Envelope, UsageBody, usage_body, usage_so_far
+from router.gateway.http.logprobs import Alignment, CompletionLogprobs
 from router.gateway.http.transcript import Collected, News, Usage
 
 
@@ -19,10 +19,11 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    stop_reason: str | int | None
 
 
 class Completion(TypedDict):
-    """Whole, or a chunk: then ``usage`` is in the last one at most."""
+    """A whole completion, or a chunk of one."""
 
     id: str
     object: str
@@ -34,29 +35,29 @@ class Completion(TypedDict):
 
 
 class CompletionAnswer:
-    """``echoes`` has the prompt's text of each choice that begins with it."""
+    """Writer of completions. ``echoes`` has the prompt's text by choice, if it precedes the
+    output."""
 
     def __init__(
         self,
         envelope: Envelope,
-        tokenizer: Tokenizer,
+        vocabulary: Vocabulary,
         *,
         has_logprobs: bool,
         echoes: Sequence[str] = (),
     ) -> None:
         self._envelope = envelope
-        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._has_logprobs = has_logprobs
         self._echoes = echoes
-        #: by choice, where the text of its next token begins
-        self._begins: dict[int, int] = {}
+        self._alignments: dict[int, Alignment] = {}
         #: by choice, what is written before and behind the text of a chunk that has nothing else
         self._around: dict[int, tuple[str, str]] = {}
 
-    def data(self, news: News) -> str | None:
-        """A chunk as JSON. Most differ in their text alone, and are written around it."""
-        if self._has_logprobs or self._echoes or news.finish_reason:
-            chunk = self.chunk(news)
+    def data(self, news: News, usage: Usage | None = None) -> str | None:
+        """Return a chunk as JSON. Most differ in their text alone, and are written around it."""
+        if self._has_logprobs or self._echoes or news.finish_reason or usage is not None:
+            chunk = self.chunk(news, usage)
             return None if chunk is None else encode(chunk)
         if not news.text:
             return None
@@ -66,41 +67,39 @@ class CompletionAnswer:
         return begin + encode(news.text) + end
 
     def _written_around(self, choice: int) -> tuple[str, str]:
-        return around(self._completion([_choice(choice, "", None, None)], None), "text", "")
+        return around(self._completion([_choice(choice, "")], None), "text", "")
 
-    def chunk(self, news: News) -> Completion | None:
-        """None where there is nothing to tell."""
+    def chunk(self, news: News, usage: Usage | None = None) -> Completion | None:
+        """Return a chunk with the ``usage`` so far, if any; None if there is nothing to send."""
         logprobs = self._logprobs(news)
         text = self._echo(news.choice) + news.text if news.is_begin else news.text
         if not (text or news.finish_reason or (logprobs and logprobs["tokens"])):
             return None
-        return self._completion([_choice(news.choice, text, logprobs, news.finish_reason)], None)
+        choice = _choice(news.choice, text, logprobs, news.finish_reason, news.stop_reason)
+        return self._completion([choice], None if usage is None else usage_so_far(usage))
 
     def usage_chunk(self, usage: Usage) -> Completion:
         return self._completion([], usage_body(usage))
 
     def whole(self, choices: Sequence[Collected], usage: Usage) -> Iterator[str]:
-        """Its JSON, in parts that each take little time."""
+        """Write a whole completion as JSON, in parts that each take little time."""
         begin, end = around(self._completion([], usage_body(usage)), "choices", [])
         return array(begin, (self._written(*each) for each in enumerate(choices)), end)
 
     def _written(self, index: int, choice: Collected) -> Iterator[str]:
-        shown = _choice(index, self._echo(index) + choice.text, None, choice.finish_reason)
+        text = self._echo(index) + choice.text
+        shown = _choice(index, text, None, choice.finish_reason, choice.stop_reason)
         if not self._has_logprobs:
             return iter([encode(shown)])
-        tokens, each = choice.tokens, choice.logprobs
         begin, end = around(shown, "logprobs", None)
-        return logprobs.written_of_completion(self._tokenizer, tokens, each, begin, end)
+        return logprobs.written_of_completion(self._vocabulary, choice, begin, end)
 
     def _logprobs(self, news: News) -> CompletionLogprobs | None:
         if not self._has_logprobs:
             return None
-        known = news.num_known
-        begin = self._begins.get(news.choice, 0)
-        begin += logprobs.num_characters(self._tokenizer, news.tokens[:known])
-        tokens = news.tokens[known:]
-        self._begins[news.choice] = begin + logprobs.num_characters(self._tokenizer, tokens)
-        return logprobs.of_completion(self._tokenizer, tokens, news.logprobs[known:], begin)
+        if (alignment := self._alignments.get(news.choice)) is None:
+            alignment = self._alignments[news.choice] = Alignment(self._vocabulary)
+        return logprobs.of_completion(self._vocabulary, logprobs.placed(alignment, news))
 
     def _echo(self, choice: int) -> str:
         return self._echoes[choice] if self._echoes else ""
@@ -118,6 +117,16 @@ class CompletionAnswer:
 
 
 def _choice(
-    index: int, text: str, logprobs: CompletionLogprobs | None, finish_reason: str | None
+    index: int,
+    text: str,
+    logprobs: CompletionLogprobs | None = None,
+    finish_reason: str | None = None,
+    stop_reason: str | int | None = None,
 ) -> CompletionChoice:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
+    }

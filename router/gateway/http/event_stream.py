@@ -37,10 +37,11 @@ _HEADERS = (
 
 
 class StreamedAnswer(Protocol):
-    """What is made of news: the chunks of one kind of answer."""
+    """Writer of the chunks of one kind of answer."""
 
-    def data(self, news: News) -> str | None:
-        """A chunk as JSON; None where there is nothing to tell."""
+    def data(self, news: News, usage: Usage | None = None) -> str | None:
+        """Return a chunk with the ``usage`` so far, if any, as JSON; None if there is nothing to
+        send."""
         ...
 
     def usage_chunk(self, usage: Usage) -> Mapping[str, Any]: ...
@@ -70,6 +71,7 @@ class Events:
         answer: StreamedAnswer,
         *,
         has_usage: bool,
+        has_continuous_usage: bool = False,
         explains: bool = False,
         has_ids: bool = False,
     ) -> None:
@@ -77,6 +79,8 @@ class Events:
         self._transcript = transcript
         self._answer = answer
         self._has_ids = has_ids
+        #: the token counts that each chunk has, if any
+        self._usage = transcript.usage if has_continuous_usage else None
         #: what comes behind the last piece, the last of it first
         self._last: list[Callable[[], str]] = [lambda: "[DONE]"]
         if has_usage or explains:
@@ -100,7 +104,7 @@ class Events:
         """The next one, if it is there. Raises what one of the requests fails with."""
         while (numbered := self._generation.take()) is not None:
             news = self._transcript.read(*numbered)
-            if news is not None and (data := self._answer.data(news)) is not None:
+            if news is not None and (data := self._answer.data(news, self._usage)) is not None:
                 self._transcript.tell(news.choice)
                 return self.event(data)
         if self._generation.is_over and self._last:

@@ -120,10 +120,16 @@ F = TypeVar("F", bound=Fields)
 
 class StreamOptions(Fields):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="every chunk has the usage so far; takes effect with include_usage"
+    )
 
     # What changes nothing here.
     include_obfuscation: bool | None = None
-    continuous_usage_stats: bool | None = None
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 class JsonSchema(Fields):

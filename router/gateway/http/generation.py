@@ -24,13 +24,16 @@ _REFUSALS = (QueueFull, QueueTimeout, DeadlineUnmeetable)
 
 
 class Generation:
-    """Who leaves before the end closes it.
+    """The streams of one call's requests, read together.
 
-    What there is of it can be taken; ``on_more`` is told when there may be more. Those of which
-    there is more have their turns, a piece each."""
+    ``take`` returns the next piece that can be read, of each request in turn; ``on_more`` is called
+    when there may be more. A caller that leaves before the end must close it.
+    """
 
-    def __init__(self, opened: Sequence[Opened], forget: _Forget) -> None:
+    def __init__(self, opened: Sequence[Opened], prompt_tokens: int, forget: _Forget) -> None:
         self.trace = opened[0].trace
+        #: of all requests
+        self.prompt_tokens = prompt_tokens
         self._opened = opened
         self._forget = forget
         self._is_refused = False
@@ -89,12 +92,14 @@ class Generation:
     @classmethod
     async def _open(cls, openings: Sequence[_Opening], forget: _Forget) -> Self:
         opened: list[Opened] = []
+        prompt_tokens = 0
         waiting = list(openings)
         try:
             while waiting:
                 opened.append(await waiting.pop(0))
                 # Only who has begun to read is missed when it goes.
-                await anext(opened[-1].pieces)
+                head = await anext(opened[-1].pieces)
+                prompt_tokens += head.prompt_tokens
         except BaseException as error:
             for opening in waiting:
                 opening.close()
@@ -103,7 +108,7 @@ class Generation:
             if isinstance(error, EverliftError):
                 await forget(opened)
             raise
-        return cls(opened, forget)
+        return cls(opened, prompt_tokens, forget)
 
     async def aclose(self) -> None:
         for source in self._sources:

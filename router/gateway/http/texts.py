@@ -22,9 +22,9 @@ class Texts:
         fields = await call.fields(TokenizeFields)
         self._model.check_asked(fields.model or "")
         tokens = await self._tokens(fields)
-        decode = self._model.tokenizer.decode
-        texts = (
-            await aside.with_text(len(tokens), lambda: [decode([token]) for token in tokens])
+        token_string = self._model.tokenizer.token_string
+        strings = (
+            await aside.with_text(len(tokens), lambda: [*map(token_string, tokens)])
             if fields.return_token_strs
             else None
         )
@@ -33,7 +33,7 @@ class Texts:
                 "count": len(tokens),
                 "max_model_len": self._model.max_model_len,
                 "tokens": tokens,
-                "token_strs": texts,
+                "token_strs": strings,
             }
         )
 

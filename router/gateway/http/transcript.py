@@ -1,4 +1,4 @@
-"""What has been read of the choices of one answer, and what of it its client has. Pure."""
+"""Progress of one answer: what was read of its choices, and what its client has. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ _FINISH_REASONS = {FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "
 
 
 class News(NamedTuple):
-    """What a piece adds to a choice. ``known_text`` and the first ``num_known`` of ``tokens`` are
-    what the client had before its connection was lost."""
+    """The text and tokens that a piece adds to a choice.
+
+    ``known_text`` and the first ``num_known`` of ``tokens`` are those that the client had before
+    its connection was lost.
+    """
 
     choice: int
     text: str
     tokens: Sequence[int]
     logprobs: Sequence[pb.TokenLogprobs]
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     known_text: str = ""
     num_known: int = 0
     is_begin: bool = False
@@ -31,8 +35,11 @@ class News(NamedTuple):
 
 @dataclass(slots=True)
 class Usage:
+    """Token counts of the requests of one answer. ``cached_tokens`` are known at the end."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class Transcript:
@@ -81,12 +88,14 @@ class Transcript:
         return self._resumed != (BEGIN,) * self.num_choices
 
     def read(self, request: int, piece: pb.GenerateResponse) -> News | None:
-        """The next piece of that request. None where nothing of it is news. Raises DataLoss where
-        the client has other tokens, or more than there are in the end."""
+        """Read the next piece of a request; return None if the client has all of it.
+
+        Raises DataLoss if the client has other tokens, or more tokens than the choice got.
+        """
         choice = request * self._choices_each + piece.choice
+        self.usage.completion_tokens += len(piece.token_ids)
         if piece.HasField("usage"):
-            self.usage.prompt_tokens += piece.usage.prompt_tokens
-            self.usage.completion_tokens += piece.usage.output_tokens
+            self.usage.cached_tokens += piece.usage.cached_tokens
             self.spans = piece.timing.spans
         before, resumed = self._read[choice], self._resumed[choice]
         self._read[choice] = after = self._after(choice, before, piece)
@@ -103,6 +112,7 @@ class Transcript:
             piece.token_ids,
             piece.logprobs,
             _FINISH_REASONS.get(piece.finish_reason),
+            _stop_reason(piece),
             piece.text[:known],
             min(max(0, resumed.tokens - before.tokens), len(piece.token_ids)),
             is_begin=self._told[choice] == BEGIN,
@@ -138,18 +148,29 @@ class Transcript:
         self._written[choice] = str(self._read[choice])
 
 
+def _stop_reason(piece: pb.GenerateResponse) -> str | int | None:
+    match piece.WhichOneof("stop_reason"):
+        case "stop_string":
+            return piece.stop_string
+        case "stop_token_id":
+            return piece.stop_token_id
+        case _:
+            return None
+
+
 def _lost(choice: int, resumed: Position, cause: str) -> DataLoss:
     return DataLoss(f"choice {choice} cannot be continued at token {resumed.tokens}: {cause}")
 
 
 @dataclass(slots=True)
 class Collected:
-    """A whole choice."""
+    """A whole choice, collected from its pieces."""
 
     parts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
 
     @property
     def text(self) -> str:
@@ -159,4 +180,5 @@ class Collected:
         self.parts.append(news.text)
         self.tokens.extend(news.tokens)
         self.logprobs.extend(news.logprobs)
-        self.finish_reason = news.finish_reason or self.finish_reason
+        if news.finish_reason:
+            self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason

@@ -25,13 +25,14 @@ _FINISH_REASONS = {
 
 @dataclass(slots=True)
 class Part:
-    """What is new of one choice. ``finish_reason`` is empty where more of it follows."""
+    """The new output of one choice. ``finish_reason`` is empty if more of it follows."""
 
     choice: int
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[wire.TokenLogprobs] = field(default_factory=list)
     finish_reason: bytes = b""
+    stop_reason: str | int | None = None
 
 
 class Answer:
@@ -49,6 +50,8 @@ class Answer:
         part.token_ids.extend(piece.token_ids)
         part.logprobs.extend(piece.logprobs)
         part.finish_reason = _FINISH_REASONS[piece.finish_reason] or part.finish_reason
+        if (field := piece.WhichOneof("stop_reason")) is not None:
+            part.stop_reason = getattr(piece, field)
         if piece.HasField("usage"):
             self.num_input_tokens = piece.usage.prompt_tokens
 
@@ -106,6 +109,11 @@ def _finish_reasons(answer: Answer) -> Sequence[Scalar]:
     return [part.finish_reason for part in answer.parts]
 
 
+def _stop_reasons(answer: Answer) -> Sequence[Scalar]:
+    """Return each choice's stop string or stop token id as JSON, null if neither ended it."""
+    return [json.dumps(part.stop_reason).encode() for part in answer.parts]
+
+
 def _num_input_tokens(answer: Answer) -> Sequence[Scalar] | None:
     return None if answer.num_input_tokens is None else [answer.num_input_tokens]
 
@@ -136,6 +144,7 @@ OUTPUTS = (
     Output("num_output_tokens", "UINT32", _num_output_tokens),
     Output("choice", "UINT32", _choices),
     Output("finish_reason", "BYTES", _finish_reasons),
+    Output("stop_reason", "BYTES", _stop_reasons),
     Output("num_input_tokens", "UINT32", _num_input_tokens),
     Output("output_log_probs", "FP32", _log_probs),
     Output("logprobs", "BYTES", _alternatives),
