@@ -27,6 +27,7 @@ def note(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> b
     """What the worker has computed of the choice, and what became of its KV blocks: answers whether
     anything did."""
     choice.num_computed = max(choice.num_computed, progress.num_computed)
+    live.has_stepped |= progress.HasField("waited_s") or bool(progress.token_ids)
     if not (progress.residence or progress.preemptions or progress.recomputed_tokens):
         return False
     live.preemptions += progress.preemptions
