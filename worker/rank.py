@@ -368,7 +368,9 @@ def _build_grammars(config: WorkerConfig, vocab_size: int) -> GrammarCompiler | 
     from worker.grammar.compiler import GrammarCompiler
     from worker.grammar.nursery import Nursery
 
-    return GrammarCompiler(config.grammar, Nursery(config, vocab_size), config.step_timeout)
+    nursery = Nursery(config, vocab_size)
+    nursery.begin()
+    return GrammarCompiler(config.grammar, nursery, config.step_timeout)
 
 
 def _dtype(config: WorkerConfig) -> str:
