@@ -26,7 +26,8 @@ _AT_LEAST_0 = (
     *("reassert", "what_if_timeout", "drain", "keep_alive"),
 )
 _AT_LEAST_1 = (
-    *("max_queued", "max_pending_prefill", "max_losses", "slow_factor", "template_processes"),
+    *("max_queued", "max_pending_prefill", "max_losses", "max_losses_total", "slow_factor"),
+    "template_processes",
 )
 
 #: Names of the admission queue's orders.
@@ -165,8 +166,12 @@ class RouterConfig:
     tpot_target: float = 0.0
     #: a dispatch that its worker has not acknowledged by then no longer counts as load
     dispatch_ack: float = 1.0
-    #: workers that a request may lose in a row, without a token in between; then it fails
+    #: a request fails after it lost this many workers in a row without a new token, each while it
+    #: was in a step
     max_losses: int = 3
+    #: a request fails after it lost this many workers in a row without a new token, in a step or
+    #: not
+    max_losses_total: int = 20
     #: times that a preempted request may be moved to another worker; then it waits where it is. To
     #: make room for a higher class is something else, and not counted here
     max_moves: int = 3

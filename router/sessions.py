@@ -100,6 +100,10 @@ class WorkerLink:
         abort = session_pb2.Abort(epoch=epoch, choices=choices)
         self._outbox.add(session_pb2.RouterFrame(aborts=[abort]))
 
+    def confirm(self, epoch: int) -> None:
+        """Tell the worker that the first step of a sequence is known here."""
+        self._outbox.add(session_pb2.RouterFrame(confirmed_epochs=[epoch]))
+
     def drain(self) -> None:
         """The worker hands everything back, whichever router's it is, and takes no more."""
         self._outbox.add(session_pb2.RouterFrame(drain=True))
@@ -268,6 +272,11 @@ class Sessions:
         link = self._links.get(worker_id)
         if link is not None and link.is_up:
             link.abort(epoch, choices)
+
+    def confirm(self, worker_id: str, epoch: int) -> None:
+        link = self._links.get(worker_id)
+        if link is not None and link.is_up:
+            link.confirm(epoch)
 
     def speaker(self, worker_id: str) -> WorkerLink | None:
         """Who hears this worker."""

@@ -17,7 +17,7 @@ from router.access.limits import Limits
 from router.clock import now
 from router.config import RouterConfig
 from router.gateway.attempts import Reservation
-from router.gateway.live import LiveRequest
+from router.gateway.live import LiveRequest, Phase
 from router.gateway.model import ServedModel
 from router.gateway.observer import NOBODY, Observer
 from router.gateway.quotas import unlimited
@@ -26,7 +26,7 @@ from router.ledger.entry import Dispatch, State
 from router.ledger.memory import MemoryLedger
 
 Ledgers = TypeVar("Ledgers", bound=MemoryLedger)
-CONFIG = RouterConfig(model="fake", grace=0.05, max_losses=2, max_queued=3)
+CONFIG = RouterConfig(model="fake", grace=0.05, max_losses=2, max_losses_total=5, max_queued=3)
 TERM = 5
 
 
@@ -34,6 +34,7 @@ class RecordedWorkers:
     def __init__(self) -> None:
         self.started: list[session_pb2.Start] = []
         self.aborted: list[tuple[int, tuple[int, ...]]] = []
+        self.confirmed: list[int] = []
         self.reachable = True
         self.is_any_up = True
         self.decoding = session_pb2.Account()
@@ -45,6 +46,9 @@ class RecordedWorkers:
 
     def abort(self, worker_id: str, epoch: int, choices: Sequence[int] = ()) -> None:
         self.aborted.append((epoch, tuple(choices)))
+
+    def confirm(self, worker_id: str, epoch: int) -> None:
+        self.confirmed.append(epoch)
 
     def speaker(self, worker_id: str) -> RecordedWorkers | None:
         return self if self.reachable else None
@@ -185,6 +189,18 @@ class Gateway:
                 **fields,  # type: ignore[arg-type]
             ),
         )
+
+    def begin_step(self, epoch: int, offset: int = 0) -> None:
+        """Report the first step of a sequence whose output has ``offset`` tokens."""
+        self.make(epoch, offset, "", waited_s=0.0)
+
+    async def lose(self, live: LiveRequest, *, in_step: bool, offset: int = 0) -> None:
+        """Dispatch the request to a worker, which is lost."""
+        epoch = await self.dispatch(live.request_id)
+        if in_step:
+            self.begin_step(epoch, offset)
+        self.requests.attempts.worker_lost("w")
+        await until(lambda: live.phase is not Phase.RUNNING)
 
     async def stored(self, request_id: str = "r") -> tuple[State, bytes]:
         stored = await self.ledger.read(request_id)

@@ -85,6 +85,8 @@ class Engine:
         self._landed: list[RowResult] = []
         #: on rank 0, where there is a clock; no plan depends on them
         self.accounts: Accounts | None = None
+        #: on rank 0: called with the sequences that the planned step admits, before that step runs
+        self.before_admission: Callable[[list[Sequence]], None] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -137,6 +139,8 @@ class Engine:
         self._stopwatch.end(Part.SCHEDULE)
         if not self._plan.rows:
             return [*landed, *self.settle()]
+        if self.before_admission is not None and (admitted := self._scheduler.newcomers):
+            self.before_admission(admitted)
         launch = self._launch
         outcomes = self._execute(now) if launch is None else self._run_ahead(launch, now)
         self._release()
@@ -267,6 +271,9 @@ class Engine:
 
     def occupants(self) -> tuple[Occupant, ...]:
         return self._scheduler.occupants()
+
+    def prefilling(self) -> list[Sequence]:
+        return self._scheduler.prefilling()
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the engine's books do not agree."""

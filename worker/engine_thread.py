@@ -17,7 +17,7 @@ from worker.config import WorkerConfig
 from worker.engine import OF_ALL_RANKS, Engine
 from worker.fake_runner import FakeRunner
 from worker.limits import Limits
-from worker.loop import LeadingLoop, Report, follow
+from worker.loop import FirstSteps, LeadingLoop, Report, follow
 from worker.meeting import Ties
 from worker.orders import Inbox
 from worker.plan import Plan, Runner
@@ -30,8 +30,8 @@ log = logs.get(__name__)
 
 
 class EngineThread:
-    """``meet`` brings this rank together with the others. ``report`` is called from the thread.
-    ``startup`` is told how long the parts of its start take.
+    """``meet`` brings this rank together with the others. ``report`` and ``announce`` are called
+    from the thread. ``startup`` is told how long the parts of its start take.
 
     ``ready`` and ``ended`` resolve from the thread; what fails before the engine is ready is in
     both. Whoever hears of the end closes ``ties``.
@@ -43,6 +43,7 @@ class EngineThread:
         meet: Callable[[], Ties],
         inbox: Inbox,
         report: Callable[[Report], None],
+        announce: Callable[[FirstSteps], None],
         startup: Startup,
     ) -> None:
         self.ready: Future[Engine] = Future()
@@ -54,6 +55,7 @@ class EngineThread:
         self._meet = meet
         self._inbox = inbox
         self._report = report
+        self._announce = announce
         self._startup = startup
         # From here on nobody can cancel them.
         self.ready.set_running_or_notify_cancel()
@@ -105,7 +107,9 @@ class EngineThread:
         if isinstance(self.ties.log, StepLogReader):
             follow(engine, self.ties.log, self.ties.log.rank)
         else:
-            LeadingLoop(engine, self._inbox, self._report, self.ties.log).run()
+            LeadingLoop(
+                engine, self._inbox, self._report, self.ties.log, announce=self._announce
+            ).run()
 
 
 def _close(runner: Runner) -> None:

@@ -30,6 +30,10 @@ from worker.step_times import NO_TIME, StepTimes
 _IDLE_S = 0.5
 #: Who has which slot is told so often.
 _OCCUPANTS_S = 0.2
+#: Maximum time that a step waits until routers confirm that they know of its sequences' first step.
+CONFIRM_S = 0.2
+#: Minimum time between two reports of the prefill progress of the sequences in the batch.
+_PREFILL_S = 0.1
 
 
 class RanksDisagree(Exception):
@@ -47,7 +51,8 @@ class Report:
     """One turn of the loop. ``started`` are counted in ``load`` from now on. ``occupants`` is None
     where it was told a short while ago. ``busy_s`` was spent in steps since the engine started,
     ``step_times`` in their parts. ``accounts`` are of some of the sequences, among them all that
-    ended, and ``decoding`` of one that would have decoded all the time."""
+    ended, and ``decoding`` of one that would have decoded all the time. ``prefilling`` is the
+    progress of the sequences in prefill; it is empty where it was told a short while ago."""
 
     started: tuple[SequenceKey, ...]
     outcomes: tuple[Outcome, ...]
@@ -57,10 +62,27 @@ class Report:
     step_times: StepTimes = NO_TIME
     accounts: tuple[Told, ...] = ()
     decoding: Account = NO_ACCOUNT
+    prefilling: tuple[Outcome, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSteps:
+    """Sequences whose first step here is the step that is about to run.
+
+    ``outcomes`` carry the news of their admission and no tokens. ``to_confirm`` are the keys of
+    the sequences whose routers must confirm the news before the step runs.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    to_confirm: frozenset[SequenceKey]
 
 
 class LeadingLoop:
-    """Rank 0's loop. ``report`` is called after each turn, in this thread, and must not wait."""
+    """Rank 0's loop. ``report`` is called after each turn, in this thread, and must not wait.
+
+    ``announce`` is called in this thread before a step that admits sequences for the first time,
+    and delays that step until it returns.
+    """
 
     def __init__(
         self,
@@ -70,8 +92,12 @@ class LeadingLoop:
         log: StepLog | None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        announce: Callable[[FirstSteps], None] | None = None,
     ) -> None:
         self._engine = engine
+        self._announce = announce
+        if announce is not None:
+            engine.before_admission = self._before_admission
         self._inbox = inbox
         self._report = report
         self._log = log
@@ -81,6 +107,7 @@ class LeadingLoop:
         self._slowness = Slowness()
         self._busy_s = 0.0
         self._occupants_told = 0.0
+        self._prefills_told = 0.0
 
     def run(self) -> None:
         """Until the stop order. Raises EngineBroken, and what the log raises."""
@@ -112,6 +139,14 @@ class LeadingLoop:
         if not self._engine.is_in_flight:
             self._accounts.end()
         return outcomes, self._accounts.tell()
+
+    def _before_admission(self, admitted: list[Sequence]) -> None:
+        """Announce the sequences that are new here. A preempted sequence that resumes is not."""
+        assert self._announce is not None
+        new = [sequence for sequence in admitted if sequence.news.waited_s is not None]
+        if new:
+            to_confirm = frozenset(it.key for it in new if it.confirms_first_step)
+            self._announce(FirstSteps(tuple(it.outcome() for it in new), to_confirm))
 
     def _fault(self, orders: Orders) -> chaos_pb2.Fault | None:
         """One for another rank; a second one waits for the next turn."""
@@ -176,7 +211,13 @@ class LeadingLoop:
         started = tuple(sequence.key for sequence in orders.starts)
         load, times = self._engine.load(), self._engine.step_times()
         told = tuple(outcomes), load, occupants, self._busy_s, times, tuple(accounts)
-        self._report(Report(started, *told, self._accounts.decoding))
+        self._report(Report(started, *told, self._accounts.decoding, self._prefilling(now)))
+
+    def _prefilling(self, now: float) -> tuple[Outcome, ...]:
+        if now - self._prefills_told < _PREFILL_S:
+            return ()
+        self._prefills_told = now
+        return tuple(sequence.prefill_progress() for sequence in self._engine.prefilling())
 
 
 def follow(

@@ -35,7 +35,13 @@ class Outbox:
         return bool(self._progress or self._accepted)
 
     def push(self, outcome: Outcome) -> None:
-        """Outcomes of one sequence come in the order of their offsets."""
+        """Add an outcome and ask for a frame. Outcomes of one sequence come in the order of their
+        offsets."""
+        self.note(outcome)
+        self.notify()
+
+    def note(self, outcome: Outcome) -> None:
+        """Add an outcome to the next frame, whenever that goes."""
         epoch, choice = key = outcome.key
         progress = self._progress.get(key)
         if progress is None:
@@ -58,7 +64,8 @@ class Outbox:
             progress.stop = outcome.stop.value
         if outcome.error is not None:
             progress.error, progress.error_slug = str(outcome.error), outcome.error.slug
-        self.notify()
+        if outcome.prefilled_tokens:
+            progress.prefilled_tokens = outcome.prefilled_tokens
 
     def account(self, told: Told) -> None:
         """For the next frame, whenever it goes."""

@@ -78,7 +78,8 @@ class Outcome(NamedTuple):
 
     ``logprobs`` are of the tokens, ``prompt_logprobs`` of the prompt's from position
     ``prompt_offset`` on; both empty where nobody asked. ``num_computed`` are the known tokens that
-    were ever computed, here or before; 0 where it never came so far.
+    were ever computed, here or before; 0 where it never came so far. ``prefilled_tokens`` are the
+    known tokens computed here so far, while the sequence is in prefill; 0 otherwise.
     """
 
     key: SequenceKey
@@ -91,3 +92,4 @@ class Outcome(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_computed: int = 0
     news: News = NO_NEWS
+    prefilled_tokens: int = 0

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import os
 import secrets
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -30,7 +31,7 @@ from worker.engine_thread import EngineThread
 from worker.fingerprint import model_fingerprint
 from worker.grammar.absent import NoGrammars
 from worker.limits import Limits
-from worker.loop import Report
+from worker.loop import CONFIRM_S, FirstSteps, Report
 from worker.meeting import MeetingPoint, Ties, join
 from worker.orders import Inbox
 from worker.reclaim import notice_at
@@ -61,6 +62,11 @@ class Server(Protocol):
     async def start(self, info: session_pb2.WorkerInfo) -> None: ...
 
     def deliver(self, report: Report) -> None: ...
+
+    def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
+        """Forward the news to the routers. Call ``confirmed`` when all routers that must confirm
+        have done so, or are gone."""
+        ...
 
     async def drain(self) -> None: ...
 
@@ -179,7 +185,12 @@ class Rank:
 
     def _start_thread(self) -> EngineThread:
         thread = EngineThread(
-            self._config, self._meeting(), self._inbox, self._report, self._startup
+            self._config,
+            self._meeting(),
+            self._inbox,
+            self._report,
+            self._announce,
+            self._startup,
         )
         thread.ended.add_done_callback(
             lambda ended: self._loop.call_soon_threadsafe(self._thread_ended, ended.exception())
@@ -272,6 +283,18 @@ class Rank:
         assert self._server is not None, "a report before there was an order"
         self._loop.call_soon_threadsafe(self._server.deliver, report)
 
+    def _announce(self, first: FirstSteps) -> None:
+        """Called from the engine's thread, before the step that ``first`` is about.
+
+        Few sequences must be confirmed: those that lost a worker since their last new token. A
+        router that does not answer delays their step by ``CONFIRM_S`` at most.
+        """
+        assert self._server is not None, "a step before there was an order"
+        confirmed = threading.Event()
+        self._loop.call_soon_threadsafe(self._server.announce, first, confirmed.set)
+        if first.to_confirm and not confirmed.wait(CONFIRM_S):
+            log.warning("first step not confirmed in time", sequences=len(first.to_confirm))
+
     def _thread_ended(self, error: BaseException | None) -> None:
         self._end(error)
         assert self._thread is not None
@@ -345,7 +368,9 @@ def _build_grammars(config: WorkerConfig, vocab_size: int) -> GrammarCompiler | 
     from worker.grammar.compiler import GrammarCompiler
     from worker.grammar.nursery import Nursery
 
-    return GrammarCompiler(config.grammar, Nursery(config, vocab_size), config.step_timeout)
+    nursery = Nursery(config, vocab_size)
+    nursery.begin()
+    return GrammarCompiler(config.grammar, nursery, config.step_timeout)
 
 
 def _dtype(config: WorkerConfig) -> str:

@@ -528,6 +528,10 @@ class Scheduler:
         running = sorted(self._batch, key=lambda s: s.slot)
         return tuple(Occupant(s.slot, s.request_id, s.remaining > 1) for s in running)
 
+    def prefilling(self) -> list[Sequence]:
+        """Return the sequences in the batch whose prefill is not over."""
+        return list(self._batch.at(self._batch.columns.prefilling()))
+
     def check_integrity(self) -> None:
         """Raises AssertionError where the books do not agree. O(blocks and sequences)."""
         waiting = list(self._waiting)

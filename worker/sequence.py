@@ -68,6 +68,8 @@ class Sequence:
     is_preempted: bool = False
     #: when it came here, on the clock of who has its first step begin
     came: float = 0.0
+    #: the router must know of the first step here before that step runs
+    confirms_first_step: bool = False
     #: where its time went until it last left the batch; None where it never did, or nobody counts
     account: Account | None = None
     #: still to be told
@@ -92,6 +94,7 @@ class Sequence:
             salt=start.salt,
             priority=start.priority,
             predicted_tokens=start.predicted_tokens,
+            confirms_first_step=start.confirm_first_step,
         )
         sequence.num_computed_before = min(start.num_computed, sequence.num_known)
         sequence._check(limits)
@@ -262,6 +265,15 @@ class Sequence:
             error=error,
             num_computed=self.most_computed,
             news=self.take_news(),
+        )
+
+    def prefill_progress(self) -> Outcome:
+        """Return how many of the known tokens are computed here so far; news stays untold."""
+        return Outcome(
+            self.key,
+            self.num_output,
+            num_computed=self.most_computed,
+            prefilled_tokens=self.num_computed,
         )
 
     # what it is to compute

@@ -23,7 +23,7 @@ from everlift.transport import Transport, internal
 from everlift.v1 import chaos_pb2, session_pb2, session_pb2_grpc
 from worker.config import WorkerConfig
 from worker.fault import Wire, strike
-from worker.loop import Report
+from worker.loop import FirstSteps, Report
 from worker.sessions import Session, Sessions
 
 log = logs.get(__name__)
@@ -85,6 +85,9 @@ class SessionServer(session_pb2_grpc.WorkerSessionServicer):
     def deliver(self, report: Report) -> None:
         self._sessions.deliver(report)
         self._changed.set()
+
+    def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
+        self._sessions.announce(first, confirmed)
 
     async def drain(self) -> None:
         """Hands everything back; returns when the routers have it, or when its time is up."""

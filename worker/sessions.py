@@ -16,7 +16,7 @@ from everlift.v1 import chaos_pb2, session_pb2
 from worker.account import NO_ACCOUNT
 from worker.limits import Limits
 from worker.load import Load
-from worker.loop import Report
+from worker.loop import FirstSteps, Report
 from worker.outbox import Outbox
 from worker.outcome import Abort, Outcome, SequenceKey, Stop
 from worker.pending import Pending
@@ -96,6 +96,9 @@ class Sessions:
         self._pending = Pending()
         #: of these, the ones whose grammar is being compiled: the engine does not know them
         self._compiling: dict[SequenceKey, Sequence] = {}
+        #: epochs whose routers must confirm their first step, and what to call when all have
+        self._unconfirmed: set[int] = set()
+        self._on_confirmed: Callable[[], None] = _do_nothing
         self._frames = 0
         self.is_draining = False
 
@@ -144,6 +147,8 @@ class Sessions:
             self._start(session, start, now)
         for abort in frame.aborts:
             self._abort(session, Abort.from_proto(abort))
+        for epoch in frame.confirmed_epochs:
+            self._confirm(epoch)
         if frame.drain:
             log.info("drain ordered", router_id=session.router_id)
             self.drain()
@@ -254,6 +259,7 @@ class Sessions:
                 self._pending.discard(key)
         if not claim.choices:
             del self._claims[abort.epoch]
+            self._confirm(abort.epoch)
         self._engine.abort(abort)
 
     # results out
@@ -270,12 +276,40 @@ class Sessions:
         for outbox, told in accounts:
             if outbox is not None:
                 outbox.account(told)
+        for outcome in report.prefilling:
+            if (outbox := self._outbox_of(outcome.key)) is not None:
+                outbox.note(outcome)
         for session in self._sessions.values():
             if report.occupants is not None:
                 session.outbox.show(report.occupants)
             # Whoever leads wants to know of the room, whosever sequence it was.
             if any(ended):
                 session.outbox.notify()
+
+    def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
+        """Put the news of first steps into the outboxes of their routers.
+
+        The news travels with the next frame, whenever that goes. Only news that must be confirmed
+        is worth a frame of its own. ``confirmed`` is called when the routers have confirmed it;
+        sequences that end meanwhile are not waited for.
+        """
+        self._unconfirmed = set()
+        for outcome in first.outcomes:
+            if (outbox := self._outbox_of(outcome.key)) is None:
+                continue
+            outbox.note(outcome)
+            if outcome.key in first.to_confirm:
+                self._unconfirmed.add(outcome.key.epoch)
+                outbox.notify()
+        self._on_confirmed = confirmed
+        if not self._unconfirmed:
+            confirmed()
+
+    def _confirm(self, epoch: int) -> None:
+        if epoch in self._unconfirmed:
+            self._unconfirmed.remove(epoch)
+            if not self._unconfirmed:
+                self._on_confirmed()
 
     def _outbox_of(self, key: SequenceKey) -> Outbox | None:
         """What was aborted meanwhile is nobody's."""
@@ -327,3 +361,7 @@ class Sessions:
             engine_policy=self._policy,
             decoding=self._decoding.to_proto(),
         )
+
+
+def _do_nothing() -> None:
+    pass

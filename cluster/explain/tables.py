@@ -101,9 +101,16 @@ def attempts(explanation: pb.Explanation) -> Table:
             str(each.recomputed_tokens),
             # A worker that was lost soon told nothing.
             str(each.most_neighbours) if each.steps else "",
-            escape(each.end) or "goes on",
+            escape(_state(each)),
         )
     return table
+
+
+def _state(attempt: pb.ExplainedAttempt) -> str:
+    """Return how the attempt ended, or how far it is."""
+    if attempt.end or not attempt.prefilled_tokens:
+        return attempt.end or "goes on"
+    return f"in prefill: {attempt.prefilled_tokens} of {attempt.known_tokens} tokens"
 
 
 def neighbours(explanation: pb.Explanation) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 from cluster.forecast.any_worker import AnyWorker
@@ -26,7 +26,9 @@ class Router(Protocol):
 
     def worker_up(self, worker: AnyWorker) -> None: ...
 
-    def worker_lost(self, worker_id: str) -> None: ...
+    def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
+        """``occupants`` are the ids of the requests that had a slot there."""
+        ...
 
     def hear(self, frame: Frame) -> None: ...
 
@@ -123,7 +125,7 @@ class Fleet:
             self._worker_s += self._timeline.now - came
             self._num_steps += worker.num_steps
             self._num_jumped += worker.num_jumped
-            self._router.worker_lost(worker.worker_id)
+            self._router.worker_lost(worker.worker_id, worker.occupants())
 
     def drained(self, worker_id: str) -> None:
         """It has handed back all it had."""

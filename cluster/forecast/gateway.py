@@ -11,7 +11,7 @@ An attempt is known by its epoch: what is said of one that is over changes nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from math import inf
 from typing import Protocol
@@ -130,7 +130,7 @@ class Gateway:
 
     def _enqueue(self, life: Life) -> None:
         moves_left = max(0, self._config.max_moves - life.num_moved)
-        waiting = life.waiting(moves_left, self._is_suspect(life))
+        waiting = life.waiting(moves_left, life.losses.make_suspect(self._config))
         for refusal in self._dispatcher.enqueue(waiting, self._timeline.now):
             self._refused(refusal)
         if not self._has_worker:
@@ -141,11 +141,6 @@ class Gateway:
         life.move(Move.END, State.FAILED)
         life.record.refused = refusal.slug
         self._over(life)
-
-    def _is_suspect(self, life: Life) -> bool:
-        """One more such loss ends it."""
-        in_a_row = life.losses_in_a_row
-        return in_a_row > 0 and in_a_row + 1 >= self._config.max_losses
 
     def decide(self) -> None:
         """Whatever can be decided by now."""
@@ -255,17 +250,17 @@ class Gateway:
         self._foresight.note(life.num_tokens)
         self._over(life)
 
-    def worker_lost(self, worker_id: str) -> None:
-        """Everything that ran there goes back into the queue, with its tokens."""
+    def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
+        """Queue everything that ran there again, with its tokens. ``occupants`` had a slot."""
         self._limit()
         for life in [it for it in self._by_epoch.values() if it.worker_id == worker_id]:
             self._leave(life)
-            self._lose(life)
+            life.losses.count(life.num_tokens, was_in_step=life.request_id in occupants)
+            life.release()
+            self._queue_again(life)
 
-    def _lose(self, life: Life) -> None:
-        life.lose()
-        life.release()
-        if life.losses_in_a_row >= self._config.max_losses:
+    def _queue_again(self, life: Life) -> None:
+        if life.losses.are_too_many(self._config):
             self._end(life, State.FAILED, AttemptsExhausted())
         else:
             self._enqueue(life)

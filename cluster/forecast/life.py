@@ -5,13 +5,14 @@ Its states and moves are the ledger's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from cluster.forecast.foresight import Foretold
 from cluster.forecast.record import Record
 from cluster.forecast.sequence import BlockNames, NamedSequence
 from everlift.v1 import session_pb2
+from router.gateway.losses import Losses
 from router.ledger.entry import Move, State
 from worker.outcome import Outcome
 
@@ -41,8 +42,7 @@ class Life:
     accepted: bool = False
     is_preempted: bool = False
     num_moved: int = 0
-    losses_in_a_row: int = 0
-    num_tokens_at_loss: int = -1
+    losses: Losses = field(default_factory=Losses)
 
     def move(self, move: Move, state: State) -> None:
         assert self.state in move.sources and state in move.targets, f"{self.state} {move}"
@@ -103,12 +103,6 @@ class Life:
         """Its worker is gone, or gave it back."""
         self.move(Move.RELEASE, State.QUEUED)
         self.worker_id, self.epoch, self.draws_since = "", 0, None
-
-    def lose(self) -> None:
-        """Its worker is lost."""
-        has_gone_on = self.num_tokens > self.num_tokens_at_loss
-        self.losses_in_a_row = 1 if has_gone_on else self.losses_in_a_row + 1
-        self.num_tokens_at_loss = self.num_tokens
 
     # what the leader and its worker are told
 

@@ -7,7 +7,7 @@ arrivals --> Gateway --waiting--> Dispatcher --placed--> Gateway --start--> Simu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from cluster.autoscale.policy import Autoscaler
@@ -101,10 +101,10 @@ class _Simulation:
         self._dispatcher.worker_up(worker.worker_id, worker.capacity)
         self._gateway.worker_up()
 
-    def worker_lost(self, worker_id: str) -> None:
+    def worker_lost(self, worker_id: str, occupants: Collection[str]) -> None:
         self._loads.pop(worker_id, None)
         self._dispatcher.worker_lost(worker_id)
-        self._gateway.worker_lost(worker_id)
+        self._gateway.worker_lost(worker_id, occupants)
         if not len(self._fleet):
             self._gateway.last_worker_lost()
         self._gateway.decide()

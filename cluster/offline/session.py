@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from everlift.v1 import session_pb2
-from worker.loop import Report
+from worker.loop import FirstSteps, Report
 from worker.sessions import Sessions
 
 _NAME = "local"
@@ -42,6 +42,9 @@ class LocalSession:
 
     def deliver(self, report: Report) -> None:
         self._sessions.deliver(report)
+
+    def announce(self, first: FirstSteps, confirmed: Callable[[], None]) -> None:
+        self._sessions.announce(first, confirmed)
 
     async def drain(self) -> None:
         """There is nowhere else to go on."""

@@ -16,7 +16,7 @@ WORKERS = WorkerConfig(
     model="fake", num_blocks=24, max_num_seqs=8, max_num_batched_tokens=64, fake=MODEL
 )
 #: Faults alone must not use up what a request has.
-ROUTERS = replace(ROUTER, max_losses=100, grace=5.0)
+ROUTERS = replace(ROUTER, max_losses=100, max_losses_total=100, grace=5.0)
 #: Far more than a request takes where nothing goes wrong.
 _PATIENCE_S = 60.0
 

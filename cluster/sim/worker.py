@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from cluster.announcer import Announcer
 from cluster.sim.clock import VirtualLoop
@@ -17,7 +18,7 @@ from worker.config import WorkerConfig
 from worker.engine import Engine
 from worker.fake_runner import FakeRunner
 from worker.limits import Limits
-from worker.loop import LeadingLoop, Report
+from worker.loop import CONFIRM_S, FirstSteps, LeadingLoop, Report
 from worker.orders import Inbox
 from worker.outcome import Abort
 from worker.plan import Runner
@@ -87,10 +88,17 @@ class SimWorker:
         self.sessions = Sessions(limits, self.engine.load(), self._orders, grammars)
         self.server = SessionServer(config, self.sessions, transport)
         self._loop = LeadingLoop(
-            self.engine, self._orders, self._made, None, self._now, self._spend
+            self.engine,
+            self._orders,
+            self._made,
+            None,
+            self._now,
+            self._spend,
+            self._announce,
         )
         self._spent = 0.0
         self._report: Report | None = None
+        self._confirmed = asyncio.Event()
         self.info = self._info(limits)
 
     def _info(self, limits: Limits) -> session_pb2.WorkerInfo:
@@ -145,7 +153,12 @@ class SimWorker:
                 self._orders.come.clear()
                 await self._orders.come.wait()
                 continue
+            self._confirmed.set()
             self._loop.turn(orders)
+            # The step begins when the routers have what they must know before it.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CONFIRM_S):
+                    await self._confirmed.wait()
             self._looked_at(self)
             await asyncio.sleep(self._spent)
             self._spent = 0.0
@@ -156,6 +169,11 @@ class SimWorker:
         if self._report is not None:
             self.server.deliver(self._report)
             self._report = None
+
+    def _announce(self, first: FirstSteps) -> None:
+        if first.to_confirm:
+            self._confirmed.clear()
+        self.server.announce(first, self._confirmed.set)
 
     def _made(self, report: Report) -> None:
         self._report = report

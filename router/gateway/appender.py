@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from everlift import logs
 from everlift.errors import LedgerUnavailable
+from router import stalls
 from router.gateway.live import LiveRequest
 from router.ledger.base import Ledger
 from router.ledger.entry import Append, Appended
@@ -26,7 +27,7 @@ _Key = tuple[LiveRequest, int, int]
 _RETRY_S = 0.1
 #: Answers before others have their turn of the event loop.
 _AT_ONCE = 64
-#: An answer that takes longer is late.
+#: An answer is late that takes longer than this while the event loop keeps up.
 _LATE_S = 0.3
 
 
@@ -87,11 +88,12 @@ class Appender:
         self._has_end.clear()
 
     async def _append(self, batch: dict[_Key, Append]) -> list[Appended]:
-        """The ledger's answers. While they are late, what waits is told to ``on_away`` again and
-        again, so that it can flow without them."""
+        """Return the ledger's answers. While they are late, report what waits to ``on_away`` again
+        and again, so that it can be delivered without them. An answer that is late because this
+        process stalled is not: the ledger may have answered in time."""
         call = asyncio.ensure_future(self._ledger.append(list(batch.values())))
         try:
-            while not (await asyncio.wait({call}, timeout=_LATE_S))[0]:
+            while not await stalls.wait(call, _LATE_S):
                 for (live, *_), append in (*batch.items(), *self._pending.items()):
                     self._on_away(live, append)
             return call.result()

@@ -74,6 +74,8 @@ class Attempt:
     waited_s: float | None = None
     #: known tokens that this step found in the KV cache
     cached_tokens: int = 0
+    #: known tokens that are computed or cached, as the worker reported last in the prefill
+    prefilled_tokens: int = 0
     first_token: float | None = None
     new_tokens: int = 0
     preemptions: int = 0
@@ -99,7 +101,10 @@ class Attempt:
         """What the time was since its worker told where it went, and not what came of others'."""
         if self._is_preempted:
             return pb.SPAN_KIND_PREEMPTED
-        return pb.SPAN_KIND_DECODE if self.new_tokens else pb.SPAN_KIND_UNTOLD
+        if self.new_tokens:
+            return pb.SPAN_KIND_DECODE
+        # After the first step and before the first token, the prompt is computed.
+        return pb.SPAN_KIND_UNTOLD if self.waited_s is None else pb.SPAN_KIND_PREFILL
 
     @property
     def _is_preempted(self) -> bool:
@@ -157,6 +162,7 @@ class Attempt:
             self.first_token = self.heard
         if self.waited_s is None and message.HasField("waited_s"):
             self.waited_s, self.cached_tokens = message.waited_s, message.cached_tokens
+        self.prefilled_tokens = message.prefilled_tokens or self.prefilled_tokens
         self.preemptions += message.preemptions
         self.recomputed_tokens += message.recomputed_tokens
         if message.residence == session_pb2.RESIDENCE_PREEMPTED:

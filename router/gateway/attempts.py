@@ -48,7 +48,7 @@ _FINISHED_BY = {
 _RETRY_S = 0.1
 #: To write down more of them for a worker would keep the event loop from all others for too long.
 _TOKENS_AT_ONCE = 1 << 16
-#: More losses than there can be.
+#: A number of losses that no request reaches.
 _NEVER = 1 << 30
 
 
@@ -64,6 +64,10 @@ class Workers(Protocol):
 
     def abort(self, worker_id: str, epoch: int, choices: Sequence[int] = ()) -> None:
         """Of no choices: of all."""
+        ...
+
+    def confirm(self, worker_id: str, epoch: int) -> None:
+        """Tell the worker that the first step of a sequence is known here."""
         ...
 
     def speaker(self, worker_id: str) -> Speaker | None:
@@ -198,7 +202,8 @@ class Attempts:
         self._line.enqueue(self.waiting(live))
 
     def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
-        return told.waiting(live, self._moves_left(live), self._is_suspect(live))
+        is_suspect = live.losses.make_suspect(self._config)
+        return told.waiting(live, self._moves_left(live), is_suspect)
 
     def running(self) -> list[session_pb2.Running]:
         """All that workers have."""
@@ -219,6 +224,7 @@ class Attempts:
         beside = live.request_id, message.worker_id
         neighbours, occupants = self._running.neighbours(*beside), self._running.occupants(*beside)
         worker = self._workers.speaker(message.worker_id) or SILENT
+        live.confirms_first_step = live.losses.need_confirmation(self._config)
         live.begin(message, neighbours, worker, now(), occupants)
         self._running.add(live)
         log.info(
@@ -324,7 +330,7 @@ class Attempts:
         offset = len(choice.output)
         if not take(live, choice, progress):
             log.error("tokens missing", request_id=live.request_id, offset=progress.offset)
-            self._lost(live, f"worker {worker_id} left out tokens")
+            self._lost(live, f"worker {worker_id} left out tokens", was_in_step=True)
             return
         self._note(live, choice, progress, len(choice.output) - offset)
         stop = progress.stop
@@ -342,7 +348,9 @@ class Attempts:
     def _note(
         self, live: LiveRequest, choice: Choice, progress: session_pb2.Progress, num_new: int
     ) -> None:
-        """What became of its KV blocks, beside so many new tokens."""
+        """Note what a worker reports beside ``num_new`` new tokens."""
+        if live.confirms_first_step and progress.HasField("waited_s"):
+            self._workers.confirm(live.worker_id, live.epoch)
         if num_new:
             self._line.served(live.request_id, live.priority, num_new)
         has_news = note(live, choice, progress)
@@ -387,12 +395,14 @@ class Attempts:
         else:
             log.warning("engine failed", request_id=live.request_id, cause=progress.error)
             live.avoid = live.worker_id
-            self._lost(live, f"the engine failed: {progress.error}")
+            cause = f"the engine failed: {progress.error}"
+            # The worker goes on, so that all its reports are here.
+            self._lost(live, cause, was_in_step=live.has_stepped)
 
-    def _lost(self, live: LiveRequest, cause: str) -> None:
-        """The worker lives, but this request is lost there."""
+    def _lost(self, live: LiveRequest, cause: str, *, was_in_step: bool) -> None:
+        """Queue a request again that is lost at a worker that goes on."""
         self._workers.abort(live.worker_id, live.epoch)
-        self._custody.spawn_for(live, self._return(live, loss=cause))
+        self._custody.spawn_for(live, self._return(live, loss=cause, was_in_step=was_in_step))
 
     def _take_from_worker(self, live: LiveRequest, end: str, *, is_lost: bool = False) -> bool:
         """False where none has it."""
@@ -416,32 +426,38 @@ class Attempts:
         lost = self._running.of(worker_id)
         log.warning("worker lost", worker_id=worker_id, requests=len(lost))
         for live in lost:
-            self._custody.spawn_for(live, self._return(live, loss=f"worker {worker_id} was lost"))
+            # Without a report, only a worker that had to confirm the step was in none.
+            was_in_step = live.has_stepped or not live.confirms_first_step
+            loss = f"worker {worker_id} was lost"
+            self._custody.spawn_for(live, self._return(live, loss=loss, was_in_step=was_in_step))
 
     async def _return(
         self,
         live: LiveRequest,
         *,
         loss: str | None = None,
+        was_in_step: bool = False,
         end: str = "returned",
         delay_s: float = 0.0,
     ) -> None:
-        """Back into the queue, with its tokens: lost, or given back."""
+        """Queue a request again with its tokens: it was lost, or its worker returned it."""
         epoch = live.epoch
         if not self._take_from_worker(live, loss or end, is_lost=loss is not None):
             return
         await asyncio.sleep(delay_s)
         await self.keeping.put_all(live)
         if live.runs_under(epoch):
+            if loss is not None:
+                live.losses.count(live.num_tokens, was_in_step=was_in_step)
             await self._release(live, loss)
         if live.is_over:
             self._line.withdraw(live.request_id)
 
     async def _release(self, live: LiveRequest, loss: str | None) -> None:
         epoch = live.epoch
-        if loss is not None:
-            live.lose()
-        max_losses = self._max_losses(live)
+        # The ledger counts all losses of the request; which of them are too many is decided here.
+        ends = loss is not None and live.losses.are_too_many(self._config)
+        max_losses = live.entry.losses + 1 if ends else _NEVER
         entry = await self._custody.move(
             live,
             lambda: self._ledger.release(
@@ -455,18 +471,6 @@ class Attempts:
         )
         if live.runs_under(epoch):
             self.queue_again(live, entry)
-
-    def _max_losses(self, live: LiveRequest) -> int:
-        """With how many the ledger is to end it. What kills its workers loses one after the other
-        without a token, while what was beside it goes on in between."""
-        if live.losses_in_a_row < self._config.max_losses:
-            return _NEVER
-        return live.entry.losses + 1
-
-    def _is_suspect(self, live: LiveRequest) -> bool:
-        """One more such loss ends it."""
-        in_a_row = live.losses_in_a_row
-        return in_a_row > 0 and in_a_row + 1 >= self._config.max_losses
 
     def queue_again(self, live: LiveRequest, entry: Entry) -> None:
         """If the ledger lets it. Otherwise it is over here."""

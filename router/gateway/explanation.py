@@ -82,6 +82,7 @@ def _add(attempt: Attempt, explanation: pb.Explanation) -> None:
         worker_id=attempt.worker_id,
         known_tokens=attempt.known_tokens,
         cached_tokens=attempt.cached_tokens,
+        prefilled_tokens=attempt.prefilled_tokens if not attempt.new_tokens else 0,
         new_tokens=attempt.new_tokens,
         preemptions=attempt.preemptions,
         recomputed_tokens=attempt.recomputed_tokens,

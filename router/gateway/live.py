@@ -18,6 +18,7 @@ from router.gateway.attempt import Speaker
 from router.gateway.choice import Choice
 from router.gateway.explanation import explained, packed, summed
 from router.gateway.journal import FINISHED, Journal
+from router.gateway.losses import Losses
 from router.gateway.moments import Moments
 from router.gateway.observer import ClassObserver
 from router.gateway.output import Output
@@ -77,9 +78,11 @@ class LiveRequest:
         self.recomputed_tokens = entry.tally.recomputed_tokens
         #: prompt tokens that the first attempt found in the prefix cache; None: not known yet
         self.cached_tokens = entry.tally.cached_tokens or (0 if self.num_tokens else None)
-        #: workers that it lost in a row, without a token in between
-        self.losses_in_a_row = 0
-        self._num_tokens_at_loss = -1
+        self.losses = Losses()
+        #: whether the worker runs the first step of this attempt only when its report is confirmed,
+        #: and whether the report came
+        self.confirms_first_step = False
+        self.has_stepped = False
         #: of its outputs, made when it came here
         self.prediction = NOTHING
         #: times that it was moved because it was preempted
@@ -240,6 +243,7 @@ class LiveRequest:
             moves=max(dispatched.moves, self.entry.moves + 1),
         )
         self.migrations += bool(self.num_tokens)
+        self.has_stepped = False
         self.at_worker = {choice.index for choice in self.unfinished}
         for choice in self.unfinished:
             choice.begin(dispatched.epoch)
@@ -250,12 +254,6 @@ class LiveRequest:
         """Note the prefix-cache hits of an attempt; only those of the first one count."""
         if self.cached_tokens is None:
             self.cached_tokens = min(num_tokens, len(self.request.prompt_ids))
-
-    def lose(self) -> None:
-        """Its worker is lost."""
-        has_gone_on = self.num_tokens > self._num_tokens_at_loss
-        self.losses_in_a_row = 1 if has_gone_on else self.losses_in_a_row + 1
-        self._num_tokens_at_loss = self.num_tokens
 
     def wait_again(self, entry: Entry, now: float) -> None:
         """Its worker is gone or gave it back, and the ledger knows."""

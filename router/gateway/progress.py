@@ -30,6 +30,7 @@ def note(live: LiveRequest, choice: Choice, progress: session_pb2.Progress) -> b
     # Other choices find the first one's prompt.
     if choice.index == 0 and progress.HasField("waited_s"):
         live.note_cached(progress.cached_tokens)
+    live.has_stepped |= progress.HasField("waited_s") or bool(progress.token_ids)
     if not (progress.residence or progress.preemptions or progress.recomputed_tokens):
         return False
     live.preemptions += progress.preemptions

@@ -29,6 +29,7 @@ def start(live: LiveRequest, choice: Choice) -> session_pb2.Start:
         num_computed=_num_computed(live, choice),
         priority=request.priority,
         predicted_tokens=live.prediction.length.to_come(0, request.max_tokens),
+        confirm_first_step=live.confirms_first_step,
     )
 
 

@@ -22,6 +22,8 @@ Argument = str | int | bytes
 
 _NOTHING = object()
 _READ_BYTES = 1 << 16
+#: A look at a silent server that comes later than this is repeated.
+_LATE_S = 0.1
 
 
 class Channel:
@@ -107,6 +109,7 @@ class _Wire:
         self._unsent: list[bytes] = []
         self._heard_at = self._loop.time()
         self._watch: asyncio.TimerHandle | None = None
+        self._look_due = 0.0
         self._is_retired = False
         self.is_over = False
         self._reading = self._loop.create_task(self._read())
@@ -121,7 +124,7 @@ class _Wire:
             self._loop.call_soon(self._write)
         self._unsent += chain.from_iterable(packed)
         if self._watch is None:
-            self._watch = self._loop.call_later(self._patience_s, self._look)
+            self._look_in(self._patience_s)
         return question.whole
 
     def _write(self) -> None:
@@ -163,15 +166,23 @@ class _Wire:
             if not question.whole.done():
                 question.whole.set_result(question.answers)
 
+    def _look_in(self, seconds: float) -> None:
+        self._look_due = self._loop.time() + seconds
+        self._watch = self._loop.call_at(self._look_due, self._look)
+
     def _look(self) -> None:
         """Whether the server still answers."""
         self._watch = None
         if not self._questions:
             return
         since = max(self._questions[0].asked_at, self._heard_at)
+        late_s = self._loop.time() - self._look_due
         left_s = since + self._patience_s - self._loop.time()
         if left_s > 0:
-            self._watch = self._loop.call_later(left_s, self._look)
+            self._look_in(left_s)
+        elif late_s >= _LATE_S:
+            # This process stalled: what the server said meanwhile is not read yet.
+            self._look_in(_LATE_S)
         else:
             self.fail(TimeoutError("the server does not answer"))
 

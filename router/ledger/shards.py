@@ -36,6 +36,7 @@ from router.ledger.config import LedgerConfig
 from router.ledger.connections import Command, connections
 from router.ledger.scripts import Script
 from router.ledger.server import SCHEMA, Info
+from router.stalls import Expiry
 
 T = TypeVar("T")
 
@@ -161,23 +162,27 @@ class Shards:
         failure: Exception | None = None
         failures = 0
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                if self._disturbed_until:
-                    await self._disturbance()
-                # The cancellation is lost where a node's answer fails in the same moment: then
-                # asyncio.gather tells of that alone.
-                while not limit.expired():
-                    try:
-                        if isinstance(failure, _ELSEWHERE):
-                            await self._connections.look_again()
-                        return await do()
-                    except _FAILURES as error:
-                        failure = _root(error)
-                        if not _passes(failure):
-                            raise
-                    failures += 1
-                    await asyncio.sleep(_BACKOFF.compute(failures))
-                raise TimeoutError
+            async with asyncio.timeout(None) as limit:
+                expiry = Expiry(limit, self._timeout_s)
+                try:
+                    if self._disturbed_until:
+                        await self._disturbance()
+                    # The cancellation is lost where a node's answer fails in the same moment: then
+                    # asyncio.gather tells of that alone.
+                    while not (limit.expired() or expiry.is_extended):
+                        try:
+                            if isinstance(failure, _ELSEWHERE):
+                                await self._connections.look_again()
+                            return await do()
+                        except _FAILURES as error:
+                            failure = _root(error)
+                            if not _passes(failure):
+                                raise
+                        failures += 1
+                        await asyncio.sleep(_BACKOFF.compute(failures))
+                    raise TimeoutError
+                finally:
+                    expiry.cancel()
         except TimeoutError as error:
             what = "no answer" if failure is None else kind(failure)
             raise LedgerUnavailable(f"{name}: {what} within {self._timeout_s:g} s") from (

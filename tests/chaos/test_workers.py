@@ -170,7 +170,7 @@ async def tokens_of(cluster: Cluster, worker_id: str) -> int:
 async def test_a_request_that_kills_its_workers_fails_and_takes_no_other_along(
     tmp_path: Path,
 ) -> None:
-    """Whoever runs it is killed before it has a token: it is given up, its neighbours are not."""
+    """Each worker is killed in the request's prefill: the request fails, its neighbours do not."""
     fake = FakeModel(step_time=0.004, token_time=0.0005)
     settings = config(tmp_path, workers=2, fake=fake)
     async with running(settings) as cluster, AsyncClient(cluster.address) as client:
@@ -180,7 +180,7 @@ async def test_a_request_that_kills_its_workers_fails_and_takes_no_other_along(
             poison = client.generate([6] * 4000, request_id="poison", max_tokens=1)
             eaten = asyncio.create_task(poison.text())
             for _ in range(settings.router.max_losses):
-                await kill_who_runs(cluster, client, "poison")
+                await kill_in_prefill(cluster, client, "poison")
             with pytest.raises(AttemptsExhausted):
                 await eaten
             await load.finish()
@@ -190,12 +190,18 @@ async def test_a_request_that_kills_its_workers_fails_and_takes_no_other_along(
         await cluster.idle()
 
 
-async def kill_who_runs(cluster: Cluster, client: AsyncClient, request_id: str) -> None:
-    async def has_worker() -> bool:
-        known = await client.get_request(request_id)
-        return known.worker_id in alive_ids(cluster)
+async def kill_in_prefill(cluster: Cluster, client: AsyncClient, request_id: str) -> None:
+    """Kill the worker that computes the request's prompt, and start another one."""
 
-    await until(has_worker)
+    async def is_prefilling() -> bool:
+        worker_id = (await client.get_request(request_id)).worker_id
+        explanation = await client.explain(request_id)
+        spans, attempts = explanation.spans, explanation.attempts
+        is_in_prefill = bool(spans) and spans[-1].kind == pb.SPAN_KIND_PREFILL
+        is_current = bool(attempts) and attempts[-1].worker_id == worker_id
+        return is_in_prefill and is_current and worker_id in alive_ids(cluster)
+
+    await until(is_prefilling)
     worker_id = (await client.get_request(request_id)).worker_id
     index = next(i for i, w in enumerate(cluster.workers) if w.worker_id == worker_id)
     await cluster.restart_worker(index)

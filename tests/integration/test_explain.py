@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +87,50 @@ async def test_of_a_real_engine_all_of_the_time_is_told() -> None:
             assert attempt.worker_id == parts.workers[0].worker_id
             assert attempt.new_tokens == explanation.output_tokens > 0
             assert (attempt.end, explanation.state) == ("finished", pb.REQUEST_STATE_FINISHED)
+
+
+async def until_prefilling(client: AsyncClient, request_id: str, tokens: int) -> pb.Explanation:
+    async with asyncio.timeout(20.0):
+        while True:
+            with suppress(UnknownRequest):
+                explanation = await client.explain(request_id)
+                if explanation.attempts and explanation.attempts[0].prefilled_tokens >= tokens:
+                    return explanation
+            await asyncio.sleep(0.02)
+
+
+async def test_a_prefill_of_many_steps_is_explained_while_it_goes_on() -> None:
+    worker = replace(
+        WORKER, max_num_seqs=8, max_num_batched_tokens=32, fake=FakeModel(token_time=0.002)
+    )
+    async with cluster(1, 1, worker_config=worker) as parts, AsyncClient(parts.address) as client:
+        going = asyncio.create_task(receive(client, PROMPT * 400, 2, request_id="long"))
+        first = await until_prefilling(client, "long", 1)
+        second = await until_prefilling(client, "long", 500)
+        for explanation in (first, second):
+            spent = seconds(explanation)
+            assert pb.SPAN_KIND_UNTOLD not in spent
+            assert spent[pb.SPAN_KIND_PREFILL] > 0
+            assert explanation.attempts[0].known_tokens == 1200
+            assert explanation.attempts[0].new_tokens == 0
+        spent = seconds(second)
+        assert spent[pb.SPAN_KIND_PREFILL] > 0.8 * (second.total_s - 0.2)
+        await going
+        (attempt,) = (await client.explain("long")).attempts
+        assert (attempt.prefilled_tokens, attempt.new_tokens) == (0, 2)
+
+
+async def test_a_prefill_in_one_long_step_is_explained_as_prefill() -> None:
+    worker = replace(WORKER, max_num_batched_tokens=2048, fake=FakeModel(token_time=0.001))
+    async with cluster(1, 1, worker_config=worker) as parts, AsyncClient(parts.address) as client:
+        going = asyncio.create_task(receive(client, PROMPT * 600, 2, request_id="long"))
+        await asyncio.sleep(1.0)
+        explanation = await client.explain("long")
+        assert not going.done()
+        spent = seconds(explanation)
+        assert pb.SPAN_KIND_UNTOLD not in spent
+        assert spent[pb.SPAN_KIND_PREFILL] > 0.5
+        await going
 
 
 async def test_who_waits_is_told_behind_whom_and_by_which_rule() -> None:

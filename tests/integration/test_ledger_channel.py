@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -218,3 +221,36 @@ async def test_a_server_that_is_not_there_is_an_error_for_all_who_ask(tmp_path: 
             *(channel.send([("PING",)]) for _ in range(3)), return_exceptions=True
         )
         assert [type(answer) for answer in answers] == [ConnectionError] * 3
+
+
+def answer_late(server: socket.socket, after_s: float) -> None:
+    """Answer the first command of one connection, in another thread than the event loop."""
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(1 << 16)
+        time.sleep(after_s)
+        connection.sendall(b"+PONG\r\n")
+        connection.recv(1)
+
+
+async def test_an_answer_that_waits_unread_in_a_stall_is_taken(tmp_path: Path) -> None:
+    path = str(tmp_path / "server")
+
+    def make() -> UnixDomainSocketConnection:
+        retry = Retry(NoBackoff(), 0)
+        return UnixDomainSocketConnection(path=path, protocol=2, driver_info=None, retry=retry)
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        thread = threading.Thread(target=answer_late, args=(server, 0.1))
+        thread.start()
+        channel = Channel(make, 0.2)
+        try:
+            asked = asyncio.create_task(channel.send([("PING",)]))
+            await asyncio.sleep(0.05)
+            time.sleep(0.5)
+            assert await asked == [b"PONG"]
+        finally:
+            await channel.close()
+            thread.join()

@@ -37,10 +37,13 @@ from tests.grammar_support import (
     text_of,
     walk,
 )
+from tests.in_process import until
 from tests.session_support import Router
 from tests.worker_support import GREEDY, start
 from worker.config import Speculation, WorkerConfig
+from worker.grammar.compiler import GrammarCompiler
 from worker.grammar.matcher import CompiledGrammar
+from worker.grammar.nursery import Nursery
 from worker.rank import Rank
 
 HOT = SamplingParams(temperature=3.0, seed=5)
@@ -439,6 +442,22 @@ def test_the_next_grammar_works_after_the_nursery_was_killed() -> None:
         assert allowed(service.compile(REGEX, "bcd").matcher(frozenset({EOS}), ())) == [ids_of("b")]
         survivor.accept(ids_of("a"))
         assert allowed(survivor) == [ids_of("b")]
+
+
+async def test_a_worker_starts_its_nursery_ahead_of_the_first_grammar() -> None:
+    rank = Rank(WorkerConfig(model=str(DEMO_MODEL), device="cpu", num_blocks=64, num_threads=1))
+    await rank.start()
+    try:
+        assert isinstance(rank._grammars, GrammarCompiler)
+        nursery = rank._grammars._keepers
+        assert isinstance(nursery, Nursery)
+        await until(lambda: nursery._process is not None)
+        begun = nursery._process
+        (await nursery.keeper()).close()
+        assert nursery._process is begun
+    finally:
+        await rank.stop()
+    assert begun is not None and begun.poll() is not None
 
 
 async def test_a_worker_answers_with_the_form_or_with_the_cause() -> None:

@@ -160,6 +160,37 @@ def test_poison_is_given_up_and_its_neighbours_survive() -> None:
         assert [it.error(other) for other in others] == [None] * 5
 
 
+@pytest.mark.parametrize("max_losses", [1, 2, 4])
+def test_poison_in_the_first_step_fails_at_max_losses(max_losses: int) -> None:
+    """Every worker ends in the first step of the request, before the step has any result."""
+    with cluster(max_losses=max_losses, max_losses_total=50) as it:
+        poison = it.ask()
+        it.poison.add(poison)
+        it.may_fail.add(poison)
+        it.settle(60)
+        assert isinstance(it.error(poison), AttemptsExhausted)
+        assert it.entry(poison).losses == max_losses
+
+
+def test_a_request_that_waits_at_its_workers_outlives_max_losses() -> None:
+    """Another request has the only slot whenever the worker is killed."""
+    with cluster(workers=0, max_losses=2) as it:
+        it.start_worker(0, max_num_seqs=1)
+        it.run_for(1.0)
+        first = it.ask(LONGER)
+        it.until_has(first, 5)
+        waiting = it.ask(SHORT)
+        it.home(waiting)
+        for losses in range(6):
+            it.run_until(lambda: it.entry(waiting).worker == it.workers[0].worker_id)
+            it.until_has(first, 20 * (losses + 1))
+            it.kill_worker(0)
+            it.start_worker(0, max_num_seqs=1)
+        it.settle(60)
+        assert it.entry(waiting).losses == 6
+        assert it.error(waiting) is None
+
+
 def test_two_poisonous_requests_harm_nobody_else() -> None:
     with cluster(max_losses=3) as it:
         others = [it.ask(asked, router=1) for asked in ASKED[:4]]

@@ -35,6 +35,8 @@ class Seen:
     error: str = ""
     repeated: int = 0
     missing: int = 0
+    #: tokens that were marked as not in the ledger
+    unledgered: int = 0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     #: by choice
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -45,6 +47,7 @@ class Seen:
         self.repeated += max(0, following - chunk.offset)
         self.missing += max(0, chunk.offset - following)
         self._next[chunk.choice] = chunk.offset + len(chunk.token_ids)
+        self.unledgered += len(chunk.token_ids) * chunk.unledgered
         # What comes twice is counted, and held once.
         self.tokens[chunk.choice][chunk.offset :] = chunk.token_ids
         if chunk.token_ids:

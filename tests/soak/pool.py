@@ -34,14 +34,26 @@ def _task(number: int, rng: Random) -> Task:
     example = next(tasks.stream(_KINDS[number % len(_KINDS)], rng))
     lines = [next(tasks.stream("days", rng)) for _ in range(rng.randrange(4))]
     prompt = tasks.after_lines(lines, example).prompt
-    return Task(prompt, _OPTIONS[number % len(_OPTIONS)](rng))
+    return Task(prompt, _OPTIONS[number % len(_OPTIONS)](rng, example))
 
 
-def _greedy(rng: Random) -> GenerateOptions:
+def _greedy(rng: Random, example: tasks.Example) -> GenerateOptions:
     return {"temperature": 0.0, "max_tokens": rng.choice([16, 48, 200])}
 
 
-def _sampled(rng: Random) -> GenerateOptions:
+def _structured(rng: Random, example: tasks.Example) -> GenerateOptions:
+    """Grammars that the right answer fits. Most differ from each other, so that every worker has
+    to compile them."""
+    grammars: list[GenerateOptions] = [
+        {"regex": f"[ -~]{{{rng.randrange(1, 9)},{rng.randrange(100, 400)}}}"},
+        {"choice": [example.answer, " nothing", f" {rng.getrandbits(30)}"]},
+        {"regex": f'( ?[0-9a-z{{}}:,"]+){{1,{rng.randrange(40, 200)}}}'},
+    ]
+    options: GenerateOptions = {"temperature": 0.0, "max_tokens": rng.choice([16, 48, 120])}
+    return options | rng.choice(grammars)
+
+
+def _sampled(rng: Random, example: tasks.Example) -> GenerateOptions:
     """Seeds, penalties, several choices, stops, and log probabilities, all at once or alone."""
     options: GenerateOptions = {
         "temperature": rng.choice([0.7, 1.0, 1.5]),
@@ -59,7 +71,7 @@ def _sampled(rng: Random) -> GenerateOptions:
     return options
 
 
-_OPTIONS = (_greedy, _sampled)
+_OPTIONS = (_greedy, _sampled, _structured)
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,10 @@ from tests.soak.times import (
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
 _MINUTES = 30.0
-#: Under Ray: this part of it, and not less than a minute.
-_RAY_PART = 1 / 6
+#: Under Ray, and with kills alone: this part of it, and not less than a minute.
+_PART = 1 / 6
+#: Seconds between two kills of workers, where nothing else is struck.
+_KILL_EVERY_S = 2.0
 _POOL = 240
 _LOAD = 0.7
 _CALIBRATION_S = 15.0
@@ -63,8 +65,6 @@ _SETTINGS = [
     "worker.dtype=float32",
     "worker.kv_cache_mib=64",
     "worker.num_threads=1",
-    # Faults come so often that a request may lose more workers than it would in a year.
-    "router.max_losses=100",
 ]
 
 
@@ -117,6 +117,25 @@ async def test_processes(tmp_path: Path) -> None:
     _check(outcome)
 
 
+async def test_worker_kills(tmp_path: Path) -> None:
+    """A worker is killed every two seconds; the ledger is never disturbed."""
+    places = [
+        "router.port=0",
+        "router.http_port=0",
+        "num_routers=1",
+        "num_workers=4",
+        f"state_dir={tmp_path}",
+    ]
+    config = load(None, {}, [*_SETTINGS, *places])
+    seconds = max(1.0, minutes(_MINUTES) * _PART) * 60
+    every_s = _KILL_EVERY_S, _KILL_EVERY_S
+    async with ProcessCluster(config, revive=True) as cluster:
+        outcome = await _soak(cluster.addresses, config, seconds, every_s, ["kill worker"])
+    _report("worker kills", config, outcome)
+    _check(outcome)
+    assert sum(each.unledgered for each in outcome.seen) == 0
+
+
 @pytest.mark.filterwarnings("ignore")  # Ray and Serve warn of this and that of their own.
 async def test_ray(tmp_path: Path) -> None:
     # Another replica of a router listens where the first one did.
@@ -127,7 +146,7 @@ async def test_ray(tmp_path: Path) -> None:
         f"state_dir={tmp_path}",
     ]
     config = load(None, {}, [*_SETTINGS, *places])
-    seconds = max(1.0, minutes(_MINUTES) * _RAY_PART) * 60
+    seconds = max(1.0, minutes(_MINUTES) * _PART) * 60
     async with RayCluster(config) as cluster:
         outcome = await _soak(cluster.addresses, config, seconds, (4.0, 8.0))
     _report("ray", config, outcome)
@@ -135,11 +154,15 @@ async def test_ray(tmp_path: Path) -> None:
 
 
 async def _soak(
-    routers: list[str], config: Config, seconds: float, every_s: tuple[float, float]
+    routers: list[str],
+    config: Config,
+    seconds: float,
+    every_s: tuple[float, float],
+    names: Sequence[str] = NAMES,
 ) -> Outcome:
     pool = await _recorded(routers, make_pool(_POOL, _SEED))
     rate = _LOAD * await _capacity(routers, pool)
-    crowd, faults = Crowd(routers, pool, _SEED), Faults(routers, _SEED, NAMES, every_s)
+    crowd, faults = Crowd(routers, pool, _SEED), Faults(routers, _SEED, names, every_s)
     began = time.monotonic()
     await asyncio.gather(crowd.run(rate, seconds), faults.run(seconds))
     took = time.monotonic() - began
@@ -233,6 +256,7 @@ def _figures(config: Config, outcome: Outcome) -> Figures:
         "faults_refused": len(outcome.log) - made.total(),
         "lost": len(outcome.lost),
         "repeated": sum(each.repeated for each in outcome.seen),
+        "unledgered": sum(each.unledgered for each in outcome.seen),
         "wrong": len({each.request_id for each in [*outcome.wrong, *outcome.unlike_ledger]}),
         "ledger_findings": len(outcome.result.findings),
         "detections": len(of_workers),

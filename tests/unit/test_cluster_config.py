@@ -104,6 +104,7 @@ def test_a_file_that_cannot_be_is_explained(tmp_path: Path, text: str, message: 
     [
         ("beat=5", r"lease \(1\.2\) must be twice beat or more"),
         ("max_losses=0", "max_losses must be at least 1, not 0"),
+        ("max_losses_total=0", "max_losses_total must be at least 1, not 0"),
         ("host=", "host must be set: an empty one would be every address"),
         ("internal_host=", "internal_host must be set: an empty one would be every address"),
         ("http_port=70000", "http_port must be from 0 to 65535, not 70000"),

@@ -24,7 +24,7 @@ def test_its_end_has_the_cause_though_the_runner_cannot_be_closed_then(
             raise RuntimeError("CUDA error")
 
     class Breaking:
-        def __init__(self, *_: object) -> None:
+        def __init__(self, *_: object, **__: object) -> None:
             pass
 
         def run(self) -> None:
@@ -35,6 +35,6 @@ def test_its_end_has_the_cause_though_the_runner_cannot_be_closed_then(
         engine_thread, "_build_runner", lambda *_: Lost(config.num_blocks or 8, config.fake)
     )
     monkeypatch.setattr(engine_thread, "LeadingLoop", Breaking)
-    thread = EngineThread(config, Ties, Inbox(), lambda _: None, Startup())
+    thread = EngineThread(config, Ties, Inbox(), lambda _: None, lambda _: None, Startup())
     error = thread.ended.exception(timeout=60)
     assert isinstance(error, EngineBroken) and str(error) == "step 7"

@@ -168,6 +168,21 @@ def test_without_an_account_there_is_a_wait_a_prefill_and_a_decode() -> None:
     assert at_worker == [("worker_wait", 0.5), ("prefill", 1.5), ("decode", 3.0)]
 
 
+def test_a_long_prefill_is_prefill_from_the_first_report_on() -> None:
+    journal = accepted()
+    journal.dispatch(CAME + 6)
+    journal.says(CAME + 8, 0, waited_s=1.0, cached_tokens=2)
+    assert kinds(journal.until(CAME + 9))["prefill"] == 2.0
+    journal.says(CAME + 10, 0, prefilled_tokens=4)
+    journal.says(CAME + 12, 0, prefilled_tokens=6)
+    told = journal.until(CAME + 13)
+    assert list(kinds(told).items())[3:] == [("worker_wait", 1.0), ("prefill", 6.0)]
+    assert [attempt.prefilled_tokens for attempt in told] == [6]
+    journal.left("worker w was lost", CAME + 14, is_lost=True)
+    at_worker = list(kinds(journal).items())[3:]
+    assert at_worker == [("worker_wait", 1.0), ("prefill", 5.0), ("detection", 2.0)]
+
+
 def test_since_its_account_its_time_went_as_that_of_all_that_decode_there() -> None:
     journal = accepted()
     journal.dispatch(CAME + 6)

@@ -169,9 +169,7 @@ async def test_a_worker_that_fails_it_frees_the_slot(ledger: Counting) -> None:
     async with limited(ledger, ONE) as gateway:
         live = await gateway.submit(request_id=R)
         for _ in range(CONFIG.max_losses):
-            await gateway.dispatch(R)
-            gateway.requests.attempts.worker_lost("w")
-            await until(lambda: live.is_over or len(gateway.line.enqueued) > 1)
+            await gateway.lose(live, in_step=True)
         await until(lambda: live.is_over)
         await gateway.submit(request_id="acme/next")
 

@@ -138,13 +138,69 @@ async def test_repeated_tokens_are_dropped_and_a_gap_costs_the_attempt(gateway: 
 async def test_a_request_fails_when_its_workers_were_lost_too_often(gateway: Gateway) -> None:
     live = await gateway.submit()
     for _ in range(CONFIG.max_losses):
-        await gateway.dispatch()
-        gateway.requests.attempts.worker_lost("w")
-        await until(lambda: live.phase.value != "running")
-    with pytest.raises(AttemptsExhausted, match="worker w was lost"):
+        assert not live.is_over
+        await gateway.lose(live, in_step=True)
+    with pytest.raises(AttemptsExhausted, match=r"after 2 lost attempts.* worker w was lost"):
         await gateway.read(live)
     assert (await gateway.stored())[0] is State.FAILED
     assert gateway.line.withdrawn == ["r"]
+
+
+async def test_losses_outside_a_step_end_at_the_larger_limit(gateway: Gateway) -> None:
+    live = await gateway.submit()
+    for _ in range(CONFIG.max_losses_total):
+        assert not live.is_over
+        await gateway.lose(live, in_step=False)
+    with pytest.raises(AttemptsExhausted, match="after 5 lost attempts"):
+        await gateway.read(live)
+    assert (await gateway.stored())[0] is State.FAILED
+
+
+async def test_an_unreported_first_loss_counts_as_in_a_step(gateway: Gateway) -> None:
+    """The worker may have ended in the first step, before the report was sent."""
+    live = await gateway.submit()
+    await gateway.lose(live, in_step=False)
+    assert not gateway.workers.started[-1].confirm_first_step
+    assert not gateway.workers.confirmed
+    await gateway.lose(live, in_step=True)
+    assert gateway.workers.started[-1].confirm_first_step
+    assert gateway.workers.confirmed == [gateway.workers.started[-1].epoch]
+    await until(lambda: live.is_over)
+    assert (live.losses.in_step, live.losses.in_a_row) == (2, 2)
+
+
+async def test_a_new_token_forgives_all_losses(gateway: Gateway) -> None:
+    live = await gateway.submit(max_tokens=64)
+    for offset in range(2 * CONFIG.max_losses_total):
+        epoch = await gateway.dispatch()
+        gateway.make(epoch, offset, "x")
+        gateway.requests.attempts.worker_lost("w")
+        await until(lambda: live.phase.value == "waiting")
+    assert not live.is_over
+    assert (live.losses.in_step, live.losses.in_a_row) == (1, 1)
+
+
+async def test_with_a_limit_of_one_the_first_attempt_confirms(ledger: MemoryLedger) -> None:
+    gateway = Gateway(ledger, config=replace(CONFIG, max_losses=1))
+    live = await gateway.submit()
+    await gateway.lose(live, in_step=False)
+    assert gateway.workers.started[-1].confirm_first_step
+    assert not live.is_over
+    await gateway.lose(live, in_step=True)
+    await until(lambda: live.is_over)
+
+
+async def test_failures_of_a_live_worker_count_by_its_reports(gateway: Gateway) -> None:
+    """As where a grammar is not compiled: the sequence was in no step, and the worker lives."""
+    live = await gateway.submit()
+    for _ in range(CONFIG.max_losses):
+        epoch = await gateway.dispatch()
+        gateway.make(
+            epoch, 0, "", session_pb2.STOP_CAUSE_FAILED, error="no", error_slug="engine_failed"
+        )
+        await until(lambda: live.phase.value != "running")
+    assert not live.is_over
+    assert (live.losses.in_step, live.losses.in_a_row) == (0, 2)
 
 
 async def without_workers(ledger: MemoryLedger, **settings: float) -> Gateway:

@@ -21,9 +21,10 @@ from worker.config import FakeModel, Scheduling, Speculation
 from worker.engine import Engine
 from worker.fake_runner import FakeRunner, expected_tokens
 from worker.limits import Limits
-from worker.loop import LeadingLoop, RanksDisagree, Report, follow
+from worker.loop import FirstSteps, LeadingLoop, RanksDisagree, Report, follow
 from worker.orders import Inbox, Orders
 from worker.outcome import Abort, SequenceKey, Stop
+from worker.sequence import Sequence
 
 MODEL = FakeModel(surprise_one_in=5)
 LIMITS = limits(
@@ -249,6 +250,71 @@ def test_a_slow_engine_is_busy_for_longer() -> None:
     loop.turn(Orders())
     assert clock.naps == [0.25, 0.25, 0.75, 0.25], "when that is over, it is as quick as before"
     assert [report.busy_s for report in reports] == [0.25, 1.25, 1.5]
+
+
+class Announced:
+    """A loop whose announcements are kept, each with the number of steps executed before it."""
+
+    def __init__(self, **bounds: int) -> None:
+        self.clock, self.reports = Clock(), list[Report]()
+        self.began = self.clock.now
+        self.told: list[tuple[int, FirstSteps]] = []
+        self.limits = limits(model=FakeModel(step_time=0.04), **bounds)
+        model = FakeModel(step_time=0.04)
+        self.engine = Engine(
+            FakeRunner(self.limits.num_blocks, model, sleep=self.clock.sleep), self.limits
+        )
+        self.loop = LeadingLoop(
+            self.engine,
+            Inbox(),
+            self.reports.append,
+            None,
+            self.clock.read,
+            self.clock.sleep,
+            lambda first: self.told.append((len(self.clock.naps), first)),
+        )
+
+    def turns(self, count: int, *starts: Sequence) -> None:
+        for turn in range(count):
+            self.loop.turn(Orders(starts=[*starts] if not turn else []))
+
+
+def test_a_first_step_is_announced_before_it_runs() -> None:
+    this = Announced()
+    first, second = (sequence(this.limits, epoch, prompt(3), max_tokens=9) for epoch in (1, 2))
+    second.confirms_first_step = True
+    this.turns(2, first)
+    this.turns(2, second)
+    (steps_before, announced), (later, confirmed) = this.told
+    assert (steps_before, announced.to_confirm) == (0, frozenset())
+    assert [outcome.news.waited_s for outcome in announced.outcomes] == [this.began - first.came]
+    assert (later, confirmed.to_confirm) == (2, {SequenceKey(2, 0)})
+
+
+def test_a_sequence_that_waits_for_a_slot_is_not_announced() -> None:
+    this = Announced(max_num_seqs=1)
+    starts = [sequence(this.limits, epoch, prompt(3), max_tokens=9) for epoch in (1, 2)]
+    this.turns(9, *starts)
+    assert [outcome.key.epoch for _, it in this.told for outcome in it.outcomes] == [1]
+    this.turns(1)
+    assert [outcome.key.epoch for _, it in this.told for outcome in it.outcomes] == [1, 2]
+
+
+def test_a_preempted_sequence_that_resumes_is_not_announced_again() -> None:
+    this = Announced()
+    only = sequence(this.limits, 1, prompt(3), max_tokens=9)
+    this.turns(2, only)
+    this.engine.preempt(only)
+    this.turns(2)
+    assert len(this.told) == 1
+
+
+def test_prefill_progress_is_reported_in_intervals() -> None:
+    this = Announced(max_num_batched_tokens=16, num_blocks=64)
+    this.turns(12, sequence(this.limits, 1, prompt(160), max_tokens=9))
+    told = [(round(0.04 * n, 2), it.prefilling) for n, it in enumerate(this.reports, 1)]
+    seen = [(at, each.prefilled_tokens) for at, them in told for each in them]
+    assert seen == [(0.04, 16), (0.16, 64), (0.28, 112), (0.4, 160)][:3]
 
 
 def test_a_follower_raises_what_its_log_raises() -> None:

@@ -12,8 +12,8 @@ from worker.counters import Counters
 from worker.grammar.absent import NoGrammars
 from worker.limits import Limits
 from worker.load import Load
-from worker.loop import Report
-from worker.outcome import Abort, Outcome, SequenceKey, Stop
+from worker.loop import FirstSteps, Report
+from worker.outcome import Abort, News, Outcome, SequenceKey, Stop
 from worker.sequence import Sequence
 from worker.sessions import Session, Sessions
 
@@ -305,3 +305,61 @@ def test_frames_are_numbered_over_all_sessions() -> None:
     a, b = desk.join("a"), desk.join("b")
     numbers = [desk.sessions.cut(session).state.sequence_number for session in (a, b, a)]
     assert numbers == [1, 2, 3]
+
+
+def first_steps(*epochs: int, to_confirm: tuple[int, ...] = ()) -> FirstSteps:
+    outcomes = (Outcome(SequenceKey(epoch, 0), 0, news=News(waited_s=0.5)) for epoch in epochs)
+    return FirstSteps(tuple(outcomes), frozenset(SequenceKey(epoch, 0) for epoch in to_confirm))
+
+
+def test_news_of_a_first_step_waits_for_the_next_frame() -> None:
+    desk, calls = Desk(), list[str]()
+    a = desk.join("a")
+    desk.send(a, start(1, prompt(3)))
+    before = desk.notified["a"]
+    desk.sessions.announce(first_steps(1, 2), lambda: calls.append("confirmed"))
+    assert calls == ["confirmed"] and desk.notified["a"] == before
+    assert [(p.epoch, p.waited_s) for p in desk.sessions.cut(a).progress] == [(1, 0.5)]
+
+
+def test_a_step_is_confirmed_when_every_router_has_done_so() -> None:
+    desk, calls = Desk(), list[str]()
+    a, b = desk.join("a"), desk.join("b")
+    desk.send(a, start(1, prompt(3)), start(2, prompt(3)))
+    desk.send(b, start(3, prompt(3)))
+    before = desk.notified["a"]
+    first = first_steps(1, 2, 3, to_confirm=(1, 3))
+    desk.sessions.announce(first, lambda: calls.append("confirmed"))
+    assert desk.notified["a"] > before
+    for session, epoch in ((a, 1), (b, 3)):
+        assert not calls
+        desk.sessions.receive(session, session_pb2.RouterFrame(confirmed_epochs=[epoch]), now=0.0)
+    assert calls == ["confirmed"]
+    desk.sessions.receive(a, session_pb2.RouterFrame(confirmed_epochs=[1, 7]), now=0.0)
+    assert calls == ["confirmed"]
+
+
+def test_a_router_that_leaves_or_aborts_delays_no_step() -> None:
+    desk, calls = Desk(), list[str]()
+    a, b = desk.join("a"), desk.join("b")
+    desk.send(a, start(1, prompt(3)))
+    desk.send(b, start(2, prompt(3)))
+    first = first_steps(1, 2, to_confirm=(1, 2))
+    desk.sessions.announce(first, lambda: calls.append("confirmed"))
+    desk.sessions.leave(a)
+    assert not calls
+    desk.send(b, aborts=(2,))
+    assert calls == ["confirmed"]
+
+
+def test_prefill_progress_goes_with_the_next_frame() -> None:
+    desk = Desk()
+    a = desk.join("a")
+    desk.send(a, start(1, prompt(3)))
+    desk.sessions.cut(a)
+    before = desk.notified["a"]
+    progress = tuple(Outcome(SequenceKey(epoch, 0), 0, prefilled_tokens=2) for epoch in (1, 9))
+    desk.sessions.deliver(replace(report(), prefilling=progress))
+    assert desk.notified["a"] == before
+    assert [(p.epoch, p.prefilled_tokens) for p in desk.sessions.cut(a).progress] == [(1, 2)]
+    assert not desk.sessions.cut(a).progress

@@ -24,7 +24,7 @@ _ENVIRONMENT = {
 
 
 class Nursery:
-    """The process starts with the first keeper that is wanted, and again when it has ended."""
+    """The process starts ahead of the first grammar, and again when it has ended."""
 
     def __init__(self, config: WorkerConfig, vocab_size: int) -> None:
         self._config = config
@@ -33,6 +33,26 @@ class Nursery:
         self._control: socket.socket | None = None
         self._is_closed = False
         self._starting = asyncio.Lock()
+        self._beginning: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Start the process in the background.
+
+        It takes seconds to load what compiling needs. A request that was migrated to a new worker
+        would have to wait for them.
+        """
+        self._beginning = asyncio.get_running_loop().create_task(self._begin())
+
+    async def _begin(self) -> None:
+        try:
+            await self._have_started()
+        except OSError as error:
+            log.warning("grammar nursery not started ahead", error=str(error))
+
+    async def _have_started(self) -> None:
+        async with self._starting:
+            if self._process is None or self._process.poll() is not None:
+                await asyncio.to_thread(self._start)
 
     async def keeper(self) -> socket.socket:
         """The socket to a keeper that is about to be born, non-blocking."""
@@ -40,9 +60,7 @@ class Nursery:
         ours.setblocking(False)
         with theirs:
             try:
-                async with self._starting:
-                    if self._process is None or self._process.poll() is not None:
-                        await asyncio.to_thread(self._start)
+                await self._have_started()
                 assert self._control is not None
                 socket.send_fds(self._control, [b"k"], [theirs.fileno()])
             except BaseException:
@@ -53,6 +71,8 @@ class Nursery:
     def close(self) -> None:
         """The process is gone when it returns, and with it every keeper that still compiles."""
         self._is_closed = True
+        if self._beginning is not None:
+            self._beginning.cancel()
         self._end()
 
     def _end(self) -> None:

@@ -1191,6 +1191,7 @@ class ExplainedAttempt(google.protobuf.message.Message):
     QUEUE_FIELD_NUMBER: builtins.int
     NEWCOMERS_FIELD_NUMBER: builtins.int
     OCCUPANTS_FIELD_NUMBER: builtins.int
+    PREFILLED_TOKENS_FIELD_NUMBER: builtins.int
     number: builtins.int
     """from 1"""
     worker_id: builtins.str
@@ -1207,6 +1208,8 @@ class ExplainedAttempt(google.protobuf.message.Message):
     """that computed something of it"""
     most_neighbours: builtins.int
     """in one of these"""
+    prefilled_tokens: builtins.int
+    """of known_tokens, computed or cached so far, as long as the prefill goes on"""
     @property
     def neighbours(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Requests of its own tenant that the worker had when it came there, as far as its router knew: at most 8."""
@@ -1240,9 +1243,10 @@ class ExplainedAttempt(google.protobuf.message.Message):
         queue: Global___QueueStay | None = ...,
         newcomers: collections.abc.Iterable[builtins.str] | None = ...,
         occupants: collections.abc.Iterable[builtins.str] | None = ...,
+        prefilled_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["queue", b"queue"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "end", b"end", "known_tokens", b"known_tokens", "most_neighbours", b"most_neighbours", "neighbours", b"neighbours", "new_tokens", b"new_tokens", "newcomers", b"newcomers", "number", b"number", "occupants", b"occupants", "preemptions", b"preemptions", "queue", b"queue", "recomputed_tokens", b"recomputed_tokens", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "end", b"end", "known_tokens", b"known_tokens", "most_neighbours", b"most_neighbours", "neighbours", b"neighbours", "new_tokens", b"new_tokens", "newcomers", b"newcomers", "number", b"number", "occupants", b"occupants", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "queue", b"queue", "recomputed_tokens", b"recomputed_tokens", "steps", b"steps", "worker_id", b"worker_id"]) -> None: ...
 
 Global___ExplainedAttempt: typing_extensions.TypeAlias = ExplainedAttempt
 

@@ -106,6 +106,7 @@ class RouterFrame(google.protobuf.message.Message):
     DRAIN_FIELD_NUMBER: builtins.int
     FAULT_FIELD_NUMBER: builtins.int
     ENGINE_POLICY_FIELD_NUMBER: builtins.int
+    CONFIRMED_EPOCHS_FIELD_NUMBER: builtins.int
     drain: builtins.bool
     """take no more starts, hand everything back"""
     @property
@@ -122,6 +123,10 @@ class RouterFrame(google.protobuf.message.Message):
     def engine_policy(self) -> Global___EnginePolicy:
         """unset: nothing new is said of it"""
 
+    @property
+    def confirmed_epochs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the router knows of the first steps of their sequences"""
+
     def __init__(
         self,
         *,
@@ -131,9 +136,10 @@ class RouterFrame(google.protobuf.message.Message):
         drain: builtins.bool = ...,
         fault: everlift.v1.chaos_pb2.Fault | None = ...,
         engine_policy: Global___EnginePolicy | None = ...,
+        confirmed_epochs: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "drain", b"drain", "engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello", "starts", b"starts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborts", b"aborts", "confirmed_epochs", b"confirmed_epochs", "drain", b"drain", "engine_policy", b"engine_policy", "fault", b"fault", "hello", b"hello", "starts", b"starts"]) -> None: ...
 
 Global___RouterFrame: typing_extensions.TypeAlias = RouterFrame
 
@@ -179,6 +185,7 @@ class Start(google.protobuf.message.Message):
     NUM_COMPUTED_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     PREDICTED_TOKENS_FIELD_NUMBER: builtins.int
+    CONFIRM_FIRST_STEP_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """with choice the name of the sequence on this session"""
     choice: builtins.int
@@ -194,6 +201,10 @@ class Start(google.protobuf.message.Message):
     """of a smaller one the blocks are taken first"""
     predicted_tokens: builtins.int
     """of the whole output, as it was predicted; 0: nobody knows"""
+    confirm_first_step: builtins.bool
+    """The worker reports the first step of this sequence (Progress.waited_s), and delays that step until the router
+    confirms the report, or for 0.2 s. A worker that is lost without this report had the sequence in no step.
+    """
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -223,9 +234,10 @@ class Start(google.protobuf.message.Message):
         num_computed: builtins.int = ...,
         priority: builtins.int = ...,
         predicted_tokens: builtins.int = ...,
+        confirm_first_step: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "epoch", b"epoch", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "confirm_first_step", b"confirm_first_step", "epoch", b"epoch", "max_tokens", b"max_tokens", "num_computed", b"num_computed", "output_ids", b"output_ids", "predicted_tokens", b"predicted_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]) -> None: ...
 
 Global___Start: typing_extensions.TypeAlias = Start
 
@@ -721,6 +733,7 @@ class Progress(google.protobuf.message.Message):
     NUM_COMPUTED_FIELD_NUMBER: builtins.int
     WAITED_S_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    PREFILLED_TOKENS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     choice: builtins.int
     offset: builtins.int
@@ -739,10 +752,12 @@ class Progress(google.protobuf.message.Message):
     num_computed: builtins.int
     """known tokens that are computed by now; 0: not told"""
     waited_s: builtins.float
-    """With the first progress of a sequence here: seconds from its start to the step that began it, and those
-    of its known tokens that were found in the KV cache then.
+    """Sent once per sequence and worker, when its first step begins: seconds from its start to that step, and its known
+    tokens that were found in the KV cache then.
     """
     cached_tokens: builtins.int
+    prefilled_tokens: builtins.int
+    """known tokens computed here so far, while the sequence is in prefill; 0: not told"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -772,9 +787,10 @@ class Progress(google.protobuf.message.Message):
         num_computed: builtins.int = ...,
         waited_s: builtins.float | None = ...,
         cached_tokens: builtins.int = ...,
+        prefilled_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "waited_s", b"waited_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "cached_tokens", b"cached_tokens", "choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "num_computed", b"num_computed", "offset", b"offset", "preemptions", b"preemptions", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "recomputed_tokens", b"recomputed_tokens", "residence", b"residence", "stop", b"stop", "token_ids", b"token_ids", "waited_s", b"waited_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_waited_s", b"_waited_s", "cached_tokens", b"cached_tokens", "choice", b"choice", "epoch", b"epoch", "error", b"error", "error_slug", b"error_slug", "logprobs", b"logprobs", "num_computed", b"num_computed", "offset", b"offset", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_offset", b"prompt_offset", "recomputed_tokens", b"recomputed_tokens", "residence", b"residence", "stop", b"stop", "token_ids", b"token_ids", "waited_s", b"waited_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_waited_s", b"_waited_s"]) -> typing.Literal["waited_s"] | None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress

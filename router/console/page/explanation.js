@@ -78,8 +78,14 @@ function attempt(it, onPick) {
   const beside = el("span", {}, count(it.most_neighbours), ...names(it.neighbours, onPick));
   return row(
     String(it.number), short(it.worker_id), count(it.known_tokens), count(it.cached_tokens), count(it.new_tokens),
-    count(it.preemptions), count(it.recomputed_tokens), beside, it.end.replaceAll("_", " ") || "goes on",
+    count(it.preemptions), count(it.recomputed_tokens), beside, state(it),
   );
+}
+
+// How the attempt ended, or how far it is.
+function state(it) {
+  if (it.end) return it.end.replaceAll("_", " ");
+  return it.prefilled_tokens ? `in prefill: ${count(it.prefilled_tokens)} of ${count(it.known_tokens)} tokens` : "goes on";
 }
 
 // Requests of its own tenant, beside those that its worker had when it came there.

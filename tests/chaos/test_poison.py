@@ -1,0 +1,86 @@
+"""A request that ends every worker in its first step, with workers in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from everlift.client import AsyncClient
+from everlift.errors import AttemptsExhausted
+from everlift.v1 import session_pb2
+from tests import in_process
+from tests.poisoned_worker import MARK, POISON
+
+ROOT = Path(__file__).parents[2]
+MAX_LOSSES = 3
+SETTINGS = replace(in_process.ROUTER, max_losses=MAX_LOSSES, max_losses_total=20)
+
+
+class Workers:
+    """Keeps one worker running, and counts those that were killed."""
+
+    def __init__(self, parts: in_process.Cluster) -> None:
+        self.num_killed = 0
+        self._parts = parts
+        self._process: Process | None = None
+
+    async def run(self) -> None:
+        while True:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "tests.poisoned_worker"),
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"},
+                stdout=PIPE,
+            )
+            await self._parts.routers[0].announce(await info_of(self._process))
+            await self._process.wait()
+            self.num_killed += 1
+
+    async def end(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.communicate()
+
+
+async def info_of(process: Process) -> session_pb2.WorkerInfo:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        if line.startswith(MARK.encode()):
+            return session_pb2.WorkerInfo.FromString(bytes.fromhex(line.decode().split()[1]))
+    raise AssertionError("the worker did not start")
+
+
+@asynccontextmanager
+async def worker_processes(parts: in_process.Cluster) -> AsyncIterator[Workers]:
+    workers = Workers(parts)
+    task = asyncio.create_task(workers.run())
+    try:
+        yield workers
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await workers.end()
+
+
+@pytest.mark.parametrize("prompt_length", [3, 2000])
+async def test_poison_in_the_first_step_fails_after_max_losses(prompt_length: int) -> None:
+    async with (
+        in_process.cluster(workers=0, router_config=SETTINGS) as parts,
+        worker_processes(parts) as workers,
+        AsyncClient(parts.address) as client,
+    ):
+        poison = [POISON] * prompt_length
+        with pytest.raises(AttemptsExhausted, match=f"after {MAX_LOSSES} lost attempts"):
+            await client.generate(poison, max_tokens=5).text()
+        known = await in_process.receive(client, [1, 2, 3], 5)
+        assert known.tokens == in_process.right_tokens([1, 2, 3], 5)
+        assert workers.num_killed == MAX_LOSSES

@@ -1,0 +1,41 @@
+"""A fake worker in a process of its own, which is killed in the first step of a poison request.
+
+It writes its WorkerInfo to stdout, in hexadecimal digits on a line of its own, and serves until it
+is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+from worker.config import FakeModel, WorkerConfig
+from worker.fake_runner import FakeRunner
+from worker.plan import Plan, RowResult
+from worker.rank import Rank
+
+#: The first prompt token of a poison request.
+POISON = 13
+MARK = "info "
+
+_execute = FakeRunner.execute
+
+
+def _strike(runner: FakeRunner, plan: Plan) -> list[RowResult]:
+    """Die before anything else is done, in the engine's thread: nothing more is sent."""
+    if any(admission.tokens[0] == POISON for admission in plan.admissions):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _execute(runner, plan)
+
+
+async def main() -> None:
+    FakeRunner.execute = _strike  # type: ignore[method-assign]
+    rank = Rank(WorkerConfig(model="fake", num_blocks=256, fake=FakeModel(step_time=0.002)))
+    info = await rank.start()
+    print(MARK + info.SerializeToString().hex(), flush=True)
+    await rank.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
