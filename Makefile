@@ -87,9 +87,10 @@ test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installe
 e2e-ray-up: $(VENV)/.installed ## ray up over ssh to hosts made of namespaces (Linux, as root, with iproute2, openssh-server, rsync)
 	$(BIN)/pytest -q -s -m ray_up tests/ray_up
 
-soak: $(VENV)/.installed ## FUZZ_CASES (1,000,000) of malformed input; random faults, SOAK_MINUTES (30), then Ray
+soak: $(VENV)/.installed ## FUZZ_CASES (1,000,000) of malformed input; random faults, SOAK_MINUTES (30), then Ray; memory
 	FUZZ_REPORT=build/bench/fuzz.json $(BIN)/pytest -q -s tests/soak/test_fuzz.py
 	SOAK_REPORT=build/bench/soak.json $(BIN)/pytest -q -s tests/soak/test_cluster.py
+	SOAK_REPORT=build/bench/soak_memory.json $(BIN)/pytest -q -s tests/soak/test_memory.py
 
 soak-engine: $(VENV)/.installed ## random models and histories, SOAK_MINUTES (10) for each kind
 	$(BIN)/pytest -q -s tests/soak/test_engine.py tests/soak/test_models.py tests/soak/test_ledger.py

@@ -23,6 +23,7 @@ from worker.model import dummy, weights
 from worker.model.compiled_pointwise import choose_pointwise
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
+from worker.model.onednn import bound_caches
 from worker.model.packing import choose_packing
 from worker.model.sharing import local_kv_heads
 from worker.model.spec import ModelSpec, UnsupportedArchitecture, UnsupportedModel
@@ -44,6 +45,7 @@ def build_runner(config: WorkerConfig, group: Group, stopwatch: Stopwatch = STOP
     there or has too little memory. Sets torch's number of threads for the process.
     """
     use_threads(config.num_threads)
+    bound_caches()
     device = choose_device(config.device)
     place = Placement(group, choose_dtype(config.dtype, device), device)
     directory = model_files.locate(

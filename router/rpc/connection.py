@@ -65,8 +65,12 @@ class _Frames(FrameBuffer):
 
 
 class Http2(H2Connection):
-    """With what every token would pay for made cheaper: h2 looks at each stream for a new one,
+    """HTTP/2 connection of h2 without h2's costs per token: h2 looks at each stream for a new one,
     and makes objects of each frame."""
+
+    #: Closed streams whose end is known, for frames that the client sent before it knew of it. h2's
+    #: own limit is 65,536, about 11 MiB a connection.
+    MAX_CLOSED_STREAMS = 4096
 
     def __init__(self, config: H2Configuration) -> None:
         super().__init__(config)
@@ -105,7 +109,7 @@ class Http2(H2Connection):
         return [], [ConnectionTerminated()]
 
     def forget(self, stream_id: int) -> None:
-        """A stream that both ends have closed."""
+        """Drop a stream that both ends have closed. Only how it was closed is kept for a while."""
         stream = self.streams.pop(stream_id, None)
         if stream is not None:
             self._closed_streams[stream_id] = stream.closed_by

@@ -16,7 +16,7 @@ from worker.model import dummy
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
 from worker.model.matrix import Form, Matrix, Packing, agree
-from worker.model.onednn import OneDnn, OneDnnPacking
+from worker.model.onednn import OneDnn, OneDnnPacking, padded_rows
 from worker.model.packing import choose_packing
 from worker.model.panels import WIDTH, PanelPacking, Panels, panel_packing
 from worker.model.spec import ModelSpec
@@ -120,6 +120,38 @@ def test_products_of_onednn_are_right(shape: tuple[int, int], with_bias: bool) -
     packed = OneDnnPacking().pack(weight)
     assert packed is not None
     assert agree(packed.multiply(x, bias), functional.linear(x, weight, bias), inputs)
+
+
+def test_onednn_products_have_the_rows_of_their_input() -> None:
+    weight, x = random(96, 64, dtype=torch.float32), random(200, 64, dtype=torch.float32)
+    packed = OneDnn(weight)
+    expected = functional.linear(x, weight)
+    for count in ROWS:
+        product = packed.multiply(x[:count], None)
+        assert product.shape == (count, 96)
+        assert count == 0 or agree(product, expected[:count], 64)
+
+
+def test_onednn_compiles_products_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, multiplied = OneDnn(random(96, 64, dtype=torch.float32)), set[int]()
+    multiply = torch.ops.mkldnn._linear_pointwise
+
+    def counted(x: Tensor, *others: object) -> Tensor:
+        multiplied.add(len(x))
+        return multiply(x, *others)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", counted)
+    for count in range(1, 513):
+        packed.multiply(random(count, 64, dtype=torch.float32), None)
+    assert len(multiplied) <= 43
+
+
+def test_padded_rows_adds_at_most_an_eighth() -> None:
+    for count in range(5000):
+        padding = padded_rows(count) - count
+        assert 0 <= padding <= max(3, count / 8)
+        assert count > 4 or not padding
+        assert padded_rows(padded_rows(count)) == padded_rows(count)
 
 
 def zeros(_: OneDnn, x: Tensor, __: Tensor | None) -> Tensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -13,6 +16,7 @@ from cluster.chaos.run import Happened
 from everlift.reception import Chunk
 from router.ledger.entry import Event
 from tests.soak.clients import Seen
+from tests.soak.growth import LIMIT_KIB, Growth, Sample, resident_kib
 from tests.soak.pool import Answer, make_pool
 from tests.soak.times import Line, detections, next_tokens, of_workers_alone, p, struck, written
 
@@ -160,3 +164,39 @@ def test_a_percentile_of_few_is_one_of_them() -> None:
 
 def test_the_same_seed_asks_the_same() -> None:
     assert make_pool(20, 1) == make_pool(20, 1) != make_pool(20, 2)
+
+
+def growth(kib_per_request: float, num_requests: int) -> Growth:
+    """Growth of a process that takes 100 MiB during warm-up, then ``kib_per_request``, with 4 MiB
+    of noise."""
+    rng, warm_up = Random(1), num_requests // 4
+    return Growth.of(
+        [
+            Sample(
+                done, round(100 * 1024 * min(1, done / warm_up) + kib_per_request * done + noise)
+            )
+            for done in range(0, num_requests + 1, 20)
+            for noise in [rng.uniform(-2048, 2048)]
+        ]
+    )
+
+
+@pytest.mark.parametrize("kib_per_request", [0.0, 0.1, 0.3, 5.0])
+def test_growth_of_many_requests_is_measured(kib_per_request: float) -> None:
+    measured = growth(kib_per_request, 50_000)
+    assert measured.kib_per_request == pytest.approx(kib_per_request, abs=0.08)
+    assert measured.bound_kib == LIMIT_KIB
+    assert measured.warm_up_mib == pytest.approx(100 + kib_per_request * 25_000 / 1024, abs=10)
+
+
+def test_growth_bound_of_few_requests_is_wider() -> None:
+    measured = growth(0.0, 4_000)
+    assert measured.requests == 2_000
+    assert measured.bound_kib == pytest.approx(2.048)
+    assert measured.kib_per_request <= measured.bound_kib
+    assert growth(5.0, 4_000).kib_per_request > measured.bound_kib
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_resident_memory_of_this_process_is_plausible() -> None:
+    assert 1 << 13 < resident_kib(os.getpid()) < 1 << 26

@@ -1,6 +1,14 @@
-"""Weights packed by oneDNN, through private operators of torch: each shape is tried first."""
+"""Weights packed by oneDNN, through private operators of torch. Each shape is tried first.
+
+oneDNN compiles a product for each combination of number of rows, weight shape and bias in about
+1 ms, and keeps 0.55 MiB of code for each: 512 numbers of rows and four weight shapes would take
+more than 1 GiB. So inputs are padded to few numbers of rows, and the caches of compiled products
+are bounded.
+"""
 
 from __future__ import annotations
+
+import os
 
 import torch
 from torch import Tensor
@@ -13,6 +21,27 @@ log = logs.get(__name__)
 
 #: Numbers of rows that a shape is tried with: oneDNN has other code for one and for many.
 _TRIED_ROWS = (1, 8, 64)
+#: Smallest padding step, in rows: about the rows that oneDNN computes at once with AVX2.
+_LEAST_STEP = 4
+#: Products that each of the caches of `_CACHES` keeps. The 43 padded numbers of rows up to 512 and
+#: five weight shapes make 215 products, about 120 MiB.
+_MAX_COMPILED = 256
+#: Environment variables of the capacities of torch's cache and oneDNN's. Both default to 1,024.
+_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+
+
+def bound_caches() -> None:
+    """Bound the memory of compiled products in this process, unless the environment sets other
+    capacities. Has no effect after the first product of the process."""
+    for name in _CACHES:
+        os.environ.setdefault(name, str(_MAX_COMPILED))
+
+
+def padded_rows(num_rows: int) -> int:
+    """Return the number of rows that a product of ``num_rows`` rows is padded to: at most an eighth
+    more above 32 rows, and the same up to 4 rows, as when few sequences decode."""
+    step = max(_LEAST_STEP, 1 << max(0, (num_rows - 1).bit_length() - 4))
+    return num_rows if num_rows <= _LEAST_STEP else -(-num_rows // step) * step
 
 
 class OneDnn:
@@ -23,8 +52,11 @@ class OneDnn:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        num_rows = len(x)
+        if padding := padded_rows(num_rows) - num_rows:
+            x = functional.pad(x, (0, 0, 0, padding))
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
-        return product
+        return product[:num_rows] if padding else product
 
     def multiply_to_fp32(self, x: Tensor) -> Tensor:
         return self.multiply(x, None).float()
