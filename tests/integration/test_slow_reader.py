@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -16,7 +16,9 @@ from router.gateway.door import OPEN
 from router.gateway.grpc_server import InferenceServer
 from router.gateway.inference import Inference
 from router.gateway.live import LiveRequest
+from router.gateway.pieces import Pieces
 from router.gateway.requests import Requests
+from router.gateway.source import Carried
 from router.gateway.status import Status
 from tests.gateway_support import Gateway, started_gateway, until
 from tests.ledgers import scored
@@ -38,10 +40,13 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._requests, name)
 
-    async def stream(self, *args: Any, **options: Any) -> AsyncIterator[pb.GenerateResponse]:
+    def stream(self, *args: Any, **options: Any) -> Carried:
+        return Carried(self._counted(self._requests.stream(*args, **options)))
+
+    async def _counted(self, pieces: Pieces) -> AsyncGenerator[pb.GenerateResponse, None]:
         number = len(self.left)
         self.left.append(0)
-        async for piece in self._requests.stream(*args, **options):
+        async for piece in pieces:
             self.left[number] += piece.ByteSize()
             yield piece
 
