@@ -171,13 +171,13 @@ async def test_a_request_that_kills_its_workers_fails_and_takes_no_other_along(
     tmp_path: Path,
 ) -> None:
     """Each worker is killed in the request's prefill: the request fails, its neighbours do not."""
-    fake = FakeModel(step_time=0.004, token_time=0.0005)
+    fake = FakeModel(step_time=0.004, token_time=0.0005, max_model_len=16_384)
     settings = config(tmp_path, workers=2, fake=fake)
     async with running(settings) as cluster, AsyncClient(cluster.address) as client:
         async with Load(cluster.addresses, 12, fake=fake, max_tokens=300) as load:
             await load.until(5, part=1.0)
-            # Two seconds long it computes its prompt.
-            poison = client.generate([6] * 4000, request_id="poison", max_tokens=1)
+            # The prefill takes four seconds.
+            poison = client.generate([6] * 8000, request_id="poison", max_tokens=1)
             eaten = asyncio.create_task(poison.text())
             for _ in range(settings.router.max_losses):
                 await kill_in_prefill(cluster, client, "poison")
