@@ -82,7 +82,7 @@ test: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## 
 	  $(addprefix --ignore=,$(ANYWHERE))
 
 test-long: $(VENV)/.installed $(PROTO_VENV)/.installed $(CLIENTS_VENV)/.installed ## the tests that take longer, and a short soak
-	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} $(BIN)/pytest -q -m "long or soak"
+	SOAK_MINUTES=$${SOAK_MINUTES:-2} FUZZ_CASES=$${FUZZ_CASES:-100000} SCHEMAS=$${SCHEMAS:-10000} $(BIN)/pytest -q -m "long or soak"
 
 e2e-ray-up: $(VENV)/.installed ## ray up over ssh to hosts made of namespaces (Linux, as root, with iproute2, openssh-server, rsync)
 	$(BIN)/pytest -q -s -m ray_up tests/ray_up
@@ -92,8 +92,9 @@ soak: $(VENV)/.installed ## FUZZ_CASES (1,000,000) of malformed input; random fa
 	SOAK_REPORT=build/bench/soak.json $(BIN)/pytest -q -s tests/soak/test_cluster.py
 	SOAK_REPORT=build/bench/soak_memory.json $(BIN)/pytest -q -s tests/soak/test_memory.py
 
-soak-engine: $(VENV)/.installed ## random models and histories, SOAK_MINUTES (10) for each kind
+soak-engine: $(VENV)/.installed ## random models and histories, SOAK_MINUTES (10) for each kind; SCHEMAS (100,000)
 	$(BIN)/pytest -q -s tests/soak/test_engine.py tests/soak/test_models.py tests/soak/test_ledger.py
+	$(BIN)/pytest -q -s tests/soak/test_json_schema.py
 
 bench-ledger: $(VENV)/.installed ## what a step costs in the ledger (build/bench/ledger.json)
 	PYTHONPATH=. $(BIN)/python tests/perf/ledger_step.py

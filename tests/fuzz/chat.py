@@ -25,7 +25,8 @@ from tests.fuzz import web
 from tests.fuzz.mutation import json_reshaped, parts_reshaped, torn
 from tests.fuzz.served import template
 from tests.fuzz.target import Finding, Run, Target, event_loop
-from worker.grammar.schema import NotEnforceable, enforceable
+from worker.grammar.json_grammar import json_grammar
+from worker.grammar.schema import NotEnforceable
 
 _DEMO_MODEL = Path(__file__).resolve().parents[2] / "cluster" / "demo_model"
 
@@ -156,7 +157,7 @@ _FORMS = (
 
 
 def _schema(data: bytes) -> None:
-    json.loads(enforceable(data.decode(errors="replace")))
+    json_grammar(data.decode(errors="replace"))
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-import xgrammar
 
 from everlift.errors import InvalidRequest, OutOfRange, ToolsUnsupported
 from router.chat.formats import HERMES, LLAMA3, tool_format
@@ -13,9 +12,9 @@ from router.config import RouterConfig
 from tests import chat_support
 from tests.chat_support import TOOLS, USE, read
 from worker.grammar.keeper import compile_grammar
+from worker.grammar.token_trie import token_trie
 
-EOS = 256
-BYTES = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)] + [b"</s>"], stop_token_ids=[EOS])
+BYTES = token_trie([bytes([byte]) for byte in range(256)])
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 BAD = '{"a": 1}'
 NAMED = {"type": "function", "function": {"name": "weather"}}
@@ -29,9 +28,8 @@ def allows(use: ToolUse, text: str, form: Any = HERMES) -> bool:
     """The grammar lets a model write ``text`` and end."""
     grammar = use.grammar(form)
     assert grammar is not None
-    compiled = compile_grammar(grammar.kind.value, grammar.texts, BYTES)
-    matcher = xgrammar.GrammarMatcher(compiled)
-    return all(matcher.accept_token(token) for token in [*text.encode(), EOS])
+    matcher = compile_grammar(grammar.kind.value, grammar.texts, BYTES)
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
 
 def test_a_template_is_shown_what_is_the_models_to_know() -> None:

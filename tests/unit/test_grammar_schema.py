@@ -1,67 +1,233 @@
-"""What becomes of a schema before xgrammar reads it."""
+"""JSON schemas: which texts their grammar allows, and what is refused with which words."""
+
+from __future__ import annotations
 
 import json
 from typing import Any
 
 import pytest
 
-from worker.grammar.schema import NotEnforceable, enforceable
+from tests.json_schema_support import TRIE
+from worker.grammar.json_grammar import json_grammar
+from worker.grammar.schema import MAX_DEPTH, REFUSED, NotEnforceable
+from worker.grammar.token_trie import token_matcher
 
 
-def narrowed(schema: Any) -> Any:
-    return json.loads(enforceable(json.dumps(schema)))
+def allows(schema: Any, text: str) -> bool:
+    matcher = token_matcher(TRIE, json_grammar(json.dumps(schema)))
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
+def refusal(schema: Any) -> str:
+    with pytest.raises(NotEnforceable) as caught:
+        json_grammar(json.dumps(schema))
+    return str(caught.value)
+
+
+def of_a(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema}, **more}
+
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
 
 
 @pytest.mark.parametrize(
-    "schema",
+    ("schema", "allowed", "forbidden"),
     [
-        True,
-        {},
-        {"type": "object"},
-        {"type": ["string", "null"], "minLength": 2},
-        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}, "description": "said of it"},
-        {"type": "object", "properties": {"not": {}}, "additionalProperties": {"type": "null"}},
-        {"type": "array", "prefixItems": [{"type": "null"}], "items": False},
-        {"oneOf": [{"type": "string"}, {"type": "null"}], "title": "a title"},
-    ],
-)
-def test_what_xgrammar_takes_literally_stays(schema: Any) -> None:
-    assert narrowed(schema) == schema
-
-
-@pytest.mark.parametrize(
-    ("schema", "expected"),
-    [
-        ({"minLength": 3}, {"type": "string", "minLength": 3}),
-        ({"items": {"minimum": 1}}, {"type": "array", "items": {"type": "number", "minimum": 1}}),
+        # strings: an escape sequence is one character, and no control character is written raw
         (
-            {"type": "object", "required": ["z"]},
-            {"type": "object", "required": ["z"], "properties": {"z": True}},
+            {"type": "string", "minLength": 1, "maxLength": 4},
+            ['"a"', '"\\n\\n\\"\\\\"', '"é😀"', '"\\u0001"'],
+            ['""', '"\t"', '"abcde"', '"\\n\\n\\n\\n\\n"', '"\\u0041"'],
+        ),
+        ({"pattern": '^"x"$'}, ['"\\"x\\""'], ['""x""', '"x"']),
+        ({"pattern": "^ab"}, ['"ab"', '"abc"'], ['"cab"', '"a"']),
+        ({"pattern": "b$"}, ['"ab"', '"b"'], ['"ba"']),
+        ({"pattern": "\n"}, ['"a\\nb"'], ['"ab"']),
+        ({"pattern": "ab", "maxLength": 3}, ['"xab"', '"ab"'], ['"xxab"', '"abb']),
+        ({"pattern": "^(é|\\\\)$"}, ['"é"', '"\\\\"'], ['"\\"']),
+        ({"type": "string", "format": "date"}, ['"2024-02-28"'], ['"2024-13-01"', '"2024-02-30"']),
+        ({"type": "string", "format": "of our own"}, ['"anything"'], ["1"]),
+        # numbers
+        ({"type": "integer"}, ["0", "-7", "123"], ["01", "1.0", "1e3"]),
+        ({"type": "number"}, ["0.5", "-1e3", "7"], [".5", "1."]),
+        ({"type": "integer", "maximum": 2**70}, [str(2**70)], [str(2**70 + 1)]),
+        ({"type": "integer", "minimum": 2**53 + 1}, [str(2**53 + 1)], [str(2**53)]),
+        ({"type": "number", "exclusiveMinimum": 0}, ["0.001", "12"], ["0", "0.0", "-1"]),
+        ({"type": "number", "minimum": 0.5, "maximum": 1.25}, ["0.5", "1.25", "1"], ["1.26", "2"]),
+        ({"type": "integer", "multipleOf": 3, "minimum": 4}, ["6", "300"], ["3", "7"]),
+        ({"type": "integer", "minimum": -3, "maximum": -2}, ["-3", "-2"], ["-4", "-1", "0", "3"]),
+        # objects: closed if they name properties, in the order of the schema
+        (of_a({"type": "null"}), ["{}", '{"a":null}', '{"a": null}'], ['{"b":null}', '{"a":1}']),
+        (
+            of_a({"type": "null"}, additionalProperties={"type": "integer"}),
+            ['{"a":null,"b":1}', '{"b":1}'],
+            ['{"a":1}', '{"b":null}', '{"b":1,"a":1}'],
         ),
         (
-            {"type": "object", "properties": {"a": {}}},
-            {"type": "object", "properties": {"a": {}}, "additionalProperties": False},
+            {"type": "object", "properties": {"b": {}, "a": {}}, "required": ["a", "z"]},
+            ['{"a":1,"z":2}', '{"b":0,"a":1,"z":2}'],
+            ['{"a":1}', '{"z":2,"a":1}', '{"b":1}'],
         ),
-        ({"type": "string", "enum": ["a", 1]}, {"enum": ["a"]}),
-        ({"type": ["integer", "null"], "enum": [1, None, True, 1.5]}, {"enum": [1, None]}),
-        ({"type": "string", "const": "a"}, {"enum": ["a"]}),
         (
-            {"anyOf": [{"maximum": 1}], "$defs": {"n": {"pattern": "a"}}},
+            {"patternProperties": {"^x-": {"type": "integer"}}},
+            ['{"x-a":1}', '{"x-":1}', "{}"],
+            ['{"y":1}', '{"x-a":null}'],
+        ),
+        (
             {
-                "anyOf": [{"type": "number", "maximum": 1}],
-                "$defs": {"n": {"type": "string", "pattern": "a"}},
+                "properties": {"x-a": {"minimum": 5}},
+                "patternProperties": {"^x-": {"type": "integer"}},
+                "additionalProperties": {"type": "null"},
             },
+            ['{"x-a":5,"x-b":1,"c":null}'],
+            ['{"x-a":4}', '{"c":1}', '{"x-b":null}'],
+        ),
+        (
+            {"type": "object", "propertyNames": {"maxLength": 2}},
+            ['{"\\n\\"":1}', '{"ab":1}'],
+            ['{"abc":1}'],
+        ),
+        (
+            {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}},
+            ['{"a":null,"b":null}', '{"b":null}'],
+            ['{"c":null}'],
+        ),
+        (
+            {"type": "object", "minProperties": 1, "maxProperties": 2},
+            ['{"a":1}', '{"a":1,"b":1}'],
+            ["{}", '{"a":1,"b":1,"c":1}'],
+        ),
+        (
+            {"properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2, "maxProperties": 2},
+            ['{"a":1,"c":1}', '{"b":1,"c":1}'],
+            ['{"a":1}', '{"a":1,"b":1,"c":1}'],
+        ),
+        (of_a({}, unevaluatedProperties=False), ['{"a":1}'], ['{"b":15}']),
+        (
+            {"allOf": [of_a({"type": "integer"})], "unevaluatedProperties": {"type": "null"}},
+            ['{"a":1,"b":null}'],
+            ['{"a":1,"b":1}'],
+        ),
+        # arrays
+        (
+            {"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "integer"}},
+            ["[]", "[null]", "[null, 1,2]"],
+            ["[1]", "[null,null]"],
+        ),
+        ({"items": {"type": "null"}, "minItems": 2}, ["[null,null]"], ["[null]"]),
+        ({"items": {"type": "null"}, "maxItems": 1}, ["[]", "[null]"], ["[null,null]"]),
+        ({"items": False}, ["[]"], ["[1]"]),
+        ({"contains": {"type": "integer"}}, ["[1]", '[1,"a"]'], ["[]", '["a"]']),
+        (
+            {"contains": {"const": 1}, "minContains": 2, "prefixItems": [{"type": "null"}]},
+            ["[null,1,1]"],
+            ["[null,1]"],
+        ),
+        ({"prefixItems": [{}], "unevaluatedItems": False}, ["[]", "[1]"], ["[1,2]"]),
+        (
+            {"items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1},
+            ['["c","a"]', '["a","b","c"]'],
+            ['["a","a"]', "[]"],
+        ),
+        (
+            {"items": {"type": "integer", "minimum": 1, "maximum": 40}, "uniqueItems": True},
+            ["[1,2,40]", "[]"],
+            ["[2,1]", "[1,1]"],
+        ),
+        ({"items": {"type": "boolean"}, "uniqueItems": True}, ["[true,false]"], ["[true,true]"]),
+        ({"uniqueItems": True, "maxItems": 1}, ['["a"]'], ['["a","b"]']),
+        # values
+        ({"enum": ["x\n", 1, [1, {"a": None}]]}, ['"x\\n"', '[1,{"a":null}]'], ["2"]),
+        ({"type": "string", "enum": ["a", 1]}, ['"a"'], ["1"]),
+        ({"enum": ["a", "abc"], "minLength": 2}, ['"abc"'], ['"a"']),
+        ({"const": 2**70 + 1}, [str(2**70 + 1)], [str(2**70)]),
+        # combinations
+        (
+            {"allOf": [of_a({"minimum": 1}), of_a({"maximum": 2}), {"required": ["a"]}]},
+            ['{"a":1}', '{"a":2}'],
+            ["{}", '{"a":3}', '{"a":0}', '{"a":1,"b":1}'],
+        ),
+        ({"$ref": "#/$defs/n", "minimum": 3, "$defs": {"n": {"type": "integer"}}}, ["3"], ["2"]),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}], "minimum": 3}, ["4", '"a"'], ["2"]),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, ["4", '"a"'], ["null"]),
+        (NODE, ["{}", '{"next":{"next":{}}}'], ['{"next":1}']),
+        ({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+         ["null", '{"a":{"a":null}}'], ["{}"]),
+        ({"minLength": 2}, ['"ab"'], ["1"]),
+        ({"items": [{"type": "null"}], "additionalItems": False}, ["[null]"], ["[1]", "[null,1]"]),
+        # between tokens: a space, or an indented line
+        ({"type": "object"}, ['{"a": 1}', '{\n  "a": [\n\t1\n  ]\n}'], ['{  "a": 1}', '{"a" : 1}']),
+    ],
+)  # fmt: skip
+def test_json_grammar_allows_what_fits_the_schema(
+    schema: Any, allowed: list[str], forbidden: list[str]
+) -> None:
+    assert [text for text in allowed if not allows(schema, text)] == []
+    assert [text for text in forbidden if allows(schema, text)] == []
+
+
+@pytest.mark.parametrize("keyword", sorted(REFUSED))
+def test_json_grammar_refuses_keywords_by_path(keyword: str) -> None:
+    cause = refusal(of_a({"type": "array", "items": {keyword: {}}}))
+    assert cause == f"properties.a.items.{keyword} cannot be enforced"
+
+
+@pytest.mark.parametrize(
+    ("schema", "cause"),
+    [
+        (of_a({"uniqueItems": True, "items": {"type": "string"}}), "properties.a.uniqueItems"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf cannot be enforced: a value"),
+        ({"oneOf": [{"minLength": 3}, {"type": "integer"}]}, "oneOf cannot be enforced: a value"),
+        (of_a({"multipleOf": 0.1}), "properties.a.multipleOf cannot be enforced unless"),
+        (of_a({"maximum": 1e300}), "properties.a.maximum has more than 100 digits"),
+        (of_a({"minLength": "a"}), "properties.a.minLength must be a number of at least 0"),
+        (of_a(7), "properties.a must be an object or a boolean"),
+        (of_a({"pattern": "(?=a)"}), "properties.a.pattern cannot be enforced: look-around"),
+        (of_a({"$ref": "#/$defs/b"}), "properties.a.$ref leads nowhere: #/$defs/b"),
+        (of_a({"$ref": "https://a.b/c"}), "properties.a.$ref leads out of the schema"),
+        (of_a({"$id": "https://a.b/c"}), "properties.a.$id cannot be enforced"),
+        ({"type": "object", "minProperties": 3}, "minProperties cannot be enforced: only one key"),
+        ({"required": "a"}, "required must be a list of names"),
+        ({"type": [{}]}, "type must be the name of a type"),
+        ({"enum": ["\ud800"]}, "enum has half of a surrogate pair"),
+        ({"contains": {}, "maxItems": 1, "prefixItems": [{}]}, "contains cannot be enforced"),
+        ({"anyOf": [{"anyOf": [{"type": "null"}] * 300}]}, "more than 256 combinations"),
+    ],
+)
+def test_json_grammar_refuses_with_path_and_keyword(schema: Any, cause: str) -> None:
+    assert cause in refusal(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        (False, "the schema"),
+        ({"enum": []}, "the schema"),
+        ({"type": "integer", "enum": ["a"]}, "the schema"),
+        (of_a({"minLength": 3, "maxLength": 2}, required=["a"]), "properties.a"),
+        (of_a({"minimum": 3, "maximum": 2}, required=["a"]), "properties.a"),
+        (of_a({"minItems": 3, "maxItems": 2}, required=["a"]), "properties.a"),
+        (of_a({"pattern": "^a$", "minLength": 3}, required=["a"]), "properties.a"),
+        (of_a(False, required=["a"]), "the schema"),
+        ({**NODE, "required": ["next"]}, "properties.next"),
+        ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "items"),
+        (of_a({"allOf": [{"type": "string"}, {"type": "null"}]}, required=["a"]), "properties.a"),
+        (
+            {"allOf": [{"required": ["next"]}, {**NODE}]},
+            "allOf",
         ),
     ],
 )
-def test_what_it_would_pass_over_is_said_in_its_words(schema: Any, expected: Any) -> None:
-    assert narrowed(schema) == expected
+def test_json_grammar_refuses_what_no_finite_text_fits(schema: Any, place: str) -> None:
+    cause = refusal(schema)
+    assert "no value of finite length fits" in cause
+    assert cause.startswith(place) or place == "allOf"
 
 
 def tagged(*values: Any, **more: Any) -> dict[str, Any]:
-    """An object whose tag is one of these."""
-    properties = {"tag": {"enum": [*values]}}
-    described = {"type": "object", "properties": properties, "additionalProperties": False}
+    described = {"type": "object", "properties": {"tag": {"enum": [*values]}}}
     return described | {"required": ["tag"]} | more
 
 
@@ -71,55 +237,43 @@ def tagged(*values: Any, **more: Any) -> dict[str, Any]:
         (tagged("cat"), tagged("dog", "wolf"), True),
         ({"$ref": "#/$defs/a~1b"}, tagged("dog"), True),
         (tagged("cat"), tagged("dog", "cat"), False),
-        # 1 and 1.0 are the same
-        (tagged("cat"), tagged(1), False),
-        # one without its tag may be either
+        (tagged(1), tagged(1.0), False),
+        (tagged("cat"), tagged(1), True),
+        # An object without its tag may be either.
         (tagged("cat", required=[]), tagged("dog"), False),
+        (tagged("cat", required=[]), tagged("dog", required=[]), False),
         (tagged("cat"), {"type": "object"}, False),
         (tagged("cat", type=["object", "null"]), tagged("dog", type=["object", "null"]), False),
-        ({"$ref": "#/$defs/none"}, tagged("dog"), False),
-        ({"$ref": "#/oneOf/0"}, tagged("dog"), False),
-    ],
-)
-def test_what_a_tag_tells_apart_may_be_any(one: Any, other: Any, is_apart: bool) -> None:
-    schema = {"oneOf": [one, other], "$defs": {"a/b": tagged("cat")}}
-    expected = {"anyOf" if is_apart else "oneOf": [one, other], "$defs": {"a/b": tagged("cat")}}
-    assert narrowed(schema) == expected
-
-
-@pytest.mark.parametrize(
-    ("schema", "cause"),
-    [
-        ({"not": {"type": "string"}}, "not cannot be enforced"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems cannot be enforced"),
-        ({"if": {}, "then": {}}, "if cannot be enforced"),
-        ({"anyOf": [{}], "minimum": 5}, "minimum cannot be enforced beside anyOf"),
-        ({"$ref": "#", "type": "object"}, "type cannot be enforced beside \\$ref"),
-        ({"allOf": [{}], "anyOf": [{}]}, "allOf cannot be enforced beside anyOf"),
-        ({"properties": {}, "patternProperties": {}}, "cannot be enforced together"),
-        ({"minLength": 1, "minimum": 1}, "type must say which of string and number is meant"),
-        ({"type": "string", "enum": [1]}, "no value of enum or const is of the type"),
+        # Objects with other required names: what names its properties has no others.
+        (of_a({}, required=["a"]), {"properties": {"b": {}}, "required": ["b"]}, True),
         (
-            {"required": ["z"], "additionalProperties": False},
-            "'z' is required, but is none of the properties",
+            of_a({}, required=["a"]),
+            {"type": "object", "properties": {"b": {}}, "required": ["b"]},
+            True,
         ),
-        ({"properties": {"a": 7}}, "7 stands where a schema should"),
-        ({"type": [{}], "enum": [1]}, "type must be a name or a list of names"),
-        ({"required": "a"}, "required must be a list of names"),
+        ({"type": "integer", "maximum": 1}, {"type": "number", "minimum": 2}, True),
+        ({"type": "string", "maxLength": 1}, {"type": "string", "minLength": 2}, True),
+        ({"const": "a"}, {"type": "string", "minLength": 2}, True),
+        ({"const": "ab"}, {"type": "string", "minLength": 2}, False),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, cause: str) -> None:
-    with pytest.raises(NotEnforceable, match=cause):
-        narrowed({"type": "array", "items": schema})
+def test_json_grammar_needs_one_of_with_disjoint_branches(
+    one: Any, other: Any, is_apart: bool
+) -> None:
+    schema = {"oneOf": [one, other], "$defs": {"a/b": tagged("cat")}}
+    if is_apart:
+        json_grammar(json.dumps(schema))
+    else:
+        assert "a value may fit branches 0 and 1" in refusal(schema)
 
 
-@pytest.mark.parametrize("text", ['{"type":', "", "nan,"])
-def test_what_is_not_json_is_refused(text: str) -> None:
+@pytest.mark.parametrize("text", ['{"type":', "", "nan,", '{"minimum": NaN}', '{"maximum": 1e999}'])
+def test_json_grammar_refuses_what_is_not_json(text: str) -> None:
     with pytest.raises(NotEnforceable, match="the schema is not JSON"):
-        enforceable(text)
+        json_grammar(text)
 
 
-@pytest.mark.parametrize("depth", [65, 1_000, 30_000])
-def test_deep_schemas_are_refused(depth: int) -> None:
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 1_000, 30_000])
+def test_json_grammar_refuses_deep_schemas(depth: int) -> None:
     with pytest.raises(NotEnforceable, match="more than 64 levels deep"):
-        enforceable('{"items":' * depth + "{}" + "}" * depth)
+        json_grammar('{"items":' * depth + "{}" + "}" * depth)

@@ -1,8 +1,8 @@
-"""The process that keeps one grammar: it compiles it, and follows the sequences that obey it.
+"""Process that serves one grammar: it compiles the grammar, and follows the sequences that use it.
 
     compile     the grammar, once, before anything else
     open        a matcher behind a sequence's output so far; the mask of its next token
-    accept      tokens that were drawn; the mask of the next one
+    accept      tokens that were sampled; the mask of the next one
     drafts      the masks behind as many of them as the grammar allows; the matcher stays
     drop        a matcher
 
@@ -12,22 +12,24 @@ An operation that uses up its CPU time ends the process.
 from __future__ import annotations
 
 import os
-import re
+import resource
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+import llguidance
 import numpy as np
-import xgrammar
 from numpy.typing import NDArray
 
+from worker.grammar.ebnf import EbnfError, lark_of_ebnf
+from worker.grammar.json_grammar import json_grammar
 from worker.grammar.launch import Budget
 from worker.grammar.messages import (
     CHUNK,
@@ -38,42 +40,37 @@ from worker.grammar.messages import (
     decode_request,
     encode_reply,
 )
-from worker.grammar.schema import NotEnforceable, enforceable
+from worker.grammar.patterns import PatternError, literal, parse, rust, whole
+from worker.grammar.schema import NotEnforceable
+from worker.grammar.token_trie import LimitExceeded, allowed_tokens, token_matcher
 from worker.parent import outlive_parent
 
-#: No whitespace is longer, which is what a small model gets lost in; enough for indented JSON.
-_MAX_WHITESPACE = 16
 #: A compilation yields to everybody else on this machine.
 _NICE = 19
-_COMPILER_THREADS = 4
-#: Going over a long output again may take as long as so many masks.
+#: Replaying a long output may take as long as so many masks.
 _REPLAY = 10
-#: A mask may use up its budget now and then; on the average, so much of it.
+#: A mask may use up its budget now and then; on average, this part of it.
 _SUSTAINED = 0.2
-#: Where xgrammar's messages come from is of no use to their readers.
-_ORIGIN = re.compile(r"^\[[0-9:]+\] \S+: (Warning: )?", re.MULTILINE)
-#: It repeats the whole text of a schema that is no JSON.
+#: Causes are cut to this many characters.
 _MAX_CAUSE = 300
-#: So says C++, through xgrammar.
-_OUT_OF_MEMORY = "bad_alloc"
-_LITERAL = re.compile(r"[^A-Za-z0-9 ]")
 
 
 class Refused(ValueError):
-    """A cause that the client is to hear."""
+    """A refusal whose cause the client receives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a grammar has to do with."""
+    """The vocabulary of ``vocab_size`` tokens, and the model's own end tokens."""
 
-    vocabulary: xgrammar.TokenizerInfo
+    vocabulary: llguidance.LLTokenizer
+    vocab_size: int
     eos_token_ids: tuple[int, ...]
 
 
 @contextmanager
 def _cpu_budget(seconds: float) -> Iterator[None]:
-    """SIGPROF, if it comes, is the end of the process."""
+    """End the process, by SIGPROF, after so many ``seconds`` of CPU time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -83,9 +80,11 @@ def _cpu_budget(seconds: float) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Place:
-    """Where one sequence stands. ``debt_s`` is what its masks took beyond their average share."""
+    """The state of one sequence. ``debt_s`` is the CPU time of its masks beyond their average
+    share."""
 
-    matcher: xgrammar.GrammarMatcher
+    matcher: llguidance.LLMatcher
+    stops: frozenset[int]
     debt_s: float = 0.0
 
 
@@ -96,7 +95,8 @@ class Keeper:
         self._sock = sock
         self._model = model
         self._budget = budget
-        self._grammar: xgrammar.CompiledGrammar | None = None
+        #: at the beginning of the grammar
+        self._start: llguidance.LLMatcher | None = None
         self._places: dict[int, Place] = {}
         self._operations: dict[str, Callable[[Request], bytes]] = {
             "compile": self._compile,
@@ -124,6 +124,8 @@ class Keeper:
             reply = Reply(False, matcher, self._operations[request["do"]](request))
         except (Refused, NotEnforceable) as error:
             reply = Reply(True, matcher, str(error).encode())
+        except LimitExceeded:
+            reply = Reply(True, matcher, b"that takes too long")
         except Exception as error:
             reply = Reply(True, matcher, _unforeseen(error))
         self._answer(reply._replace(cpu_s=time.process_time() - began))
@@ -132,56 +134,54 @@ class Keeper:
         self._sock.sendall(encode_reply(reply))
 
     def _compile(self, request: Request) -> bytes:
+        before = _memory_bytes()
         with _cpu_budget(self._budget.compile_s), ThreadPoolExecutor(1) as thread:
             thread.submit(_step_back).result()
             kind, texts = request["kind"], request["texts"]
             vocabulary = self._model.vocabulary
-            self._grammar = thread.submit(compile_grammar, kind, texts, vocabulary).result()
+            self._start = thread.submit(compile_grammar, kind, texts, vocabulary).result()
         outlive_parent()
-        matcher = xgrammar.GrammarMatcher(self._grammar)
         with _cpu_budget(self._budget.mask_s):
-            if not (self._mask(matcher).any() or matcher.is_completed()):
-                raise Refused("no text that the model can write fits the grammar")
-        return Compiled(self._grammar.memory_size_bytes, self._model.eos_token_ids).encode()
+            self._mask(Place(self._start, frozenset({0})), "no text of the vocabulary fits")
+        num_bytes = max(0, _memory_bytes() - before)
+        return Compiled(num_bytes, self._model.eos_token_ids).encode()
 
     def _open(self, request: Request) -> bytes:
-        stops = [token for token in request["stops"] if token < self._model.vocabulary.vocab_size]
+        stops = frozenset(token for token in request["stops"] if token < self._model.vocab_size)
         if not stops:
             raise Refused("the model has no end token, and the request no stop token")
-        assert self._grammar is not None, "a sequence before its grammar"
-        matcher = xgrammar.GrammarMatcher(self._grammar, override_stop_tokens=stops)
-        self._places[request["matcher"]] = Place(matcher)
+        assert self._start is not None, "a sequence before its grammar"
+        place = Place(self._start.deep_copy(), stops)
+        self._places[request["matcher"]] = place
         with _cpu_budget(self._budget.mask_s * _REPLAY):
-            return self._go_on(matcher, request["tokens"])
+            return self._advance(place, request["tokens"])
 
     def _accept(self, request: Request) -> bytes:
         place = self._places[request["matcher"]]
         with self._masks(place, 1):
-            return self._go_on(place.matcher, request["tokens"])
+            return self._advance(place, request["tokens"])
 
-    def _go_on(self, matcher: xgrammar.GrammarMatcher, tokens: Sequence[int]) -> bytes:
-        """Nothing may come behind a stop token: an empty mask."""
-        for token in tokens:
-            if not matcher.accept_token(token):
+    def _advance(self, place: Place, tokens: Sequence[int]) -> bytes:
+        """Return the mask behind ``tokens``, empty behind a stop token."""
+        for at, token in enumerate(tokens):
+            if token in place.stops and place.matcher.is_accepting() and at == len(tokens) - 1:
+                return b""
+            if token in place.stops or not place.matcher.validate_tokens([token]):
                 raise Refused(f"the grammar does not allow token {token} at its place")
-        if matcher.is_terminated():
-            return b""
-        mask = self._mask(matcher)
-        if not mask.any():
-            raise Refused("no token of the vocabulary goes on with the grammar")
-        return mask.tobytes()
+            _check(place.matcher.consume_token(token))
+        return self._mask(place, "no token of the vocabulary continues the text").tobytes()
 
     def _drafts(self, request: Request) -> bytes:
         """A stop token is no draft worth checking: the masks behind it would be empty."""
         place, masks = self._places[request["matcher"]], list[bytes]()
         matcher = place.matcher
-        stops = frozenset(matcher.stop_token_ids)
         with self._masks(place, len(request["tokens"])):
             for token in request["tokens"]:
-                if token in stops or not matcher.accept_token(token):
+                if token in place.stops or not matcher.validate_tokens([token]):
                     break
-                masks.append(self._mask(matcher).tobytes())
-            matcher.rollback(len(masks))
+                _check(matcher.consume_token(token))
+                masks.append(self._mask(place).tobytes())
+            _check(matcher.rollback(len(masks)))
         return b"".join(masks)
 
     @contextmanager
@@ -196,11 +196,27 @@ class Keeper:
         if place.debt_s > self._budget.mask_s:
             raise Refused("that takes too long")
 
-    def _mask(self, matcher: xgrammar.GrammarMatcher) -> NDArray[np.int32]:
-        words = -(-self._model.vocabulary.vocab_size // 32)
-        mask = np.zeros((1, words), dtype=np.int32)
-        matcher.fill_next_token_bitmask(mask)
+    def _mask(self, place: Place, problem: str = "") -> NDArray[np.int32]:
+        """Return the tokens that may come next. Raises Refused with ``problem`` if none may."""
+        is_complete = place.matcher.is_accepting()
+        computed = allowed_tokens(place.matcher)
+        words = -(-self._model.vocab_size // 32)
+        mask = np.frombuffer(computed, dtype=np.int32)[:words].copy()
+        bits = mask.view(np.uint32)
+        if (rest := self._model.vocab_size % 32) != 0:
+            # The vocabulary's own end token stands behind the model's tokens.
+            bits[-1] &= (1 << rest) - 1
+        for token in place.stops:
+            bit = np.uint32(1 << token % 32)
+            bits[token // 32] = bits[token // 32] | bit if is_complete else bits[token // 32] & ~bit
+        if problem and not mask.any():
+            raise Refused(problem)
         return mask
+
+
+def _check(is_fine: bool) -> None:
+    if not is_fine:
+        raise LimitExceeded
 
 
 def _step_back() -> None:
@@ -208,67 +224,42 @@ def _step_back() -> None:
     os.nice(_NICE)
 
 
+def _memory_bytes() -> int:
+    """Return the size of the process's data, 0 where the system does not tell."""
+    if sys.platform != "linux":
+        return 0
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+
+
 def compile_grammar(
-    kind: str, texts: Sequence[str], vocabulary: xgrammar.TokenizerInfo
-) -> xgrammar.CompiledGrammar:
-    """Raises Refused, also where xgrammar would go on with less than was asked, or
-    NotEnforceable."""
-    threads = min(_COMPILER_THREADS, os.cpu_count() or 1)
-    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=threads, cache_enabled=False)
-    try:
-        with _warnings_refused():
-            return _compiled(compiler, kind, texts)
-    except RuntimeError as error:
-        raise Refused(_cause(str(error))) from None
+    kind: str, texts: Sequence[str], vocabulary: llguidance.LLTokenizer
+) -> llguidance.LLMatcher:
+    """Return a matcher at the beginning of the grammar. Raises Refused or NotEnforceable."""
+    matcher = token_matcher(vocabulary, _lark(kind, texts))
+    if matcher.is_error():
+        raise Refused("the grammar is too large or too complex")
+    return matcher
 
 
-def _compiled(
-    compiler: xgrammar.GrammarCompiler, kind: str, texts: Sequence[str]
-) -> xgrammar.CompiledGrammar:
+def _lark(kind: str, texts: Sequence[str]) -> str:
     match kind:
         case "json_schema":
-            return compiler.compile_json_schema(
-                enforceable(texts[0]), max_whitespace_cnt=_MAX_WHITESPACE, strict_mode=False
-            )
+            return json_grammar(texts[0])
         case "regex":
-            return compiler.compile_regex(texts[0])
+            try:
+                return f"start: T\nT: /{rust(whole(parse(texts[0])))}/\n"
+            except PatternError as error:
+                raise Refused(f"the regular expression cannot be enforced: {error}") from None
         case "ebnf":
-            return compiler.compile_grammar(texts[0])
+            try:
+                return lark_of_ebnf(texts[0])
+            except EbnfError as error:
+                raise Refused(str(error)[:_MAX_CAUSE]) from None
         case "choice":
-            return compiler.compile_grammar("root ::= " + " | ".join(map(_literal, texts)))
+            return f"start: T\nT: /{'|'.join(map(literal, texts))}/\n"
     raise Refused(f"no grammar is called {kind}")
 
 
-def _literal(text: str) -> str:
-    escaped = _LITERAL.sub(lambda character: f"\\U{ord(character[0]):08x}", text)
-    return f'"{escaped}"'
-
-
-@contextmanager
-def _warnings_refused() -> Iterator[None]:
-    """What xgrammar cannot enforce it says on stderr, and goes on without it."""
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as said:
-        saved = os.dup(2)
-        os.dup2(said.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-        said.seek(0)
-        if warnings := said.read().decode(errors="replace").strip():
-            raise Refused(_cause(warnings.splitlines()[0]))
-
-
 def _unforeseen(error: Exception) -> bytes:
-    if _OUT_OF_MEMORY in str(error):
-        return b"that takes too much memory"
     traceback.print_exc()
     return b"the grammar cannot be handled"
-
-
-def _cause(message: str) -> str:
-    if _OUT_OF_MEMORY in message:
-        return "the grammar takes too much memory to compile"
-    return _ORIGIN.sub("", message).strip()[:_MAX_CAUSE]

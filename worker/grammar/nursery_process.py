@@ -1,8 +1,9 @@
 """``python -m worker.grammar.nursery_process``: the process that forks a keeper for each grammar.
 
-It has loaded, once, what every keeper needs: xgrammar and the model's vocabulary. Its arguments are
-a Launch in JSON; its control socket brings the sockets that the keepers are to serve, and when that
-ends, it ends. A keeper that has compiled its grammar outlives it, and ends with its own socket.
+It loads, once, what every keeper needs: llguidance and the model's vocabulary. Its argument is a
+Launch in JSON. Its control socket carries the sockets that the keepers are to serve; the process
+ends with it. A keeper that has compiled its grammar outlives the process, and ends with its own
+socket.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ import sys
 import traceback
 from pathlib import Path
 
-import xgrammar
-
 from everlift import model_files
 from everlift.end_tokens import end_token_ids
 from worker.child_process import go_first
 from worker.grammar.keeper import Keeper, Model
 from worker.grammar.launch import Launch
+from worker.grammar.token_trie import token_trie
 from worker.grammar.vocabulary import token_bytes
 from worker.parent import die_with_parent
 
@@ -46,11 +46,7 @@ def main() -> None:
 def _load(launch: Launch) -> Model:
     directory = model_files.locate(launch.model, launch.revision, weights=False)
     tokens = token_bytes(directory / "tokenizer.json", launch.vocab_size)
-    stops = end_token_ids(directory)
-    vocabulary = xgrammar.TokenizerInfo(
-        tokens, vocab_size=launch.vocab_size, stop_token_ids=list(stops)
-    )
-    return Model(vocabulary, stops)
+    return Model(token_trie(tokens), launch.vocab_size, end_token_ids(directory))
 
 
 def _keep(sock: socket.socket, model: Model, launch: Launch) -> None:

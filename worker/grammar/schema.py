@@ -1,23 +1,51 @@
-"""A JSON schema in words that xgrammar takes literally. Pure.
+"""JSON schemas, resolved to the shapes of the values that they allow. Pure.
 
-xgrammar passes over what it cannot express, and reads some keywords in a sense of its own. Here a
-schema is given the same meaning in words that it does take literally, or a narrower one (a text
-that fits it fits the schema too), or it is refused by the keyword's name. What xgrammar itself
-warns of, the keeper refuses.
+A schema of draft 2020-12 becomes nodes. A node is a conjunction of subschemas, and has one shape
+for each combination of their alternatives (`anyOf`, `oneOf`), with `$ref` followed and `allOf`
+merged. `json_grammar` writes shapes as grammar rules. Each keyword is enforced, refused by its path
+and name, or an annotation; the table is in worker/README.md.
+
+Shapes may be narrower than the schema, never wider:
+
+- An object that declares properties has no others, unless additionalProperties or
+  unevaluatedProperties allows them: small models tend to invent keys without end.
+- Keywords that concern one type alone stand for that type where no type is named.
+- The items that `contains` asks for come first, behind those of prefixItems.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
-from typing import Any
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
+from itertools import combinations, product
+from typing import Any, NoReturn
+from urllib.parse import unquote
+
+import jsonschema
+from referencing import Registry
+
+from worker.grammar import patterns
+from worker.grammar.formats import FORMATS
+from worker.grammar.numbers import MAX_BOUND_DIGITS, Range
 
 Json = Any
+Path = tuple[str, ...]
+#: Schema objects, all of which must hold. None: no value fits.
+Conjunction = tuple[dict[str, Json], ...] | None
 
-#: Deeper schemas take xgrammar longer than anybody would wait.
-_MAX_DEPTH = 64
+MAX_DEPTH = 64
+_MAX_ALTERNATIVES = 256
+_MAX_PATTERNS = 4
+_MAX_NODES = 20_000
+_MAX_FINITE = 64
 
-_BY_TYPE: dict[str, frozenset[str]] = {
+TYPES = frozenset({"null", "boolean", "string", "number", "object", "array"})
+_BY_TYPE: Mapping[str, frozenset[str]] = {
     "string": frozenset({"minLength", "maxLength", "pattern"}),
     "number": frozenset(
         {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
@@ -28,204 +56,727 @@ _BY_TYPE: dict[str, frozenset[str]] = {
     ),
     "array": frozenset(
         {"items", "prefixItems", "minItems", "maxItems", "contains", "minContains", "maxContains"}
-        | {"unevaluatedItems"}
+        | {"uniqueItems", "unevaluatedItems"}
     ),
 }
-_TYPED = frozenset().union(*_BY_TYPE.values())
-#: Beside one of these xgrammar reads nothing else.
-_WHOLE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-_REFUSED = frozenset(
+REFUSED = frozenset(
     {"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"}
-    | {"$dynamicRef", "$recursiveRef"}
+    | {"$dynamicRef", "$recursiveRef", "$recursiveAnchor", "maxContains"}
 )
-#: Where xgrammar enforces the one keyword, it does not enforce the other.
-_APART = (
-    ("properties", "patternProperties"),
-    ("properties", "propertyNames"),
-    ("patternProperties", "propertyNames"),
-    ("contains", "items"),
-    ("contains", "prefixItems"),
-)
-_OF_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_OF_A_SCHEMA = (
-    "items",
-    "contains",
-    "additionalProperties",
-    "propertyNames",
-    "unevaluatedProperties",
-    "unevaluatedItems",
-)
-_IS_OF_TYPE: dict[str, Callable[[Json], bool]] = {
-    "null": lambda value: value is None,
-    "boolean": lambda value: isinstance(value, bool),
-    "string": lambda value: isinstance(value, str),
-    "object": lambda value: isinstance(value, dict),
-    "array": lambda value: isinstance(value, list),
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-}
 
 
 class NotEnforceable(ValueError):
-    """No grammar would keep an output to this schema."""
+    """A schema to which no output can be kept, with the path and the keyword."""
 
 
-def enforceable(text: str) -> str:
-    """The schema that xgrammar is to compile for schema ``text``. Raises NotEnforceable."""
+# the shapes of values
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Strings of so many characters in which every pattern is found."""
+
+    least: int = 0
+    most: int | None = None
+    patterns: tuple[patterns.Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys that match some patterns and not others, have no name out of ``names``, and are one of
+    ``texts``."""
+
+    found: tuple[patterns.Node, ...]
+    not_found: tuple[patterns.Node, ...]
+    texts: tuple[Text, ...]
+
+
+@dataclass(slots=True)
+class Members:
+    """An object's members: ``named`` in this order, and ``others``, whose keys are none of
+    ``names``."""
+
+    named: list[tuple[str, Conjunction, bool]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    others: list[tuple[Keys, Conjunction]] = field(default_factory=list)
+    least: int = 0
+    most: int | None = None
+
+
+@dataclass(slots=True)
+class Items:
+    """An array's items: those at the front, and all behind them."""
+
+    front: list[Conjunction] = field(default_factory=list)
+    rest: Conjunction = ()
+    least: int = 0
+    most: int | None = None
+    are_unique: bool = False
+    path: Path = ()
+
+
+@dataclass(slots=True)
+class Shape:
+    """The values of some types, or ``values`` alone. ``allowed`` are the types that the schema
+    itself allows, which may be more."""
+
+    types: frozenset[str]
+    allowed: frozenset[str] = TYPES
+    values: list[Json] | None = None
+    has_integers_only: bool = False
+    numbers: Range = field(default_factory=Range)
+    divisors: list[tuple[Path, int]] = field(default_factory=list)
+    text: Text = field(default_factory=Text)
+    members: Members = field(default_factory=Members)
+    items: Items = field(default_factory=Items)
+
+
+# the keywords' values
+
+
+def _is_count(value: Json) -> bool:
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return not isinstance(value, bool) and is_whole and value >= 0
+
+
+def _is_number(value: Json) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_schema(value: Json) -> bool:
+    return isinstance(value, bool | dict)
+
+
+def _are_schemas(value: Json) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _are_schemas_by_name(value: Json) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_type(value: Json) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(
+        isinstance(name, str) and (name in TYPES or name == "integer") for name in names
+    )
+
+
+def _are_names(value: Json) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+_EXPECTED: Mapping[str, tuple[Callable[[Json], bool], str]] = {
+    **dict.fromkeys(
+        (
+            "minLength",
+            "maxLength",
+            "minItems",
+            "maxItems",
+            "minProperties",
+            "maxProperties",
+            "minContains",
+            "maxContains",
+        ),
+        (_is_count, "a number of at least 0 without a fraction"),
+    ),
+    **dict.fromkeys(
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), (_is_number, "a number")
+    ),
+    "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    **dict.fromkeys(
+        (
+            "additionalProperties",
+            "propertyNames",
+            "contains",
+            "items",
+            "unevaluatedProperties",
+            "unevaluatedItems",
+        ),
+        (_is_schema, "a schema"),
+    ),
+    **dict.fromkeys(
+        ("allOf", "anyOf", "oneOf", "prefixItems"), (_are_schemas, "a list of schemas")
+    ),
+    **dict.fromkeys(
+        ("properties", "patternProperties", "$defs", "definitions"),
+        (_are_schemas_by_name, "an object of schemas"),
+    ),
+    "type": (_is_type, "the name of a type or a list of such names"),
+    "required": (_are_names, "a list of names"),
+    "enum": (lambda value: isinstance(value, list), "a list"),
+    "pattern": (lambda value: isinstance(value, str), "a regular expression"),
+    "format": (lambda value: isinstance(value, str), "the name of a format"),
+    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
+    "$ref": (lambda value: isinstance(value, str), "a reference"),
+}
+
+
+def parse(text: str) -> Json:
+    """Return the JSON value of a schema's ``text``. Raises NotEnforceable."""
     try:
-        schema = json.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
-        raise NotEnforceable(f"the schema is more than {_MAX_DEPTH} levels deep") from None
+        raise NotEnforceable(f"the schema is more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:
         raise NotEnforceable(f"the schema is not JSON: {error}") from None
-    return json.dumps(_narrowed(schema, schema, depth=0))
 
 
-def _narrowed(schema: Json, root: Json, depth: int) -> Json:
-    """``root`` is what references lead from."""
-    if depth > _MAX_DEPTH:
-        raise NotEnforceable(f"the schema is more than {_MAX_DEPTH} levels deep")
-    if isinstance(schema, bool):
-        return schema
-    if not isinstance(schema, dict):
-        raise NotEnforceable(f"{json.dumps(schema)[:40]} stands where a schema should")
-    _refuse(schema)
-    result = _with_type(schema)
-    _narrow_values(result)
-    _narrow_object(result)
-    if "oneOf" in result and _are_apart(result["oneOf"], root):
-        result["anyOf"] = result.pop("oneOf")
-    _narrow_parts(result, root, depth + 1)
-    return result
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
 
 
-def _refuse(schema: Json) -> None:
-    if refused := sorted(_REFUSED.intersection(schema)):
-        raise NotEnforceable(f"{refused[0]} cannot be enforced")
-    if schema.get("uniqueItems"):
-        raise NotEnforceable("uniqueItems cannot be enforced")
-    for one, other in _APART:
-        if one in schema and other in schema:
-            raise NotEnforceable(f"{one} and {other} cannot be enforced together")
-    whole = [key for key in _WHOLE if key in schema]
-    beside = sorted(_TYPED.intersection(schema)) if whole else []
-    if whole and "type" in schema and whole[0] not in ("enum", "const"):
-        beside.append("type")
-    if others := whole[1:] + beside:
-        raise NotEnforceable(f"{others[0]} cannot be enforced beside {whole[0]}")
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text[:40]} is beyond the range of a double")
+    return number
 
 
-def _with_type(schema: Json) -> Json:
-    """Keywords bind only values of their type, and xgrammar reads them only beside it."""
-    types = [name for name, keywords in _BY_TYPE.items() if keywords.intersection(schema)]
-    if "type" in schema or not types:
-        return dict(schema)
-    if len(types) > 1:
-        raise NotEnforceable(f"type must say which of {' and '.join(types)} is meant")
-    return {"type": types[0], **schema}
+def _refuse(path: Path, keyword: str, cause: str) -> NoReturn:
+    place = ".".join((*path, keyword))
+    raise NotEnforceable(f"{place[-200:]} {cause}")
 
 
-def _narrow_values(schema: Json) -> None:
-    """Those of the type alone remain."""
-    if "type" not in schema or not ("enum" in schema or "const" in schema):
-        return
-    types = _listed(schema.pop("type"))
-    if not all(isinstance(name, str) for name in types):
-        raise NotEnforceable("type must be a name or a list of names")
-    values = schema.pop("enum") if "enum" in schema else [schema.pop("const")]
-    schema["enum"] = [value for value in _listed(values) if _is_of(value, types)]
-    if not schema["enum"]:
-        raise NotEnforceable("no value of enum or const is of the type")
+# resolution
 
 
-def _is_of(value: Json, types: Collection[str]) -> bool:
-    return any(name in _IS_OF_TYPE and _IS_OF_TYPE[name](value) for name in types)
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """A schema that takes part in a conjunction. ``subtree`` is it and what it includes in place
+    (by `$ref`, `allOf` and the chosen branches)."""
+
+    schema: dict[str, Json]
+    subtree: tuple[dict[str, Json], ...]
 
 
-def _listed(value: Json) -> list[Json]:
-    return value if isinstance(value, list) else [value]
+Alternative = tuple[Participant, ...]
 
 
-def _narrow_object(schema: Json) -> None:
-    """What is required becomes a property, and an object that names its properties has no others,
-    unless it says so: a model is apt to invent them without end."""
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise NotEnforceable("required must be a list of names")
-    names = schema.get("properties", {})
-    if not isinstance(names, dict):
-        raise NotEnforceable("properties must be an object")
-    others = schema.get("additionalProperties", True)
-    if missing := [name for name in required if name not in names]:
-        if others is False or "patternProperties" in schema or "propertyNames" in schema:
-            raise NotEnforceable(f"{missing[0]!r} is required, but is none of the properties")
-        schema["properties"] = {**names, **dict.fromkeys(missing, others)}
-    if names and not {"additionalProperties", "unevaluatedProperties"}.intersection(schema):
-        schema["additionalProperties"] = False
+class Document:
+    """A schema, whose nodes are resolved when they are asked for."""
 
+    def __init__(self, root: Json) -> None:
+        self._root = root
+        self._validator = jsonschema.Draft202012Validator(root, registry=Registry())
+        self._paths: dict[int, Path] = {}
+        self._alternatives: dict[int, list[Alternative]] = {}
+        self._in_progress: set[int] = set()
+        self._shapes: dict[tuple[int, ...], list[Shape]] = {}
+        self._exclusive: list[tuple[Path, list[Json]]] = []
+        self.root = self._conjunction([self._visited(root, ())])
 
-def _are_apart(parts: Json, root: Json) -> bool:
-    """No value fits two of them: each requires a property whose texts no other one takes, such as
-    the tag of a union. xgrammar sees that of no reference."""
-    if not isinstance(parts, list) or not parts:
-        return False
-    tags = [_tags(part, root) for part in parts]
-    for name in set(tags[0]).intersection(*tags[1:]):
-        texts = [text for each in tags for text in each[name]]
-        if len(texts) == len(set(texts)):
-            return True
-    return False
+    def shapes(self, node: Conjunction) -> list[Shape]:
+        """Return the shapes of ``node``, of which a value has to have one."""
+        if node is None:
+            return []
+        key = tuple(map(id, node))
+        if key not in self._shapes:
+            if len(self._shapes) >= _MAX_NODES:
+                raise NotEnforceable("the schema has too many combinations of subschemas")
+            alternatives = self._product(map(self._flattened, node), ())
+            shapes = (self._shape(_distinct(parts)) for parts in alternatives)
+            self._shapes[key] = [shape for shape in shapes if shape is not None]
+        return self._shapes[key]
 
+    def check_exclusive(self) -> None:
+        """Raise NotEnforceable where a value may fit two branches of a visited `oneOf`."""
+        while self._exclusive:
+            path, branches = self._exclusive.pop()
+            nodes = [self._conjunction([branch]) for branch in branches]
+            for one, other in combinations(range(len(nodes)), 2):
+                if not self._are_apart(nodes[one], nodes[other], branches[one], branches[other]):
+                    cause = f"cannot be enforced: a value may fit branches {one} and {other}"
+                    _refuse(path, "oneOf", cause)
 
-def _tags(schema: Json, root: Json) -> dict[str, set[str]]:
-    """The properties that an object requires and that are one of some texts."""
-    schema = _referred(schema, root)
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        return {}
-    properties, required = schema.get("properties"), schema.get("required")
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        return {}
-    return {
-        name: texts
-        for name, value in properties.items()
-        if name in required and (texts := _texts(value))
-    }
+    def finite_values(self, node: Conjunction) -> list[Json] | None:
+        """Return all values of ``node``, None if they are too many."""
+        values: list[Json] = []
+        for shape in self.shapes(node):
+            found = _finite_values(shape)
+            if found is None or len(values) + len(found) > _MAX_FINITE:
+                return None
+            values += [value for value in found if _key(value) not in set(map(_key, values))]
+        return values
 
+    def place(self, node: Conjunction) -> str:
+        """Return the path of the schema that a message about ``node`` begins with."""
+        paths = [".".join(self._path(schema)) for schema in node or ()]
+        return f"{paths[-1][-200:]}:" if paths and paths[-1] else "the schema:"
 
-def _texts(schema: Json) -> set[str]:
-    """Those that alone fit; none where something else does."""
-    if not isinstance(schema, dict) or not ("enum" in schema or "const" in schema):
-        return set()
-    values = _listed(schema["enum"] if "enum" in schema else schema["const"])
-    return set(values) if all(isinstance(value, str) for value in values) else set()
+    # schemas
 
-
-def _referred(schema: Json, root: Json) -> Json:
-    """What a reference leads to, if it leads anywhere."""
-    for _ in range(_MAX_DEPTH):
-        if not isinstance(schema, dict) or "$ref" not in schema:
+    def _visited(self, schema: Json, path: Path) -> Json:
+        """Return ``schema``, checked. Raises NotEnforceable."""
+        if isinstance(schema, bool) or id(schema) in self._paths:
             return schema
-        schema = _at(str(schema["$ref"]), root)
-    return None
+        if len(path) > MAX_DEPTH:
+            raise NotEnforceable(f"the schema is more than {MAX_DEPTH} levels deep")
+        if not isinstance(schema, dict):
+            place = ".".join(path) or "the schema"
+            raise NotEnforceable(f"{place[-200:]} must be an object or a boolean")
+        self._paths[id(schema)] = path
+        if isinstance(schema.get("items"), list):
+            # Draft 7 wrote prefixItems so.
+            if "prefixItems" in schema:
+                _refuse(path, "items", "must be a schema beside prefixItems")
+            schema["prefixItems"] = schema.pop("items")
+            schema["items"] = schema.pop("additionalItems", True)
+            if not schema["prefixItems"]:
+                del schema["prefixItems"]
+        for keyword, value in schema.items():
+            if keyword in REFUSED:
+                _refuse(path, keyword, "cannot be enforced")
+            is_expected, words = _EXPECTED.get(keyword, (None, ""))
+            if is_expected is not None and not is_expected(value):
+                _refuse(path, keyword, f"must be {words}")
+        if path and isinstance(schema.get("$id"), str):
+            _refuse(path, "$id", "cannot be enforced: only the root may have one")
+        return schema
+
+    def _path(self, schema: dict[str, Json]) -> Path:
+        return self._paths[id(schema)]
+
+    def _part(self, schema: dict[str, Json], keyword: str, name: str | int | None = None) -> Json:
+        """Return the subschema at ``keyword``, or at ``name`` of what is there."""
+        part = schema[keyword]
+        if name is not None:
+            part = part[name]
+        step = keyword if name is None else f"{keyword}.{name}"
+        return self._visited(part, (*self._path(schema), step))
+
+    def _conjunction(self, schemas: Iterable[Json]) -> Conjunction:
+        members: dict[int, dict[str, Json]] = {}
+        for schema in schemas:
+            if schema is False:
+                return None
+            if schema is not True and schema:
+                members[id(schema)] = schema
+        return tuple(members[key] for key in sorted(members))
+
+    def _referred(self, schema: dict[str, Json]) -> Json:
+        reference: str = schema["$ref"]
+        base = self._root.get("$id") if isinstance(self._root, dict) else None
+        document, _, pointer = reference.partition("#")
+        if document and document != str(base).partition("#")[0]:
+            _refuse(self._path(schema), "$ref", "leads out of the schema")
+        if pointer and not pointer.startswith("/"):
+            _refuse(self._path(schema), "$ref", "must be a JSON pointer behind #")
+        found, names = self._root, unquote(pointer).split("/")[1:]
+        try:
+            for name in (name.replace("~1", "/").replace("~0", "~") for name in names):
+                found = found[int(name)] if isinstance(found, list) else found[name]
+        except (KeyError, IndexError, TypeError, ValueError):
+            _refuse(self._path(schema), "$ref", f"leads nowhere: {reference[:80]}")
+        return self._visited(found, tuple(names) if len(names) <= MAX_DEPTH else ("$ref",))
+
+    # alternatives
+
+    def _flattened(self, schema: Json) -> list[Alternative]:
+        """Return the combinations of schemas of which one must hold as a whole."""
+        if schema is True or schema is False:
+            return [()] if schema else []
+        if id(schema) in self._alternatives:
+            return self._alternatives[id(schema)]
+        path = self._path(schema)
+        if id(schema) in self._in_progress:
+            place = ".".join(path) or "the schema"
+            raise NotEnforceable(f"{place[-200:]} refers back to itself before any value")
+        self._in_progress.add(id(schema))
+        choices = []
+        if "$ref" in schema:
+            choices.append(self._flattened(self._referred(schema)))
+        for at in range(len(schema.get("allOf", ()))):
+            choices.append(self._flattened(self._part(schema, "allOf", at)))
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                count = len(schema[keyword])
+                branches = [self._part(schema, keyword, at) for at in range(count)]
+                choices.append([one for each in branches for one in self._flattened(each)])
+                if keyword == "oneOf":
+                    self._exclusive.append((path, branches))
+        result = []
+        for included in self._product(choices, path):
+            subtree = (schema, *(part.schema for part in included))
+            result.append((Participant(schema, subtree), *included))
+        self._in_progress.discard(id(schema))
+        self._alternatives[id(schema)] = result
+        return result
+
+    def _product(self, choices: Iterable[list[Alternative]], path: Path) -> list[Alternative]:
+        result: list[Alternative] = [()]
+        for alternatives in choices:
+            if len(result) * len(alternatives) > _MAX_ALTERNATIVES:
+                place = ".".join(path) or "the schema"
+                raise NotEnforceable(
+                    f"{place[-200:]} has more than {_MAX_ALTERNATIVES} combinations of alternatives"
+                )
+            result = [(*one, *other) for one, other in product(result, alternatives)]
+        return result
+
+    # shapes
+
+    def _shape(self, parts: Alternative) -> Shape | None:
+        """Return what fits all ``parts``, None if nothing does."""
+        schemas = [part.schema for part in parts]
+        allowed, has_integers_only = _allowed_types(schemas)
+        types = allowed if allowed != TYPES else _implied_types(schemas)
+        shape = Shape(types, allowed, has_integers_only=has_integers_only)
+        if any("enum" in schema or "const" in schema for schema in schemas):
+            shape.values = self._values(schemas)
+            return shape if shape.values else None
+        if "number" in types:
+            self._merge_numbers(shape, schemas)
+        if "string" in types:
+            shape.text = self._text(schemas)
+        if "object" in types:
+            shape.members = self._members(parts)
+        if "array" in types:
+            shape.items = self._items(parts)
+        return shape
+
+    def _values(self, schemas: Sequence[dict[str, Json]]) -> list[Json]:
+        first = next(schema for schema in schemas if "enum" in schema or "const" in schema)
+        keyword = "enum" if "enum" in first else "const"
+        values = {_key(value): value for value in _listed(first, keyword)}.values()
+        for value in values:
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                _refuse(self._path(first), keyword, "has half of a surrogate pair")
+        return [value for value in values if all(self._fits(value, each) for each in schemas)]
+
+    def _fits(self, value: Json, schema: Json) -> bool:
+        if isinstance(schema, bool):
+            return schema
+        try:
+            return bool(self._validator.evolve(schema=schema).is_valid(value))
+        except Exception:
+            place = ".".join(self._path(schema)) or "the schema"
+            raise NotEnforceable(
+                f"{place[-200:]} cannot be enforced beside enum, const or names"
+            ) from None
+
+    def _merge_numbers(self, shape: Shape, schemas: Sequence[dict[str, Json]]) -> None:
+        for schema in schemas:
+            path = self._path(schema)
+            for keyword, is_lower in _BOUNDS:
+                if keyword not in schema:
+                    continue
+                bound, excludes = _exact(path, keyword, schema[keyword]), keyword[0] == "e"
+                numbers = shape.numbers
+                shape.numbers = (
+                    numbers.above(bound, excludes) if is_lower else numbers.below(bound, excludes)
+                )
+            if "multipleOf" in schema:
+                divisor = _exact(path, "multipleOf", schema["multipleOf"])
+                if divisor.denominator != 1:
+                    _refuse(path, "multipleOf", "cannot be enforced unless it is an integer")
+                shape.divisors.append((path, int(divisor)))
+
+    def _text(self, schemas: Sequence[dict[str, Json]]) -> Text:
+        least = max((int(schema.get("minLength", 0)) for schema in schemas), default=0)
+        mosts = [int(schema["maxLength"]) for schema in schemas if "maxLength" in schema]
+        found: dict[str, patterns.Node] = {}
+        for schema in schemas:
+            if "pattern" in schema:
+                found[schema["pattern"]] = self._pattern(schema, "pattern", schema["pattern"])
+            if "format" in schema and schema["format"] in FORMATS:
+                found[schema["format"]] = FORMATS[schema["format"]]
+        return Text(least, min(mosts, default=None), tuple(found.values()))
+
+    def _pattern(self, schema: dict[str, Json], keyword: str, text: str) -> patterns.Node:
+        try:
+            text.encode()
+            return patterns.searched(patterns.parse(text))
+        except UnicodeEncodeError:
+            _refuse(self._path(schema), keyword, "has half of a surrogate pair")
+        except patterns.PatternError as error:
+            _refuse(self._path(schema), keyword, f"cannot be enforced: {error}")
+
+    # objects
+
+    def _members(self, parts: Alternative) -> Members:
+        schemas = [part.schema for part in parts]
+        required = dict.fromkeys(name for each in schemas for name in each.get("required", ()))
+        declared = dict.fromkeys(name for each in schemas for name in each.get("properties", ()))
+        found: dict[str, patterns.Node] = {}
+        for schema in schemas:
+            for text in schema.get("patternProperties", ()):
+                found[text] = self._pattern(schema, "patternProperties", text)
+        if len(found) > _MAX_PATTERNS:
+            raise NotEnforceable(f"more than {_MAX_PATTERNS} patternProperties of one object")
+        least = max((int(each.get("minProperties", 0)) for each in schemas), default=0)
+        mosts = [int(each["maxProperties"]) for each in schemas if "maxProperties" in each]
+        members = Members(least=least, most=min(mosts, default=None))
+        names = dict.fromkeys([*declared, *required])
+        says_more = any(
+            {"additionalProperties", "unevaluatedProperties"} & each.keys() for each in schemas
+        )
+        is_closed = bool(declared or found) and not says_more
+        if is_closed and not found and least > len(names):
+            is_closed = False
+        key_nodes = [
+            self._part(each, "propertyNames") for each in schemas if "propertyNames" in each
+        ]
+        texts: tuple[Text, ...] = (Text(),)
+        if key_nodes:
+            shapes = [
+                shape
+                for shape in self.shapes(self._conjunction(key_nodes))
+                if shape.values is not None or "string" in shape.types
+            ]
+            texts = tuple(shape.text for shape in shapes if shape.values is None)
+            for shape in shapes:
+                for value in shape.values or ():
+                    if isinstance(value, str) and (value in names or not is_closed or found):
+                        names.setdefault(value)
+        for name in names:
+            _check_encodable(name)
+            node = self._member(parts, partial(_finds, name), name)
+            is_unnamed = name not in declared and name not in required
+            is_known = not is_closed or not is_unnamed or any(re.search(t, name) for t in found)
+            if not is_known:
+                continue
+            if not all(self._fits(name, each) for each in key_nodes):
+                node = None
+            members.named.append((name, node, name in required))
+        members.names = list(names)
+        if not is_closed and texts and least > len(names) + 1:
+            # Keys without a name may be written twice, and then count once.
+            schema = max(schemas, key=lambda each: each.get("minProperties", 0))
+            cause = "cannot be enforced: only one key more than the named ones is sure to be new"
+            _refuse(self._path(schema), "minProperties", cause)
+        for chosen in _subsets(list(found)):
+            if (is_closed and not chosen) or not texts:
+                continue
+            node = self._member(parts, chosen.__contains__, None)
+            if node is not None:
+                rest = tuple(node for text, node in found.items() if text not in chosen)
+                keys = Keys(tuple(found[text] for text in chosen), rest, texts)
+                members.others.append((keys, node))
+        return members
+
+    def _member(
+        self, parts: Alternative, matches: Callable[[str], bool], name: str | None
+    ) -> Conjunction:
+        """Return what the value at a key must fit; ``name`` None: none that is declared."""
+        result: list[Json] = []
+        for part in parts:
+            schema = part.schema
+            is_covered = False
+            if name is not None and name in schema.get("properties", ()):
+                result.append(self._part(schema, "properties", name))
+                is_covered = True
+            for text in schema.get("patternProperties", ()):
+                if matches(text):
+                    result.append(self._part(schema, "patternProperties", text))
+                    is_covered = True
+            if "additionalProperties" in schema and not is_covered:
+                result.append(self._part(schema, "additionalProperties"))
+            if "unevaluatedProperties" in schema and not any(
+                _evaluates(each, name, matches) or (each is not schema and _UNEVALUATED in each)
+                for each in part.subtree
+            ):
+                result.append(self._part(schema, "unevaluatedProperties"))
+        return self._conjunction(result)
+
+    # arrays
+
+    def _items(self, parts: Alternative) -> Items:
+        schemas = [part.schema for part in parts]
+        least = max((int(each.get("minItems", 0)) for each in schemas), default=0)
+        mosts = [int(each["maxItems"]) for each in schemas if "maxItems" in each]
+        width = max((len(each.get("prefixItems", ())) for each in schemas), default=0)
+        items = Items(least=least, most=min(mosts, default=None))
+        items.front = [self._item(parts, at) for at in range(width)]
+        items.rest = self._item(parts, width)
+        for each in schemas:
+            if each.get("uniqueItems"):
+                items.are_unique, items.path = True, self._path(each)
+            count = int(each.get("minContains", 1)) if "contains" in each else 0
+            if count > 1000:
+                _refuse(self._path(each), "minContains", "cannot be enforced above 1000")
+            if count:
+                contained = self._part(each, "contains")
+                rest = () if items.rest is None else items.rest
+                node = None if items.rest is None else self._conjunction([*rest, contained])
+                items.front += [node] * count
+                items.least = max(items.least, len(items.front))
+                if items.most is not None and items.most < items.least:
+                    cause = "cannot be enforced: no room behind prefixItems within maxItems"
+                    _refuse(self._path(each), "contains", cause)
+        return items
+
+    def _item(self, parts: Alternative, at: int) -> Conjunction:
+        result: list[Json] = []
+        for part in parts:
+            schema = part.schema
+            if at < len(schema.get("prefixItems", ())):
+                result.append(self._part(schema, "prefixItems", at))
+            elif "items" in schema:
+                result.append(self._part(schema, "items"))
+            if "unevaluatedItems" in schema and not any(
+                at < len(each.get("prefixItems", ()))
+                or "items" in each
+                or (each is not schema and "unevaluatedItems" in each)
+                for each in part.subtree
+            ):
+                result.append(self._part(schema, "unevaluatedItems"))
+        return self._conjunction(result)
+
+    # oneOf
+
+    def _are_apart(self, one: Conjunction, other: Conjunction, left: Json, right: Json) -> bool:
+        """Whether no value that is written for one branch fits the other."""
+        return all(
+            self._shapes_are_apart(first, second, left, right)
+            for first, second in product(self.shapes(one), self.shapes(other))
+        )
+
+    def _shapes_are_apart(self, one: Shape, other: Shape, left: Json, right: Json) -> bool:
+        if one.values is not None:
+            return not any(self._fits(value, right) for value in one.values)
+        if other.values is not None:
+            return not any(self._fits(value, left) for value in other.values)
+        common = (one.types & other.allowed) | (one.allowed & other.types)
+        return common <= one.types & other.types and all(
+            self._are_apart_in(kind, one, other) for kind in common
+        )
+
+    def _are_apart_in(self, kind: str, one: Shape, other: Shape) -> bool:
+        if kind == "number":
+            return one.numbers.is_apart_from(other.numbers)
+        if kind == "string":
+            return _lengths_are_apart(one.text, other.text)
+        if kind == "array":
+            return _lengths_are_apart(one.items, other.items)
+        if kind != "object":
+            return False
+        return self._members_are_apart(one.members, other.members) and self._members_are_apart(
+            other.members, one.members
+        )
+
+    def _members_are_apart(self, one: Members, other: Members) -> bool:
+        """Whether no object written for ``one`` fits ``other``, even with members that are not
+        written for ``other``."""
+        written = {name: (node, is_required) for name, node, is_required in one.named}
+        for name, node, is_required in other.named:
+            mine, is_mine_required = written.get(name, (None, False))
+            is_written = bool(one.others) if name not in written else mine is not None
+            if is_required and not is_written:
+                return True
+            if is_mine_required and self._have_other_values(mine, node):
+                return True
+        return False
+
+    def _have_other_values(self, one: Conjunction, other: Conjunction) -> bool:
+        values = self.finite_values(one)
+        if values is None or other is None:
+            return other is None
+        return not any(all(self._fits(value, each) for each in other) for value in values)
 
 
-def _at(pointer: str, root: Json) -> Json:
-    place, *names = pointer.split("/")
-    found = root if place == "#" else None
-    for name in names:
-        name = name.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+_UNEVALUATED = "unevaluatedProperties"
+_BOUNDS = (
+    ("minimum", True),
+    ("exclusiveMinimum", True),
+    ("maximum", False),
+    ("exclusiveMaximum", False),
+)
 
 
-def _narrow_parts(schema: Json, root: Json, depth: int) -> None:
-    for key in _OF_SCHEMAS_BY_NAME:
-        if isinstance(schema.get(key), dict):
-            schema[key] = {name: _narrowed(part, root, depth) for name, part in schema[key].items()}
-    for key in _OF_SCHEMAS:
-        if isinstance(schema.get(key), list):
-            schema[key] = [_narrowed(part, root, depth) for part in schema[key]]
-    for key in _OF_A_SCHEMA:
-        if key in schema:
-            schema[key] = _narrowed(schema[key], root, depth)
+def _distinct(parts: Alternative) -> Alternative:
+    """One participant for each schema: the same schema may be included twice."""
+    return tuple({id(part.schema): part for part in parts}.values())
+
+
+def _allowed_types(schemas: Sequence[dict[str, Json]]) -> tuple[frozenset[str], bool]:
+    """The types that all ``schemas`` allow, and whether numbers must be integers."""
+    allowed, has_integers_only = TYPES, False
+    for schema in schemas:
+        if "type" in schema:
+            given = schema["type"]
+            names = frozenset([given] if isinstance(given, str) else given)
+            if "integer" in names:
+                has_integers_only |= "number" not in names
+                names = (names - {"integer"}) | {"number"}
+            allowed &= names
+    return allowed, has_integers_only
+
+
+def _implied_types(schemas: Sequence[dict[str, Json]]) -> frozenset[str]:
+    """The one type that the keywords concern, if it is one and none is named."""
+    keywords = frozenset().union(*schemas)
+    implied = [name for name, own in _BY_TYPE.items() if own & keywords]
+    return frozenset(implied) if len(implied) == 1 and "type" not in keywords else TYPES
+
+
+def _listed(schema: dict[str, Json], keyword: str) -> list[Json]:
+    return schema["enum"] if keyword == "enum" else [schema["const"]]
+
+
+def _key(value: Json) -> object:
+    """Equal for values that JSON Schema takes for equal."""
+    if isinstance(value, dict):
+        return frozenset((name, _key(part)) for name, part in value.items())
+    if isinstance(value, list):
+        return tuple(map(_key, value))
+    return isinstance(value, bool), value
+
+
+def _exact(path: Path, keyword: str, number: int | float) -> Fraction:
+    exact = Fraction(number) if isinstance(number, int) else Fraction(repr(number))
+    scaled = exact * 10**MAX_BOUND_DIGITS
+    if abs(exact) >= 10**MAX_BOUND_DIGITS or scaled.denominator != 1:
+        _refuse(path, keyword, f"has more than {MAX_BOUND_DIGITS} digits")
+    return exact
+
+
+def _check_encodable(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise NotEnforceable("the name of a property has half of a surrogate pair") from None
+
+
+def _evaluates(schema: dict[str, Json], name: str | None, matches: Callable[[str], bool]) -> bool:
+    return (
+        "additionalProperties" in schema
+        or (name is not None and name in schema.get("properties", ()))
+        or any(map(matches, schema.get("patternProperties", ())))
+    )
+
+
+def _finds(text: str, pattern: str) -> bool:
+    return re.search(pattern, text) is not None
+
+
+def _subsets(texts: list[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(len(texts) + 1):
+        yield from combinations(texts, count)
+
+
+def _lengths_are_apart(one: Text | Items, other: Text | Items) -> bool:
+    return (one.most is not None and one.most < other.least) or (
+        other.most is not None and other.most < one.least
+    )
+
+
+def _finite_values(shape: Shape) -> list[Json] | None:
+    if shape.values is not None:
+        return shape.values
+    values: list[Json] = []
+    for kind in shape.types:
+        if kind == "null":
+            values.append(None)
+        elif kind == "boolean":
+            values += [False, True]
+        elif kind == "number" and shape.has_integers_only:
+            low, high = shape.numbers.integers()
+            if low is None or high is None or high - low >= _MAX_FINITE:
+                return None
+            divisors = [divisor for _, divisor in shape.divisors]
+            values += [n for n in range(low, high + 1) if not any(n % d for d in divisors)]
+        else:
+            return None
+    return values

@@ -1,0 +1,17 @@
+"""Each schema over the keywords of draft 2020-12 is refused, or every output fits it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.json_schema_support import ENFORCED_KEYWORDS, check_schemas
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_output_fits_its_schema_or_the_schema_is_refused(seed: int) -> None:
+    report = check_schemas(seed, count=500)
+
+    assert report.num_refused < 0.4 * report.num_schemas, report.causes.most_common(20)
+    assert report.num_unfinished < 0.1 * report.num_outputs
+    missing = [keyword for keyword in ENFORCED_KEYWORDS if not report.keywords[keyword]]
+    assert missing == []

@@ -1,0 +1,42 @@
+"""Regular expressions of the string formats that are enforced. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from worker.grammar import patterns
+
+_DATE = (
+    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])"
+    "|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_TIME = (
+    r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_DAY_TIME = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
+_LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_HOST = rf"{_LABEL}(\.{_LABEL})*"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4 = rf"{_BYTE}(\.{_BYTE}){{3}}"
+_H16 = "[0-9a-fA-F]{1,4}"
+_HEX = "[0-9a-fA-F]"
+_URI_CHARACTER = r"([A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})"
+
+_EXPRESSIONS: Mapping[str, str] = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": f"P([0-9]+W|[0-9]+Y([0-9]+M([0-9]+D)?)?({_DAY_TIME})?"
+    f"|[0-9]+M([0-9]+D)?({_DAY_TIME})?|[0-9]+D({_DAY_TIME})?|{_DAY_TIME})",
+    "email": r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+(\.[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+)*" + f"@{_HOST}",
+    "hostname": _HOST,
+    "ipv4": _IPV4,
+    "ipv6": f"({_H16}(:{_H16}){{7}}|({_H16}(:{_H16}){{0,5}})?::({_H16})?)",
+    "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
+    "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:{_URI_CHARACTER}+"
+    rf"(\?({_URI_CHARACTER}|\?)*)?(#({_URI_CHARACTER}|\?)*)?",
+}
+#: By name. Other formats are annotations, as they are in JSON Schema.
+FORMATS: Mapping[str, patterns.Node] = {
+    name: patterns.whole(patterns.parse(expression)) for name, expression in _EXPRESSIONS.items()
+}
