@@ -19,9 +19,9 @@ of one step, but they do not bound the time of an ambiguous grammar:
     root ::= root root | root root root  compiles in 1 ms; the 200th token takes 80 ms
     | "a"
 
-Each grammar is therefore followed in a process of its own, which also reads schemas. The kernel ends
-a process when an operation has used up its CPU time, or the process its memory. The sequences of
-that grammar then fail with the cause; nothing else is affected.
+Each grammar is therefore followed in a process of its own, which also reads schemas. The kernel
+ends a process when an operation has used up its CPU time, or the process its memory. The sequences
+of that grammar then fail with the cause; nothing else is affected.
 A fork takes 8 ms and a process 5 MiB.
 
 The work for a step is done while the model computes: the next mask is made as soon as a token is
