@@ -16,7 +16,7 @@ properties is ready after 5 ms of CPU time, one of 40 after 30 ms; a mask over 4
 of one step, but they do not bound the time of an ambiguous grammar:
 
     ((a{1,100}){1,100}){1,100}           compiles in 2 ms; the 30th token exceeds a limit after 8 ms
-    root ::= root root | root root root  compiles in 1 ms; the 200th token takes 80 ms
+    root ::= root root | root root root  compiles in 1 ms; the 200th token takes 50 ms, and so on
     | "a"
 
 Each grammar is therefore followed in a process of its own, which also reads schemas. The kernel

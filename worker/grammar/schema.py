@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -257,7 +258,6 @@ class Document:
 
     def __init__(self, root: Json) -> None:
         self._root = root
-        self._validator = jsonschema.Draft202012Validator(root, registry=Registry())
         self._paths: dict[int, Path] = {}
         self._alternatives: dict[int, list[Alternative]] = {}
         self._in_progress: set[int] = set()
@@ -449,7 +449,8 @@ class Document:
         if isinstance(schema, bool):
             return schema
         try:
-            return bool(self._validator.evolve(schema=schema).is_valid(value))
+            validator = jsonschema.Draft202012Validator(self._root, registry=Registry())
+            return bool(validator.evolve(schema=schema).is_valid(value))
         except Exception:
             place = ".".join(self._path(schema)) or "the schema"
             raise NotEnforceable(
@@ -748,7 +749,15 @@ def _evaluates(schema: dict[str, Json], name: str | None, matches: Callable[[str
 
 
 def _finds(text: str, pattern: str) -> bool:
-    return re.search(pattern, text) is not None
+    try:
+        with warnings.catch_warnings():
+            # Of a "[" in a class, which means itself.
+            warnings.simplefilter("ignore")
+            return re.search(pattern, text) is not None
+    except re.error:
+        raise NotEnforceable(
+            f"patternProperties.{pattern[:80]} cannot be enforced beside names"
+        ) from None
 
 
 def _subsets(texts: list[str]) -> Iterator[tuple[str, ...]]:
