@@ -286,8 +286,8 @@ class Rank:
     def _announce(self, first: FirstSteps) -> None:
         """Called from the engine's thread, before the step that ``first`` is about.
 
-        Few sequences must be confirmed: those that lost a worker since their last new token. A
-        router that does not answer delays their step by ``CONFIRM_S`` at most.
+        Only sequences that lost a worker since their last new token must be confirmed. A router
+        that does not answer delays the step by ``CONFIRM_S``, and then no other one.
         """
         assert self._server is not None, "a step before there was an order"
         confirmed = threading.Event()

@@ -56,12 +56,17 @@ class Grammars(Protocol):
 
 
 class Session:
-    """One router's stream. ``is_over`` tells its writer to send what is left and go."""
+    """One router's stream. ``is_over`` tells its writer to send what is left and go.
+
+    ``confirms_late``: the router did not confirm a first step in time. No step waits for it until
+    it confirms one: a frozen router must not slow the sequences of others.
+    """
 
     def __init__(self, router_id: str, notify: Callable[[], None]) -> None:
         self.router_id = router_id
         self.outbox = Outbox(notify)
         self.is_over = False
+        self.confirms_late = False
 
     def end(self) -> None:
         self.is_over = True
@@ -96,8 +101,8 @@ class Sessions:
         self._pending = Pending()
         #: of these, the ones whose grammar is being compiled: the engine does not know them
         self._compiling: dict[SequenceKey, Sequence] = {}
-        #: epochs whose routers must confirm their first step, and what to call when all have
-        self._unconfirmed: set[int] = set()
+        #: the router that must confirm the first step, by epoch, and what to call when all have
+        self._unconfirmed: dict[int, Session] = {}
         self._on_confirmed: Callable[[], None] = _do_nothing
         self._frames = 0
         self.is_draining = False
@@ -148,6 +153,7 @@ class Sessions:
         for abort in frame.aborts:
             self._abort(session, Abort.from_proto(abort))
         for epoch in frame.confirmed_epochs:
+            session.confirms_late = False
             self._confirm(epoch)
         if frame.drain:
             log.info("drain ordered", router_id=session.router_id)
@@ -293,21 +299,25 @@ class Sessions:
         is worth a frame of its own. ``confirmed`` is called when the routers have confirmed it;
         sequences that end meanwhile are not waited for.
         """
-        self._unconfirmed = set()
+        for session in self._unconfirmed.values():
+            session.confirms_late = True
+        self._unconfirmed = {}
         for outcome in first.outcomes:
             if (outbox := self._outbox_of(outcome.key)) is None:
                 continue
             outbox.note(outcome)
             if outcome.key in first.to_confirm:
-                self._unconfirmed.add(outcome.key.epoch)
                 outbox.notify()
+                session = self._claims[outcome.key.epoch].session
+                if not session.confirms_late:
+                    self._unconfirmed[outcome.key.epoch] = session
         self._on_confirmed = confirmed
         if not self._unconfirmed:
             confirmed()
 
     def _confirm(self, epoch: int) -> None:
         if epoch in self._unconfirmed:
-            self._unconfirmed.remove(epoch)
+            del self._unconfirmed[epoch]
             if not self._unconfirmed:
                 self._on_confirmed()
 

@@ -130,7 +130,8 @@ class Gateway:
 
     def _enqueue(self, life: Life) -> None:
         moves_left = max(0, self._config.max_moves - life.num_moved)
-        waiting = life.waiting(moves_left, life.losses.make_suspect(self._config))
+        is_suspect = life.losses.make_suspect(life.num_tokens, self._config)
+        waiting = life.waiting(moves_left, is_suspect)
         for refusal in self._dispatcher.enqueue(waiting, self._timeline.now):
             self._refused(refusal)
         if not self._has_worker:

@@ -185,7 +185,7 @@ class Submission:
             clamp_max_tokens=message.clamp_max_tokens,
         )
         # Only of what has been checked: a list that is too long is not hashed.
-        object.__setattr__(submission, "body_hash", _body_hash(message))
+        object.__setattr__(submission, "body_hash", hash_body(message))
         return submission
 
 
@@ -238,7 +238,8 @@ def _check_stops(stops: tuple[str, ...]) -> None:
             raise TooManyStops(f"a stop string is longer than {MAX_STOP_BYTES} bytes", field="stop")
 
 
-def _body_hash(message: pb.GenerateRequest) -> bytes:
+def hash_body(message: pb.GenerateRequest) -> bytes:
+    """Return the SHA-256 of everything in ``message`` that shapes the result."""
     body = pb.GenerateRequest()
     body.CopyFrom(message)
     body.DiscardUnknownFields()

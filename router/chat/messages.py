@@ -59,7 +59,8 @@ def _message(at: str, given: object) -> Message:
             raise UnsupportedContent(f"{at}.{key} is not supported")
     shown: Message = {"role": role, "content": _content(at, message)}
     for key in _TEXTS[role]:
-        if key in message:
+        # Other APIs' clients add reasoning that is not a text.
+        if key in message and (isinstance(message[key], str) or key not in _REASONING):
             shown[key] = _text(f"{at}.{key}", message[key])
     if role == "assistant" and (calls := _tool_calls(at, message.get("tool_calls", []))):
         shown["tool_calls"] = calls

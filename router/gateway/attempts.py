@@ -202,7 +202,7 @@ class Attempts:
         self._line.enqueue(self.waiting(live))
 
     def waiting(self, live: LiveRequest) -> session_pb2.Waiting:
-        is_suspect = live.losses.make_suspect(self._config)
+        is_suspect = live.losses.make_suspect(live.num_tokens, self._config)
         return told.waiting(live, self._moves_left(live), is_suspect)
 
     def running(self) -> list[session_pb2.Running]:
@@ -224,7 +224,7 @@ class Attempts:
         beside = live.request_id, message.worker_id
         neighbours, occupants = self._running.neighbours(*beside), self._running.occupants(*beside)
         worker = self._workers.speaker(message.worker_id) or SILENT
-        live.confirms_first_step = live.losses.need_confirmation(self._config)
+        live.confirms_first_step = live.losses.need_confirmation(live.num_tokens, self._config)
         live.begin(message, neighbours, worker, now(), occupants)
         self._running.add(live)
         log.info(

@@ -37,7 +37,7 @@ from router.gateway.model import ServedModel
 from router.gateway.pieces import Pieces
 from router.gateway.relay import Relay
 from router.gateway.request_stream import RequestStream, lost
-from router.gateway.requests import Requests, new_request_id
+from router.gateway.requests import Requests, check_same_body, new_request_id
 from router.gateway.source import Carried, Source
 from router.gateway.tracer import NO_TRACES, Tracer
 from router.ledger.base import MOST_LISTED
@@ -177,22 +177,22 @@ class Inference:
         message: pb.AttachRequest,
         *,
         is_relayed: bool = False,
-        num_choices: int | None = None,
+        body_hash: bytes = b"",
         had_output: bool = False,
     ) -> Opened:
         """Open a known request from the offsets of ``message`` on.
 
-        A request without ``num_choices`` choices is refused, unless that is None. ``had_output``:
-        the client has output of the request, also where ``message`` has no offset.
+        ``body_hash`` is the hash of the body that the client sent again, if it sent one.
+        ``had_output``: the client has output of the request, also where ``message`` has no offset.
 
-        Raises UnknownRequest, DataLoss, UnknownModel, InvalidRequest, OffsetOutOfRange,
-        RouterStopping, LedgerUnavailable."""
+        Raises UnknownRequest, DataLoss, UnknownModel, InvalidRequest, RequestConflict,
+        OffsetOutOfRange, RouterStopping, LedgerUnavailable."""
         message.request_id = caller.qualify(message.request_id)
         if max(len(message.from_offsets), len(message.digests)) > MAX_N:
             raise OffsetOutOfRange(f"offsets of more than {MAX_N} choices")
         had_output = had_output or any(message.from_offsets)
         try:
-            trace, source = await self._source(message, is_relayed, num_choices)
+            trace, source = await self._source(message, is_relayed, body_hash)
         except ForgottenRequest:
             raise
         except UnknownRequest as error:
@@ -207,18 +207,18 @@ class Inference:
         return Opened(request_id, trace, stream)
 
     async def _source(
-        self, message: pb.AttachRequest, is_relayed: bool = False, num_choices: int | None = None
+        self, message: pb.AttachRequest, is_relayed: bool = False, body_hash: bytes = b""
     ) -> tuple[TraceContext | None, Source]:
         """Return a known request's trace, and its pieces from the router that owns it."""
         try:
             live = await self._requests.attach(message.request_id)
         except Elsewhere as elsewhere:
-            if num_choices is not None:
+            if body_hash:
                 stored, _ = await self._requests.get(message.request_id)
-                _check_same(stored.request.n, num_choices)
+                check_same_body(stored.request, body_hash)
             return None, Carried(self._relay.attach(elsewhere.address, message))
-        if num_choices is not None:
-            _check_same(live.request.n, num_choices)
+        if body_hash:
+            check_same_body(live.request, body_hash)
         return live.request.trace, self._stream(live, message, is_relayed=is_relayed)
 
     def _stream(
@@ -425,11 +425,6 @@ def _state(number: pb.RequestState.ValueType) -> State:
 
 def _event(event: Event) -> pb.RequestEvent:
     return pb.RequestEvent(time=event.time, move=event.move, detail=event.detail)
-
-
-def _check_same(has: int, num_choices: int) -> None:
-    if has != num_choices:
-        raise InvalidRequest(f"the request has {has} choices, not {num_choices}", field="n")
 
 
 def _earlier(a: float | None, b: float | None) -> float | None:

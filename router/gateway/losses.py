@@ -18,7 +18,8 @@ from router.config import RouterConfig
 class Losses:
     """Counts the losses of one request since its last new token.
 
-    ``in_a_row`` are all of them, ``in_step`` those while the request was in a step.
+    ``in_a_row`` are all of them, ``in_step`` those while the request was in a step, both as of the
+    last loss: more output tokens than the request had then begin the count anew.
     """
 
     def __init__(self) -> None:
@@ -33,13 +34,14 @@ class Losses:
         self.in_a_row += 1
         self.in_step += was_in_step
 
-    def need_confirmation(self, config: RouterConfig) -> bool:
+    def need_confirmation(self, num_tokens: int, config: RouterConfig) -> bool:
         """Return whether the next worker needs a confirmation before the first step."""
-        return self.in_a_row > 0 or config.max_losses == 1
+        return num_tokens <= self._num_tokens or config.max_losses == 1
 
-    def make_suspect(self, config: RouterConfig) -> bool:
+    def make_suspect(self, num_tokens: int, config: RouterConfig) -> bool:
         """Return whether one more loss in a step ends the request."""
-        return self.in_step > 0 and self.in_step + 1 >= config.max_losses
+        has_gone_on = num_tokens > self._num_tokens
+        return not has_gone_on and self.in_step > 0 and self.in_step + 1 >= config.max_losses
 
     def are_too_many(self, config: RouterConfig) -> bool:
         return self.in_step >= config.max_losses or self.in_a_row >= config.max_losses_total

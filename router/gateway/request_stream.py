@@ -12,6 +12,7 @@ from everlift.errors import (
     ForgottenRequest,
     LedgerUnavailable,
     Moved,
+    RouterStopping,
     UnknownRequest,
 )
 from everlift.v1 import inference_pb2 as pb
@@ -24,7 +25,10 @@ log = logs.get(__name__)
 
 #: Seconds for which a stream looks for its request. A dead router's lease ends well before.
 _RESUME_S = 10.0
+#: Seconds before the first look for its owner, and at most before each further one: each reads the
+#: request from the ledger.
 _RETRY_S = 0.05
+_MAX_RETRY_S = 0.4
 
 Reopen = Callable[[pb.AttachRequest], Awaitable[Source]]
 
@@ -60,8 +64,12 @@ class RequestStream(Source):
         self._had_output = had_output
         self._opening: asyncio.Task[Source] | None = None
         self._error: EverliftError | None = None
-        #: until which a new source is looked for; None while there is one
+        #: until which a new source is looked for; None while one is read from
         self._deadline: float | None = None
+        #: seconds before the next look for a source
+        self._retry_s = _RETRY_S
+        #: when the last source was found
+        self._opened_at = now()
         source.on_more = self._wake
 
     def _wake(self) -> None:
@@ -92,7 +100,10 @@ class RequestStream(Source):
         if not self._opening.done():
             return False
         opening, self._opening = self._opening, None
+        if opening.cancelled():
+            raise RouterStopping("this router stops: attach through another one")
         self._source = opening.result()
+        self._opened_at = now()
         self._source.on_more = self._wake
         return True
 
@@ -102,8 +113,8 @@ class RequestStream(Source):
             if self._delivered is None:
                 return piece
             while piece is not None:
-                self._deadline = None
                 if (new := self._delivered.take(piece)) is not None:
+                    self._deadline, self._retry_s = None, _RETRY_S
                     return new
                 piece = self._source.take()
         except self._source.resumable as error:
@@ -113,11 +124,12 @@ class RequestStream(Source):
     def _resume(self, error: EverliftError) -> None:
         if self._delivered is None:
             self._delivered = self._source.delivered()
-        if self._deadline is None:
-            self._deadline = now() + _RESUME_S
-        if self._delivered is None or now() >= self._deadline:
+        moment = now()
+        if self._deadline is None or moment - self._opened_at >= _RESUME_S:
+            self._deadline, self._retry_s = moment + _RESUME_S, _RETRY_S
+            log.info("stream follows its request", request_id=self._request_id, cause=str(error))
+        if self._delivered is None or moment >= self._deadline:
             raise error
-        log.info("stream resumed", request_id=self._request_id, cause=str(error))
         message = self._delivered.attach_request(self._request_id)
         self._opening = asyncio.create_task(self._reopened(message, self._deadline, error))
         self._opening.add_done_callback(lambda _: self._wake())
@@ -128,10 +140,12 @@ class RequestStream(Source):
         """Return the next source. Raises ``cause`` after the deadline."""
         await self._source.aclose()
         while True:
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(self._retry_s)
+            self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
             try:
-                return await self._reopen(message)
-            except (Moved, LedgerUnavailable):
+                async with asyncio.timeout(max(0.0, deadline - now())):
+                    return await self._reopen(message)
+            except (Moved, LedgerUnavailable, TimeoutError):
                 if now() >= deadline:
                     raise cause from None
 

@@ -156,7 +156,8 @@ class Requests:
     ) -> LiveRequest:
         async with self._custody.moving.hold(request.request_id):
             if (known := self._known(request.request_id)) is not None:
-                return _same(known, request)
+                check_same_body(known.request, request.body_hash)
+                return known
             prediction = await self._admit(request, timeout_s)
             live = await self._open_new(request, timeout_s, journal, prediction)
             if live is not None:
@@ -589,7 +590,7 @@ def new_request_id() -> str:
     return unnamed(secrets.token_hex(12))
 
 
-def _same(live: LiveRequest, request: Request) -> LiveRequest:
-    if live.request.body_hash != request.body_hash:
+def check_same_body(request: Request, body_hash: bytes) -> None:
+    """Raise RequestConflict if the request of this id was submitted with another body."""
+    if request.body_hash != body_hash:
         raise RequestConflict(f"request id {bare(request.request_id)} is taken by another body")
-    return live

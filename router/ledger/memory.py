@@ -117,7 +117,7 @@ class MemoryLedger:
         while self._forgotten and next(iter(self._forgotten.values())) <= now:
             (request_id, _), until = self._forgotten.popitem(last=False)
             # An id that was forgotten again since is known for longer.
-            if self._forgotten_ids[request_id] == until:
+            if self._forgotten_ids.get(request_id) == until:
                 del self._forgotten_ids[request_id]
 
     def _get(self, request_id: str) -> Record:

@@ -603,22 +603,23 @@ async def test_a_stream_goes_on_through_any_router(router: int) -> None:
 
 
 @pytest.mark.parametrize("router", [0, 1])
-async def test_who_had_another_number_of_choices_is_refused(router: int) -> None:
-    """Also where another router has the request, which tells its choices one after another."""
+async def test_resume_with_another_body_is_a_conflict(router: int) -> None:
+    """Whichever router has the request. A field of one try alone may differ."""
     slow = replace(WORKER, fake=FakeModel(step_time=0.01))
     async with cluster(routers=2, workers=1, worker_config=slow) as parts:
         body = {**GREEDY, "n": 3, "max_tokens": 4000, "stream": True}
         named = {**JSON, "idempotency-key": "mine"}
-        first = parts.routers[0].http_address
+        first, address = (parts.routers[each].http_address for each in (0, router))
         async with streamed(first, "/v1/completions", body, named):
-            for n, status in ((1, 400), (4, 400), (3, 200)):
-                headers = {**JSON, "last-event-id": str(EventId("mine", [BEGIN] * n))}
-                address = parts.routers[router].http_address
-                async with streamed(address, "/v1/completions", {**body, "n": n}, headers) as again:
-                    assert again.status == status
-                    if status == 400:
-                        error = json.loads(await again.rest())["error"]
-                        assert (error["code"], error["param"]) == ("invalid_request", "n")
+            for fields in ({"n": 1}, {"n": 4}, {"logprobs": 1}, {"prompt": [5]}, {"stop": "x"}):
+                other = {**body, **fields}
+                headers = {**JSON, "last-event-id": str(EventId("mine", [BEGIN] * other["n"]))}
+                answer = await ask(address, "/v1/completions", other, headers)
+                assert (answer.status, answer.error) == (409, ("request_conflict", None))
+            headers = {**JSON, "last-event-id": str(EventId("mine", [BEGIN] * 3))}
+            same = {**body, "on_disconnect": "grace"}
+            async with streamed(address, "/v1/completions", same, headers) as again:
+                assert again.status == 200
 
 
 async def test_who_knows_nothing_but_data_is_told_nothing_else(address: str) -> None:

@@ -158,6 +158,13 @@ def test_unknown_members_are_ignored(name: str, value: Any) -> None:
     ]
 
 
+@pytest.mark.parametrize("value", [{"type": "enabled"}, [{"text": "2"}]])
+def test_reasoning_that_is_no_text_is_ignored(value: Any) -> None:
+    assert shown({"role": "assistant", "content": "4", "thinking": value}) == [
+        {"role": "assistant", "content": "4"}
+    ]
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
 def test_reasoning_is_shown(key: str) -> None:
     message = {"role": "assistant", "content": "4", key: "2 and 2"}

@@ -255,6 +255,9 @@ def test_an_unknown_field_has_the_nearest_one_beside_it() -> None:
     with pytest.raises(UnknownField) as caught:
         completion(stream=True, stream_options={"include": True})
     assert caught.value.field == "stream_options.include"
+    with pytest.raises(UnknownField) as nested:
+        completion(stream=True, stream_options={"streams": True})
+    assert str(nested.value) == "unknown field 'stream_options.streams'"
 
 
 def test_what_guidellm_asks_of_every_stream_is_taken() -> None:

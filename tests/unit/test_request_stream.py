@@ -207,6 +207,45 @@ async def test_closed_stream_stops_its_search() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
+async def test_search_that_the_router_cancels_is_an_error() -> None:
+    async def never(message: pb.AttachRequest) -> Source:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    reading = RequestStream("r", Scripted(error=Moved()), never, Delivered())
+    assert reading.take() is None
+    assert reading._opening is not None
+    reading._opening.cancel()
+    with pytest.raises(RouterStopping):
+        await read(reading)
+
+
+async def test_search_ends_though_no_router_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(message: pb.AttachRequest) -> Source:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(request_stream, "_RESUME_S", 0.2)
+    reading = RequestStream("r", Scripted(error=Moved("first")), never, Delivered())
+    with pytest.raises(Moved, match="first"):
+        await read(reading)
+
+
+async def test_search_ends_though_sources_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that has a first piece and no tokens is not progress."""
+    asked = []
+
+    async def moved(message: pb.AttachRequest) -> Source:
+        asked.append(message)
+        return Scripted(head(), error=Moved("second"))
+
+    monkeypatch.setattr(request_stream, "_RESUME_S", 0.5)
+    reading = RequestStream("r", Scripted(head(), error=Moved("first")), moved, Delivered())
+    with pytest.raises(Moved, match="second"):
+        await read(reading)
+    assert len(asked) <= 5
+
+
 async def moved_away(gateway: Gateway, ledger: MemoryLedger) -> Gateway:
     """Another gateway that has taken request r over."""
     await ledger.leave("gateway")

@@ -176,6 +176,8 @@ async def test_a_new_token_forgives_all_losses(gateway: Gateway) -> None:
         gateway.make(epoch, offset, "x")
         gateway.requests.attempts.worker_lost("w")
         await until(lambda: live.phase.value == "waiting")
+        assert not live.losses.need_confirmation(live.num_tokens + 1, CONFIG)
+        assert not live.losses.make_suspect(live.num_tokens + 1, CONFIG)
     assert not live.is_over
     assert (live.losses.in_step, live.losses.in_a_row) == (1, 1)
 

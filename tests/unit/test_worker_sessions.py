@@ -352,6 +352,21 @@ def test_a_router_that_leaves_or_aborts_delays_no_step() -> None:
     assert calls == ["confirmed"]
 
 
+def test_a_router_that_confirmed_late_delays_no_other_step() -> None:
+    desk, calls = Desk(), list[str]()
+    a = desk.join("a")
+    desk.send(a, start(1, prompt(3)), start(2, prompt(3)), start(3, prompt(3)))
+    desk.sessions.announce(first_steps(1, to_confirm=(1,)), lambda: calls.append("1"))
+    assert not calls
+    desk.sessions.announce(first_steps(2, to_confirm=(2,)), lambda: calls.append("2"))
+    assert calls == ["2"]
+    desk.sessions.receive(a, session_pb2.RouterFrame(confirmed_epochs=[1]), now=0.0)
+    desk.sessions.announce(first_steps(3, to_confirm=(3,)), lambda: calls.append("3"))
+    assert calls == ["2"]
+    desk.sessions.receive(a, session_pb2.RouterFrame(confirmed_epochs=[3]), now=0.0)
+    assert calls == ["2", "3"]
+
+
 def test_prefill_progress_goes_with_the_next_frame() -> None:
     desk = Desk()
     a = desk.join("a")

@@ -144,13 +144,8 @@ class Answering:
             return await Generation.submit(
                 self._inference, call.caller, messages, call.headers, journals
             )
-        names = [message.request_id for message in messages]
         return await Generation.attach(
-            self._inference,
-            call.caller,
-            names,
-            messages[0].n,
-            had_output=transcript.had_output,
+            self._inference, call.caller, messages, had_output=transcript.had_output
         )
 
     def _check_amount(

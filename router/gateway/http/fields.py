@@ -299,13 +299,14 @@ def parse(kind: type[F], body: Object) -> F:
 
 
 def _refusal(details: Sequence[ErrorDetails], kind: type[Fields], body: Object) -> InvalidRequest:
-    """Of the first field that is not as it should be; one that does not exist may be why another
-    one is missing."""
+    """Return the error of the first invalid field. An unknown field comes first: it may be why
+    another one is missing."""
     first = next((each for each in details if each["type"] == "extra_forbidden"), details[0])
     is_missing = first["type"] == "missing"
     where = _path(first["loc"][:-1] if is_missing else first["loc"], body)
     if first["type"] == "extra_forbidden":
-        hint = did_you_mean(str(first["loc"][-1]), kind.names())
+        is_own = len(first["loc"]) == 1
+        hint = did_you_mean(str(first["loc"][0]), kind.names()) if is_own else ""
         return UnknownField(f"unknown field {where!r}{hint}", field=where)
     if is_missing:
         where = f"{where}.{first['loc'][-1]}".removeprefix(".")

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Self
 
 from everlift.errors import DeadlineUnmeetable, EverliftError, QueueFull, QueueTimeout
+from everlift.messages import hash_body
 from everlift.request_id import is_named
 from everlift.v1 import inference_pb2 as pb
 from router.gateway.caller import Caller
@@ -69,23 +70,22 @@ class Generation:
         cls,
         inference: Inference,
         caller: Caller,
-        names: Sequence[str],
-        choices_each: int,
+        messages: Sequence[pb.GenerateRequest],
         *,
         had_output: bool,
     ) -> Self:
-        """Read known requests from their first tokens on.
+        """Read the requests that ``messages`` have submitted from their first tokens on.
 
         ``had_output``: the client has output of an earlier stream. Raises what Inference.attach
         raises."""
         openings = [
             inference.attach(
                 caller,
-                pb.AttachRequest(request_id=name),
-                num_choices=choices_each,
+                pb.AttachRequest(request_id=message.request_id),
+                body_hash=hash_body(message),
                 had_output=had_output,
             )
-            for name in names
+            for message in messages
         ]
         return await cls._open(openings, partial(_forget, inference, caller))
 
