@@ -52,9 +52,9 @@ def resumption(row: str, code: str, status: int, name: str, position: str) -> Ca
     return Case(row, code, {"prompt": "hi", "stream": True}, COMPLETIONS, status, headers)
 
 
-def schema(row: str, content: Any) -> Case:
+def schema(row: str, content: Any, code: str = "invalid_grammar") -> Case:
     form = {"type": "json_schema", "json_schema": {"schema": content}}
-    return chat(row, "invalid_grammar", response_format=form)
+    return chat(row, code, response_format=form)
 
 
 CASES = [
@@ -74,7 +74,7 @@ CASES = [
     completion("more than 128 prompts", "too_many_requests", prompt=["a"] * 129),
     chat("`tools: []`", "invalid_request", tools=[]),
     chat("`tools[i].type`", "invalid_request", tools=[{"type": "custom"}]),
-    chat("`tool_choice` without", "invalid_request", tool_choice="required"),
+    chat("`tool_choice` `required`", "invalid_request", tool_choice="required"),
     chat(
         "`structured_outputs` with",
         "invalid_request",
@@ -101,13 +101,26 @@ CASES = [
     completion("a prompt of more than 128", "prompt_text_too_long", prompt="a " * 500_000),
     chat("`max_tokens` outside", "out_of_range", max_tokens=0),
     chat("`seed` outside", "out_of_range", seed=2**64),
+    chat("`min_tokens` above", "out_of_range", min_tokens=2),
+    chat("more than 16 `stop`", "too_many_stops", stop=["a"] * 17),
+    chat("more than 16 `stop`", "too_many_stops", stop_token_ids=[1] * 65),
+    chat(
+        "more than 1,024 tokens",
+        "logit_bias_too_large",
+        logit_bias={str(token): 1 for token in range(1025)},
+    ),
+    completion("an empty prompt", "empty_prompt", prompt=""),
+    completion("half a surrogate", "not_utf8", prompt="\ud83d"),
+    chat("more than 128 `tools`", "out_of_range", tools=[TOOL] * 129),
+    chat("`cache_salt`", "out_of_range", cache_salt="x" * 129),
     chat("other numbers", "out_of_range", temperature=-1),
     chat("other numbers", "too_many_choices", n=129),
     chat(
         "more than 2^20 log", "out_of_range", n=128, logprobs=True, top_logprobs=20, max_tokens=400
     ),
-    schema("a schema or grammar", {"not": {"type": "string"}}),
-    chat("a schema or grammar", "invalid_grammar", structured_outputs={"grammar": "x ::="}),
+    schema("a schema or grammar that", {"not": {"type": "string"}}),
+    chat("a schema or grammar that", "invalid_grammar", structured_outputs={"grammar": "x ::="}),
+    schema("a schema or grammar of more", {"description": "x" * (64 << 10)}, "grammar_too_large"),
     schema(
         "a schema that no value",
         {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
@@ -139,8 +152,14 @@ CASES = [
         status=415,
     ),
 ]
-#: Rows that other tests show: a model without a template, and limits of connections.
-ELSEWHERE = ("a chat, if the model", "headers, trailers")
+#: Rows that other tests show: models with other templates, and limits of connections.
+ELSEWHERE = (
+    "a chat, if the model",
+    "`tools`, if the chat template",
+    "messages that the chat template",
+    "a body whose rest",
+    "headers, trailers",
+)
 
 
 def rows() -> dict[str, str]:
