@@ -270,6 +270,54 @@ def test_json_grammar_needs_one_of_with_disjoint_branches(
         assert "a value may fit branches 0 and 1" in refusal(schema)
 
 
+INTEGER = {"type": "integer"}
+HAS_A = {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}
+HAS_B = {"type": "object", "properties": {"b": INTEGER}, "required": ["b"]}
+HAS_BOTH = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**HAS_BOTH, "oneOf": [HAS_A, HAS_B]},
+        {"required": ["b"], "oneOf": [HAS_A, HAS_B]},
+        {"additionalProperties": INTEGER, "oneOf": [HAS_A, HAS_B]},
+        {"unevaluatedProperties": INTEGER, "oneOf": [HAS_A, HAS_B]},
+        {"patternProperties": {"^[ab]$": INTEGER}, "oneOf": [HAS_A, HAS_B]},
+        {"allOf": [HAS_BOTH, {"oneOf": [HAS_A, HAS_B]}]},
+        {"oneOf": [HAS_A, HAS_B], "anyOf": [HAS_BOTH]},
+        {"oneOf": [HAS_A, HAS_B], "$ref": "#/$defs/both", "$defs": {"both": HAS_BOTH}},
+        {"properties": {"p": {"oneOf": [HAS_A, HAS_B]}},
+         "allOf": [{"properties": {"p": HAS_BOTH}}]},
+        # Two items fit the second branch: its prefixItems are optional.
+        {"oneOf": [{"items": {}, "minItems": 2, "maxItems": 2},
+                   {"prefixItems": [{}, {}], "contains": {}}]},
+    ],
+)  # fmt: skip
+def test_json_grammar_compares_branches_with_what_is_around(schema: Any) -> None:
+    assert "oneOf cannot be enforced: a value may fit branches 0 and 1" in refusal(schema)
+
+
+def test_json_grammar_enforces_one_of_with_its_parent() -> None:
+    both = {"kind": {"enum": ["a", "b"]}, "x": INTEGER}
+    schema = {
+        "properties": both,
+        "required": ["kind"],
+        "oneOf": [
+            {"properties": {"kind": {"const": "a"}}},
+            {"properties": {"kind": {"const": "b"}}},
+        ],
+    }
+    assert allows(schema, '{"kind":"a","x":1}')
+    assert not allows(schema, '{"x":1}')
+    included_twice = {
+        "allOf": [{"$ref": "#/$defs/u"}] * 2,
+        "$defs": {"u": {"oneOf": [HAS_A, HAS_B]}},
+    }
+    assert allows(included_twice, '{"a":1}')
+    assert not allows(included_twice, '{"a":1,"b":1}')
+
+
 @pytest.mark.parametrize("text", ['{"type":', "", "nan,", '{"minimum": NaN}', '{"maximum": 1e999}'])
 def test_json_grammar_refuses_what_is_not_json(text: str) -> None:
     with pytest.raises(NotEnforceable, match="the schema is not JSON"):

@@ -56,7 +56,9 @@ class _Writer:
     def grammar(self) -> str:
         root = self._document.root
         self._find_nodes(root)
-        self._document.check_exclusive()
+        for _, shapes in self._nodes.values():
+            for shape in shapes:
+                self._document.check_exclusive(shape)
         self._find_productive()
         if not self._can_end(root):
             raise NotEnforceable(f"{self._impossible(root)} no value of finite length fits")

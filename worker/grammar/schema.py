@@ -95,25 +95,38 @@ class Keys:
 @dataclass(slots=True)
 class Members:
     """An object's members: ``named`` in this order, and ``others``, whose keys are none of
-    ``names``."""
+    ``names``. ``required`` are the names that the schema itself requires."""
 
     named: list[tuple[str, Conjunction, bool]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     others: list[tuple[Keys, Conjunction]] = field(default_factory=list)
+    required: frozenset[str] = frozenset()
     least: int = 0
     most: int | None = None
 
 
 @dataclass(slots=True)
 class Items:
-    """An array's items: those at the front, and all behind them."""
+    """An array's items: those at the front, and all behind them. ``schema_least`` is the number of
+    items that the schema itself requires; ``least``, that the grammar writes, may be larger."""
 
     front: list[Conjunction] = field(default_factory=list)
     rest: Conjunction = ()
     least: int = 0
+    schema_least: int = 0
     most: int | None = None
     are_unique: bool = False
     path: Path = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The ``chosen`` branch of the `oneOf` of the schema at ``path``: a value that is written for
+    it must not fit any other of ``branches``."""
+
+    path: Path
+    branches: list[Json]
+    chosen: int
 
 
 @dataclass(slots=True)
@@ -130,6 +143,7 @@ class Shape:
     text: Text = field(default_factory=Text)
     members: Members = field(default_factory=Members)
     items: Items = field(default_factory=Items)
+    choices: tuple[Choice, ...] = ()
 
 
 # the keywords' values
@@ -238,16 +252,23 @@ def _refuse(path: Path, keyword: str, cause: str) -> NoReturn:
     raise NotEnforceable(f"{place[-200:]} {cause}")
 
 
+def _refuse_combinations(path: Path) -> NoReturn:
+    place = ".".join(path) or "the schema"
+    cause = f"has more than {_MAX_ALTERNATIVES} combinations of alternatives"
+    raise NotEnforceable(f"{place[-200:]} {cause}")
+
+
 # resolution
 
 
 @dataclass(frozen=True, slots=True)
 class Participant:
     """A schema that takes part in a conjunction. ``subtree`` is it and what it includes in place
-    (by `$ref`, `allOf` and the chosen branches)."""
+    (by `$ref`, `allOf` and the chosen branches). ``choice`` is the branch of its `oneOf`."""
 
     schema: dict[str, Json]
     subtree: tuple[dict[str, Json], ...]
+    choice: Choice | None = None
 
 
 Alternative = tuple[Participant, ...]
@@ -262,7 +283,6 @@ class Document:
         self._alternatives: dict[int, list[Alternative]] = {}
         self._in_progress: set[int] = set()
         self._shapes: dict[tuple[int, ...], list[Shape]] = {}
-        self._exclusive: list[tuple[Path, list[Json]]] = []
         self.root = self._conjunction([self._visited(root, ())])
 
     def shapes(self, node: Conjunction) -> list[Shape]:
@@ -274,19 +294,21 @@ class Document:
             if len(self._shapes) >= _MAX_NODES:
                 raise NotEnforceable("the schema has too many combinations of subschemas")
             alternatives = self._product(map(self._flattened, node), ())
-            shapes = (self._shape(_distinct(parts)) for parts in alternatives)
+            shapes = (self._shape(_distinct(parts)) for parts in alternatives if _agree(parts))
             self._shapes[key] = [shape for shape in shapes if shape is not None]
         return self._shapes[key]
 
-    def check_exclusive(self) -> None:
-        """Raise NotEnforceable where a value may fit two branches of a visited `oneOf`."""
-        while self._exclusive:
-            path, branches = self._exclusive.pop()
-            nodes = [self._conjunction([branch]) for branch in branches]
-            for one, other in combinations(range(len(nodes)), 2):
-                if not self._are_apart(nodes[one], nodes[other], branches[one], branches[other]):
-                    cause = f"cannot be enforced: a value may fit branches {one} and {other}"
-                    _refuse(path, "oneOf", cause)
+    def check_exclusive(self, shape: Shape) -> None:
+        """Raise NotEnforceable if a value that is written for ``shape`` may fit a branch of a
+        `oneOf` beside the chosen one. ``shape`` has all keywords around the `oneOf` merged: a
+        branch may be disjoint from another one only without what its parent declares."""
+        for choice in shape.choices:
+            for at, branch in enumerate(choice.branches):
+                if at == choice.chosen or self._is_apart(shape, choice, branch):
+                    continue
+                one, other = sorted((at, choice.chosen))
+                cause = f"cannot be enforced: a value may fit branches {one} and {other}"
+                _refuse(choice.path, "oneOf", cause)
 
     def finite_values(self, node: Conjunction) -> list[Json] | None:
         """Return all values of ``node``, None if they are too many."""
@@ -387,29 +409,38 @@ class Document:
             choices.append(self._flattened(self._referred(schema)))
         for at in range(len(schema.get("allOf", ()))):
             choices.append(self._flattened(self._part(schema, "allOf", at)))
-        for keyword in ("anyOf", "oneOf"):
-            if keyword in schema:
-                count = len(schema[keyword])
-                branches = [self._part(schema, keyword, at) for at in range(count)]
-                choices.append([one for each in branches for one in self._flattened(each)])
-                if keyword == "oneOf":
-                    self._exclusive.append((path, branches))
+        if "anyOf" in schema:
+            branches = self._branches(schema, "anyOf")
+            choices.append([one for each in branches for one in self._flattened(each)])
         result = []
-        for included in self._product(choices, path):
-            subtree = (schema, *(part.schema for part in included))
-            result.append((Participant(schema, subtree), *included))
+        for choice, alternatives in self._one_of(schema):
+            for included in self._product([*choices, alternatives], path):
+                subtree = (schema, *(part.schema for part in included))
+                result.append((Participant(schema, subtree, choice), *included))
+        if len(result) > _MAX_ALTERNATIVES:
+            _refuse_combinations(path)
         self._in_progress.discard(id(schema))
         self._alternatives[id(schema)] = result
         return result
+
+    def _branches(self, schema: dict[str, Json], keyword: str) -> list[Json]:
+        return [self._part(schema, keyword, at) for at in range(len(schema[keyword]))]
+
+    def _one_of(self, schema: dict[str, Json]) -> Iterator[tuple[Choice | None, list[Alternative]]]:
+        """Yield each branch of the `oneOf` of ``schema`` with its alternatives; without a `oneOf`,
+        the alternative that adds nothing."""
+        if "oneOf" not in schema:
+            yield None, [()]
+            return
+        branches = self._branches(schema, "oneOf")
+        for at, branch in enumerate(branches):
+            yield Choice(self._path(schema), branches, at), self._flattened(branch)
 
     def _product(self, choices: Iterable[list[Alternative]], path: Path) -> list[Alternative]:
         result: list[Alternative] = [()]
         for alternatives in choices:
             if len(result) * len(alternatives) > _MAX_ALTERNATIVES:
-                place = ".".join(path) or "the schema"
-                raise NotEnforceable(
-                    f"{place[-200:]} has more than {_MAX_ALTERNATIVES} combinations of alternatives"
-                )
+                _refuse_combinations(path)
             result = [(*one, *other) for one, other in product(result, alternatives)]
         return result
 
@@ -420,7 +451,8 @@ class Document:
         schemas = [part.schema for part in parts]
         allowed, has_integers_only = _allowed_types(schemas)
         types = allowed if allowed != TYPES else _implied_types(schemas)
-        shape = Shape(types, allowed, has_integers_only=has_integers_only)
+        choices = tuple(part.choice for part in parts if part.choice is not None)
+        shape = Shape(types, allowed, has_integers_only=has_integers_only, choices=choices)
         if any("enum" in schema or "const" in schema for schema in schemas):
             shape.values = self._values(schemas)
             return shape if shape.values else None
@@ -508,7 +540,7 @@ class Document:
             raise NotEnforceable(f"more than {_MAX_PATTERNS} patternProperties of one object")
         least = max((int(each.get("minProperties", 0)) for each in schemas), default=0)
         mosts = [int(each["maxProperties"]) for each in schemas if "maxProperties" in each]
-        members = Members(least=least, most=min(mosts, default=None))
+        members = Members(required=frozenset(required), least=least, most=min(mosts, default=None))
         names = dict.fromkeys([*declared, *required])
         says_more = any(
             {"additionalProperties", "unevaluatedProperties"} & each.keys() for each in schemas
@@ -588,7 +620,7 @@ class Document:
         least = max((int(each.get("minItems", 0)) for each in schemas), default=0)
         mosts = [int(each["maxItems"]) for each in schemas if "maxItems" in each]
         width = max((len(each.get("prefixItems", ())) for each in schemas), default=0)
-        items = Items(least=least, most=min(mosts, default=None))
+        items = Items(least=least, schema_least=least, most=min(mosts, default=None))
         items.front = [self._item(parts, at) for at in range(width)]
         items.rest = self._item(parts, width)
         for each in schemas:
@@ -602,6 +634,7 @@ class Document:
                 rest = () if items.rest is None else items.rest
                 node = None if items.rest is None else self._conjunction([*rest, contained])
                 items.front += [node] * count
+                items.schema_least = max(items.schema_least, count)
                 items.least = max(items.least, len(items.front))
                 if items.most is not None and items.most < items.least:
                     cause = "cannot be enforced: no room behind prefixItems within maxItems"
@@ -627,44 +660,45 @@ class Document:
 
     # oneOf
 
-    def _are_apart(self, one: Conjunction, other: Conjunction, left: Json, right: Json) -> bool:
-        """Whether no value that is written for one branch fits the other."""
-        return all(
-            self._shapes_are_apart(first, second, left, right)
-            for first, second in product(self.shapes(one), self.shapes(other))
-        )
+    def _is_apart(self, written: Shape, choice: Choice, branch: Json) -> bool:
+        """Whether no value that is written for ``written``, a shape of the chosen branch, fits
+        ``branch``."""
+        if written.values is not None:
+            return not any(self._fits(value, branch) for value in written.values)
+        chosen = choice.branches[choice.chosen]
+        shapes = self.shapes(self._conjunction([branch]))
+        return all(self._shapes_are_apart(written, shape, chosen) for shape in shapes)
 
-    def _shapes_are_apart(self, one: Shape, other: Shape, left: Json, right: Json) -> bool:
-        if one.values is not None:
-            return not any(self._fits(value, right) for value in one.values)
+    def _shapes_are_apart(self, written: Shape, other: Shape, chosen: Json) -> bool:
         if other.values is not None:
-            return not any(self._fits(value, left) for value in other.values)
-        common = (one.types & other.allowed) | (one.allowed & other.types)
-        return common <= one.types & other.types and all(
-            self._are_apart_in(kind, one, other) for kind in common
+            return not any(self._fits(value, chosen) for value in other.values)
+        common = written.types & other.allowed
+        return common <= other.types and all(
+            self._are_apart_in(kind, written, other) for kind in common
         )
 
-    def _are_apart_in(self, kind: str, one: Shape, other: Shape) -> bool:
-        if kind == "number":
-            return one.numbers.is_apart_from(other.numbers)
-        if kind == "string":
-            return _lengths_are_apart(one.text, other.text)
-        if kind == "array":
-            return _lengths_are_apart(one.items, other.items)
-        if kind != "object":
-            return False
-        return self._members_are_apart(one.members, other.members) and self._members_are_apart(
-            other.members, one.members
-        )
+    def _are_apart_in(self, kind: str, written: Shape, other: Shape) -> bool:
+        match kind:
+            case "number":
+                return written.numbers.is_apart_from(other.numbers)
+            case "string":
+                one, two = written.text, other.text
+                return _is_shorter(one.most, two.least) or _is_shorter(two.most, one.least)
+            case "array":
+                few, many = written.items, other.items
+                return _is_shorter(few.most, many.schema_least) or _is_shorter(many.most, few.least)
+            case "object":
+                return self._members_are_apart(written.members, other.members)
+        return False
 
-    def _members_are_apart(self, one: Members, other: Members) -> bool:
-        """Whether no object written for ``one`` fits ``other``, even with members that are not
-        written for ``other``."""
-        written = {name: (node, is_required) for name, node, is_required in one.named}
-        for name, node, is_required in other.named:
-            mine, is_mine_required = written.get(name, (None, False))
-            is_written = bool(one.others) if name not in written else mine is not None
-            if is_required and not is_written:
+    def _members_are_apart(self, written: Members, other: Members) -> bool:
+        """Whether no object that is written for ``written`` fits ``other``, even with members that
+        are not written for ``other``."""
+        named = {name: (node, is_required) for name, node, is_required in written.named}
+        for name, node, _ in other.named:
+            mine, is_mine_required = named.get(name, (None, False))
+            is_written = bool(written.others) if name not in named else mine is not None
+            if name in other.required and not is_written:
                 return True
             if is_mine_required and self._have_other_values(mine, node):
                 return True
@@ -689,6 +723,16 @@ _BOUNDS = (
 def _distinct(parts: Alternative) -> Alternative:
     """One participant for each schema: the same schema may be included twice."""
     return tuple({id(part.schema): part for part in parts}.values())
+
+
+def _agree(parts: Alternative) -> bool:
+    """Whether ``parts`` have the same branch of a `oneOf` that is included twice."""
+    chosen: dict[int, int] = {}
+    return all(
+        chosen.setdefault(id(part.schema), part.choice.chosen) == part.choice.chosen
+        for part in parts
+        if part.choice is not None
+    )
 
 
 def _allowed_types(schemas: Sequence[dict[str, Json]]) -> tuple[frozenset[str], bool]:
@@ -765,10 +809,8 @@ def _subsets(texts: list[str]) -> Iterator[tuple[str, ...]]:
         yield from combinations(texts, count)
 
 
-def _lengths_are_apart(one: Text | Items, other: Text | Items) -> bool:
-    return (one.most is not None and one.most < other.least) or (
-        other.most is not None and other.most < one.least
-    )
+def _is_shorter(most: int | None, least: int) -> bool:
+    return most is not None and most < least
 
 
 def _finite_values(shape: Shape) -> list[Json] | None:
