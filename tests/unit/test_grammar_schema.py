@@ -38,9 +38,24 @@ NODE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
         # strings: an escape sequence is one character, and no control character is written raw
         (
             {"type": "string", "minLength": 1, "maxLength": 4},
-            ['"a"', '"\\n\\n\\"\\\\"', '"é😀"', '"\\u0001"'],
-            ['""', '"\t"', '"abcde"', '"\\n\\n\\n\\n\\n"', '"\\u0041"'],
+            ['"a"', '"\\n\\n\\"\\\\"', '"é😀"', '"\\u0001"', '"\\u0041\\u00e9\\uD7ff\\ufeff"'],
+            ['""', '"\t"', '"abcde"', '"\\n\\n\\n\\n\\n"', '"\\u0041abcd"', '"\\a"', '"\\u004"'],
         ),
+        (
+            {"type": "string", "minLength": 2, "maxLength": 2},
+            ['"\\ud83d\\ude00a"', '"\\/\\/"', '"\\uDBFF\\uDFFF\\b"', '"\\f\\r"'],
+            ['"\\ud83d\\ude00"', '"\\ud83da"', '"\\ude00\\ud83d"', '"a\\udfff"',
+             '"\\ud83d\\u0041"'],
+        ),
+        # beside a pattern or format: one spelling, and no way from a \\u to the wrong character
+        (
+            {"type": "string", "pattern": "^caf[^x]*$"},
+            ['"café\\n\\""'],
+            ['"caf\\u00e9"', '"caf\\u0019"', '"caf\\/"'],
+        ),
+        ({"pattern": "^[\\u0000-\\u001f]$"}, ['"\\u0019"', '"\\n"'], ['"a"', '"\\u0020"']),
+        ({"pattern": "^\\u0019$"}, ['"\\u0019"'], ['"\\n"']),
+        ({"type": "object", "minProperties": 1}, ['{"é/\\n":1}'], ['{"\\u00e9":1}', '{"\\/":1}']),
         ({"pattern": '^"x"$'}, ['"\\"x\\""'], ['""x""', '"x"']),
         ({"pattern": "^ab"}, ['"ab"', '"abc"'], ['"cab"', '"a"']),
         ({"pattern": "b$"}, ['"ab"', '"b"'], ['"ba"']),

@@ -1,7 +1,8 @@
 """The grammar, in llguidance's Lark syntax, of the JSON texts that a schema allows.
 
-Strings, names and values have one spelling each: no escape sequence where none is needed. Between
-tokens there is a space or the beginning of an indented line, or nothing.
+Strings have every spelling that JSON has. Names, listed values and strings with a pattern or format
+have one spelling each: no escape sequence where none is needed. Between tokens there is a space or
+the beginning of an indented line, or nothing.
 """
 
 from __future__ import annotations
@@ -235,13 +236,16 @@ class _Writer:
 
     # strings
 
-    def _string(self, text: Text) -> str | None:
-        """Return a terminal's expression, None if no string fits."""
+    def _string(self, text: Text, is_key: bool = False) -> str | None:
+        """Return a terminal's expression, None if no string fits. Keys have one spelling each, or a
+        name could be written twice."""
         if text.most is not None and text.most < text.least:
             return None
         parts = [f'/"{patterns.json_text(each)}"/' for each in text.patterns]
         if not parts or text.least or text.most is not None:
-            parts.append(f'/"{patterns.json_characters(text.least, text.most)}"/')
+            is_canonical = is_key or bool(text.patterns)
+            spelled = patterns.canonical_characters if is_canonical else patterns.json_characters
+            parts.append(f'/"{spelled(text.least, text.most)}"/')
         expression = " & ".join(parts)
         return None if text.patterns and _is_empty(expression) else expression
 
@@ -249,7 +253,9 @@ class _Writer:
 
     def _key_terminal(self, keys: Keys, members: Members) -> str | None:
         """Return a terminal's expression for the keys of other members, None if there are none."""
-        texts = [text for each in keys.texts if (text := self._string(each)) is not None]
+        texts = [
+            text for each in keys.texts if (text := self._string(each, is_key=True)) is not None
+        ]
         if not texts:
             return None
         parts = ["(" + " | ".join(f"({text})" for text in texts) + ")"]

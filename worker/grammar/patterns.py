@@ -346,6 +346,21 @@ _ESCAPED = {
     92: "\\\\",
 }
 _UNESCAPED = r'[^\x00-\x1f"\\]'
+#: One character of a JSON string in any spelling: itself, a short escape, `\uXXXX` outside the
+#: surrogates, or a surrogate pair.
+_JSON_CHARACTER = (
+    "("
+    + "|".join(
+        (
+            _UNESCAPED,
+            # A slash would end the expression in Lark.
+            r'\\["\\\x2fbfnrt]',
+            r"\\u([0-9a-cA-Ce-fE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})",
+            r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}",
+        )
+    )
+    + ")"
+)
 
 
 def rust(node: Node, wide: bool = False) -> str:
@@ -354,7 +369,12 @@ def rust(node: Node, wide: bool = False) -> str:
 
 
 def json_text(node: Node, wide: bool = False) -> str:
-    """Return what matches the JSON spelling, without quotation marks, of the texts of ``node``."""
+    """Return what matches the JSON spelling, without quotation marks, of the texts of ``node``.
+
+    Characters have one spelling each. The narrow translation has a control character that JSON
+    spells `\\u00XX` only where ``node`` names it: the prefix `\\u00` would otherwise force a model
+    that begins to spell another character, such as `\\u00e9`, into a control character.
+    """
     return _emit(node, wide, _spelled)
 
 
@@ -364,7 +384,12 @@ def literal(text: str) -> str:
 
 
 def json_characters(least: int, most: int | None) -> str:
-    """Return what matches the JSON spelling of texts with so many characters."""
+    """Return what matches every JSON spelling of texts with ``least`` to ``most`` characters."""
+    return f"{_JSON_CHARACTER}{{{least},{'' if most is None else most}}}"
+
+
+def canonical_characters(least: int, most: int | None) -> str:
+    """Return what matches the one spelling, as in ``json_text``, of such texts."""
     return json_text(Repeat(_ANY, least, most))
 
 
@@ -398,9 +423,18 @@ def _spelled(node: Chars, wide: bool) -> str:
     if not node.negated and not node.categories and _is_single(node.ranges):
         code = node.ranges[0][0]
         return literal(_ESCAPED.get(code, chr(code)))
-    escaped = [literal(text) for code, text in _ESCAPED.items() if _has(node, code, wide)]
+    escaped = [
+        literal(text)
+        for code, text in _ESCAPED.items()
+        if _has(node, code, wide) and (wide or len(text) == 2 or _names(node, code))
+    ]
     plain = f"[{_class_text(node, wide)}&&{_UNESCAPED}]"
     return "(" + "|".join([plain, *escaped]) + ")"
+
+
+def _names(node: Chars, code: int) -> bool:
+    """Whether ``node`` lists the control character ``code`` in a range of control characters."""
+    return not node.negated and any(low <= code <= high < 0x20 for low, high in node.ranges)
 
 
 def _is_single(ranges: Sequence[tuple[int, int]]) -> bool:
