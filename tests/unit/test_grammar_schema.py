@@ -64,6 +64,12 @@ NODE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
         ({"pattern": "^(é|\\\\)$"}, ['"é"', '"\\\\"'], ['"\\"']),
         ({"type": "string", "format": "date"}, ['"2024-02-28"'], ['"2024-13-01"', '"2024-02-30"']),
         ({"type": "string", "format": "of our own"}, ['"anything"'], ["1"]),
+        # bounds beyond any output
+        ({"type": "string", "maxLength": 2**53 - 1}, ['""', '"ab"'], ["1"]),
+        ({"items": {"type": "null"}, "maxItems": 2**53 - 1}, ["[]", "[null,null]"], ["[1]"]),
+        (of_a({}, maxProperties=2**53 - 1), ["{}", '{"a":1}'], ['{"b":1}']),
+        ({"type": "object", "maxProperties": 2**40}, ["{}", '{"a":1,"b":1}'], ["[]"]),
+        ({"type": "array", "items": {"type": "null"}, "minItems": 150_000}, [], ["[]", "[null]"]),
         # numbers
         ({"type": "integer"}, ["0", "-7", "123"], ["01", "1.0", "1e3"]),
         ({"type": "number"}, ["0.5", "-1e3", "7"], [".5", "1."]),
@@ -198,6 +204,9 @@ def test_json_grammar_refuses_keywords_by_path(keyword: str) -> None:
         (of_a({"multipleOf": 0.1}), "properties.a.multipleOf cannot be enforced unless"),
         (of_a({"maximum": 1e300}), "properties.a.maximum has more than 100 digits"),
         (of_a({"minLength": "a"}), "properties.a.minLength must be a number of at least 0"),
+        (of_a({"minLength": 2**40}), "properties.a.minLength cannot be enforced above 1000000"),
+        (of_a({"minItems": 2**40}), "properties.a.minItems cannot be enforced above 1000000"),
+        (of_a({"minProperties": 2**40}), "properties.a.minProperties cannot be enforced above 1"),
         (None, "the schema must be an object or a boolean"),
         ([], "the schema must be an object or a boolean"),
         (of_a({}, patternProperties={"(?<n>a)": {}}), "cannot be enforced beside names"),

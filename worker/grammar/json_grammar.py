@@ -16,6 +16,7 @@ from math import lcm
 from worker.grammar import patterns
 from worker.grammar.numbers import integer_terminal, number_terminal
 from worker.grammar.schema import (
+    MAX_COUNT,
     Conjunction,
     Document,
     Items,
@@ -34,8 +35,6 @@ _MAX_RULES = 20_000
 _MAX_USED_SETS = 512
 #: As much indentation as JSON of a reasonable depth needs.
 _WHITESPACE = r"/ |\n[ \t]{0,15}/"
-#: Bounds on the number of items above which an upper one is left to the client's token limit.
-_MAX_COUNT = 100_000
 #: llguidance computes in 64 bits where it tests a number for divisibility.
 _MAX_DIVISIBLE = 2**53
 
@@ -340,13 +339,11 @@ class _Writer:
         width = len(items.front)
         rest = self._name(items.rest) if self._can_end(items.rest) else ""
         ends = self._ends(rest, "]")
-        if max(items.least, most or 0) > _MAX_COUNT:
-            most = None if most is not None and items.least <= _MAX_COUNT else most
         rules: list[tuple[str, list[str]]] = []
         is_alive = False
         for at in range(width, -1, -1):
             if at == width:
-                rule = ends(at, items.least, most, _MAX_COUNT) if most is None or most >= at else []
+                rule = ends(at, items.least, most, MAX_COUNT) if most is None or most >= at else []
             else:
                 rule = [f'{self._space if at else ""} "]"'] if at >= items.least else []
                 if is_alive and (most is None or at < most):

@@ -44,6 +44,9 @@ _MAX_ALTERNATIVES = 256
 _MAX_PATTERNS = 4
 _MAX_NODES = 20_000
 _MAX_FINITE = 64
+#: Upper bounds on a length or a number of items or properties are lowered to this, which is narrower
+#: than the schema; larger lower bounds are refused.
+MAX_COUNT = 1_000_000
 
 TYPES = frozenset({"null", "boolean", "string", "number", "object", "array"})
 _BY_TYPE: Mapping[str, frozenset[str]] = {
@@ -256,6 +259,19 @@ def _refuse_combinations(path: Path) -> NoReturn:
     place = ".".join(path) or "the schema"
     cause = f"has more than {_MAX_ALTERNATIVES} combinations of alternatives"
     raise NotEnforceable(f"{place[-200:]} {cause}")
+
+
+def _least(schema: dict[str, Json], keyword: str, path: Path) -> int:
+    """Return the lower bound at ``keyword``, 0 if there is none. Raises NotEnforceable."""
+    if (least := schema.get(keyword, 0)) > MAX_COUNT:
+        _refuse(path, keyword, f"cannot be enforced above {MAX_COUNT}")
+    return int(least)
+
+
+def _most(schemas: Iterable[dict[str, Json]], keyword: str) -> int | None:
+    """Return the least upper bound at ``keyword``, at most MAX_COUNT; None if there is none."""
+    mosts = [int(schema[keyword]) for schema in schemas if keyword in schema]
+    return min(*mosts, MAX_COUNT) if mosts else None
 
 
 # resolution
@@ -507,15 +523,18 @@ class Document:
                 shape.divisors.append((path, int(divisor)))
 
     def _text(self, schemas: Sequence[dict[str, Json]]) -> Text:
-        least = max((int(schema.get("minLength", 0)) for schema in schemas), default=0)
-        mosts = [int(schema["maxLength"]) for schema in schemas if "maxLength" in schema]
+        least = self._least(schemas, "minLength")
         found: dict[str, patterns.Node] = {}
         for schema in schemas:
             if "pattern" in schema:
                 found[schema["pattern"]] = self._pattern(schema, "pattern", schema["pattern"])
             if "format" in schema and schema["format"] in FORMATS:
                 found[schema["format"]] = FORMATS[schema["format"]]
-        return Text(least, min(mosts, default=None), tuple(found.values()))
+        return Text(least, _most(schemas, "maxLength"), tuple(found.values()))
+
+    def _least(self, schemas: Sequence[dict[str, Json]], keyword: str) -> int:
+        """Return the greatest lower bound at ``keyword``, 0 if there is none."""
+        return max((_least(each, keyword, self._path(each)) for each in schemas), default=0)
 
     def _pattern(self, schema: dict[str, Json], keyword: str, text: str) -> patterns.Node:
         try:
@@ -538,9 +557,8 @@ class Document:
                 found[text] = self._pattern(schema, "patternProperties", text)
         if len(found) > _MAX_PATTERNS:
             raise NotEnforceable(f"more than {_MAX_PATTERNS} patternProperties of one object")
-        least = max((int(each.get("minProperties", 0)) for each in schemas), default=0)
-        mosts = [int(each["maxProperties"]) for each in schemas if "maxProperties" in each]
-        members = Members(required=frozenset(required), least=least, most=min(mosts, default=None))
+        least, most = self._least(schemas, "minProperties"), _most(schemas, "maxProperties")
+        members = Members(required=frozenset(required), least=least, most=most)
         names = dict.fromkeys([*declared, *required])
         says_more = any(
             {"additionalProperties", "unevaluatedProperties"} & each.keys() for each in schemas
@@ -617,10 +635,9 @@ class Document:
 
     def _items(self, parts: Alternative) -> Items:
         schemas = [part.schema for part in parts]
-        least = max((int(each.get("minItems", 0)) for each in schemas), default=0)
-        mosts = [int(each["maxItems"]) for each in schemas if "maxItems" in each]
+        least, most = self._least(schemas, "minItems"), _most(schemas, "maxItems")
         width = max((len(each.get("prefixItems", ())) for each in schemas), default=0)
-        items = Items(least=least, schema_least=least, most=min(mosts, default=None))
+        items = Items(least=least, schema_least=least, most=most)
         items.front = [self._item(parts, at) for at in range(width)]
         items.rest = self._item(parts, width)
         for each in schemas:
