@@ -44,8 +44,8 @@ _MAX_ALTERNATIVES = 256
 _MAX_PATTERNS = 4
 _MAX_NODES = 20_000
 _MAX_FINITE = 64
-#: Upper bounds on a length or a number of items or properties are lowered to this, which is narrower
-#: than the schema; larger lower bounds are refused.
+#: Upper bounds on a length or a number of items or properties are lowered to this, which narrows
+#: the schema; larger lower bounds are refused.
 MAX_COUNT = 1_000_000
 
 TYPES = frozenset({"null", "boolean", "string", "number", "object", "array"})
@@ -287,6 +287,16 @@ class Participant:
     choice: Choice | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Keywords of a schema by how a value is checked: ``keys`` of the values that it lists (None:
+    it lists none), keywords that include schemas in place, and the ``rest``."""
+
+    keys: frozenset[object] | None
+    included: dict[str, Json]
+    rest: dict[str, Json]
+
+
 Alternative = tuple[Participant, ...]
 
 
@@ -299,7 +309,9 @@ class Document:
         self._alternatives: dict[int, list[Alternative]] = {}
         self._in_progress: set[int] = set()
         self._shapes: dict[tuple[int, ...], list[Shape]] = {}
+        self._checks: dict[int, _Check] = {}
         self.root = self._conjunction([self._visited(root, ())])
+        self._validator = jsonschema.Draft202012Validator(root, registry=Registry())
 
     def shapes(self, node: Conjunction) -> list[Shape]:
         """Return the shapes of ``node``, of which a value has to have one."""
@@ -494,16 +506,39 @@ class Document:
         return [value for value in values if all(self._fits(value, each) for each in schemas)]
 
     def _fits(self, value: Json, schema: Json) -> bool:
-        if isinstance(schema, bool):
-            return schema
+        """Whether ``value`` fits ``schema``, under all rules of JSON Schema."""
         try:
-            validator = jsonschema.Draft202012Validator(self._root, registry=Registry())
-            return bool(validator.evolve(schema=schema).is_valid(value))
+            return self._is_valid(value, schema)
+        except NotEnforceable:
+            raise
         except Exception:
             place = ".".join(self._path(schema)) or "the schema"
             raise NotEnforceable(
                 f"{place[-200:]} cannot be enforced beside enum, const or names"
             ) from None
+
+    def _is_valid(self, value: Json, schema: Json) -> bool:
+        """As ``_fits``. Listed values are looked up by key: the validator compares a value with
+        each of them."""
+        if isinstance(schema, bool):
+            return schema
+        if id(schema) not in self._paths:
+            return bool(self._validator.evolve(schema=schema).is_valid(value))
+        if id(schema) not in self._checks:
+            self._checks[id(schema)] = _check_of(schema)
+        check = self._checks[id(schema)]
+        if check.keys is not None and _key(value) not in check.keys:
+            return False
+        if check.rest and not self._validator.evolve(schema=check.rest).is_valid(value):
+            return False
+        included = check.included
+        if "$ref" in included and not self._is_valid(value, self._referred(schema)):
+            return False
+        return (
+            all(self._is_valid(value, each) for each in included.get("allOf", ()))
+            and any(self._is_valid(value, each) for each in included.get("anyOf", [True]))
+            and sum(self._is_valid(value, each) for each in included.get("oneOf", [True])) == 1
+        )
 
     def _merge_numbers(self, shape: Shape, schemas: Sequence[dict[str, Json]]) -> None:
         for schema in schemas:
@@ -729,6 +764,8 @@ class Document:
 
 
 _UNEVALUATED = "unevaluatedProperties"
+_UNEVALUATED_KEYWORDS = frozenset({_UNEVALUATED, "unevaluatedItems"})
+_IN_PLACE = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 _BOUNDS = (
     ("minimum", True),
     ("exclusiveMinimum", True),
@@ -771,6 +808,21 @@ def _implied_types(schemas: Sequence[dict[str, Json]]) -> frozenset[str]:
     keywords = frozenset().union(*schemas)
     implied = [name for name, own in _BY_TYPE.items() if own & keywords]
     return frozenset(implied) if len(implied) == 1 and "type" not in keywords else TYPES
+
+
+def _check_of(schema: dict[str, Json]) -> _Check:
+    listings = [
+        frozenset(map(_key, _listed(schema, keyword)))
+        for keyword in ("enum", "const")
+        if keyword in schema
+    ]
+    keys = frozenset.intersection(*listings) if listings else None
+    others = {key: value for key, value in schema.items() if key not in ("enum", "const")}
+    # What is unevaluated follows from the schemas beside it.
+    in_place = _IN_PLACE if _UNEVALUATED_KEYWORDS.isdisjoint(others) else frozenset()
+    included = {key: value for key, value in others.items() if key in in_place}
+    rest = {key: value for key, value in others.items() if key not in in_place}
+    return _Check(keys, included, rest)
 
 
 def _listed(schema: dict[str, Json], keyword: str) -> list[Json]:
