@@ -337,6 +337,29 @@ def takes_long(name: str) -> str:
     return json.dumps({"type": "object", "oneOf": branches})
 
 
+def of_next(name: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{name}"}}}
+
+
+NULL = {"type": "null"}
+LINKS = {f"d{at}": of_next(f"d{at + 1}") for at in range(900)} | {"d900": NULL}
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar"),
+    [
+        (JSON_SCHEMA, {"$ref": "#/$defs/d0", "$defs": LINKS}),
+        (JSON_SCHEMA, {"type": "array", "prefixItems": [NULL] * 3000}),
+        (JSON_SCHEMA, {"type": "object", "properties": {f"p{at}": True for at in range(3000)}}),
+        (EBNF, "root ::= r0\n" + "\n".join(f"r{at} ::= r{at + 1}" for at in range(3500))
+         + '\nr3500 ::= "a"'),
+    ],
+)  # fmt: skip
+def test_long_chains_of_rules_compile(service: Service, kind: GrammarKind, grammar: Any) -> None:
+    text = grammar if isinstance(grammar, str) else json.dumps(grammar, separators=(",", ":"))
+    assert isinstance(service.compile(kind, text), CompiledGrammar)
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "cause"),
     [

@@ -63,6 +63,7 @@ def test_lark_of_ebnf_allows_what_can_be_derived(
         ("root ::= (=x)", "expected a literal, a class of characters"),
         ("just text", "expected a rule: name ::= ..."),
         ("root ::= " + "(" * 200, "groups are nested more than 100 deep"),
+        ('root ::= "a"' + "*" * 30_000, "the grammar is nested too deeply"),
     ],
 )
 def test_lark_of_ebnf_refuses_with_the_line(grammar: str, cause: str) -> None:

@@ -387,6 +387,11 @@ def test_json_grammar_refuses_what_is_not_json(text: str) -> None:
         json_grammar(text)
 
 
+def test_json_grammar_refuses_long_chains_of_references() -> None:
+    links = {f"d{at}": {"$ref": f"#/$defs/d{at + 1}"} for at in range(1500)}
+    assert "nested too deeply" in refusal({"$ref": "#/$defs/d0", "$defs": {**links, "d1500": {}}})
+
+
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 1_000, 30_000])
 def test_json_grammar_refuses_deep_schemas(depth: int) -> None:
     with pytest.raises(NotEnforceable, match="more than 64 levels deep"):

@@ -52,6 +52,13 @@ Node = Chars | Reference | Concat | Alternation | Repeat
 
 def lark_of_ebnf(text: str) -> str:
     """Return the grammar ``text`` in Lark syntax. Raises EbnfError."""
+    try:
+        return _lark(text)
+    except RecursionError:
+        raise EbnfError("the grammar is nested too deeply") from None
+
+
+def _lark(text: str) -> str:
     rules = _Parser(text).rules()
     if _ROOT not in rules:
         raise EbnfError('the grammar has no rule with the name "root"')

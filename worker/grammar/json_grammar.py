@@ -41,7 +41,10 @@ _MAX_DIVISIBLE = 2**53
 
 def json_grammar(text: str) -> str:
     """Return the grammar of the JSON schema ``text``. Raises NotEnforceable."""
-    return _Writer(Document(parse(text))).grammar()
+    try:
+        return _Writer(Document(parse(text))).grammar()
+    except RecursionError:
+        raise NotEnforceable("the schema is nested too deeply, or its references are") from None
 
 
 class _Writer:

@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,8 @@ from worker.parent import outlive_parent
 #: A compilation yields to the engine, but not for long: a third of a thread's share on a busy core.
 #: With 19 (a seventieth), a migrated request waited for the grammar that its new worker compiled.
 _NICE = 5
+#: llguidance recurses once for each rule of a chain. 64 MiB are enough for any grammar of 64 KiB.
+COMPILE_STACK_BYTES = 128 << 20
 #: Replaying a long output may take as long as so many masks.
 _REPLAY = 10
 #: A mask may use up its budget now and then; on average, this part of it.
@@ -136,11 +139,13 @@ class Keeper:
 
     def _compile(self, request: Request) -> bytes:
         before = _memory_bytes()
+        threading.stack_size(COMPILE_STACK_BYTES)
         with _cpu_budget(self._budget.compile_s), ThreadPoolExecutor(1) as thread:
             thread.submit(_step_back).result()
             kind, texts = request["kind"], request["texts"]
             vocabulary = self._model.vocabulary
             self._start = thread.submit(compile_grammar, kind, texts, vocabulary).result()
+        _return_stack()
         outlive_parent()
         with _cpu_budget(self._budget.mask_s):
             self._mask(Place(self._start, frozenset({0})), "no text of the vocabulary fits")
@@ -223,6 +228,14 @@ def _check(is_fine: bool) -> None:
 def _step_back() -> None:
     # On Linux of this thread, and of those that it starts.
     os.nice(_NICE)
+
+
+def _return_stack() -> None:
+    """Lower the memory limit by the compiler's stack, which is free again."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit != resource.RLIM_INFINITY:
+        lowered = limit - COMPILE_STACK_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (lowered, lowered))
 
 
 def _memory_bytes() -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from everlift import model_files
 from everlift.end_tokens import end_token_ids
 from worker.child_process import go_first
-from worker.grammar.keeper import Keeper, Model
+from worker.grammar.keeper import COMPILE_STACK_BYTES, Keeper, Model
 from worker.grammar.launch import Launch
 from worker.grammar.token_trie import token_trie
 from worker.grammar.vocabulary import token_bytes
@@ -61,13 +61,13 @@ def _keep(sock: socket.socket, model: Model, launch: Launch) -> None:
 
 
 def _bound_memory(mib: int) -> None:
-    """``mib`` more than the nursery has; where memory is short for all, these are the first to go.
-    Linux alone tells and bounds it so."""
+    """Limit the process to ``mib`` more than the nursery has, beside the compiler's stack, and let
+    the kernel end it first when memory runs out. Has an effect on Linux only."""
     if sys.platform != "linux":
         return
     go_first()
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    limit = used + (mib << 20)
+    limit = used + (mib << 20) + COMPILE_STACK_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
