@@ -13,7 +13,7 @@ model writes what it likes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -138,7 +138,7 @@ class ToolUse:
             "type": "array",
             "minItems": 1,
             "items": {"anyOf": [_call_schema(form, one) for one in self.functions]},
-            "$defs": {one.name: _rooted(one.parameters, _root(one.name)) for one in self.functions},
+            "$defs": {one.name: _definition(one) for one in self.functions},
         }
         return schema if self.is_parallel else {**schema, "maxItems": 1}
 
@@ -159,21 +159,31 @@ def _root(name: str) -> str:
     return f"#/$defs/{name}"
 
 
-def _rooted(schema: Json, root: str) -> Json:
-    """``schema`` with the references to ``#`` leading to ``root``."""
+def _definition(function: Function) -> Json:
+    """Return the schema of the arguments as a definition of another schema: it has no `$id`, and
+    its references to itself lead to its place."""
+    base = function.parameters.get("$id")
+    bases = {"", base.partition("#")[0]} if isinstance(base, str) else {""}
+    schema = {key: value for key, value in function.parameters.items() if key != "$id"}
+    return _rooted(schema, _root(function.name), bases)
+
+
+def _rooted(schema: Json, root: str, bases: Set[str]) -> Json:
+    """Return ``schema`` with its references to one of ``bases`` leading to ``root``."""
     if isinstance(schema, list):
-        return [_rooted(part, root) for part in schema]
+        return [_rooted(part, root, bases) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: _rooted_value(key, value, root) for key, value in schema.items()}
+    return {key: _rooted_value(key, value, root, bases) for key, value in schema.items()}
 
 
-def _rooted_value(key: str, value: Json, root: str) -> Json:
+def _rooted_value(key: str, value: Json, root: str, bases: Set[str]) -> Json:
     if key in _BY_NAME and isinstance(value, dict):
-        return {name: _rooted(part, root) for name, part in value.items()}
-    if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-        return root + value[1:]
-    return value if key in _DATA else _rooted(value, root)
+        return {name: _rooted(part, root, bases) for name, part in value.items()}
+    if key == "$ref" and isinstance(value, str):
+        base, _, pointer = value.partition("#")
+        return root + pointer if base in bases else value
+    return value if key in _DATA else _rooted(value, root, bases)
 
 
 def _choice(given: object) -> tuple[Choice, str]:

@@ -171,6 +171,22 @@ def test_references_in_a_schema_lead_to_its_own_root(choice: Any) -> None:
     assert not allows(use, written % bad)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_required_calls_allow_an_id_at_the_root_of_parameters(choice: Any) -> None:
+    own = "https://example.com/f.json"
+    node = {
+        "$id": own,
+        "type": "object",
+        "properties": {"n": {"$ref": f"{own}#/$defs/n"}, "$id": {"type": "string"}},
+        "$defs": {"n": {"type": "integer"}},
+    }
+    use = ToolUse.of([tool(parameters=node)], choice, True)
+    written = '[{"name": "f", "arguments": %s}]' if choice == "required" else "%s"
+
+    assert allows(use, written % '{"n": 1, "$id": "a"}')
+    assert not allows(use, written % '{"n": "1"}')
+
+
 def test_schemas_too_large_for_a_grammar_are_refused_where_one_is_needed() -> None:
     tools = [tool(name=f"f{i}", parameters={"title": "x" * 40_000}) for i in range(3)]
 
