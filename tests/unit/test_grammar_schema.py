@@ -381,6 +381,76 @@ def test_json_grammar_enforces_one_of_with_its_parent() -> None:
     assert not allows(included_twice, '{"a":1,"b":1}')
 
 
+def test_json_grammar_writes_the_tag_of_a_discriminated_union() -> None:
+    def branch(tag: str, name: str) -> dict[str, Any]:
+        # As Pydantic writes Literal[tag] = tag.
+        return of_a({}, properties={"kind": {"const": tag, "default": tag}, name: INTEGER})
+
+    union = {
+        "oneOf": [branch("a", "x"), branch("b", "y")],
+        "discriminator": {"propertyName": "kind"},
+    }
+    assert allows(union, '{"kind":"a","x":1}')
+    assert allows(union, '{"kind":"b"}')
+    assert not allows(union, '{"x":1}')
+    assert not allows(union, '{"kind":"a","y":1}')
+    del union["discriminator"]
+    assert "oneOf cannot be enforced" in refusal(union)
+
+
+def test_json_grammar_compares_a_union_without_its_tag() -> None:
+    # The discriminator of a branch is an annotation: {} fits the second branch as well.
+    tagged_union = {
+        "oneOf": [tagged("a", required=[]), {"type": "null"}],
+        "discriminator": {"propertyName": "tag"},
+    }
+    assert "oneOf cannot be enforced" in refusal({"oneOf": [{"const": {}}, tagged_union]})
+    assert "oneOf cannot be enforced" in refusal(
+        {"oneOf": [of_a(INTEGER, required=["a"]), tagged_union]}
+    )
+
+
+AHEAD = {"type": "string", "pattern": "^(?!x)a"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        ({"anyOf": [{"type": "number"}, AHEAD]}, ["1"], ['"a"', "null"]),
+        ({"anyOf": [AHEAD, {"type": "null"}]}, ["null"], ['"a"']),
+        ({"anyOf": [{"not": {}}, {"type": "null"}]}, ["null"], ["1"]),
+        (
+            {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": AHEAD}},
+            ["null"],
+            ['"a"'],
+        ),
+        ({"anyOf": [{"anyOf": [AHEAD, {"not": {}}]}, {"type": "null"}]}, ["null"], ['"a"']),
+    ],
+)
+def test_json_grammar_leaves_out_branches_of_any_of_that_it_cannot_enforce(
+    schema: Any, allowed: list[str], forbidden: list[str]
+) -> None:
+    assert [text for text in allowed if not allows(schema, text)] == []
+    assert [text for text in forbidden if allows(schema, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "cause"),
+    [
+        ({"anyOf": [AHEAD]}, "anyOf.0.pattern cannot be enforced: look-around"),
+        ({"anyOf": [AHEAD, {"not": {}}]}, "cannot be enforced"),
+        ({"anyOf": [AHEAD, False]}, "anyOf.0.pattern cannot be enforced"),
+        ({"anyOf": [{"type": "null"}], "oneOf": [AHEAD, {}]}, "oneOf.0.pattern cannot"),
+        # More fits the first branch of oneOf than would be written for it.
+        ({"oneOf": [{"anyOf": [AHEAD, {"type": "null"}]}, {"type": "integer"}]}, "oneOf cannot be"),
+        ({"anyOf": [{"minLength": "a"}, {"type": "null"}]}, "anyOf.0.minLength must be a number"),
+        ({"anyOf": [{"not": {}}, {"type": "null"}], "$ref": "#/anyOf/0"}, "anyOf.0.not cannot be"),
+    ],
+)  # fmt: skip
+def test_json_grammar_refuses_any_of_without_an_enforceable_branch(schema: Any, cause: str) -> None:
+    assert cause in refusal(schema)
+
+
 @pytest.mark.parametrize("text", ['{"type":', "", "nan,", '{"minimum": NaN}', '{"maximum": 1e999}'])
 def test_json_grammar_refuses_what_is_not_json(text: str) -> None:
     with pytest.raises(NotEnforceable, match="the schema is not JSON"):

@@ -73,6 +73,10 @@ class NotEnforceable(ValueError):
     """A schema to which no output can be kept, with the path and the keyword."""
 
 
+class Unsupported(NotEnforceable):
+    """A valid keyword that cannot be enforced."""
+
+
 # the shapes of values
 
 
@@ -255,6 +259,11 @@ def _refuse(path: Path, keyword: str, cause: str) -> NoReturn:
     raise NotEnforceable(f"{place[-200:]} {cause}")
 
 
+def _unsupported(path: Path, keyword: str, cause: str = "") -> NoReturn:
+    place = ".".join((*path, keyword))
+    raise Unsupported(f"{place[-200:]} cannot be enforced{cause}")
+
+
 def _refuse_combinations(path: Path) -> NoReturn:
     place = ".".join(path) or "the schema"
     cause = f"has more than {_MAX_ALTERNATIVES} combinations of alternatives"
@@ -264,7 +273,7 @@ def _refuse_combinations(path: Path) -> NoReturn:
 def _least(schema: dict[str, Json], keyword: str, path: Path) -> int:
     """Return the lower bound at ``keyword``, 0 if there is none. Raises NotEnforceable."""
     if (least := schema.get(keyword, 0)) > MAX_COUNT:
-        _refuse(path, keyword, f"cannot be enforced above {MAX_COUNT}")
+        _unsupported(path, keyword, f" above {MAX_COUNT}")
     return int(least)
 
 
@@ -309,6 +318,8 @@ class Document:
         self._alternatives: dict[int, list[Alternative]] = {}
         self._in_progress: set[int] = set()
         self._shapes: dict[tuple[int, ...], list[Shape]] = {}
+        #: schemas and nodes without all branches of their `anyOf`
+        self._narrowed: set[int | tuple[int, ...]] = set()
         self._checks: dict[int, _Check] = {}
         self.root = self._conjunction([self._visited(root, ())])
         self._validator = jsonschema.Draft202012Validator(root, registry=Registry())
@@ -321,10 +332,35 @@ class Document:
         if key not in self._shapes:
             if len(self._shapes) >= _MAX_NODES:
                 raise NotEnforceable("the schema has too many combinations of subschemas")
-            alternatives = self._product(map(self._flattened, node), ())
-            shapes = (self._shape(_distinct(parts)) for parts in alternatives if _agree(parts))
-            self._shapes[key] = [shape for shape in shapes if shape is not None]
+            self._shapes[key] = self._resolved(node, key)
         return self._shapes[key]
+
+    def _resolved(self, node: Sequence[dict[str, Json]], key: tuple[int, ...]) -> list[Shape]:
+        """Return the shapes of ``node``, without the branches of an `anyOf` that cannot be enforced
+        where another one can."""
+        shapes: list[Shape] = []
+        #: by the chosen branches of each `oneOf`
+        supported: set[tuple[tuple[int, int], ...]] = set()
+        unsupported: dict[tuple[tuple[int, int], ...], Unsupported] = {}
+        for parts in self._product(map(self._flattened, node), ()):
+            if not _agree(parts):
+                continue
+            if not self._narrowed.isdisjoint(id(part.schema) for part in parts):
+                self._narrowed.add(key)
+            chosen = tuple((id(part.schema), part.choice.chosen) for part in parts if part.choice)
+            try:
+                shape = self._shape(_distinct(parts))
+            except Unsupported as error:
+                unsupported.setdefault(chosen, error)
+                self._narrowed.add(key)
+            else:
+                if shape is not None:
+                    shapes.append(shape)
+                    supported.add(chosen)
+        for chosen, error in unsupported.items():
+            if chosen not in supported:
+                raise error
+        return shapes
 
     def check_exclusive(self, shape: Shape) -> None:
         """Raise NotEnforceable if a value that is written for ``shape`` may fit a branch of a
@@ -335,8 +371,8 @@ class Document:
                 if at == choice.chosen or self._is_apart(shape, choice, branch):
                     continue
                 one, other = sorted((at, choice.chosen))
-                cause = f"cannot be enforced: a value may fit branches {one} and {other}"
-                _refuse(choice.path, "oneOf", cause)
+                cause = f": a value may fit branches {one} and {other}"
+                _unsupported(choice.path, "oneOf", cause)
 
     def finite_values(self, node: Conjunction) -> list[Json] | None:
         """Return all values of ``node``, None if they are too many."""
@@ -364,7 +400,6 @@ class Document:
         if not isinstance(schema, dict):
             place = ".".join(path) or "the schema"
             raise NotEnforceable(f"{place[-200:]} must be an object or a boolean")
-        self._paths[id(schema)] = path
         if isinstance(schema.get("items"), list):
             # Draft 7 wrote prefixItems so.
             if "prefixItems" in schema:
@@ -375,12 +410,13 @@ class Document:
                 del schema["prefixItems"]
         for keyword, value in schema.items():
             if keyword in REFUSED:
-                _refuse(path, keyword, "cannot be enforced")
+                _unsupported(path, keyword)
             is_expected, words = _EXPECTED.get(keyword, (None, ""))
             if is_expected is not None and not is_expected(value):
                 _refuse(path, keyword, f"must be {words}")
         if path and isinstance(schema.get("$id"), str):
-            _refuse(path, "$id", "cannot be enforced: only the root may have one")
+            _unsupported(path, "$id", ": only the root may have one")
+        self._paths[id(schema)] = path
         return schema
 
     def _path(self, schema: dict[str, Json]) -> Path:
@@ -432,14 +468,20 @@ class Document:
             place = ".".join(path) or "the schema"
             raise NotEnforceable(f"{place[-200:]} refers back to itself before any value")
         self._in_progress.add(id(schema))
+        try:
+            self._alternatives[id(schema)] = self._combinations(schema, path)
+        finally:
+            self._in_progress.discard(id(schema))
+        return self._alternatives[id(schema)]
+
+    def _combinations(self, schema: dict[str, Json], path: Path) -> list[Alternative]:
         choices = []
         if "$ref" in schema:
             choices.append(self._flattened(self._referred(schema)))
         for at in range(len(schema.get("allOf", ()))):
             choices.append(self._flattened(self._part(schema, "allOf", at)))
         if "anyOf" in schema:
-            branches = self._branches(schema, "anyOf")
-            choices.append([one for each in branches for one in self._flattened(each)])
+            choices.append(self._any_of(schema))
         result = []
         for choice, alternatives in self._one_of(schema):
             for included in self._product([*choices, alternatives], path):
@@ -447,8 +489,22 @@ class Document:
                 result.append((Participant(schema, subtree, choice), *included))
         if len(result) > _MAX_ALTERNATIVES:
             _refuse_combinations(path)
-        self._in_progress.discard(id(schema))
-        self._alternatives[id(schema)] = result
+        return result
+
+    def _any_of(self, schema: dict[str, Json]) -> list[Alternative]:
+        """Return the alternatives of the `anyOf` of ``schema``, without the branches that cannot be
+        enforced if another one can: what is written fits the others."""
+        result: list[Alternative] = []
+        unsupported: Unsupported | None = None
+        for at in range(len(schema["anyOf"])):
+            try:
+                result += self._flattened(self._part(schema, "anyOf", at))
+            except Unsupported as error:
+                unsupported = unsupported or error
+        if unsupported is not None:
+            if not result:
+                raise unsupported
+            self._narrowed.add(id(schema))
         return result
 
     def _branches(self, schema: dict[str, Json], keyword: str) -> list[Json]:
@@ -554,7 +610,7 @@ class Document:
             if "multipleOf" in schema:
                 divisor = _exact(path, "multipleOf", schema["multipleOf"])
                 if divisor.denominator != 1:
-                    _refuse(path, "multipleOf", "cannot be enforced unless it is an integer")
+                    _unsupported(path, "multipleOf", " unless it is an integer")
                 shape.divisors.append((path, int(divisor)))
 
     def _text(self, schemas: Sequence[dict[str, Json]]) -> Text:
@@ -578,7 +634,7 @@ class Document:
         except UnicodeEncodeError:
             _refuse(self._path(schema), keyword, "has half of a surrogate pair")
         except patterns.PatternError as error:
-            _refuse(self._path(schema), keyword, f"cannot be enforced: {error}")
+            _unsupported(self._path(schema), keyword, f": {error}")
 
     # objects
 
@@ -594,6 +650,7 @@ class Document:
             raise NotEnforceable(f"more than {_MAX_PATTERNS} patternProperties of one object")
         least, most = self._least(schemas, "minProperties"), _most(schemas, "maxProperties")
         members = Members(required=frozenset(required), least=least, most=most)
+        required |= dict.fromkeys(tag for each in schemas for tag in _tags(each))
         names = dict.fromkeys([*declared, *required])
         says_more = any(
             {"additionalProperties", "unevaluatedProperties"} & each.keys() for each in schemas
@@ -630,8 +687,8 @@ class Document:
         if not is_closed and texts and least > len(names) + 1:
             # Keys without a name may be written twice, and then count once.
             schema = max(schemas, key=lambda each: each.get("minProperties", 0))
-            cause = "cannot be enforced: only one key more than the named ones is sure to be new"
-            _refuse(self._path(schema), "minProperties", cause)
+            cause = ": only one key more than the named ones is sure to be new"
+            _unsupported(self._path(schema), "minProperties", cause)
         for chosen in _subsets(list(found)):
             if (is_closed and not chosen) or not texts:
                 continue
@@ -680,7 +737,7 @@ class Document:
                 items.are_unique, items.path = True, self._path(each)
             count = int(each.get("minContains", 1)) if "contains" in each else 0
             if count > 1000:
-                _refuse(self._path(each), "minContains", "cannot be enforced above 1000")
+                _unsupported(self._path(each), "minContains", " above 1000")
             if count:
                 contained = self._part(each, "contains")
                 rest = () if items.rest is None else items.rest
@@ -689,8 +746,8 @@ class Document:
                 items.schema_least = max(items.schema_least, count)
                 items.least = max(items.least, len(items.front))
                 if items.most is not None and items.most < items.least:
-                    cause = "cannot be enforced: no room behind prefixItems within maxItems"
-                    _refuse(self._path(each), "contains", cause)
+                    cause = ": no room behind prefixItems within maxItems"
+                    _unsupported(self._path(each), "contains", cause)
         return items
 
     def _item(self, parts: Alternative, at: int) -> Conjunction:
@@ -718,7 +775,10 @@ class Document:
         if written.values is not None:
             return not any(self._fits(value, branch) for value in written.values)
         chosen = choice.branches[choice.chosen]
-        shapes = self.shapes(self._conjunction([branch]))
+        node = self._conjunction([branch])
+        shapes = self.shapes(node)
+        if node is not None and tuple(map(id, node)) in self._narrowed:
+            return False
         return all(self._shapes_are_apart(written, shape, chosen) for shape in shapes)
 
     def _shapes_are_apart(self, written: Shape, other: Shape, chosen: Json) -> bool:
@@ -808,6 +868,14 @@ def _implied_types(schemas: Sequence[dict[str, Json]]) -> frozenset[str]:
     keywords = frozenset().union(*schemas)
     implied = [name for name, own in _BY_TYPE.items() if own & keywords]
     return frozenset(implied) if len(implied) == 1 and "type" not in keywords else TYPES
+
+
+def _tags(schema: dict[str, Json]) -> list[str]:
+    """Return the names of the properties that tell the branches of ``schema`` apart. They are
+    always written: a tag with a default is not among the required names."""
+    discriminator = schema.get("discriminator")
+    name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+    return [name] if isinstance(name, str) and {"anyOf", "oneOf"} & schema.keys() else []
 
 
 def _check_of(schema: dict[str, Json]) -> _Check:
