@@ -64,6 +64,9 @@ NODE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
         ({"pattern": "ab", "maxLength": 3}, ['"xab"', '"ab"'], ['"xxab"', '"abb']),
         ({"pattern": "^(é|\\\\)$"}, ['"é"', '"\\\\"'], ['"\\"']),
         ({"type": "string", "format": "date"}, ['"2024-02-28"'], ['"2024-13-01"', '"2024-02-30"']),
+        ({"format": "date"}, ['"0001-01-01"', '"1000-01-01"'], ['"0000-01-01"']),
+        ({"format": "date-time"}, ['"0010-01-01T00:00:00Z"'], ['"0000-01-01T00:00:00Z"']),
+        ({"format": "duration"}, ['"P3Y6M4DT12H30M5S"', '"P999999W"'], ['"P1234567Y"', '"P"']),
         ({"type": "string", "format": "of our own"}, ['"anything"'], ["1"]),
         # bounds beyond any output
         ({"type": "string", "maxLength": 2**53 - 1}, ['""', '"ab"'], ["1"]),
