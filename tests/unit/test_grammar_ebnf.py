@@ -33,6 +33,7 @@ def allows(grammar: str, text: str) -> bool:
         ('root ::= [^"\\\\] # one character\n  "é"', ["xé", "\né"], ['"é', "x"]),
         ("root ::= [a-] [\\]^]", ["a]", "-^"], ["b]"]),
         ('a-b ::= "x"\nroot ::=\n  a-b |\n  (\n a-b "y" )', ["x", "xy"], ["y"]),
+        ('root ::= 1st -b\n1st ::= "x\ny" # "\n-b ::= [\n-]', ["x\ny\n", "x\ny-"], ["xy-"]),
         # A rule that no finite text fits is left out.
         ('root ::= "a" root | loop | "c"\nloop ::= loop "b"', ["aac"], ["b"]),
     ],
@@ -52,7 +53,8 @@ def test_lark_of_ebnf_allows_what_can_be_derived(
         ('other ::= "a"', 'no rule with the name "root"'),
         ('root ::= "a"\nroot ::= "b"', 'the rule "root" is defined twice'),
         ('root ::= "a', "line 1 of the grammar: the literal is not closed"),
-        ('root ::= "a"\n\n[a', "line 3 of the grammar: the class of characters is not closed"),
+        ('root ::= "a\n\n', "line 1 of the grammar: the literal is not closed"),
+        ('root ::= "a"\n\n[a\n', "line 3 of the grammar: the class of characters is not closed"),
         ("root ::= (root", "the parenthesis is not closed"),
         ("root ::= [b-a]", "a range of characters is in the wrong order"),
         ("root ::= []", "a class of characters is empty"),

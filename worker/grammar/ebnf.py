@@ -81,8 +81,8 @@ def _lark(text: str) -> str:
 # parsing
 
 _SPACE = re.compile(r"(?:\s|#[^\n]*)*")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_DEFINES = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(?:\s|#[^\n]*)*::=")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_DEFINES = re.compile(r"[A-Za-z0-9_-]+(?:\s|#[^\n]*)*::=")
 _QUANTIFIER = re.compile(r"[*+?]|\{\s*([0-9]{1,9})\s*(,\s*([0-9]{1,9})?\s*)?\}")
 _ESCAPES = {"n": 10, "t": 9, "r": 13, "0": 0, "a": 7, "b": 8, "f": 12, "v": 11, "e": 27}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
@@ -170,18 +170,20 @@ class _Parser:
 
     def _literal(self) -> Node:
         codes = []
+        start = self._at
         while not self._take('"'):
-            codes.append(self._character("the literal is not closed"))
+            codes.append(self._character("the literal is not closed", start))
         return Concat(tuple(Chars(((code, code),)) for code in codes))
 
     def _class(self) -> Node:
+        problem, start = "the class of characters is not closed", self._at
         is_negated = self._take("^")
         ranges = []
         while not self._take("]"):
-            low = high = self._character("the class of characters is not closed")
+            low = high = self._character(problem, start)
             if self._text.startswith("-", self._at) and not self._text.startswith("-]", self._at):
                 self._at += 1
-                high = self._character("the class of characters is not closed")
+                high = self._character(problem, start)
             if low > high:
                 raise self._error("a range of characters is in the wrong order")
             ranges.append((low, high))
@@ -189,8 +191,11 @@ class _Parser:
             raise self._error("a class of characters is empty")
         return Chars(tuple(ranges), negated=is_negated)
 
-    def _character(self, problem: str) -> int:
-        if self._at == len(self._text) or self._text[self._at] == "\n":
+    def _character(self, problem: str, start: int) -> int:
+        """Return the next code point of what begins at ``start``; a line feed is one, too. Raises
+        EbnfError with ``problem`` at the end of the text."""
+        if self._at == len(self._text):
+            self._at = start
             raise self._error(problem)
         character = self._text[self._at]
         self._at += 1
